@@ -1,0 +1,1 @@
+"""Dataset converters and the makers of the embedded data and model."""

@@ -1,0 +1,1 @@
+"""Fine-tune vision-language models with GRPO on tasks whose answers a rule can check."""
