@@ -1,0 +1,93 @@
+"""Rendered words for OCR, drawn from a seed.
+
+Example ``i`` depends on (seed, split, i) and nothing else, so any slice can be drawn anywhere:
+``python -m vlm_grpo.data_scripts.make_words --count 1000 --seed 0 --out DIR``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from functools import cache
+
+from PIL import Image, ImageDraw, ImageFont
+from vlm_grpo.data_scripts.made import as_png, command, generator
+
+from vlm_grpo.types import Example
+
+TASKS = ("ocr",)
+SIZE = (84, 28)
+"""Width and height of a word's image in pixels: 3 × 1 image tokens of a Qwen-VL."""
+
+QUESTION = "What does the text say?"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LENGTHS = (3, 5)
+"""Fewest and most letters of a word."""
+
+POINTS = (14, 18)
+"""Smallest and largest font size; five of the widest letters must fit in the smallest."""
+
+
+def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
+    """Draw ``count`` words of random capitals in memory, in Pillow's own font.
+
+    Args:
+        task: "ocr" (answer: the word).
+        count: how many, at least 1.
+        seed: the same seed gives the same words on every machine.
+        split: name of a part of the data; two splits of one seed are independent draws.
+
+    Raises:
+        ValueError: the task is unknown or the count is below 1.
+    """
+    if task not in TASKS:
+        raise ValueError(f"there are no words for task {task!r}; choose {' or '.join(TASKS)}")
+    if count < 1:
+        raise ValueError(f"count is {count}; it must be at least 1")
+    return [
+        _word(f"words-{task}-{split}-{i}", generator("words", task, seed, split, i))
+        for i in range(count)
+    ]
+
+
+def _word(name: str, rng: random.Random) -> Example:
+    word = "".join(rng.choices(LETTERS, k=rng.randint(*LENGTHS)))
+    return Example(
+        id=name,
+        images=(as_png(_render(word, rng), name),),
+        question=QUESTION,
+        answer=word,
+    )
+
+
+def _render(word: str, rng: random.Random) -> Image.Image:
+    """The word in dark ink on light paper, at a random place where all of it is inside."""
+    paper = rng.randint(215, 255)
+    ink = tuple(rng.randint(0, 110) for _ in range(3))
+    image = Image.new("RGB", SIZE, (paper, paper, paper))
+    pen = ImageDraw.Draw(image)
+    points = rng.randint(*POINTS)
+    while True:
+        left, top, right, bottom = pen.textbbox((0, 0), word, font=_font(points))
+        if right - left <= SIZE[0] - 2 or points == POINTS[0]:
+            break
+        points -= 1
+    x = rng.randint(1, max(1, SIZE[0] - 1 - int(right - left)))
+    y = rng.randint(1, max(1, SIZE[1] - 1 - int(bottom - top)))
+    pen.text((x - left, y - top), word, font=_font(points), fill=ink)
+    return image
+
+
+@cache
+def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(points)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns the process's exit status."""
+    return command(examples, TASKS, "Render words for OCR.", argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Rendered words: drawn from a seed, whole inside the image, written as canonical JSONL."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from vlm_grpo.data_scripts import make_words
+from vlm_grpo.data_scripts.make_words import LENGTHS, examples
+
+
+def test_example_depends_on_seed_split_and_index_alone():
+    ten = examples("ocr", 10, seed=4)
+    assert examples("ocr", 3, seed=4) == ten[:3]
+    assert len({row.images[0].data for row in ten}) == 10
+    assert examples("ocr", 3, seed=4, split="eval")[0].answer != ten[0].answer
+
+
+def test_word_is_whole_inside_the_image():
+    rows = examples("ocr", 300, seed=1)
+    for row in rows:
+        gray = np.asarray(row.images[0].load().convert("L"), dtype=int)
+        border = np.concatenate([gray[0], gray[-1], gray[:, 0], gray[:, -1]])
+        assert row.images[0].size == gray.shape[::-1] == (84, 28)
+        # Ink next to the border would be a cut letter. A soft edge may shade one pixel lightly.
+        assert np.ptp(border) < 40, row.answer
+    assert {len(row.answer) for row in rows} == set(range(LENGTHS[0], LENGTHS[1] + 1))
+
+
+def test_ink_grows_with_the_word():
+    rows = examples("ocr", 300, seed=2)
+    dark = {row.id: (np.asarray(row.images[0].load().convert("L")) < 170).sum() for row in rows}
+    mean = {
+        length: np.mean([dark[row.id] for row in rows if len(row.answer) == length])
+        for length in (3, 5)
+    }
+    # Two more letters of five, at a font up to a quarter smaller, still leave more ink.
+    assert mean[5] > 1.15 * mean[3]
+
+
+def test_file_form_holds_what_the_memory_form_holds(tmp_path):
+    out = tmp_path / "words"
+    assert (
+        make_words.main(["--count", "3", "--seed", "2", "--split", "eval", "--out", str(out)]) == 0
+    )
+    rows = [json.loads(line) for line in (out / "ocr.jsonl").read_text().splitlines()]
+    for row, example in zip(rows, examples("ocr", 3, 2, "eval"), strict=True):
+        assert (row["id"], row["answer"]) == (example.id, example.answer)
+        assert (out / row["images"][0]).read_bytes() == example.images[0].data
+
+
+def test_unknown_task_is_named():
+    with pytest.raises(ValueError, match="'counting'; choose ocr"):
+        examples("counting", 1)
