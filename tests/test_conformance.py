@@ -1,0 +1,45 @@
+"""What a model wrote and what it must earn: the cases of tests/conformance, by task."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from vlm_grpo.coordinates import FRAMES, ORIGINAL
+from vlm_grpo.types import Example, ImageRef
+
+CLASSES = {"counting": "Counting", "grounding": "Grounding", "ocr": "OCR"}
+CASES = [
+    json.loads(line)
+    for path in sorted((Path(__file__).parent / "conformance").glob("*.jsonl"))
+    for line in path.read_text(encoding="utf-8").splitlines()
+]
+
+
+def test_every_case_has_its_own_id():
+    assert len({case["id"] for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['id']}-{case['why']}")
+def test_case_earns_what_it_must(case):
+    frame = FRAMES[case["frame"]] if "frame" in case else ORIGINAL
+    module = importlib.import_module(f"vlm_grpo.tasks.{case['task']}")
+    task = getattr(module, CLASSES[case["task"]])(
+        tags=case["tags"], frame=frame, **case.get("options", {})
+    )
+    size = tuple(case.get("image_size", (640, 480)))
+    seen = tuple(case.get("seen", size))
+    image = ImageRef(name="image", size=size, seen=seen)
+    example = Example(case["id"], (image,), case.get("question", "?"), case["gold"])
+
+    task.check(example)
+    score = task.score(case["output"], example)
+
+    values = {**score.rewards, **score.metrics}
+    for name, value in case["expected"].items():
+        # 0.01: the cases state two to four digits, and frames round to whole units.
+        assert values[name] == pytest.approx(value, abs=0.01), name
+    assert not score.failures
