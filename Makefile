@@ -1,0 +1,56 @@
+# Everything from a fresh machine with Python 3.11 (or 3.12, 3.13) and make.
+#
+#   make quickstart   install what a run needs, fine-tune the embedded model, show before and after
+#   make test         install the rest and run the tests, with the pure modules' coverage
+#   make check        lint, format, types, import floors, doctests
+#   make clean        remove what these made (not your runs/)
+#
+# PYTHON=/path/to/python picks the interpreter, JOBS=8 the number of test processes.
+
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+CANDIDATES := python3 python3.11 python3.12 python3.13 python
+PYTHON ?= $(shell for python in $(CANDIDATES); do \
+	"$$python" -c '$(SUPPORTED)' 2>/dev/null && echo "$$python" && break; done)
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PURE := types parsing scoring coordinates task errors
+PURE_FILES = $(wildcard $(PURE:%=vlm_grpo/%.py) vlm_grpo/objective*)
+
+.DELETE_ON_ERROR:
+.PHONY: quickstart test check clean
+
+quickstart: $(VENV)/runtime.stamp
+	$(BIN)/vlm-grpo train quickstart
+
+test: $(VENV)/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --cov --cov-report=term-missing
+
+check: $(VENV)/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q --doctest-modules $(PURE_FILES)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c '$(SUPPORTED)' || { \
+		echo "vlm-grpo needs Python 3.11, 3.12 or 3.13; found $(or $(PYTHON),none)." \
+			"Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+
+# The stamps stand for finished installs: a broken one is taken up again at the next call.
+$(VENV)/runtime.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing vlm-grpo and its libraries into $(VENV) (PyTorch is about 5 GB)"
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing vlm-grpo, its libraries and the test tools into $(VENV) (PyTorch is about 5 GB)"
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/runtime.stamp

@@ -1,0 +1,40 @@
+"""What every test runs under: one thread, no network, fixed seeds, and checked tensor shapes."""
+
+import os
+import random
+
+# Set before torch and the hub's client are imported, for they read these once. One thread a
+# process: the tests run in several processes, and their small tensors gain nothing from more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import install_import_hook
+
+torch.set_num_threads(1)
+
+# The annotations of these modules are checked at every call while tests run: a tensor of a wrong
+# shape or type fails where it enters. It must stand before anything imports them.
+install_import_hook(
+    ["vlm_grpo.objective", "vlm_grpo.engine", "vlm_grpo.policy"], "beartype.beartype"
+)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Every test starts from the same random states, whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
