@@ -1,0 +1,65 @@
+"""Estimators of KL(policy ‖ reference) from one sampled token each.
+
+With x ~ policy and d = log policy(x) − log reference(x) (J. Schulman, "Approximating KL
+Divergence", 2020):
+
+* ``k1 = d``: unbiased, may be negative, high variance;
+* ``k2 = d² / 2``: biased, never negative;
+* ``k3 = exp(−d) + d − 1``: unbiased, never negative (DeepSeekMath, arXiv:2402.03300, eq. 4).
+
+Unbiased speaks of the value. What follows for the gradient is derived in docs/objective.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def k1(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """log policy − log reference, in nats."""
+    return logprobs - reference
+
+
+def k2(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """Half the squared log-ratio."""
+    return (logprobs - reference) ** 2 / 2
+
+
+def k3(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
+    """exp(log reference − log policy) − (log reference − log policy) − 1, in nats."""
+    difference = reference - logprobs
+    return torch.expm1(difference) - difference
+
+
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_penalties(
+    logprobs: Float[Tensor, " M"],
+    reference: Float[Tensor, " M"],
+    completion: Int[Tensor, " M"],
+    completions: int,
+    estimator: str = "k1",
+) -> Float[Tensor, " N"]:
+    """What ``kl_in="reward"`` subtracts, times β, from each completion's reward.
+
+    The sum over a completion's tokens of k1 is log policy(o) − log reference(o): with it in the
+    reward, the policy gradient is that of E[r] − β·KL over whole completions (Ziegler et al.,
+    arXiv:1909.08593, eq. 2). The log-probabilities are those of the policy that sampled.
+
+    Args:
+        logprobs: of the sampled tokens under the sampling policy, in nats.
+        reference: of the same tokens under the reference policy, in nats.
+        completion: index in 0..N−1 of the completion each token belongs to.
+        completions: N.
+        estimator: a name in ``KL_ESTIMATORS``.
+
+    Returns:
+        One penalty per completion, without gradient, in nats.
+    """
+    per_token = KL_ESTIMATORS[estimator](logprobs.detach(), reference.detach())
+    return per_token.new_zeros(completions).index_add(0, completion, per_token)

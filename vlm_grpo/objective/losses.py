@@ -1,0 +1,143 @@
+"""The loss of one micro-batch, such that the losses of a step's micro-batches add up to the step's.
+
+Tokens are flat: a micro-batch holds M completion tokens of N completions, without padding. Every
+normaliser is a total over the whole optimizer step (``StepTotals``), so neither the cut into
+micro-batches nor the order of completions changes the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from vlm_grpo.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.objective.diagnostics import Metrics, loss_metrics
+from vlm_grpo.objective.kl import KL_ESTIMATORS
+from vlm_grpo.objective_settings import ObjectiveSettings
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The micro-batch's share of the step's loss (a scalar with gradient), and its metrics."""
+
+    loss: Float[Tensor, ""]
+    metrics: Metrics
+
+
+def policy_loss(batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettings) -> LossOutput:
+    """−(surrogate) + β·KL − entropy_coef·entropy, summed over tokens with the step's weights.
+
+    Raises:
+        ValueError: the settings need log-probs or entropies that the batch lacks.
+    """
+    old = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    log_ratio = batch.logprobs - old
+    per_completion = settings.importance_sampling_level == "sequence"
+    # One ratio per completion: the geometric mean over its tokens (GSPO, arXiv:2507.18071).
+    log_weight = batch.completion_mean(log_ratio)[batch.completion] if per_completion else log_ratio
+    ratio = log_weight.exp()
+
+    per_token = surrogate(ratio, batch, settings)
+    correction = sampler_weights(old, batch, settings)
+    if correction is not None:
+        per_token = per_token * correction
+    reference = reference_of(batch, old, settings)
+    if settings.beta > 0 and settings.kl_in == "loss":
+        if reference is None:
+            raise ValueError("beta > 0 needs reference_logprobs in the batch")
+        kl = KL_ESTIMATORS[settings.kl_estimator](batch.logprobs, reference)
+        kl = kl * ratio if settings.use_bias_correction_kl else kl
+        per_token = per_token + settings.beta * kl
+
+    loss = (per_token * token_weights(batch, totals, settings)).sum()
+    if settings.entropy_coef > 0:
+        if batch.entropies is None:
+            raise ValueError("entropy_coef > 0 needs entropies in the batch")
+        bonus = (batch.entropies * batch.active_tokens).sum() / max(totals.active_tokens, 1)
+        loss = loss - settings.entropy_coef * bonus
+    return LossOutput(loss, loss_metrics(batch, old, reference, ratio, correction, settings))
+
+
+def surrogate(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """The policy's loss per token, before weights.
+
+    −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) (PPO, arXiv:1707.06347, eq. 7; ε_high: DAPO,
+    arXiv:2503.14476, eq. 8); ρ in the first term capped at ``delta`` (INTELLECT-2,
+    arXiv:2505.07291). cispo: −min(ρ, ε_high)·A·log π, the weight without gradient
+    (MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
+    """
+    advantages = batch.per_token_advantages
+    if settings.loss_type == "cispo":
+        weight = ratio.detach().clamp(max=settings.upper_epsilon)
+        return -weight * advantages * batch.logprobs
+    clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.upper_epsilon)
+    capped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    return -torch.minimum(capped * advantages, clipped * advantages)
+
+
+def token_weights(
+    batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """How much each token's loss counts.
+
+    grpo: 1 / (completions × the completion's length) (arXiv:2402.03300, eq. 3); dr_grpo:
+    1 / (completions × max_completion_length) (arXiv:2503.20783); dapo, bnpo, cispo:
+    1 / active tokens of the step (arXiv:2503.14476, eq. 8). 0 for masked completions.
+    """
+    active = batch.active_tokens
+    completions, tokens = max(totals.completions, 1), max(totals.active_tokens, 1)
+    if settings.loss_type == "grpo":
+        return active / batch.lengths.clamp(min=1)[batch.completion] / completions
+    if settings.loss_type == "dr_grpo":
+        return active / (completions * totals.max_completion_length)
+    return active / tokens
+
+
+def sampler_weights(
+    old: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"] | None:
+    """min(π_old / π_sampler, cap) per token, or None where no correction is asked for.
+
+    Truncated importance sampling (E. Ionides, J. Comput. Graph. Stat. 17(2), 2008): makes up for
+    completions that came from another distribution than the trainer's. ``sequence`` takes the
+    ratio of the whole completion.
+
+    Raises:
+        ValueError: a correction is asked for and the batch has no sampler_logprobs.
+    """
+    if settings.sampler_correction == "none":
+        return None
+    if batch.sampler_logprobs is None:
+        raise ValueError("sampler_correction needs sampler_logprobs in the batch")
+    difference = old.detach() - batch.sampler_logprobs
+    if settings.sampler_correction == "sequence":
+        difference = batch.completion_sum(difference)[batch.completion]
+    return difference.exp().clamp(max=settings.sampler_correction_cap)
+
+
+def reference_of(
+    batch: TokenBatch, old: Float[Tensor, " M"], settings: ObjectiveSettings
+) -> Float[Tensor, " M"] | None:
+    """Log-probs of the reference; the old ones where it is the policy at the step's start."""
+    if batch.reference_logprobs is not None:
+        return batch.reference_logprobs
+    fresh = settings.beta > 0 and settings.reference_refresh_every == 1
+    return old.detach() if fresh else None
+
+
+def needs_update(
+    advantages: Float[Tensor, " n"],
+    active: Bool[Tensor, " n"] | None,
+    settings: ObjectiveSettings,
+) -> Bool[Tensor, " n"]:
+    """Which completions have a gradient; the others may be left out of the update exactly.
+
+    ``StepTotals`` must still count all of them.
+    """
+    counted = torch.ones_like(advantages, dtype=torch.bool) if active is None else active
+    return counted & (advantages != 0) if settings.only_advantages_matter else counted
