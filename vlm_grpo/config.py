@@ -343,8 +343,7 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> Settings:
         merged = OmegaConf.merge(_read_recipe(recipe), changes)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            raise UserError(f"recipe {recipe} is incomplete:
-{bullets(map(no_value, missing))}")
+            raise UserError(f"recipe {recipe} is incomplete:\n{bullets(map(no_value, missing))}")
         values: Any = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"recipe {recipe} cannot be read: {error}") from error

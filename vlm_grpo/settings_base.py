@@ -35,6 +35,7 @@ ALIASES = {
 _PLAIN_TERMS = {
     "a valid integer": "a whole number",
     "a valid array": "a list",
+    "a valid tuple": "a list",
     "a valid dictionary": "a mapping of keys",
     "an object": "a mapping of keys",
     "a valid string": "text",
@@ -57,6 +58,18 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         for block in _blocks(field.annotation):
             yield from known_keys(block, f"{prefix}{name}.")
+
+
+def plain(message: str) -> str:
+    """What pydantic expects, as the end of a sentence that begins with "should".
+
+    >>> plain("Input should be a valid integer")
+    'be a whole number'
+    """
+    message = message.rpartition("should ")[2]
+    for term, ours in _PLAIN_TERMS.items():
+        message = message.replace(term, ours)
+    return message
 
 
 def no_value(key: str) -> str:
@@ -90,10 +103,7 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
             if problem["loc"] and not isinstance(problem["input"], dict):
                 texts = [f"{key}={_short(problem['input'])} {text}" for text in texts]
         else:
-            wanted = problem["msg"].rpartition("should ")[2]
-            for term, plain in _PLAIN_TERMS.items():
-                wanted = wanted.replace(term, plain)
-            texts = [f"{key}={_short(problem['input'])} should {wanted}"]
+            texts = [f"{key}={_short(problem['input'])} should {plain(problem['msg'])}"]
         # The branches of a union each report the same key: one line, joined by "or".
         for head, _, tail in (text.partition(" should ") for text in texts):
             tails = expected.setdefault(head, [])
