@@ -30,7 +30,7 @@ test: $(VENV)/dev.stamp
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q --doctest-modules $(PURE_FILES)
 
