@@ -1,1 +1,18 @@
-"""What differs between model families."""
+"""What differs between model families; ``load_family`` finds the one of a configuration."""
+
+from typing import Any
+
+from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget
+from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
+
+__all__ = ["Family", "ImageFeatures", "PixelBudget", "load_family"]
+
+_FAMILIES = (Qwen2VL, Qwen25VL, Qwen3VL)
+
+
+def load_family(config: Any) -> Family:
+    """The family of a transformers configuration; the general one where none is known."""
+    for family in _FAMILIES:
+        if config.model_type in family.model_types:
+            return family()
+    return Family()

@@ -1,0 +1,1 @@
+"""Sampling and scoring completions: the shared-prefix form and the plain repeated one."""

@@ -1,0 +1,253 @@
+"""Attention in which the completions of a group share one prompt.
+
+The language model runs unchanged. Its attention is dispatched, through transformers' attention
+registry, to the object passed as ``attend``: ``Prefill`` notes the keys and values of whole
+prompts, ``Decode`` lets every completion's newest token look at its prompt and at its own past,
+``Packed`` scores rows ``[prompt | c1 | … | cG]``. Without ``attend`` it is plain SDPA.
+
+In a packed row a token sees the tokens before it that belong to the prompt or to its own
+completion. That is two attentions without any mask: all completion tokens over the prompt, and
+each completion causally over itself, merged by their log-sum-exps. A softmax over a union of
+keys is the mean of the softmaxes over its parts, weighted by their partition sums, so the merge
+is exact; and the backward of each part needs only the merged output and log-sum-exp (the
+identity that ring attention rests on: Liu et al., 2023, arXiv:2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "shared_prefix"
+"""The attention's name in transformers' registry."""
+
+# PyTorch's CPU kernels that give the log-sum-exp along with the output.
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+
+class Attend(Protocol):
+    """What the language model's attention layers are dispatched to."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        """Attention output.
+
+        Args:
+            layer: index of the calling layer.
+            query: (rows, heads, T, head width).
+            key: (rows, key heads, T, head width); value likewise.
+            scaling: factor on the dot products.
+
+        Returns:
+            (rows, T, heads, head width).
+        """
+        ...
+
+
+def _dispatch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attend: Attend | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if attend is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(NAME, _dispatch)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def use_shared_attention(language_model: Any) -> None:
+    """Dispatch the attention of a transformers language model through ``attend``."""
+    language_model.config._attn_implementation = NAME  # noqa: SLF001
+
+
+def _expand_heads(query: Tensor, key: Tensor) -> Tensor:
+    """Keys or values repeated for grouped-query attention, (rows, heads, T, head width)."""
+    times = query.shape[1] // key.shape[1]
+    return key if times == 1 else key.repeat_interleave(times, dim=1)
+
+
+class Prefill:
+    """Causal attention over whole prompts, padded on the right; keeps their keys and values.
+
+    Padding needs no mask: it lies after every real token, which causal attention never sees.
+    """
+
+    def __init__(self) -> None:
+        self.cache: list[tuple[Tensor, Tensor]] = []
+        """For each layer, keys and values (prompts, key heads, T, head width)."""
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        self.cache.append((key, value))
+        output = scaled_dot_product_attention(
+            query,
+            _expand_heads(query, key),
+            _expand_heads(query, value),
+            is_causal=True,
+            scale=scaling,
+        )
+        return output.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class GroupSpan:
+    """Where one group lies in a packed row: its prompt, then its completions.
+
+    Attributes:
+        start: index of the prompt's first token.
+        prompt: number of prompt tokens.
+        completions: number of tokens of each completion.
+    """
+
+    start: int
+    prompt: int
+    completions: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.prompt + sum(self.completions)
+
+
+class Packed:
+    """Attention over one row of groups, each ``[prompt | c1 | … | cG]``.
+
+    Args:
+        spans: where the groups lie; together they cover the row.
+    """
+
+    def __init__(self, spans: Sequence[GroupSpan]) -> None:
+        self.spans = spans
+
+    def __call__(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+    ) -> Tensor:
+        key, value = _expand_heads(query, key), _expand_heads(query, value)
+        outputs = []
+        for span in self.spans:
+            prompt = slice(span.start, span.start + span.prompt)
+            rest = slice(prompt.stop, span.stop)
+            q, k, v = (x[:, :, prompt] for x in (query, key, value))
+            outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+            if rest.start < rest.stop:
+                qc, kc, vc = (x[:, :, rest] for x in (query, key, value))
+                attention = _cascade if _has_cascade(query) else _masked
+                outputs.append(attention(qc, k, v, kc, vc, span.completions, scaling))
+        return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _has_cascade(query: Tensor) -> bool:
+    # The log-sum-exp of an attention is public nowhere; CPU's kernel is the one we have tested.
+    return query.device.type == "cpu"
+
+
+def _masked(
+    query: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scaling: float,
+) -> Tensor:
+    """The completions' attention with an explicit mask, for devices without the merged form."""
+    device = query.device
+    owner = torch.repeat_interleave(torch.tensor(lengths, device=device))
+    order = torch.arange(len(owner), device=device)
+    own = (owner[:, None] == owner[None]) & (order[:, None] >= order[None])
+    prefix = own.new_ones(len(owner), prefix_key.shape[2])
+    return scaled_dot_product_attention(
+        query,
+        torch.cat([prefix_key, key], dim=2),
+        torch.cat([prefix_value, value], dim=2),
+        attn_mask=torch.cat([prefix, own], dim=1),
+        scale=scaling,
+    )
+
+
+def _cascade(
+    query: Tensor,
+    prefix_key: Tensor,
+    prefix_value: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scaling: float,
+) -> Tensor:
+    """The completions' attention as two mask-free parts; arguments as in ``_masked``."""
+    return _Cascade.apply(query, prefix_key, prefix_value, key, value, tuple(lengths), scaling)  # type: ignore[return-value]
+
+
+class _Cascade(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        prefix_key: Tensor,
+        prefix_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        scaling: float,
+    ) -> Tensor:
+        to_prefix, prefix_lse = _FLASH(query, prefix_key, prefix_value, scale=scaling)
+        padded = (_unpack(x, lengths) for x in (query, key, value))
+        to_self, self_lse = _FLASH(*padded, is_causal=True, scale=scaling)
+        to_self, self_lse = _repack(to_self, lengths), _repack(self_lse[..., None], lengths)
+        prefix_lse = prefix_lse[..., None]
+        lse = torch.logaddexp(prefix_lse, self_lse)
+        output = to_prefix * (prefix_lse - lse).exp() + to_self * (self_lse - lse).exp()
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, prefix_key, prefix_value, key, value, output, lse)
+        ctx.lengths, ctx.scaling = lengths, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, prefix_key, prefix_value, key, value, output, lse = ctx.saved_tensors
+        lengths, scaling = ctx.lengths, ctx.scaling
+        grad = grad_outputs[0].contiguous()
+        d_query, d_prefix_key, d_prefix_value = _FLASH_BACKWARD(
+            grad, query, prefix_key, prefix_value, output, lse[..., 0], 0.0, False, scale=scaling
+        )
+        g, q, k, v, o, s = (_unpack(x, lengths) for x in (grad, query, key, value, output, lse))
+        d_own = _FLASH_BACKWARD(g, q, k, v, o, s[..., 0], 0.0, True, scale=scaling)
+        d_own_query, d_key, d_value = (_repack(x, lengths) for x in d_own)
+        return d_query + d_own_query, d_prefix_key, d_prefix_value, d_key, d_value, None, None
+
+
+def _unpack(packed: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """(1, heads, sum of lengths, width) to (completions, heads, longest, width), zero-padded."""
+    if len(set(lengths)) == 1:
+        heads, width = packed.shape[1], packed.shape[3]
+        return packed.view(heads, len(lengths), lengths[0], width).transpose(0, 1)
+    rows = packed[0].transpose(0, 1).split(lengths)
+    return pad_sequence(list(rows), batch_first=True).transpose(1, 2)
+
+
+def _repack(padded: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """The inverse of ``_unpack``."""
+    rows = [row[:, :length] for row, length in zip(padded, lengths, strict=True)]
+    return torch.cat(rows, dim=1)[None]

@@ -1,0 +1,140 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from qwen_vl_utils.vision_process import fetch_image, smart_resize
+
+from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget
+from vlm_grpo.types import Prompt
+
+
+class QwenVL(Family):
+    """What the three generations have in common: grid-shaped images and M-RoPE positions."""
+
+    parts: ClassVar = {
+        "vision": ("model.visual.",),
+        "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+        "language": ("model.language_model.", "lm_head."),
+    }
+
+    def why_not_shared(self, config: Any) -> str | None:
+        text = config.get_text_config()
+        if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+            return "its text model has sliding-window layers, which a shared prefix would bypass"
+        return None
+
+    def pixel_budget(self, processor: Any) -> PixelBudget:
+        size = processor.image_processor.size
+        return PixelBudget(size["shortest_edge"], size["longest_edge"])
+
+    def seen_size(
+        self, size: tuple[int, int], budget: PixelBudget, processor: Any
+    ) -> tuple[int, int]:
+        height, width = smart_resize(
+            size[1],
+            size[0],
+            factor=_token_edge(processor),
+            min_pixels=budget.min_pixels,
+            max_pixels=budget.max_pixels,
+        )
+        return width, height
+
+    def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
+        source = {
+            "image": image,
+            "min_pixels": budget.min_pixels,
+            "max_pixels": budget.max_pixels,
+        }
+        return fetch_image(source, image_patch_size=processor.image_processor.patch_size)
+
+    def processor_kwargs(self) -> dict[str, Any]:
+        # qwen-vl-utils has resized already; a second resize by the processor would use the
+        # model's own budget and silently undo the recipe's.
+        return {"images_kwargs": {"do_resize": False}}
+
+    def language_model(self, model: Any) -> Any:
+        return model.model.language_model
+
+    def split_images(self, prompt: Prompt) -> list[dict]:
+        if "pixel_values" not in prompt.vision:
+            return []
+        grids = prompt.vision["image_grid_thw"]
+        patches = prompt.vision["pixel_values"].split(grids.prod(-1).tolist())
+        return [
+            {"pixel_values": values, "image_grid_thw": grid[None]}
+            for values, grid in zip(patches, grids, strict=True)
+        ]
+
+    def encode_images(self, model: Any, vision: Sequence[dict]) -> list[ImageFeatures]:
+        if not vision:
+            return []
+        device = next(model.parameters()).device
+        output = model.model.get_image_features(
+            torch.cat([image["pixel_values"] for image in vision]).to(device),
+            torch.cat([image["image_grid_thw"] for image in vision]).to(device),
+            return_dict=True,
+        )
+        levels = getattr(output, "deepstack_features", None) or []
+        per_image = zip(*levels, strict=True) if levels else [()] * len(vision)
+        return [
+            ImageFeatures(embeds, tuple(deepstack))
+            for embeds, deepstack in zip(output.pooler_output, per_image, strict=True)
+        ]
+
+    def prompt_positions(self, model: Any, prompt: Prompt) -> torch.Tensor:
+        tokens = torch.tensor([prompt.token_ids])
+        if "image_grid_thw" not in prompt.vision:
+            return torch.arange(tokens.shape[1]).expand(3, -1)
+        image_token = model.config.image_token_id
+        positions, _ = model.model.get_rope_index(
+            tokens,
+            image_grid_thw=prompt.vision["image_grid_thw"],
+            mm_token_type_ids=(tokens == image_token).int(),
+        )
+        return positions[:, 0]
+
+    def language_inputs(
+        self, model: Any, token_ids: torch.Tensor, features: Sequence[ImageFeatures]
+    ) -> dict[str, Any]:
+        embeds = model.get_input_embeddings()(token_ids)
+        if not features:
+            return {"inputs_embeds": embeds}
+        here = token_ids == model.config.image_token_id
+        image_embeds = torch.cat([image.embeds for image in features]).to(embeds.dtype)
+        if int(here.sum()) != len(image_embeds):
+            raise ValueError(
+                f"the prompt holds {int(here.sum())} image tokens but its images have "
+                f"{len(image_embeds)} features: a vision token outside an image, or a prompt "
+                "cut in the middle of one"
+            )
+        embeds = embeds.masked_scatter(here[..., None], image_embeds)
+        inputs: dict[str, Any] = {"inputs_embeds": embeds}
+        if features[0].deepstack:
+            levels = zip(*(image.deepstack for image in features), strict=True)
+            inputs["visual_pos_masks"] = here
+            inputs["deepstack_visual_embeds"] = [torch.cat(level) for level in levels]
+        return inputs
+
+
+class Qwen2VL(QwenVL):
+    model_types = ("qwen2_vl",)
+    frame = "qwen2_vl"
+
+
+class Qwen25VL(QwenVL):
+    model_types = ("qwen2_5_vl",)
+    frame = "resized"
+
+
+class Qwen3VL(QwenVL):
+    model_types = ("qwen3_vl",)
+    frame = "permille"
+
+
+def _token_edge(processor: Any) -> int:
+    """Width in pixels of one image token."""
+    return processor.image_processor.patch_size * processor.image_processor.merge_size

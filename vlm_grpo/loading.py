@@ -1,0 +1,188 @@
+"""Loading a model for training: its weights, its family, what of it is frozen or adapted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
+
+from vlm_grpo.config import LoraSettings, PolicySettings, Settings
+from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import Family, PixelBudget, load_family
+
+EMBEDDED_MODEL = "tiny-vlm"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be trained.
+
+    Attributes:
+        model: the bare transformers model; with adapters, the one they are injected into.
+        processor: its processor.
+        family: its family.
+        budget: how large images reach it; None where its processor resizes to a fixed size.
+        shared: whether completions share one pass over their prompt.
+        adapters: the PEFT model around ``model``, or None for full weights.
+    """
+
+    model: Any
+    processor: Any
+    family: Family
+    budget: PixelBudget | None
+    shared: bool
+    adapters: PeftModel | None
+
+
+def load_model(settings: Settings, checkpoint: Path | None = None) -> LoadedModel:
+    """The model that the settings name, with the parts frozen or adapted that they name.
+
+    Args:
+        settings: the run's settings.
+        checkpoint: folder with weights to load instead of the model's own, or with an adapter
+            to load onto them.
+
+    Raises:
+        UserError: the model cannot be loaded, is no image-text model, or cannot be trained as
+            asked; the message names the setting and the remedy.
+    """
+    is_adapter = checkpoint is not None and (checkpoint / "adapter_config.json").is_file()
+    source = model_source(settings.model)
+    weights = source if checkpoint is None or is_adapter else str(checkpoint)
+    model, processor = _load_pretrained(weights, settings)
+    family = load_family(model.config)
+    why_not = family.why_not_shared(model.config)
+    if settings.policy.engine == "shared" and why_not is not None:
+        raise UserError(f"policy.engine=shared is not possible for {settings.model}: {why_not}")
+    shared = settings.policy.engine != "repeated" and why_not is None
+    if shared:
+        use_shared_attention(family.language_model(model))
+    adapters = None
+    if is_adapter:
+        adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+    elif settings.policy.lora is not None:
+        adapters = get_peft_model(model, _lora_config(settings.policy.lora, family, model))
+    else:
+        freeze_parts(model, family, settings.policy.freeze)
+    if settings.policy.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # A checkpointed segment needs an input with gradient; frozen embeddings give none.
+        model.enable_input_require_grads()
+    budget = _budget(family.pixel_budget(processor), settings.policy)
+    return LoadedModel(model, processor, family, budget, shared, adapters)
+
+
+def model_source(name: str) -> str:
+    """The folder or hub name behind a model setting."""
+    if name == "embedded":
+        return str(resources.files("vlm_grpo") / "embedded" / EMBEDDED_MODEL)
+    return name
+
+
+def _load_pretrained(source: str, settings: Settings) -> tuple[Any, Any]:
+    common: dict[str, Any] = {
+        "trust_remote_code": settings.policy.trust_remote_code,
+        "revision": settings.model_revision or "main",
+    }
+    try:
+        config = AutoConfig.from_pretrained(source, **common)
+        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise UserError(
+                f"model {source} is a {config.model_type} model, which takes no images: "
+                "name an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
+            )
+        model = AutoModelForImageTextToText.from_pretrained(
+            source, config=config, dtype=getattr(torch, settings.policy.dtype), **common
+        )
+        processor = AutoProcessor.from_pretrained(source, **common)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {source} cannot be loaded: {error}") from error
+    return model, processor
+
+
+def _budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBudget | None:
+    if own is None:
+        if policy.min_pixels is not None or policy.max_pixels is not None:
+            raise UserError(
+                "policy.min_pixels and policy.max_pixels have no effect on this model, whose "
+                "processor resizes every image to one size: leave them out"
+            )
+        return None
+    budget = PixelBudget(policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels)
+    if budget.min_pixels > budget.max_pixels:
+        raise UserError(
+            f"the pixel budget is empty: at least {budget.min_pixels} and at most "
+            f"{budget.max_pixels} pixels; set both policy.min_pixels and policy.max_pixels"
+        )
+    return budget
+
+
+def freeze_parts(model: Any, family: Family, parts: Sequence[str]) -> None:
+    """Switch off the gradient of the named parts; the projector is not a part of the vision.
+
+    Raises:
+        UserError: the family does not say where the part lies.
+    """
+    for part in parts:
+        if part not in family.parts:
+            raise UserError(f"policy.freeze={part}: this model family names no such part")
+    prefixes = {part: family.parts[part] for part in family.parts}
+    for name, weight in model.named_parameters():
+        if name.startswith(prefixes.get("projector", ())):
+            part = "projector"
+        else:
+            part = next((p for p in prefixes if name.startswith(prefixes[p])), None)
+        if part in parts:
+            weight.requires_grad_(False)
+
+
+def _lora_config(lora: LoraSettings, family: Family, model: Any) -> LoraConfig:
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=_lora_targets(lora.target, family, model),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _lora_targets(target: str | Sequence[str], family: Family, model: Any) -> list[str]:
+    """Full names of the linear layers that get adapters; the output head is left out."""
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    if target == "language":
+        prefixes = family.parts.get("language")
+        if prefixes is None:
+            raise UserError(
+                "policy.lora.target=language: this model family does not say where its language "
+                "model lies; name module-name suffixes such as [q_proj, v_proj]"
+            )
+        return [name for name in linear if name.startswith(prefixes)]
+    if target == "all":
+        return linear
+    found = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]
+    missing = [t for t in target if not any(n == t or n.endswith(f".{t}") for n in linear)]
+    if missing:
+        names = sorted({name.rpartition(".")[2] for name in linear})
+        raise UserError(
+            f"policy.lora.target: no linear layer is called {', '.join(missing)}; "
+            f"this model has {', '.join(names)}"
+        )
+    return found

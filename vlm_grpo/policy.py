@@ -1,0 +1,301 @@
+"""The VLM policy: a model and its processor, asked for completions and for log-probabilities."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlm_grpo.config import RolloutSettings, Settings
+from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
+from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.engine.repeated import sample_repeated, score_repeated
+from vlm_grpo.engine.sampling import Draws, Restriction, SamplingSettings, uniforms
+from vlm_grpo.engine.shared import score_shared
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import Family, ImageFeatures
+from vlm_grpo.loading import LoadedModel, load_model
+from vlm_grpo.task import Task
+from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
+
+
+@dataclass
+class Counters:
+    """Work done since the counters were last reset: what sharing a prompt is meant to save.
+
+    Attributes:
+        image_decodes: images read and preprocessed.
+        encoder_passes: images that went through the vision tower.
+        prefill_tokens: prompt tokens that went through the language model in rollouts.
+        update_tokens: prompt and completion tokens that went through it in scoring.
+    """
+
+    image_decodes: int = 0
+    encoder_passes: int = 0
+    prefill_tokens: int = 0
+    update_tokens: int = 0
+
+
+class Policy:
+    """A vision-language model that is sampled from, scored and trained.
+
+    Args:
+        loaded: the model and what belongs to it.
+        restriction: what is never sampled, and the temperature at which tokens are scored.
+        chunk_tokens: tokens whose logits are held at once in scoring; 0: all.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, restriction: Restriction, chunk_tokens: int = 0
+    ) -> None:
+        self.model: Any = loaded.model
+        self.processor, self.family = loaded.processor, loaded.family
+        self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
+        self.restriction, self.chunk_tokens = restriction, chunk_tokens
+        self.counters = Counters()
+        vision = self.family.parts.get("vision", ())
+        self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable())
+        self._features: dict[ImageRef, ImageFeatures] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.processor.tokenizer
+
+    @property
+    def frame(self) -> str:
+        """Name of the coordinate frame that the model writes boxes in."""
+        return self.family.frame
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """Names and weights that training changes."""
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+    # Examples to prompts.
+
+    def with_seen_sizes(self, example: Example) -> Example:
+        """The example with its images' ``seen`` sizes set to what this model will see."""
+        if self.budget is None:
+            return example
+        images = tuple(
+            replace(image, seen=self.family.seen_size(image.size, self.budget, self.processor))
+            for image in example.images
+        )
+        return replace(example, images=images)
+
+    def prompt(self, example: Example, task: Task) -> Prompt:
+        """The example as this model reads it: its images are decoded and preprocessed here.
+
+        Raises:
+            UserError: an image cannot be read, or the prompt exceeds the model's context.
+        """
+        content = [{"type": "image"} for _ in example.images]
+        content.append({"type": "text", "text": task.prompt(example)})
+        text = self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
+        if example.images:
+            arguments |= {"images": self._images(example), **self.family.processor_kwargs()}
+        inputs = dict(self.processor(**arguments))
+        token_ids = tuple(inputs.pop("input_ids")[0].tolist())
+        inputs.pop("attention_mask", None)
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and len(token_ids) >= limit:
+            raise UserError(
+                f"example {example.id}: its prompt has {len(token_ids)} tokens, the model's "
+                f"context holds {limit}: lower policy.max_pixels or shorten the question"
+            )
+        return Prompt(example, text, token_ids, inputs)
+
+    def _images(self, example: Example) -> list[Any]:
+        images = []
+        for reference in example.images:
+            try:
+                image = reference.load()
+            except ValueError as error:
+                raise UserError(f"example {example.id}: {error}") from error
+            self.counters.image_decodes += 1
+            if self.budget is not None:
+                image = self.family.resize(image, self.budget, self.processor)
+            images.append(image)
+        return images
+
+    # Completions.
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        rollout: SamplingSettings,
+        group: int,
+        seed: Sequence[int | str],
+        max_tokens: int,
+    ) -> list[tuple[Completion, ...]]:
+        """``group`` completions of each prompt.
+
+        What is sampled for a prompt depends on the seed, its example's id and the weights alone.
+
+        Args:
+            prompts: one for each group.
+            rollout: how completions are drawn.
+            group: completions of each prompt, G.
+            seed: names the streams of random numbers, such as (run's seed, step).
+            max_tokens: the most tokens generated at once.
+        """
+        length = rollout.max_completion_length
+        streams = [
+            torch.from_numpy(uniforms((*seed, prompt.example.id, index), length))
+            for prompt in prompts
+            for index in range(group)
+        ]
+        draws = Draws(torch.stack(streams).to(self.device), rollout, self._has_stop(rollout))
+        with _evaluating(self.model):
+            if self.shared:
+                prefixes = self._prefix_inputs(prompts, self._encode(prompts))
+                self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
+                SharedDecoder(self.family, self.model, max_tokens)(prefixes, draws)
+            else:
+                repeated = [p for p in prompts for _ in range(group)]
+                self.counters.prefill_tokens += sum(len(p.token_ids) for p in repeated)
+                self.counters.encoder_passes += sum(len(p.example.images) for p in repeated)
+                sample_repeated(self.model, prompts, draws, max_tokens, self._pad)
+        completions = [self._completion(draws, row) for row in range(len(draws.lengths))]
+        return [
+            tuple(completions[start : start + group]) for start in range(0, len(completions), group)
+        ]
+
+    def _completion(self, draws: Draws, row: int) -> Completion:
+        length = int(draws.lengths[row])
+        tokens = tuple(draws.tokens[row, :length].tolist())
+        stop: StopReason = "length"
+        if tokens[-1] in draws.settings.restriction.eos:
+            stop = "eos"
+        elif draws.has_stop_string is not None and draws.has_stop_string(tokens):
+            stop = "stop"
+        return Completion(
+            token_ids=tokens,
+            logprobs=tuple(draws.logprobs[row, :length].tolist()),
+            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            stop=stop,
+            entropies=tuple(draws.entropies[row, :length].tolist()),
+        )
+
+    def _has_stop(self, rollout: SamplingSettings):
+        if not rollout.stop:
+            return None
+
+        def has_stop_string(tokens: Sequence[int]) -> bool:
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            return any(stop in text for stop in rollout.stop)
+
+        return has_stop_string
+
+    @property
+    def _pad(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return self.restriction.eos[0] if pad is None else pad
+
+    # Log-probabilities.
+
+    def score(self, batch: MicroBatch, with_entropy: bool = False) -> TokenScores:
+        """Log-probabilities of the batch's completion tokens, with gradient where it is enabled."""
+        if not self.shared:
+            rows = [piece.prompt for piece in batch.slices for _ in piece.rows]
+            self.counters.encoder_passes += sum(len(p.example.images) for p in rows)
+            self.counters.update_tokens += sum(len(p.token_ids) for p in rows)
+            self.counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
+            return score_repeated(self.model, batch, self.restriction, self._pad, with_entropy)
+        prompts = [piece.prompt for piece in batch.slices]
+        prefixes = self._prefix_inputs(prompts, self._encode(prompts))
+        self.counters.update_tokens += batch.tokens
+        return score_shared(
+            self.family,
+            self.model,
+            batch,
+            prefixes,
+            self.restriction,
+            self.chunk_tokens,
+            with_entropy,
+        )
+
+    def forget_images(self) -> None:
+        """Drop the vision features kept for this step."""
+        self._features.clear()
+
+    def _encode(self, prompts: Sequence[Prompt]) -> dict[ImageRef, ImageFeatures]:
+        """Features of the prompts' images, each unique image encoded once.
+
+        A frozen vision tower's features are kept until ``forget_images``; those of a trained one
+        carry their gradient and are made anew for every pass.
+        """
+        with_gradient = self.trains_vision and torch.is_grad_enabled()
+        known = {} if self.trains_vision else self._features
+        todo: dict[ImageRef, dict] = {}
+        for prompt in prompts:
+            if any(image not in known for image in prompt.example.images):
+                tensors = self.family.split_images(prompt)
+                pairs = zip(prompt.example.images, tensors, strict=True)
+                todo |= {image: values for image, values in pairs if image not in known}
+        self.counters.encoder_passes += len(todo)
+        with contextlib.nullcontext() if with_gradient else torch.no_grad():
+            features = self.family.encode_images(self.model, list(todo.values()))
+        known |= dict(zip(todo, features, strict=True))
+        return known
+
+    def _prefix_inputs(
+        self, prompts: Sequence[Prompt], features: dict[ImageRef, ImageFeatures]
+    ) -> list[PrefixInputs]:
+        per_prompt = [[features[image] for image in p.example.images] for p in prompts]
+        return prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode inside: no dropout, and no checkpointing that would switch the cache off."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def load_policy(settings: Settings, checkpoint: Path | None = None) -> Policy:
+    """The policy of a run; arguments and errors as in ``load_model``."""
+    loaded = load_model(settings, checkpoint)
+    restriction = restriction_of(loaded.model, loaded.family, settings.rollout)
+    return Policy(loaded, restriction, settings.policy.head_chunk_tokens)
+
+
+def restriction_of(model: Any, family: Family, rollout: RolloutSettings) -> Restriction:
+    """The model's banned and end tokens with the recipe's temperature."""
+    eos = model.generation_config.eos_token_id
+    eos = model.config.get_text_config().eos_token_id if eos is None else eos
+    return Restriction(
+        temperature=rollout.temperature,
+        banned=family.banned_token_ids(model.config),
+        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        min_new_tokens=rollout.min_new_tokens,
+    )
+
+
+def sampling_of(restriction: Restriction, rollout: RolloutSettings) -> SamplingSettings:
+    """How the recipe's rollout draws completions under ``restriction``."""
+    return SamplingSettings(
+        restriction,
+        rollout.max_completion_length,
+        rollout.stop,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p or 0.0,
+    )
