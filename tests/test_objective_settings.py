@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -97,11 +98,12 @@ def test_a_sampler_that_is_not_the_policy_is_refused_or_corrected(cut):
 
 def test_dropout_is_refused_where_two_passes_are_compared():
     ObjectiveSettings().check_sampling(dropout=0.1)
-    for fields in (
+    stored: list[dict[str, Any]] = [
         {"num_iterations": 2},
         {"sampler_correction": "token"},
         {"beta": 0.1, "reference_refresh_every": "never"},
-    ):
+    ]
+    for fields in stored:
         with pytest.raises(ValueError, match="dropout"):
             ObjectiveSettings(**fields).check_sampling(dropout=0.1)
 

@@ -41,7 +41,7 @@ class ObjectiveSettings(BaseModel):
     """True (GDPO): every reward is normalised in its group before the weighted sum, which is then
     divided by its standard deviation over the batch. False: the weighted sum is normalised."""
 
-    beta: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    beta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Weight of the KL to the reference policy. 0: no KL and no reference policy at all."""
 
     kl_estimator: KLEstimator = "k3"
@@ -60,27 +60,27 @@ class ObjectiveSettings(BaseModel):
     """The reference becomes the policy before every k-th step. 1: it is the policy at the start of
     this step, and costs nothing. ``never``: it stays the initial policy."""
 
-    num_iterations: int = Field(1, ge=1)
+    num_iterations: int = Field(default=1, ge=1)
     """Updates on one rollout (μ). 1: the importance ratio is identically 1 and no old
     log-probabilities are computed."""
 
-    epsilon: float = Field(_DEFAULT_EPSILON, gt=0.0, lt=1.0)
+    epsilon: float = Field(default=_DEFAULT_EPSILON, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 − epsilon, and above at 1 + epsilon unless ``epsilon_high``
     is set."""
 
-    epsilon_high: float | None = Field(None, gt=0.0, allow_inf_nan=False)
+    epsilon_high: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
     """The ratio is clipped above at 1 + epsilon_high (clip-higher); None: at 1 + epsilon. With
     ``cispo`` it is the absolute upper bound of the weight, at least 1, and must be given (ScaleRL
     uses 5)."""
 
-    delta: float | None = Field(None, gt=1.0, allow_inf_nan=False)
+    delta: float | None = Field(default=None, gt=1.0, allow_inf_nan=False)
     """Two-sided clip: the ratio itself is capped here, which bounds the loss of a completion with
     negative advantage. None: no cap."""
 
     importance_sampling_level: Level = "token"
     """``token``: one ratio per token. ``sequence`` (GSPO): its geometric mean over a completion."""
 
-    entropy_coef: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
     """Weight of the mean token entropy, which is maximised. 0: no bonus."""
 
     mask_truncated_completions: bool = False
@@ -91,7 +91,7 @@ class ObjectiveSettings(BaseModel):
     token or of the whole completion, where the sampler's distribution differs from the one
     that is trained. ``none``: no weight; the difference is still measured."""
 
-    sampler_correction_cap: float = Field(3.0, ge=1.0, allow_inf_nan=False)
+    sampler_correction_cap: float = Field(default=3.0, ge=1.0, allow_inf_nan=False)
     """Upper bound of the sampler correction's weight."""
 
     @model_validator(mode="after")
