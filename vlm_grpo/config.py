@@ -23,6 +23,7 @@ from vlm_grpo.objective_settings import ObjectiveSettings
 from vlm_grpo.settings_base import Frozen, describe_problems, no_value
 
 ModelPart = Literal["vision", "projector", "language"]
+Column = Literal["id", "images", "question", "answer"]
 
 PILLOW_WARNS_AT = 89_478_485
 """Pixels from which Pillow takes an image for a decompression bomb, and warns."""
@@ -42,7 +43,7 @@ class DataSettings(Frozen):
     """Source of the held-out examples; None: no evaluation."""
     image_root: Path | None = None
     """Folder that image paths are relative to and may not leave; None: the source's folder."""
-    columns: dict[Literal["id", "images", "question", "answer"], str] = Field(default_factory=dict)
+    columns: dict[Column, str] = Field(default_factory=dict)
     """Names of a table's columns where they differ from ours, as ``{answer: solution}``."""
     train_limit: int | None = Field(default=None, ge=1)
     """Use the first so many training examples; None: all (embedded data: 4096)."""

@@ -1,0 +1,114 @@
+"""Images of a dataset: where they are and how large, without decoding their pixels."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image, UnidentifiedImageError
+
+from vlm_grpo.types import ImageRef
+
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Formats that are read. Pillow knows more, some of which start other programs."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
+
+
+class ImageReader:
+    """Makes an ``ImageRef`` of whatever a row calls an image; each file is read once.
+
+    Attributes:
+        root: folder that paths are relative to and may not leave; None where there is none.
+        max_pixels: images of more pixels are refused.
+    """
+
+    def __init__(self, root: Path | None, max_pixels: int) -> None:
+        self.root = root.resolve() if root is not None else None
+        self.max_pixels = max_pixels
+        self._seen: dict[str, ImageRef | str] = {}
+
+    def read(self, value: Any, name: str) -> ImageRef:
+        """The image that a row holds.
+
+        Args:
+            value: a path, the encoded image's bytes, ``{"bytes": …, "path": …}`` as in a table's
+                image column, or a Pillow image.
+            name: what messages call an image that has no path.
+
+        Raises:
+            ValueError: the image is missing, unreadable, too large, or outside the root.
+        """
+        if isinstance(value, Mapping):
+            data, path = value.get("bytes"), value.get("path")
+            if data is not None:
+                return self._from_bytes(data, str(path or name))
+            value = path
+        if isinstance(value, bytes):
+            return self._from_bytes(value, name)
+        if isinstance(value, Image.Image):
+            buffer = io.BytesIO()
+            value.save(buffer, format="PNG")
+            return self._from_bytes(buffer.getvalue(), name)
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"an image must be a path, not {value!r}")
+        if value not in self._seen:
+            try:
+                self._seen[value] = self._from_path(value)
+            except ValueError as error:
+                self._seen[value] = str(error)
+        found = self._seen[value]
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def _from_bytes(self, data: bytes, name: str) -> ImageRef:
+        size = self._header(io.BytesIO(data), name)
+        return ImageRef(name=name, size=size, seen=size, data=data)
+
+    def _from_path(self, name: str) -> ImageRef:
+        if _URL.match(name):
+            raise ValueError(f"image {name} is a URL: download it and give its path")
+        if self.root is None:
+            raise ValueError(f"image {name} is a path: set data.image_root to its folder")
+        try:
+            path = (self.root / name).resolve()
+            if not path.is_relative_to(self.root):
+                raise ValueError(
+                    f"image {name} leaves the image folder {self.root}: "
+                    "set data.image_root to a folder that holds all images"
+                )
+            if not path.is_file():
+                raise ValueError(f"image {name} is missing in {self.root}")
+            with path.open("rb") as file:
+                size = self._header(file, name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a symlink that leads to itself
+            raise ValueError(f"image {name} cannot be read: {error}") from error
+        return ImageRef(name=name, size=size, seen=size, path=path)
+
+    def _header(self, file: BinaryIO, name: str) -> tuple[int, int]:
+        """Width and height in pixels, from the header alone."""
+        try:
+            with warnings.catch_warnings():
+                # max_pixels is the judge here, not Pillow's warning.
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+                with Image.open(file, formats=FORMATS) as image:
+                    width, height = image.size
+        except UnidentifiedImageError as error:
+            raise ValueError(
+                f"image {name} is corrupt or of a format other than {', '.join(FORMATS)}"
+            ) from error
+        except Image.DecompressionBombError as error:
+            raise ValueError(f"image {name} is too large: {error}") from error
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"image {name} cannot be read: {error}") from error
+        if width * height > self.max_pixels:
+            raise ValueError(
+                f"image {name} has {width}x{height} pixels, more than "
+                f"data.max_image_pixels={self.max_pixels}"
+            )
+        return width, height
