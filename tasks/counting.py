@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
 from vlm_grpo.parsing import parse_integer
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
@@ -35,4 +38,23 @@ class Counting(Task):
 
     @metric(without_answer=None)
     def absolute_error(self, answer: int, example: Example) -> float:
+        """|answer − gold|; its mean is the MAE of the completions that hold an answer."""
         return float(abs(answer - example.answer))
+
+    def corpus_metrics(
+        self, answers: Sequence[int | None], examples: Sequence[Example]
+    ) -> dict[str, float]:
+        """RMSE of the completions that hold an answer, accuracy for each gold count, and what
+        always giving the most frequent gold count would score (``majority_baseline``)."""
+        if not examples:
+            return {}
+        golds = [example.answer for example in examples]
+        pairs = list(zip(answers, golds, strict=True))
+        found = {"majority_baseline": Counter(golds).most_common(1)[0][1] / len(golds)}
+        squares = [(answer - gold) ** 2 for answer, gold in pairs if answer is not None]
+        if squares:
+            found["rmse"] = (sum(squares) / len(squares)) ** 0.5
+        hits = defaultdict(list)
+        for answer, gold in sorted(pairs, key=lambda pair: pair[1]):
+            hits[gold].append(answer == gold)
+        return found | {f"exact_of_{gold}": sum(hit) / len(hit) for gold, hit in hits.items()}

@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
-from PIL import Image, ImageDraw
+from collections.abc import Sequence
 
-from vlm_grpo.coordinates import Box
+from PIL import Image
+
+from vlm_grpo.coordinates import Box, gold_boxes
+from vlm_grpo.drawing import draw_boxes
 from vlm_grpo.parsing import parse_boxes
-from vlm_grpo.scoring import matched_iou
+from vlm_grpo.scoring import giou_matrix, iou_matrix, matched_mean
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
 
 Boxes = tuple[Box, ...]
 # The rounding of floating-point numbers must not decide about a box that just reaches a threshold.
 _ROUNDING = 1e-9
+# Areas in square pixels up to which COCO calls an object small and medium.
+_SIZES = {"small": 32**2, "medium": 96**2, "large": float("inf")}
 
 
 class Grounding(Task):
-    """Locate one object; answers are boxes in original pixels, as is the gold answer."""
+    """Locate the named object; answers are boxes in original pixels, as is the gold answer.
+
+    With several boxes, "IoU" is the mean over the best one-to-one matching, in which a missing
+    and an extra box each count as 0.
+
+    Attributes:
+        several: ask for every such object; otherwise more than one box is no answer.
+        absent: there may be none, and ``[]`` says so; otherwise ``[]`` is no answer.
+        max_boxes: more boxes than this are no answer.
+        loose, strict: the IoU that the ``hit`` reward asks for at the beginning and at the end
+            of the training.
+    """
 
     headline = "accuracy_50"
+    several: bool = False
+    absent: bool = False
+    max_boxes: int = 50
+    loose: float = 0.5
+    strict: float = 0.5
 
     def question(self, example: Example) -> str:
         how = self.frame.describe(example.images[0].size)
-        return f"Locate {example.question}. Answer with its box as {how}."
+        none = ", or [] if there is none" if self.absent else ""
+        if self.several:
+            return f"Locate every {example.question}. Answer with a list of {how}{none}."
+        return f"Locate {example.question}. Answer with its box as {how}{none}."
 
     def parse(self, text: str, example: Example) -> Boxes | None:
         boxes = parse_boxes(text)
-        if boxes is None or len(boxes) != 1:
+        if boxes is None or not self._may_be(len(boxes)):
             return None
         image = example.images[0]
         return tuple(self.frame.to_pixels(box, image.size, image.seen) for box, _ in boxes)
@@ -36,40 +60,75 @@ class Grounding(Task):
         return self.frame.write_all(answer, image.size, image.seen)
 
     def gold_answer(self, example: Example) -> Boxes:
-        return tuple(tuple(map(float, box)) for box in example.answer["boxes"])  # type: ignore[misc]
+        return gold_boxes(example.answer)
 
     def check(self, example: Example) -> None:
-        boxes = example.answer.get("boxes") if isinstance(example.answer, dict) else None
-        if not example.images or not isinstance(boxes, list) or len(boxes) != 1:
-            raise ValueError('an image and an answer {"boxes": [[x1, y1, x2, y2]]} are needed')
-        for box in boxes:
-            x1, y1, x2, y2 = box
-            if not (x1 < x2 and y1 < y2):
-                raise ValueError(f"box {box} must have x1 < x2 and y1 < y2")
+        if not example.images:
+            raise ValueError("there is no image to locate anything in")
+        if not self._may_be(count := len(gold_boxes(example.answer))):
+            raise ValueError(
+                f"the answer has {count} boxes; the task asks for one unless several=true, for "
+                f"at most max_boxes={self.max_boxes}, and for none only with absent=true"
+            )
 
     def draw(self, image: Image.Image, answer: Boxes, example: Example, color: str) -> Image.Image:
-        drawn = image.copy()
-        pen = ImageDraw.Draw(drawn)
-        for box in answer:
-            pen.rectangle(box, outline=color, width=max(1, max(image.size) // 200))
-        return drawn
+        return draw_boxes(image, answer, color)
+
+    def _may_be(self, count: int) -> bool:
+        least, most = int(not self.absent), self.max_boxes if self.several else 1
+        return least <= count <= most
 
     @reward(weight=1.0)
     def iou(self, answer: Boxes, example: Example) -> float:
-        """Intersection over union with the gold box."""
-        return matched_iou(answer, self.gold_answer(example))
+        """Intersection over union with the gold box; 1 where both say that there is none."""
+        return matched_mean(iou_matrix(answer, self.gold_answer(example)))
+
+    @reward(weight=0.0, optional=True)
+    def giou(self, answer: Boxes, example: Example) -> float:
+        """(1 + GIoU) / 2, which still grows where boxes do not touch, and is 0.5 for useless ones.
+
+        A box around the whole image earns at least 0.5: use it beside ``iou``, not in its place.
+        """
+        return matched_mean((1.0 + giou_matrix(answer, self.gold_answer(example))) / 2.0)
+
+    @reward(weight=0.0, optional=True)
+    def hit(self, answer: Boxes, example: Example) -> float:
+        """1 where the IoU reaches a threshold, which goes from ``loose`` to ``strict``."""
+        threshold = self.loose + (self.strict - self.loose) * self.progress
+        return self._reaches(threshold, answer, example)
 
     @metric()
     def accuracy_50(self, answer: Boxes, example: Example) -> float:
         """1 where the IoU is at least 0.5."""
-        return float(self.iou(answer, example) >= 0.5 - _ROUNDING)
+        return self._reaches(0.5, answer, example)
 
     @metric()
     def accuracy_75(self, answer: Boxes, example: Example) -> float:
         """1 where the IoU is at least 0.75."""
-        return float(self.iou(answer, example) >= 0.75 - _ROUNDING)
+        return self._reaches(0.75, answer, example)
 
     @metric()
     def accuracy_90(self, answer: Boxes, example: Example) -> float:
         """1 where the IoU is at least 0.9."""
-        return float(self.iou(answer, example) >= 0.9 - _ROUNDING)
+        return self._reaches(0.9, answer, example)
+
+    def _reaches(self, threshold: float, answer: Boxes, example: Example) -> float:
+        return float(self.iou(answer, example) >= threshold - _ROUNDING)
+
+    def corpus_metrics(
+        self, answers: Sequence[Boxes | None], examples: Sequence[Example]
+    ) -> dict[str, float]:
+        """``accuracy_50`` of small, medium and large objects, by COCO's areas, where there are."""
+        found: dict[str, list[float]] = {name: [] for name in _SIZES}
+        for answer, example in zip(answers, examples, strict=True):
+            gold = self.gold_answer(example)
+            if len(gold) == 1:
+                x1, y1, x2, y2 = gold[0]
+                area = (x2 - x1) * (y2 - y1)
+                size = next(name for name, largest in _SIZES.items() if area <= largest)
+                found[size].append(0.0 if answer is None else self.accuracy_50(answer, example))
+        return {
+            f"accuracy_50_{name}": sum(values) / len(values)
+            for name, values in found.items()
+            if values
+        }

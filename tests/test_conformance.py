@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
 from vlm_grpo.coordinates import FRAMES, ORIGINAL
+from vlm_grpo.registry import load_task
 from vlm_grpo.types import Example, ImageRef
 
-CLASSES = {"counting": "Counting", "grounding": "Grounding", "ocr": "OCR"}
 CASES = [
     json.loads(line)
     for path in sorted((Path(__file__).parent / "conformance").glob("*.jsonl"))
@@ -26,10 +25,8 @@ def test_every_case_has_its_own_id():
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['id']}-{case['why']}")
 def test_case_earns_what_it_must(case):
     frame = FRAMES[case["frame"]] if "frame" in case else ORIGINAL
-    module = importlib.import_module(f"vlm_grpo.tasks.{case['task']}")
-    task = getattr(module, CLASSES[case["task"]])(
-        tags=case["tags"], frame=frame, **case.get("options", {})
-    )
+    options = case.get("options", {})
+    task = load_task(case["task"], tags=case["tags"], frame=frame, **options)
     size = tuple(case.get("image_size", (640, 480)))
     seen = tuple(case.get("seen", size))
     image = ImageRef(name="image", size=size, seen=seen)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2: left, top, right and bottom edge."""
@@ -54,6 +54,33 @@ def _loc_tokens(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
         f"<loc{y1:04d}><loc{x1:04d}><loc{y2:04d}><loc{x2:04d}>{name}"
         for name, (x1, y1, x2, y2) in zip(names, boxes, strict=True)
     )
+
+
+def gold_boxes(answer: Any) -> tuple[Box, ...]:
+    """The boxes of a gold answer ``{"boxes": [[x1, y1, x2, y2], …], …}``.
+
+    Raises:
+        ValueError: the answer has another form, or a box is no four finite numbers with x1 < x2
+            and y1 < y2; the message names what is wrong.
+    """
+    rows = answer.get("boxes") if isinstance(answer, Mapping) else None
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ValueError(
+            f'the answer {answer!r} has no list of boxes; write {{"boxes": [[x1, y1, x2, y2]]}}'
+        )
+    boxes = []
+    for row in rows:
+        try:
+            x1, y1, x2, y2 = map(float, row)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"box {row!r} must be four numbers x1, y1, x2, y2") from error
+        if not (math.isfinite(x1 + y1 + x2 + y2) and x1 < x2 and y1 < y2):
+            raise ValueError(
+                f"box {row!r} must be finite with x1 < x2 and y1 < y2 (corners, not a width and "
+                "a height), in pixels of the original image"
+            )
+        boxes.append((x1, y1, x2, y2))
+    return tuple(boxes)
 
 
 @dataclass(frozen=True)

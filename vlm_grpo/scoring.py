@@ -5,6 +5,7 @@ Boxes are xyxy tuples; the unit cancels out. Nothing is clipped to an image.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,15 +34,26 @@ def iou(first: Box, second: Box) -> float:
 
 
 def giou(first: Box, second: Box) -> float:
-    """Generalised IoU of two boxes, in (-1, 1]: IoU − (hull − union) / hull.
+    """Generalised IoU of two boxes, in (-1, 1]: IoU less the empty share of their hull.
+
+    >>> giou((0, 0, 1, 1), (3, 0, 4, 1))
+    -0.5
+    """
+    return float(giou_matrix([first], [second])[0, 0])
+
+
+def giou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
+    """Generalised IoU of every pair, (P, G): IoU − (hull − union) / hull.
 
     Source: Rezatofighi et al. 2019, Generalized Intersection over Union, algorithm 1.
     """
-    a, b = np.asarray(first, float), np.asarray(second, float)
-    hull = float(np.prod(np.maximum(a[2:], b[2:]) - np.minimum(a[:2], b[:2])))
-    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
-    inner = float(np.prod(np.maximum(sides, 0.0)))
-    union = float(np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2])) - inner
+    if not predicted or not gold:
+        return np.zeros((len(predicted), len(gold)))
+    p, g = np.array(predicted, float)[:, None], np.array(gold, float)[None, :]
+    hull = np.prod(np.maximum(p[..., 2:], g[..., 2:]) - np.minimum(p[..., :2], g[..., :2]), -1)
+    sides = np.minimum(p[..., 2:], g[..., 2:]) - np.maximum(p[..., :2], g[..., :2])
+    inner = np.prod(np.maximum(sides, 0.0), -1)
+    union = np.prod(p[..., 2:] - p[..., :2], -1) + np.prod(g[..., 2:] - g[..., :2], -1) - inner
     return inner / union - (hull - union) / hull
 
 
@@ -55,17 +67,24 @@ def match(scores: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
-def matched_iou(predicted: Boxes, gold: Boxes) -> float:
-    """Sum of IoU over the best one-to-one matching, divided by the larger of the two counts.
+def matched_mean(scores: np.ndarray) -> float:
+    """Sum of the scores over the best one-to-one matching, divided by the larger count.
 
-    For one box against one it is their IoU. A missing box and an extra one cost alike; two
-    empty sets agree, 1.0.
+    For one answer against one gold it is their score. A missing answer and an extra one cost
+    alike; two empty sets agree, 1.0.
+
+    Args:
+        scores: (P, G), the score of each answer with each gold, in [0, 1].
     """
-    larger = max(len(predicted), len(gold))
+    larger = max(scores.shape)
     if larger == 0:
         return 1.0
-    overlaps = iou_matrix(predicted, gold)
-    return float(sum(overlaps[pair] for pair in match(overlaps))) / larger
+    return float(sum(scores[pair] for pair in match(scores))) / larger
+
+
+def f1(true_positives: int, predicted: int, gold: int) -> float:
+    """2TP / (P + G): the harmonic mean of precision and recall; 1.0 where both sets are empty."""
+    return 2.0 * true_positives / (predicted + gold) if predicted + gold else 1.0
 
 
 def character_error_rate(predicted: str, gold: str) -> float:
@@ -79,6 +98,19 @@ def character_error_rate(predicted: str, gold: str) -> float:
     # Beyond the gold's length the rate is cut off anyway, which lets the library stop early.
     distance = Levenshtein.distance(predicted, gold, score_cutoff=len(gold))
     return min(1.0, distance / len(gold))
+
+
+def word_error_rate(predicted: str, gold: str) -> float:
+    """Edit distance in words over the gold's number of words, cut off at 1.
+
+    >>> word_error_rate("no exit", "no way out")
+    0.6666666666666666
+    """
+    words = gold.split()
+    if not words:
+        return float(bool(predicted.split()))
+    distance = Levenshtein.distance(predicted.split(), words, score_cutoff=len(words))
+    return min(1.0, distance / len(words))
 
 
 def anls(predicted: str, gold: Sequence[str]) -> float:
@@ -95,6 +127,24 @@ def anls(predicted: str, gold: Sequence[str]) -> float:
     distances = [Levenshtein.normalized_distance(_plain(predicted), _plain(g)) for g in gold]
     nearest = min(distances)
     return 1.0 - nearest if nearest < 0.5 else 0.0
+
+
+def repeated_share(text: str, n: int = 4) -> float:
+    """The share of word n-grams that came before in the same text, in [0, 1].
+
+    A word is a run of letters and digits, or one character of a script without spaces.
+
+    >>> repeated_share("a b c d a b c d")
+    0.2
+    """
+    words = _WORDS.findall(text.lower())
+    grams = list(zip(*(words[i:] for i in range(n)), strict=False))
+    return (len(grams) - len(set(grams))) / len(grams) if grams else 0.0
+
+
+# Thai, Lao, Burmese, Khmer, kana and Chinese characters.
+_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
+_WORDS = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+")
 
 
 def _plain(text: str) -> str:

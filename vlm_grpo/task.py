@@ -24,14 +24,15 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, dataclass_transform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, dataclass_transform
 
 from PIL import Image
 
 from vlm_grpo.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.parsing import answer_text
+from vlm_grpo.scoring import repeated_share
 from vlm_grpo.types import Example, Score
 
 _ARGUMENTS = ("answer", "example", "text")
@@ -39,15 +40,26 @@ _ARGUMENTS = ("answer", "example", "text")
 
 @dataclass(frozen=True)
 class Rule:
-    """A reward or a metric: a method of a task, with its weight and its value without an answer."""
+    """A reward or a metric: a method of a task.
+
+    Attributes:
+        kind: "reward" or "metric".
+        weight: a reward's share in the total.
+        without_answer: its value where the completion holds no answer.
+        sees_text: the method takes the whole completion too.
+        needs_answer: it is called only where the completion holds an answer.
+        optional: a reward that is left out unless the task's ``weights`` name it.
+    """
 
     kind: str
     weight: float
     without_answer: float | None
     sees_text: bool
+    needs_answer: bool = True
+    optional: bool = False
 
 
-def _rule(kind: str, weight: float, without_answer: float | None) -> Callable:
+def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) -> Callable:
     def decorate(method: Callable) -> Callable:
         arguments = tuple(inspect.signature(method).parameters)[1:]
         if arguments not in (_ARGUMENTS[:2], _ARGUMENTS):
@@ -55,21 +67,24 @@ def _rule(kind: str, weight: float, without_answer: float | None) -> Callable:
                 f"{kind} {method.__qualname__}{arguments} must take (self, answer, example) "
                 "or (self, answer, example, text)"
             )
-        method.rule = Rule(kind, weight, without_answer, sees_text="text" in arguments)  # type: ignore[attr-defined]
+        sees_text = "text" in arguments
+        method.rule = Rule(kind, weight, without_answer, sees_text, **more)  # type: ignore[attr-defined]
         return method
 
     return decorate
 
 
-def reward(weight: float = 1.0) -> Callable:
+def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = False) -> Callable:
     """Mark a method ``(self, answer, example[, text])`` of a task as a reward.
-
-    It is called only where the completion holds an answer; without one every reward is 0.
 
     Args:
         weight: its share in the total reward; 0 logs it without training on it.
+        needs_answer: call it only where the completion holds an answer; without one it is 0.
+            False, with ``answer`` None there, is for penalties: were a missing answer spared
+            them, giving none would pay.
+        optional: leave it out unless the task's ``weights`` name it.
     """
-    return _rule("reward", weight, 0.0)
+    return _rule("reward", weight, 0.0, needs_answer=needs_answer, optional=optional)
 
 
 def metric(without_answer: float | None = 0.0) -> Callable:
@@ -95,6 +110,9 @@ class Task:
         thinking: ask for ``<think>…</think>`` first; thinking is never scored.
         frame: the coordinate frame of the model's boxes; the model family sets it.
         weights: reward weights by name, over those in the code; 0 switches one off.
+        progress: how far the training has come, 0 to 1; set by ``at``.
+        length_budget: characters of a completion that the ``length`` reward leaves free, at
+            least 1.
     """
 
     headline: ClassVar[str]
@@ -104,18 +122,23 @@ class Task:
     thinking: bool = False
     frame: CoordinateFrame = ORIGINAL
     weights: Mapping[str, float] = field(default_factory=dict)
+    progress: float = 0.0
+    length_budget: int = 1000
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.weights) - set(self.rules("reward")))
+        known = [*self.rules("reward"), *self.rules("optional")]
+        unknown = sorted(set(self.weights) - set(known))
         if unknown:
             raise ValueError(
                 f"task {type(self).__name__} has no reward {', '.join(unknown)}; "
-                f"it has {', '.join(self.rules('reward'))}"
+                f"it has {', '.join(known)}"
             )
+        if self.length_budget < 1:
+            raise ValueError(f"length_budget is {self.length_budget}; it must be at least 1")
 
     # What a subclass defines.
 
@@ -138,7 +161,51 @@ class Task:
         """A copy of the example's first image with the answer drawn on it."""
         return image
 
+    def corpus_metrics(
+        self, answers: Sequence[Any | None], examples: Sequence[Example]
+    ) -> dict[str, float]:
+        """Metrics of a whole set that are no mean over its completions, by name.
+
+        Args:
+            answers: what ``read`` returned for each completion, one for each example.
+            examples: the rows, in the same order; a row sampled several times stands as often.
+        """
+        return {}
+
+    # Rewards that a recipe can add to any task by naming them in ``weights``.
+
+    @reward(weight=0.0, optional=True)
+    def format(self, answer: Any, example: Example, text: str) -> float:
+        """1 where the completion is what the prompt asked for and not a word more.
+
+        Paid only where the answer parses; give it a small weight.
+        """
+        _, thinking, rest = text.rpartition("</think>")
+        rest = rest.strip()
+        enclosed = rest.startswith("<answer>") and rest.endswith("</answer>")
+        return float(bool(thinking) == self.thinking and (enclosed or not self.tags))
+
+    @reward(weight=0.0, optional=True)
+    def thought(self, answer: Any, example: Example, text: str) -> float:
+        """1 where there is thinking and it was asked for, or neither; paid only with an answer."""
+        thinking = text.rpartition("</think>")[0].replace("<think>", "").strip()
+        return float(bool(thinking) == self.thinking)
+
+    @reward(weight=0.0, optional=True, needs_answer=False)
+    def length(self, answer: Any | None, example: Example, text: str) -> float:
+        """A penalty: 0 up to ``length_budget`` characters, falling to −1 at twice as many."""
+        return -min(1.0, max(0.0, len(text) / self.length_budget - 1.0))
+
+    @reward(weight=0.0, optional=True, needs_answer=False)
+    def repetition(self, answer: Any | None, example: Example, text: str) -> float:
+        """A penalty in [−1, 0]: minus the share of word 4-grams that came before."""
+        return -repeated_share(text)
+
     # What the base makes of it.
+
+    def at(self, progress: float) -> Self:
+        """The same task at another point of the training, 0 to 1, for rewards that get stricter."""
+        return replace(self, progress=progress)
 
     def prompt(self, example: Example) -> str:
         """The user's whole message: the question and how to answer it."""
@@ -152,10 +219,13 @@ class Task:
         return f"{self.question(example)} {how}"
 
     def gold(self, example: Example) -> str:
-        """A completion that must score 1.0: the gold answer as the prompt asks for it."""
+        """A completion that must score 1.0: the gold answer as the prompt asks for it.
+
+        A reward that measures a box earns what rounding to the frame's whole units leaves it.
+        """
         text = self.write(self.gold_answer(example), example)
         text = f"<answer>{text}</answer>" if self.tags else text
-        return f"<think></think>{text}" if self.thinking else text
+        return f"<think>Look at the image.</think>{text}" if self.thinking else text
 
     def gold_answer(self, example: Example) -> Any:
         """The gold answer in the form that ``parse`` returns."""
@@ -168,11 +238,17 @@ class Task:
 
     def score(self, text: str, example: Example) -> Score:
         """Rewards and metrics of one completion; a rule that raises is reported, not raised."""
-        answer = self.read(text, example)
         failures: dict[str, str] = {}
+        try:
+            answer = self.read(text, example)
+        except Exception:  # a user's parser may raise after all; the run must go on
+            return self._unreadable(traceback.format_exc())
         values: dict[str, dict[str, float | None]] = {"reward": {}, "metric": {}}
+        weights = self.reward_weights()
         for name, rule in self._all_rules().items():
-            if answer is None:
+            if rule.kind == "reward" and name not in weights:
+                continue
+            if answer is None and rule.needs_answer:
                 values[rule.kind][name] = rule.without_answer
                 continue
             arguments = (answer, example, text) if rule.sees_text else (answer, example)
@@ -183,23 +259,37 @@ class Task:
                 failures[name] = traceback.format_exc()
         rewards = values["reward"]
         total = 0.0
-        for name, weight in self.reward_weights().items():
+        for name, weight in weights.items():
             value = rewards[name]
             if value is None and weight:
                 return Score(answer, rewards, None, values["metric"], failures)
             total += weight * (value or 0.0)
         return Score(answer, rewards, total, values["metric"], failures)
 
+    def _unreadable(self, failure: str) -> Score:
+        rewards = dict.fromkeys(self.reward_weights())
+        metrics = dict.fromkeys(self.rules("metric"))
+        return Score(None, rewards, None, metrics, {"parse": failure})
+
     def reward_weights(self) -> dict[str, float]:
-        """Every reward's weight by name."""
+        """The weight by name of every reward in use."""
         return {
-            name: self.weights.get(name, rule.weight) for name, rule in self.rules("reward").items()
+            name: self.weights.get(name, rule.weight)
+            for name, rule in self._all_rules().items()
+            if rule.kind == "reward" and (name in self.weights or not rule.optional)
         }
 
     @classmethod
     def rules(cls, kind: str) -> dict[str, Rule]:
-        """The rewards (``kind="reward"``) or metrics (``"metric"``) of the task by name."""
-        return {name: rule for name, rule in cls._all_rules().items() if rule.kind == kind}
+        """The rewards (``kind="reward"``) or metrics (``"metric"``) of the task by name.
+
+        ``kind="optional"``: the rewards that are left out unless ``weights`` names them.
+        """
+        return {
+            name: rule
+            for name, rule in cls._all_rules().items()
+            if kind == ("optional" if rule.optional else rule.kind)
+        }
 
     @classmethod
     def _all_rules(cls) -> dict[str, Rule]:

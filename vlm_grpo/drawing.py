@@ -1,0 +1,49 @@
+"""Marks on a copy of an image: what a model answered, for people to see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw
+
+Box = tuple[float, float, float, float]
+
+
+def draw_boxes(
+    image: Image.Image, boxes: Sequence[Box], color: str, labels: Sequence[str] | None = None
+) -> Image.Image:
+    """A copy of the image with the boxes outlined, their labels inside at the top left.
+
+    Args:
+        image: the original image.
+        boxes: xyxy in the image's pixels; parts outside it are not drawn.
+        color: a colour name or ``#rrggbb``.
+        labels: one text for each box, or None.
+    """
+    drawn = image.copy()
+    pen = ImageDraw.Draw(drawn)
+    width = _pen_width(image)
+    for number, (x1, y1, x2, y2) in enumerate(boxes):
+        # The second edge of a box is the first pixel outside it; Pillow draws both ends.
+        near = [max(x1, -width), max(y1, -width)]
+        far = [min(x2, image.width + width) - 1, min(y2, image.height + width) - 1]
+        if near[0] <= far[0] and near[1] <= far[1]:
+            pen.rectangle([*near, *far], outline=color, width=width)
+            if labels is not None:
+                pen.text((near[0] + width + 1, near[1] + width), labels[number], fill=color)
+    return drawn
+
+
+def draw_points(
+    image: Image.Image, points: Sequence[tuple[float, float]], color: str
+) -> Image.Image:
+    """A copy of the image with a dot at each point, (x, y) in the image's pixels."""
+    drawn = image.copy()
+    pen = ImageDraw.Draw(drawn)
+    for point in points:
+        pen.circle(point, 2 * _pen_width(image), fill=color)
+    return drawn
+
+
+def _pen_width(image: Image.Image) -> int:
+    return max(1, max(image.size) // 200)
