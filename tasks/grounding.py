@@ -62,6 +62,11 @@ class Grounding(Task):
     def gold_answer(self, example: Example) -> Boxes:
         return gold_boxes(example.answer)
 
+    def gold_reward(self, example: Example) -> float:
+        image = example.images[0]
+        boxes = self.gold_answer(example)
+        return min((self.frame.least_iou(b, image.size, image.seen) for b in boxes), default=1.0)
+
     def check(self, example: Example) -> None:
         if not example.images:
             raise ValueError("there is no image to locate anything in")

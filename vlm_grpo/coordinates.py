@@ -83,6 +83,10 @@ def gold_boxes(answer: Any) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
+def _whole(*numbers: float) -> bool:
+    return all(number == round(number) for number in numbers)
+
+
 @dataclass(frozen=True)
 class CoordinateFrame:
     """How a model family writes boxes.
@@ -105,13 +109,15 @@ class CoordinateFrame:
     last: int | None = None
     grammar: Callable[[Sequence[Cells], Sequence[str] | None], str] = _json_objects
 
-    def describe(self, size: Size) -> str:
+    def describe(self, size: Size, form: str | None = None) -> str:
         """How to write one box of an image of this original size, in words for the prompt.
+
+        ``form`` stands in for a box where something else is asked for in the same units.
 
         >>> PERMILLE.describe((640, 480))
         '{"bbox_2d": [x1, y1, x2, y2]} scaled to 0-1000'
         """
-        return f"{self.form} {self.units.format(width=size[0], height=size[1])}"
+        return f"{form or self.form} {self.units.format(width=size[0], height=size[1])}"
 
     def to_pixels(self, box: Box, size: Size, seen: Size) -> Box:
         """A box in this frame's units → original pixels.
@@ -151,6 +157,16 @@ class CoordinateFrame:
             return "[]"
         cells = [self._cells(self.from_pixels(box, size, seen)) for box in boxes]
         return self.grammar(cells, labels)
+
+    def least_iou(self, box: Box, size: Size, seen: Size) -> float:
+        """The least IoU that is left between a box and itself written and read again.
+
+        Each edge moves by half a unit at most, and the worst is all four moving inwards.
+        """
+        x1, y1, x2, y2 = self.from_pixels(box, size, seen)
+        lost = 1.0 if self.last is None else 2.0  # the last token may be a whole unit away
+        left = max(0.0, 1.0 - lost / (x2 - x1)) * max(0.0, 1.0 - lost / (y2 - y1))
+        return 1.0 if _whole(x1, y1, x2, y2) and self.last is None else left
 
     def _cells(self, box: Box) -> Cells:
         x1, x2 = self._edges(box[0], box[2])

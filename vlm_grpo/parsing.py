@@ -25,6 +25,7 @@ MAX_COORDINATE = 1e6
 """No image is this wide; larger numbers overflow in areas."""
 
 _BOX_KEYS = ("bbox_2d", "bbox", "box")
+_POINT_KEYS = ("point_2d", "point")
 
 
 def answer_text(text: str, tags: bool) -> str | None:
@@ -139,7 +140,30 @@ def parse_boxes(text: str) -> list[LabelledBox] | None:
     return _json_boxes(text)
 
 
+def parse_points(text: str) -> list[tuple[float, float]] | None:
+    """Every point in an answer, or None where any part of it is malformed.
+
+    Read is JSON: an object with ``point_2d``, a bare list of two numbers, or a list of either.
+
+    >>> parse_points('[{"point_2d": [10, 20.5]}, [3, 4]]')
+    [(10.0, 20.5), (3.0, 4.0)]
+    """
+    found = _json_rows(text, _POINT_KEYS)
+    if found is None or not all(len(row) == 2 and _in_range(row) for row, _ in found):
+        return None
+    return [(row[0], row[1]) for row, _ in found]
+
+
 def _json_boxes(text: str) -> list[LabelledBox] | None:
+    rows = _json_rows(text, _BOX_KEYS)
+    boxes = None if rows is None else [_box(row, label) for row, label in rows]
+    return None if boxes is None or None in boxes else boxes  # type: ignore[return-value]
+
+
+def _json_rows(text: str, keys: Sequence[str]) -> list[tuple[list[float], str | None]] | None:
+    """The lists of numbers, with labels, in the one JSON value among words without numbers."""
+    if len(text) > MAX_CHARACTERS:
+        return None
     starts = [position for mark in "[{" if (position := text.find(mark)) >= 0]
     end = max(text.rfind("]"), text.rfind("}")) + 1
     if not starts or end <= min(starts):
@@ -153,21 +177,21 @@ def _json_boxes(text: str) -> list[LabelledBox] | None:
         value = [value]
     if not isinstance(value, list):
         return None
-    boxes = [_json_box(item) for item in value]
-    return None if None in boxes else boxes  # type: ignore[return-value]
+    rows = [_json_row(item, keys) for item in value]
+    return None if None in rows else rows  # type: ignore[return-value]
 
 
-def _json_box(item: Any) -> LabelledBox | None:
+def _json_row(item: Any, keys: Sequence[str]) -> tuple[list[float], str | None] | None:
     label = None
     if isinstance(item, dict):
-        keys = [key for key in _BOX_KEYS if key in item]
+        present = [key for key in keys if key in item]
         label = item.get("label")
-        if len(keys) != 1 or not (label is None or isinstance(label, str)):
+        if len(present) != 1 or not (label is None or isinstance(label, str)):
             return None
-        item = item[keys[0]]
+        item = item[present[0]]
     if not isinstance(item, list) or not _is_number(*item):
         return None
-    return _box(item, label)
+    return item, label
 
 
 def _load_json(text: str) -> Any | None:
@@ -251,7 +275,11 @@ def _loc_boxes(text: str) -> list[LabelledBox] | None:
 def _box(numbers: Sequence[str | float], label: str | None) -> LabelledBox | None:
     if len(numbers) != 4:
         return None
-    x1, y1, x2, y2 = map(float, numbers)
-    if not all(math.isfinite(v) and abs(v) <= MAX_COORDINATE for v in (x1, y1, x2, y2)):
+    x1, y1, x2, y2 = box = tuple(map(float, numbers))
+    if not (_in_range(box) and x1 < x2 and y1 < y2):
         return None
-    return ((x1, y1, x2, y2), label) if x1 < x2 and y1 < y2 else None
+    return (x1, y1, x2, y2), label
+
+
+def _in_range(numbers: Sequence[float]) -> bool:
+    return all(math.isfinite(number) and abs(number) <= MAX_COORDINATE for number in numbers)

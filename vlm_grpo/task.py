@@ -194,12 +194,12 @@ class Task:
     @reward(weight=0.0, optional=True, needs_answer=False)
     def length(self, answer: Any | None, example: Example, text: str) -> float:
         """A penalty: 0 up to ``length_budget`` characters, falling to −1 at twice as many."""
-        return -min(1.0, max(0.0, len(text) / self.length_budget - 1.0))
+        return 0.0 - min(1.0, max(0.0, len(text) / self.length_budget - 1.0))
 
     @reward(weight=0.0, optional=True, needs_answer=False)
     def repetition(self, answer: Any | None, example: Example, text: str) -> float:
-        """A penalty in [−1, 0]: minus the share of word 4-grams that came before."""
-        return -repeated_share(text)
+        """A penalty in [−1, 0]: minus the share of word 6-grams that came before."""
+        return 0.0 - repeated_share(text)
 
     # What the base makes of it.
 
@@ -219,13 +219,17 @@ class Task:
         return f"{self.question(example)} {how}"
 
     def gold(self, example: Example) -> str:
-        """A completion that must score 1.0: the gold answer as the prompt asks for it.
-
-        A reward that measures a box earns what rounding to the frame's whole units leaves it.
-        """
+        """A completion that must earn ``gold_reward``: the gold answer as the prompt asks."""
         text = self.write(self.gold_answer(example), example)
         text = f"<answer>{text}</answer>" if self.tags else text
         return f"<think>Look at the image.</think>{text}" if self.thinking else text
+
+    def gold_reward(self, example: Example) -> float:
+        """The least that each reward gives the gold completion (a penalty gives it 0).
+
+        It is 1.0 unless writing the answer rounds it, as whole units of a frame round a box.
+        """
+        return 1.0
 
     def gold_answer(self, example: Example) -> Any:
         """The gold answer in the form that ``parse`` returns."""

@@ -45,8 +45,9 @@ class ImageRef:
         Raises:
             ValueError: the bytes are missing or are no whole image; the message names it.
         """
+        source = self.path or io.BytesIO(self.data or b"")
         try:
-            with Image.open(self.path if self.data is None else io.BytesIO(self.data)) as image:
+            with Image.open(source) as image:
                 return image.convert("RGB")
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"image {self.name} cannot be read: {error}") from error
@@ -117,7 +118,7 @@ class Score:
         rewards: each reward by name, before weighting; None where it could not be computed.
         total: the weighted sum of the rewards; None when any of them is None (unscorable).
         metrics: each metric by name; None where it is undefined without an answer.
-        failures: by reward name, the traceback of a reward that raised.
+        failures: the traceback of what raised, by the reward's or metric's name, or "parse".
     """
 
     answer: Any

@@ -1,0 +1,109 @@
+"""Detection: every object of the asked kinds, each with its box and its label."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from vlm_grpo.coordinates import Box, gold_boxes
+from vlm_grpo.drawing import draw_boxes
+from vlm_grpo.parsing import parse_boxes
+from vlm_grpo.scoring import coco_average_precision, f1, iou_matrix, match
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.types import Example
+
+Objects = tuple[tuple[Box, str], ...]
+# COCO's ten IoU thresholds. The small term keeps rounding from deciding at a threshold.
+_THRESHOLDS = np.arange(0.5, 1.0, 0.05) - 1e-9
+
+
+class Detection(Task):
+    """Find all objects of the kinds that the question names, in original pixels.
+
+    The gold answer is ``{"boxes": […], "labels": […]}``. An answer is matched to it one to one
+    within each label, so a missing, extra or duplicate box and an unknown label all cost.
+
+    Attributes:
+        max_boxes: more boxes than this are no answer.
+    """
+
+    headline = "f1_50"
+    max_boxes: int = 100
+
+    def question(self, example: Example) -> str:
+        how = self.frame.describe(example.images[0].size)
+        return f"Detect every {example.question}. Answer with a list of {how}, each with its label."
+
+    def parse(self, text: str, example: Example) -> Objects | None:
+        boxes = parse_boxes(text)
+        if boxes is None or len(boxes) > self.max_boxes:
+            return None
+        image = example.images[0]
+        objects = [
+            (self.frame.to_pixels(box, image.size, image.seen), _plain(label))
+            for box, label in boxes
+            if label is not None
+        ]
+        return tuple(objects) if len(objects) == len(boxes) else None
+
+    def write(self, answer: Objects, example: Example) -> str:
+        image = example.images[0]
+        boxes, labels = [box for box, _ in answer], [label for _, label in answer]
+        return self.frame.write_all(boxes, image.size, image.seen, labels)
+
+    def gold_answer(self, example: Example) -> Objects:
+        labels = [_plain(label) for label in example.answer["labels"]]
+        return tuple(zip(gold_boxes(example.answer), labels, strict=True))
+
+    def gold_reward(self, example: Example) -> float:
+        image = example.images[0]
+        boxes = [box for box, _ in self.gold_answer(example)]
+        least = [self.frame.least_iou(box, image.size, image.seen) for box in boxes]
+        return float(np.mean(min(least, default=1.0) >= _THRESHOLDS))
+
+    def check(self, example: Example) -> None:
+        boxes = gold_boxes(example.answer)
+        labels = example.answer.get("labels")
+        if not example.images:
+            raise ValueError("there is no image to detect anything in")
+        if not isinstance(labels, list) or len(labels) != len(boxes):
+            raise ValueError(f"the answer's labels {labels!r} must name each of {len(boxes)} boxes")
+        if not all(isinstance(label, str) and label.strip() for label in labels):
+            raise ValueError(f"the labels {labels!r} must be strings that are not empty")
+        if len(boxes) > self.max_boxes:
+            raise ValueError(f"there are {len(boxes)} boxes, more than max_boxes={self.max_boxes}")
+
+    def draw(
+        self, image: Image.Image, answer: Objects, example: Example, color: str
+    ) -> Image.Image:
+        return draw_boxes(image, [box for box, _ in answer], color, [name for _, name in answer])
+
+    @reward(weight=1.0)
+    def f1_mean(self, answer: Objects, example: Example) -> float:
+        """F1 at an IoU of 0.50, 0.55, …, 0.95, averaged: dense, and strict about places."""
+        return sum(self._f1(t, answer, example) for t in _THRESHOLDS) / len(_THRESHOLDS)
+
+    @metric()
+    def f1_50(self, answer: Objects, example: Example) -> float:
+        """F1 of the boxes that match at an IoU of at least 0.5."""
+        return self._f1(_THRESHOLDS[0], answer, example)
+
+    def _f1(self, threshold: float, answer: Objects, example: Example) -> float:
+        gold = self.gold_answer(example)
+        overlaps = iou_matrix([box for box, _ in answer], [box for box, _ in gold])
+        same = np.array([[a == g for _, g in gold] for _, a in answer], bool)
+        hits = (overlaps >= threshold) & same.reshape(overlaps.shape)
+        return f1(sum(bool(hits[pair]) for pair in match(hits)), len(answer), len(gold))
+
+    def corpus_metrics(
+        self, answers: Sequence[Objects | None], examples: Sequence[Example]
+    ) -> dict[str, float]:
+        """COCO's ``ap``, ``ap_50`` and ``ap_75``; no answer finds nothing."""
+        found = [answer or () for answer in answers]
+        return coco_average_precision(found, [self.gold_answer(example) for example in examples])
+
+
+def _plain(label: str) -> str:
+    return " ".join(label.casefold().split())

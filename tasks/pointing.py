@@ -1,0 +1,86 @@
+"""Pointing: a point inside each named object; the number of points is a count one can check."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from PIL import Image
+
+from vlm_grpo.coordinates import gold_boxes
+from vlm_grpo.drawing import draw_points
+from vlm_grpo.parsing import parse_points
+from vlm_grpo.scoring import matched_mean
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.types import Example
+
+Points = tuple[tuple[float, float], ...]
+
+
+class Pointing(Task):
+    """Point at the named object, or at each of them, in original pixels.
+
+    The gold answer is ``{"boxes": […]}``: a point is right inside a box, edges included, and
+    each box takes one point. Points are JSON in every frame, ``{"point_2d": [x, y]}``.
+
+    Attributes:
+        several: ask for every such object; otherwise more than one point is no answer.
+        max_points: more points than this are no answer.
+    """
+
+    headline = "inside"
+    several: bool = False
+    max_points: int = 100
+
+    def question(self, example: Example) -> str:
+        how = self.frame.describe(example.images[0].size, form='{"point_2d": [x, y]}')
+        if self.several:
+            return f"Point to every {example.question}. Answer with a list of {how}."
+        return f"Point to {example.question}. Answer with {how}."
+
+    def parse(self, text: str, example: Example) -> Points | None:
+        points = parse_points(text)
+        if points is None or not self._may_be(len(points)):
+            return None
+        image = example.images[0]
+        boxes = (self.frame.to_pixels((x, y, x, y), image.size, image.seen) for x, y in points)
+        return tuple((x, y) for x, y, _, _ in boxes)
+
+    def write(self, answer: Points, example: Example) -> str:
+        image = example.images[0]
+        boxes = (self.frame.from_pixels((x, y, x, y), image.size, image.seen) for x, y in answer)
+        points = [{"point_2d": [round(x), round(y)]} for x, y, _, _ in boxes]
+        return json.dumps(points[0] if len(points) == 1 else points)
+
+    def gold_answer(self, example: Example) -> Points:
+        """The boxes' centres."""
+        return tuple(
+            ((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in gold_boxes(example.answer)
+        )
+
+    def check(self, example: Example) -> None:
+        if not example.images:
+            raise ValueError("there is no image to point into")
+        if not self._may_be(count := len(gold_boxes(example.answer))):
+            raise ValueError(
+                f"the answer has {count} boxes; the task asks for one, or for up to "
+                f"max_points={self.max_points} with several=true"
+            )
+
+    def draw(self, image: Image.Image, answer: Points, example: Example, color: str) -> Image.Image:
+        return draw_points(image, answer, color)
+
+    def _may_be(self, count: int) -> bool:
+        return count <= self.max_points if self.several else count == 1
+
+    @reward(weight=1.0)
+    def inside(self, answer: Points, example: Example) -> float:
+        """The share of points inside a box of their own; a missing or extra one counts as 0."""
+        boxes = gold_boxes(example.answer)
+        hits = [[x1 <= x <= x2 and y1 <= y <= y2 for x1, y1, x2, y2 in boxes] for x, y in answer]
+        return matched_mean(np.array(hits, float).reshape(len(answer), len(boxes)))
+
+    @metric()
+    def count_exact(self, answer: Points, example: Example) -> float:
+        """1 where there are as many points as boxes."""
+        return float(len(answer) == len(gold_boxes(example.answer)))
