@@ -405,11 +405,11 @@ def test_equal_rewards_differ_from_trl_by_being_exactly_zero():
 
     Here the group is exactly silent, which allows it to be left out of the update.
     """
-    rewards = torch.tensor([0.3] * 6 + [0.7] * 6, dtype=torch.float32)
+    rewards = torch.full((7,), 0.1, dtype=torch.float32)
     theirs, metrics = trl_scores(
-        rewards[:, None], num_generations=6, weights=torch.ones(1, dtype=torch.float32)
+        rewards[:, None], num_generations=7, weights=torch.ones(1, dtype=torch.float32)
     )
-    ours = group_advantages(rewards, list("aaaaaabbbbbb"))
+    ours = group_advantages(rewards, ["a"] * 7)
     assert theirs["advantages"].abs().max() > 0
     assert ours.values.abs().max() == 0
     assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 1.0
