@@ -1,0 +1,235 @@
+"""The commands. Everything that takes long is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import YAMLError
+
+from vlm_grpo.cli.scoring import print_json, print_table, score_predictions
+from vlm_grpo.cli.validation import validate_task
+from vlm_grpo.config import DataSettings, load_settings, recipe_names
+from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.errors import UserError, nearest
+from vlm_grpo.registry import load_task, load_task_class, task_names
+
+app = typer.Typer(
+    help="""Fine-tune vision-language models with GRPO on tasks whose answers a rule can check.
+
+    \b
+    vlm-grpo train quickstart                  a first run, on any machine, in minutes
+    vlm-grpo tasks                             what can be trained
+    vlm-grpo validate my_task.py --data d.jsonl    prove a task and its data, without a model
+
+    A command's --help has its examples. --debug, anywhere, shows the traceback of an error.
+    """,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings over those of the recipe."),
+]
+Recipe = Annotated[
+    str, typer.Argument(help="Name of a recipe, or path to a .yaml recipe or a .py task.")
+]
+TaskFile = Annotated[
+    str | None,
+    typer.Option("--task", help="Another task than the recipe's: its name or .py file."),
+]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or .py file.")]
+Options = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OPTION=VALUE]...", help="Options of the task, as tags=true."),
+]
+ImageRoot = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the images; without it the folder of the data file."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _program(show_version: Annotated[bool, typer.Option("--version")] = False) -> None:
+    if show_version:
+        typer.echo(f"vlm-grpo {version('vlm-grpo')}")
+        raise typer.Exit
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None, task: TaskFile = None) -> None:
+    """Train a model and evaluate it on held-out examples before and after.
+
+    \b
+    vlm-grpo train quickstart
+    vlm-grpo train grounding optim.lr=1e-4 rollout.num_generations=16
+    vlm-grpo train counting policy.lora.r=16          adapters in place of full weights
+    vlm-grpo train counting name=mine resume=true     go on where a run stopped
+    vlm-grpo train counting_qwen2_vl_2b data.train=train.jsonl data.eval=test.jsonl
+    vlm-grpo train recipe.yaml --task my_task.py
+    accelerate launch -m vlm_grpo.cli train recipe.yaml
+
+    The run's folder, runs/NAME, holds config.yaml, metrics.jsonl, samples/ and checkpoints/.
+    """
+    settings = load_settings(recipe, _with_task(overrides, task))
+    _run("vlm_grpo.trainer", "train", settings)
+
+
+@app.command()
+def evaluate(recipe: Recipe, overrides: Overrides = None, task: TaskFile = None) -> None:
+    """Score a model on the recipe's held-out examples, with n and a 95 % interval.
+
+    \b
+    vlm-grpo evaluate counting                                        the recipe's own model
+    vlm-grpo evaluate counting checkpoint=runs/counting/checkpoints/step-300
+    vlm-grpo evaluate runs/counting/config.yaml checkpoint=DIR data.eval=test.jsonl
+    """
+    given = overrides or []
+    checkpoints = [o.removeprefix("checkpoint=") for o in given if o.startswith("checkpoint=")]
+    checkpoint = Path(checkpoints[-1]) if checkpoints else None
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UserError(f"there is no checkpoint folder {checkpoint}")
+    kept = [o for o in given if not o.startswith("checkpoint=")]
+    settings = load_settings(recipe, _with_task(kept, task))
+    if settings.data.eval is None:
+        raise UserError("data.eval has no value: name the held-out examples by data.eval=…")
+    _run("vlm_grpo.evaluate", "evaluate", settings, checkpoint)
+
+
+@app.command()
+def validate(
+    task: TaskName,
+    options: Options = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Examples to prove it on: .jsonl, .parquet, hf:NAME[:SPLIT[:CONFIG]] or "
+            "embedded:NAME; without it the embedded data of the task's name."
+        ),
+    ] = None,
+    image_root: ImageRoot = None,
+) -> None:
+    """Prove a task and its data without a model.
+
+    Every row must be well-formed and every image decode; every gold answer must score 1.0; an
+    empty text must earn 0, and so must known ways of gaming a reward (or stay under their bound).
+
+    \b
+    vlm-grpo validate counting
+    vlm-grpo validate my_task.py tags=true --data train.jsonl
+    """
+    source = data or f"embedded:{task}"
+    if data is None and task not in ("counting", "grounding", "ocr"):
+        raise UserError(f"there is no embedded data for task {task}: give it by --data")
+    settings = DataSettings(train=source, image_root=image_root)
+    for line in validate_task(load_task(task, **_options(options)), source, settings):
+        typer.echo(line)
+
+
+@app.command()
+def score(
+    task: TaskName,
+    data: Annotated[str, typer.Option(help="The examples, as for validate.")],
+    predictions: Annotated[
+        Path, typer.Option(help='JSON Lines of {"id": …, "output": …}, one for each example.')
+    ],
+    options: Options = None,
+    frame: Annotated[
+        str, typer.Option(help=f"How the outputs' boxes are written: {', '.join(FRAMES)}.")
+    ] = "original",
+    tags: Annotated[
+        bool, typer.Option(help="Read answers from <answer> tags, or from the whole output.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
+    image_root: ImageRoot = None,
+) -> None:
+    """Score what any model wrote, offline.
+
+    \b
+    vlm-grpo score counting --data test.jsonl --predictions out.jsonl
+    vlm-grpo score grounding --data test.jsonl --predictions out.jsonl --frame permille --no-tags
+    vlm-grpo score ocr --data test.jsonl --predictions out.jsonl --json > scores.jsonl
+
+    With --frame resized every prediction also has "seen": [[width, height]], the size in pixels
+    of each image as the model saw it.
+    """
+    if frame not in FRAMES:
+        raise UserError(
+            f"there is no frame {frame!r}{nearest(frame, FRAMES)}: give one of {', '.join(FRAMES)}"
+        )
+    loaded = load_task(task, **{**_options(options), "tags": tags, "frame": FRAMES[frame]})
+    settings = DataSettings(train=data, image_root=image_root)
+    report = score_predictions(loaded, data, predictions, settings)
+    (print_json if as_json else print_table)(report)
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks and the recipes that are installed."""
+    typer.echo("Tasks (a .py file of yours is one too):")
+    for name in task_names():
+        try:
+            about = (load_task_class(name).__doc__ or "").strip().partition("\n")[0]
+        except UserError as error:  # one broken plugin must not hide the others
+            about = f"cannot be loaded: {error}"
+        typer.echo(f"  {name:<12} {about}")
+    typer.echo("\nRecipes, for vlm-grpo train:")
+    for name in recipe_names():
+        typer.echo(f"  {name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program: exit status 0, 2 for what the user can mend, 130 when interrupted.
+
+    Args:
+        arguments: those of the command line; None: the process's own.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        app(args=[word for word in given if word != "--debug"], prog_name="vlm-grpo")
+    except (UserError, ValidationError) as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(module: str, function: str, *arguments: Any) -> None:
+    """Call a function of a module that takes seconds to import."""
+    try:
+        getattr(importlib.import_module(module), function)(*arguments)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; finished checkpoints are kept (resume=true)", err=True)
+        raise typer.Exit(130) from None
+
+
+def _with_task(overrides: list[str] | None, task: str | None) -> list[str]:
+    return [*(overrides or []), *([f"task={task}"] if task else [])]
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    """``tags=true weights.exact=2`` as a task's options."""
+    for option in given or []:
+        if "=" not in option:
+            raise UserError(f"{option!r} is no option of a task: write name=value, as tags=true")
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(given or [])))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"the task's options cannot be read: {error}") from error
+    return values

@@ -1,0 +1,184 @@
+"""Score outputs that any model wrote, against a dataset, with a task's own rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vlm_grpo.config import DataSettings
+from vlm_grpo.coordinates import RESIZED
+from vlm_grpo.data import load_examples
+from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example, Score
+
+_ROWS_SHOWN = 50
+
+
+@dataclass(frozen=True)
+class Report:
+    """Scores of all outputs, and what they come to.
+
+    Attributes:
+        examples: the dataset's rows.
+        scores: one for each example.
+        total: ``n``, ``answered``, ``unscorable``, the mean ``reward``, means of ``rewards`` and
+            ``metrics`` by name, and the task's ``corpus`` metrics.
+    """
+
+    examples: Sequence[Example]
+    scores: Sequence[Score]
+    total: Mapping[str, Any]
+
+
+def score_predictions(task: Task, source: str, predictions: Path, data: DataSettings) -> Report:
+    """Score every example's prediction.
+
+    Args:
+        task: with the tags and the frame that the outputs were asked for in.
+        source: the examples, as for ``load_examples``.
+        predictions: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``.
+        data: image root and limits.
+
+    Raises:
+        UserError: data or predictions are malformed, or their ids do not match one to one.
+    """
+    examples = load_examples(source, task, data)
+    outputs = _read_predictions(predictions, examples, needs_seen=task.frame == RESIZED)
+    examples = [_with_seen(example, outputs[example.id]) for example in examples]
+    scores = [task.score(outputs[example.id]["output"], example) for example in examples]
+    return Report(examples, scores, _total(task, examples, scores))
+
+
+def print_json(report: Report) -> None:
+    """One object a row, then the total."""
+    for example, score in zip(report.examples, report.scores, strict=True):
+        row = {
+            "id": example.id,
+            "answer": score.answer,
+            "rewards": dict(score.rewards),
+            "metrics": dict(score.metrics),
+        }
+        print(json.dumps(row, ensure_ascii=False, default=_plain))
+    print(json.dumps({"total": report.total}, ensure_ascii=False))
+
+
+def print_table(report: Report) -> None:
+    """The first rows and the total, for people."""
+    rewards, metrics = report.total["rewards"], report.total["metrics"]
+    table = Table("id", "answer", *rewards, *metrics)
+    for example, score in list(zip(report.examples, report.scores, strict=True))[:_ROWS_SHOWN]:
+        values = [*score.rewards.values(), *score.metrics.values()]
+        answer = "no answer" if score.answer is None else str(score.answer)
+        table.add_row(example.id, answer[:60], *map(_number, values))
+    if (more := len(report.examples) - _ROWS_SHOWN) > 0:
+        table.add_row("…", f"{more} more; --json shows all")
+    table.add_section()
+    total = report.total
+    means = [*rewards.values(), *metrics.values()]
+    table.add_row(f"all {total['n']}", f"{total['answered']} answered", *map(_number, means))
+    console = Console()
+    console.print(table, markup=False)
+    for name, value in total["corpus"].items():
+        console.print(f"{name} {_number(value)}", markup=False)
+    if total["unscorable"]:
+        console.print(f"{total['unscorable']} outputs could not be scored: a reward raised")
+
+
+def _read_predictions(
+    path: Path, examples: Iterable[Example], needs_seen: bool
+) -> dict[str, Mapping[str, Any]]:
+    """The predictions by id, exactly one for each example."""
+    wanted = {example.id: example for example in examples}
+    found: dict[str, Mapping[str, Any]] = {}
+    problems: list[str] = []
+    for row in read_jsonl(path):
+        identity, output = row.values.get("id"), row.values.get("output")
+        if isinstance(identity, int) and not isinstance(identity, bool):
+            identity = str(identity)
+        if row.problem is not None:
+            problems.append(f"{row.where}: {row.problem}")
+        elif not isinstance(identity, str) or not isinstance(output, str):
+            problems.append(f'{row.where}: a prediction is {{"id": …, "output": text}}')
+        elif identity not in wanted:
+            problems.append(f"{row.where}: no example has the id {identity!r}")
+        elif identity in found:
+            problems.append(f"{row.where}: id {identity!r} has a prediction already")
+        else:
+            if needs_seen and not _valid_sizes(row.values.get("seen"), wanted[identity]):
+                problems.append(
+                    f'{row.where}: with --frame resized it needs "seen": [[width, height]], '
+                    "one pair for each image"
+                )
+            found[identity] = row.values
+    missing = [f"{path}: no prediction for id {name!r}" for name in wanted if name not in found]
+    if problems or missing:
+        raise UserError(
+            f"the predictions do not match the examples, one to one:\n"
+            f"{bullets([*problems, *missing])}"
+        )
+    return found
+
+
+def _valid_sizes(sizes: Any, example: Example) -> bool:
+    return (
+        isinstance(sizes, list)
+        and len(sizes) == len(example.images)
+        and all(isinstance(size, list) and len(size) == 2 for size in sizes)
+        and all(isinstance(side, int) and side > 0 for size in sizes for side in size)
+    )
+
+
+def _with_seen(example: Example, prediction: Mapping[str, Any]) -> Example:
+    """The example with the sizes at which the model saw its images, where they are told."""
+    sizes = prediction.get("seen")
+    if not _valid_sizes(sizes, example) or not sizes:
+        return example
+    images = tuple(
+        dataclasses.replace(image, seen=(width, height))
+        for image, (width, height) in zip(example.images, sizes, strict=True)
+    )
+    return dataclasses.replace(example, images=images)
+
+
+def _total(task: Task, examples: Sequence[Example], scores: Sequence[Score]) -> dict[str, Any]:
+    def means(values: Callable[[Score], Mapping[str, float | None]]) -> dict[str, float | None]:
+        return {name: _mean(values(score)[name] for score in scores) for name in values(scores[0])}
+
+    return {
+        "n": len(scores),
+        "answered": sum(score.answer is not None for score in scores),
+        "unscorable": sum(score.total is None for score in scores),
+        "reward": _mean(score.total for score in scores),
+        "rewards": means(lambda score: score.rewards),
+        "metrics": means(lambda score: score.metrics),
+        "corpus": task.corpus_metrics([score.answer for score in scores], examples),
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the values there are; None where there is none."""
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _plain(value: Any) -> Any:
+    """What a task returns as an answer, in JSON's types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    return str(value)

@@ -1,0 +1,201 @@
+"""Prove a task on its gold answers and on known ways of gaming a reward, without a model."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from vlm_grpo.config import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example, ImageRef
+
+_TOLERANCE = 0.01
+"""Gold boxes lose this much of their IoU to rounding, and no cheat is worth so little."""
+_HEDGE_BOUND = 0.5
+"""What naming two answers may earn: half of them is right where several are asked for."""
+_EXPLOIT_ROWS = 200
+"""Rows on which the exploits are tried; a rule that pays one shows it within a few."""
+_PARSE_SECONDS = 0.01
+"""Longest that reading a text of 100,000 characters may take."""
+
+_HOSTILE = {
+    "100,000 letters": "a" * 100_000,
+    "100,000 brackets": "[" * 100_000,
+    "100,000 digits": "9" * 100_000,
+    "10,000 tags": "<answer>" * 10_000,
+    "10,000 boxes": "[" + "[1,2,3,4]," * 10_000 + "]",
+    "a zero byte": "\x00",
+    "half a surrogate pair": "\ud800",
+    "not a number": '{"bbox_2d": [NaN, Infinity, 1e999, -1]}',
+}
+"""Texts on which parsers have raised or hung."""
+
+
+@dataclass(frozen=True)
+class Exploit:
+    """A text that games some rule, and the share of the full reward that it may earn."""
+
+    name: str
+    text: str
+    bound: float = 0.0
+
+
+def validate_task(task: Task, source: str, data: DataSettings) -> Iterator[str]:
+    """Lines of a report; the last one says that all is well.
+
+    Args:
+        task: the task with its options.
+        source: the examples, as for ``load_examples``.
+        data: image root and limits.
+
+    Raises:
+        UserError: bad rows or images, gold answers that do not score 1.0, exploits that pay, or
+            a parser that raises or is slow; everything found in that part is named.
+    """
+    examples = load_examples(source, task, data)
+    images = {image.name: image for example in examples for image in example.images}
+    _raise("images that cannot be decoded", _undecodable(images.values()))
+    yield f"{source}: {len(examples)} examples with {len(images)} images, all well-formed"
+
+    full = sum(weight for weight in task.reward_weights().values() if weight > 0)
+    if full <= 0:
+        raise UserError("no reward has a positive weight: nothing would be learned")
+    shares = [_share(task, task.gold(example), example, full) for example in examples]
+    _raise("gold answers that do not score 1.0", _bad_golds(task, examples, shares))
+    yield f"gold answers earn {fmean(shares):.3f} of the full reward, at least {min(shares):.3f}"
+
+    yield from _report_exploits(task, examples, full)
+    _raise("texts that the parser does not stand", _parser_problems(task, examples[0]))
+    yield "the parser stands hostile texts, each within 10 ms"
+
+    texts = Counter(task.gold(example) for example in examples)
+    text, count = texts.most_common(1)[0]
+    earned = fmean(_share(task, text, example, full) for example in examples[:_EXPLOIT_ROWS])
+    yield f"always answering {text[:60]!r}, the answer of {count} rows, earns {earned:.3f}"
+    yield f"{type(task).__name__} is sound on this data"
+
+
+def exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
+    """Known ways of gaming a reward, for any task.
+
+    Args:
+        task: says how answers are asked for.
+        example: whose gold answer the exploits are built on.
+        other: an example with another gold answer, to hedge with.
+    """
+    gold = task.write(task.gold_answer(example), example)
+    hedge = task.write(task.gold_answer(other), example)
+
+    def tagged(text: str) -> str:
+        return f"<answer>{text}</answer>"
+
+    def asked(text: str) -> str:
+        return tagged(text) if task.tags else text
+
+    found = [
+        Exploit("an empty text", ""),
+        Exploit("white space", " \n\t"),
+        Exploit("empty tags", "<answer></answer>" if task.tags else "<think></think>"),
+        Exploit("the answer inside the thinking", f"<think>{asked(gold)}</think>"),
+        Exploit("thinking that does not end", f"<think>{asked(gold)}"),
+        Exploit("two answers with or between", asked(f"{gold} or {hedge}"), _HEDGE_BOUND),
+        Exploit("two answers, listed", asked(f"{hedge}, {gold}"), _HEDGE_BOUND),
+    ]
+    if task.tags:
+        found += [
+            Exploit("the answer without tags", gold),
+            Exploit("an unclosed tag", f"<answer>{gold}"),
+            Exploit("two tagged answers", tagged(hedge) + tagged(gold)),
+            Exploit("the answer twice", tagged(gold) * 2),
+        ]
+    return found
+
+
+def _share(task: Task, text: str, example: Example, full: float) -> float:
+    """What the text earns, as a share of the sum of the positive weights."""
+    score = task.score(text, example)
+    if score.failures:
+        trace = next(iter(score.failures.values()))
+        raise UserError(
+            f"{', '.join(score.failures)} raised on example {example.id!r} and the text "
+            f"{text[:60]!r}:\n{trace}"
+        )
+    return (score.total or 0.0) / full
+
+
+def _bad_golds(task: Task, examples: Sequence[Example], shares: Sequence[float]) -> list[str]:
+    problems = []
+    for example, share in zip(examples, shares, strict=True):
+        text = task.gold(example)
+        score = task.score(text, example)
+        headline = {**score.rewards, **score.metrics}.get(task.headline)
+        # Boxes lose to rounding, a small one much; then the headline tells right from wrong.
+        if share < 1.0 - _TOLERANCE and (score.answer is None or headline != 1.0):
+            read = "holds no answer" if score.answer is None else f"reads as {score.answer!r}"
+            problems.append(
+                f"{example.id}: {text[:60]!r} {read} and earns {share:.3f} of the full reward"
+            )
+    return problems
+
+
+def _report_exploits(task: Task, examples: Sequence[Example], full: float) -> Iterator[str]:
+    """One line for each exploit with the most it earned."""
+    worst: dict[str, float] = {}
+    problems: list[str] = []
+    rows = examples[:_EXPLOIT_ROWS]
+    for example in rows:
+        for exploit in exploits(task, example, _another(task, example, examples)):
+            share = _share(task, exploit.text, example, full)
+            worst[exploit.name] = max(worst.get(exploit.name, share), share)
+            if share > exploit.bound + _TOLERANCE:
+                problems.append(
+                    f"{exploit.name} earns {share:.3f}, above {exploit.bound}, "
+                    f"on {example.id}: {exploit.text[:60]!r}"
+                )
+    _raise("exploits that pay", problems)
+    for name, share in worst.items():
+        yield f"{name} earns at most {share:.3f}"
+
+
+def _another(task: Task, example: Example, examples: Sequence[Example]) -> Example:
+    """The first example with another gold answer, or the same one if all are alike."""
+    own = task.gold_answer(example)
+    return next((other for other in examples if task.gold_answer(other) != own), example)
+
+
+def _parser_problems(task: Task, example: Example) -> list[str]:
+    problems = []
+    for name, text in _HOSTILE.items():
+        text = f"<answer>{text}</answer>" if task.tags else text
+        times = []
+        for _ in range(3):  # the fastest of three: the machine may have been busy
+            start = time.perf_counter()
+            try:
+                task.read(text, example)
+            except Exception as error:  # a user's parser may raise anything; that it does is news
+                problems.append(f"{name}: it raised {type(error).__name__}: {error}")
+                break
+            times.append(time.perf_counter() - start)
+        if times and min(times) > _PARSE_SECONDS:
+            problems.append(f"{name}: it took {1000 * min(times):.0f} ms, more than 10 ms")
+    return problems
+
+
+def _undecodable(images: Iterable[ImageRef]) -> list[str]:
+    problems = []
+    for image in images:
+        try:
+            image.load()
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _raise(what: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise UserError(f"{len(problems)} {what}:\n{bullets(problems)}")
