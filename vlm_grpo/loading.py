@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -37,6 +38,7 @@ class LoadedModel:
         budget: how large images reach it; None where its processor resizes to a fixed size.
         shared: whether completions share one pass over their prompt.
         adapters: the PEFT model around ``model``, or None for full weights.
+        autocast: compute in bfloat16 on float32 weights.
     """
 
     model: Any
@@ -45,15 +47,23 @@ class LoadedModel:
     budget: PixelBudget | None
     shared: bool
     adapters: PeftModel | None
+    autocast: bool = False
 
 
-def load_model(settings: Settings, checkpoint: Path | None = None) -> LoadedModel:
+def load_model(
+    settings: Settings, checkpoint: Path | None = None, training: bool = True
+) -> LoadedModel:
     """The model that the settings name, with the parts frozen or adapted that they name.
+
+    Full weights that are trained stay in float32 whatever ``policy.dtype`` is: in bfloat16 an
+    update of a millionth would be rounded away. Weights that only carry adapters, or that are
+    only evaluated, are held in ``policy.dtype``.
 
     Args:
         settings: the run's settings.
         checkpoint: folder with weights to load instead of the model's own, or with an adapter
             to load onto them.
+        training: False for a model that is only evaluated.
 
     Raises:
         UserError: the model cannot be loaded, is no image-text model, or cannot be trained as
@@ -62,7 +72,9 @@ def load_model(settings: Settings, checkpoint: Path | None = None) -> LoadedMode
     is_adapter = checkpoint is not None and (checkpoint / "adapter_config.json").is_file()
     source = model_source(settings.model)
     weights = source if checkpoint is None or is_adapter else str(checkpoint)
-    model, processor = _load_pretrained(weights, settings)
+    full = training and settings.policy.lora is None
+    dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
+    model, processor = _load_pretrained(weights, settings, dtype)
     family = load_family(model.config)
     why_not = family.why_not_shared(model.config)
     if settings.policy.engine == "shared" and why_not is not None:
@@ -72,7 +84,7 @@ def load_model(settings: Settings, checkpoint: Path | None = None) -> LoadedMode
         use_shared_attention(family.language_model(model))
     adapters = None
     if is_adapter:
-        adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+        adapters = _load_adapter(model, checkpoint, training)
     elif settings.policy.lora is not None:
         adapters = get_peft_model(model, _lora_config(settings.policy.lora, family, model))
     else:
@@ -82,7 +94,8 @@ def load_model(settings: Settings, checkpoint: Path | None = None) -> LoadedMode
         # A checkpointed segment needs an input with gradient; frozen embeddings give none.
         model.enable_input_require_grads()
     budget = _budget(family.pixel_budget(processor), settings.policy)
-    return LoadedModel(model, processor, family, budget, shared, adapters)
+    autocast = full and settings.policy.dtype == "bfloat16"
+    return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
 
 
 def model_source(name: str) -> str:
@@ -92,7 +105,22 @@ def model_source(name: str) -> str:
     return name
 
 
-def _load_pretrained(source: str, settings: Settings) -> tuple[Any, Any]:
+def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
+    """The adapter in a checkpoint's folder on its base model; every weight must be used."""
+    adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
+    saved = set(load_file(checkpoint / "adapter_model.safetensors"))
+    _refuse_mismatch(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
+    return adapters
+
+
+def _refuse_mismatch(source: str | Path, saved: set[str], expected: set[str]) -> None:
+    for names, what in ((expected - saved, "lacks"), (saved - expected, "holds unknown")):
+        if names:
+            first = ", ".join(sorted(names)[:5])
+            raise UserError(f"{source} {what} {len(names)} weights of the model: {first}, …")
+
+
+def _load_pretrained(source: str, settings: Settings, dtype: torch.dtype) -> tuple[Any, Any]:
     common: dict[str, Any] = {
         "trust_remote_code": settings.policy.trust_remote_code,
         "revision": settings.model_revision or "main",
@@ -104,9 +132,10 @@ def _load_pretrained(source: str, settings: Settings) -> tuple[Any, Any]:
                 f"model {source} is a {config.model_type} model, which takes no images: "
                 "name an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
             )
-        model = AutoModelForImageTextToText.from_pretrained(
-            source, config=config, dtype=getattr(torch, settings.policy.dtype), **common
+        model, loaded = AutoModelForImageTextToText.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, **common
         )
+        _refuse_mismatch(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
         processor = AutoProcessor.from_pretrained(source, **common)
     except (OSError, ValueError) as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vlm_grpo.config import RolloutSettings, Settings
+from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
 from vlm_grpo.engine.logprobs import TokenScores
@@ -54,6 +55,7 @@ class Policy:
     def __init__(
         self, loaded: LoadedModel, restriction: Restriction, chunk_tokens: int = 0
     ) -> None:
+        self.autocast = loaded.autocast
         self.model: Any = loaded.model
         self.processor, self.family = loaded.processor, loaded.family
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
@@ -72,9 +74,9 @@ class Policy:
         return self.processor.tokenizer
 
     @property
-    def frame(self) -> str:
-        """Name of the coordinate frame that the model writes boxes in."""
-        return self.family.frame
+    def frame(self) -> CoordinateFrame:
+        """The coordinate frame that the model writes boxes in."""
+        return FRAMES[self.family.frame]
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Names and weights that training changes."""
@@ -138,28 +140,29 @@ class Policy:
         prompts: Sequence[Prompt],
         rollout: SamplingSettings,
         group: int,
-        seed: Sequence[int | str],
+        seeds: Sequence[Sequence[int | str]],
         max_tokens: int,
     ) -> list[tuple[Completion, ...]]:
         """``group`` completions of each prompt.
 
-        What is sampled for a prompt depends on the seed, its example's id and the weights alone.
+        What is sampled for a prompt depends on its seed and the weights alone, not on the
+        prompts beside it.
 
         Args:
             prompts: one for each group.
             rollout: how completions are drawn.
             group: completions of each prompt, G.
-            seed: names the streams of random numbers, such as (run's seed, step).
+            seeds: for each prompt, what names its streams of random numbers.
             max_tokens: the most tokens generated at once.
         """
         length = rollout.max_completion_length
         streams = [
-            torch.from_numpy(uniforms((*seed, prompt.example.id, index), length))
-            for prompt in prompts
+            torch.from_numpy(uniforms((*seed, index), length))
+            for seed in seeds
             for index in range(group)
         ]
         draws = Draws(torch.stack(streams).to(self.device), rollout, self._has_stop(rollout))
-        with _evaluating(self.model):
+        with _evaluating(self.model), self._precision():
             if self.shared:
                 prefixes = self._prefix_inputs(prompts, self._encode(prompts))
                 self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
@@ -209,6 +212,10 @@ class Policy:
 
     def score(self, batch: MicroBatch, with_entropy: bool = False) -> TokenScores:
         """Log-probabilities of the batch's completion tokens, with gradient where it is enabled."""
+        with self._precision():
+            return self._score(batch, with_entropy)
+
+    def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
         if not self.shared:
             rows = [piece.prompt for piece in batch.slices for _ in piece.rows]
             self.counters.encoder_passes += sum(len(p.example.images) for p in rows)
@@ -227,6 +234,20 @@ class Policy:
             self.chunk_tokens,
             with_entropy,
         )
+
+    def _precision(self) -> contextlib.AbstractContextManager:
+        """Computation in bfloat16 on float32 weights, each cast once inside, where asked for."""
+        if not self.autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights (the adapter's alone, with LoRA) and the processor, to be loaded by
+        transformers and PEFT; the pixel budget goes into the processor."""
+        if self.budget is not None:
+            self.family.set_pixel_budget(self.processor, self.budget)
+        (self.adapters or self.model).save_pretrained(str(folder))
+        self.processor.save_pretrained(folder)
 
     def forget_images(self) -> None:
         """Drop the vision features kept for this step."""
@@ -270,9 +291,11 @@ def _evaluating(model: Any) -> Iterator[None]:
         model.train(was_training)
 
 
-def load_policy(settings: Settings, checkpoint: Path | None = None) -> Policy:
+def load_policy(
+    settings: Settings, checkpoint: Path | None = None, training: bool = True
+) -> Policy:
     """The policy of a run; arguments and errors as in ``load_model``."""
-    loaded = load_model(settings, checkpoint)
+    loaded = load_model(settings, checkpoint, training)
     restriction = restriction_of(loaded.model, loaded.family, settings.rollout)
     return Policy(loaded, restriction, settings.policy.head_chunk_tokens)
 

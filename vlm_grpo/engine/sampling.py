@@ -74,6 +74,11 @@ class SamplingSettings:
     def greedy(self) -> bool:
         return self.restriction.temperature == 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether the sampler draws from fewer tokens than are scored."""
+        return bool(self.top_k or self.min_p or self.top_p < 1)
+
 
 def uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
     """The ``length`` uniform numbers in [0, 1) that a completion's tokens are drawn with.
@@ -98,7 +103,9 @@ class Draws:
             where ``settings.stop`` is set.
 
     Attributes:
-        tokens: (n, longest) int64, filled up to ``lengths``; ``logprobs`` and ``entropies`` alike.
+        tokens: (n, longest) int64, filled up to ``lengths``.
+        logprobs: log-probability of each token under the very distribution it was drawn from.
+        entropies: of the restricted distribution, before any truncation.
         lengths: (n,) tokens drawn.
         active: (n,) whether the completion goes on.
     """
@@ -134,8 +141,12 @@ class Draws:
         probs = logprobs.exp()
         if self.settings.greedy:
             tokens = restricted.argmax(-1)
+        elif self.settings.truncates:
+            kept = _truncated(probs, self.settings)
+            logprobs = (kept / kept.sum(-1, keepdim=True)).log()
+            tokens = _invert(kept, self.uniform[rows, positions])
         else:
-            tokens = _invert(_truncated(probs, self.settings), self.uniform[rows, positions])
+            tokens = _invert(probs, self.uniform[rows, positions])
         self.tokens[rows, positions] = tokens
         self.logprobs[rows, positions] = logprobs.gather(1, tokens[:, None])[:, 0].float()
         self.entropies[rows, positions] = torch.special.entr(probs).sum(-1).float()

@@ -67,6 +67,9 @@ class Family:
         """The processor's own budget, or None where the family resizes to a fixed size."""
         return None
 
+    def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
+        """Make ``budget`` the processor's own, so that it is saved with the model."""
+
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
         """The PIL image at the size the model sees, or unchanged if its processor resizes."""
         return image

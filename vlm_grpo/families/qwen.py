@@ -31,6 +31,10 @@ class QwenVL(Family):
         size = processor.image_processor.size
         return PixelBudget(size["shortest_edge"], size["longest_edge"])
 
+    def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
+        edges = {"shortest_edge": budget.min_pixels, "longest_edge": budget.max_pixels}
+        processor.image_processor.size = type(processor.image_processor.size)(**edges)
+
     def seen_size(
         self, size: tuple[int, int], budget: PixelBudget, processor: Any
     ) -> tuple[int, int]:

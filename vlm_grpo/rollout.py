@@ -1,0 +1,147 @@
+"""Policy + task + examples → scored groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from vlm_grpo.config import Settings
+from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.policy import Policy, sampling_of
+from vlm_grpo.task import Task
+from vlm_grpo.types import Completion, Group, Prompt, Score
+
+
+class PromptLoader:
+    """Prompts in the stream's order, those of the next step prepared while this one computes.
+
+    Reading, resizing and cutting an image into patches needs no model; a thread does it ahead of
+    time. Decoders and tensor operations release the interpreter's lock.
+
+    Args:
+        policy: turns examples into prompts.
+        task: asks the question.
+        stream: where examples come from.
+        position: how many examples have been drawn before.
+    """
+
+    def __init__(
+        self, policy: Policy, task: Task, stream: ExampleStream, position: int = 0
+    ) -> None:
+        self.policy, self.task, self.stream, self.position = policy, task, stream, position
+        self._ahead: dict[int, Future[Prompt]] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
+
+    def take(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts at these indices of the stream."""
+        for index in indices:
+            self._start(index)
+        return [self._ahead.pop(index).result() for index in indices]
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin with prompts that ``take`` is likely to ask for."""
+        for index in indices:
+            self._start(index)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, index: int) -> None:
+        if index not in self._ahead:
+            self._ahead[index] = self._thread.submit(self._load, index)
+
+    def _load(self, index: int) -> Prompt:
+        return self.policy.prompt(self.policy.with_seen_sizes(self.stream[index]), self.task)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups of one step on this rank.
+
+    Attributes:
+        groups: scored groups.
+        resampled: groups that were replaced because their rewards were all equal.
+    """
+
+    groups: tuple[Group, ...]
+    resampled: int = 0
+
+
+class Roller:
+    """Samples and scores the groups of one step after the other.
+
+    Args:
+        policy: what samples.
+        task: what asks and scores.
+        stream: where examples come from.
+        settings: the run's.
+        position: how many examples earlier steps have drawn.
+        rank: this process's index among ``world`` processes; each takes every world-th prompt.
+        world: number of processes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        stream: ExampleStream,
+        settings: Settings,
+        position: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.policy, self.task, self.settings = policy, task, settings
+        self.position, self.rank, self.world = position, rank, world
+        self.loader = PromptLoader(policy, task, stream)
+
+    def __call__(self, progress: float) -> Rollout:
+        """One step's groups; ``progress`` (0 to 1) is how far the training has come."""
+        rollout = self.settings.rollout
+        wanted = self._mine(self.settings.optim.prompts_per_step)
+        groups = self._groups(wanted, progress)
+        if not rollout.dynamic_sampling:
+            return Rollout(tuple(groups))
+        kept, resampled = [group for group in groups if _has_spread(group)], 0
+        idle = [group for group in groups if not _has_spread(group)]
+        for _ in range(rollout.max_resample or 3):
+            if not idle:
+                break
+            fresh = self._groups(self._mine(len(idle) * self.world), progress)
+            resampled += len(fresh)
+            kept += [group for group in fresh if _has_spread(group)]
+            idle = idle[: len(wanted) - len(kept)]
+        return Rollout((*kept, *idle), resampled)
+
+    def _mine(self, count: int) -> list[int]:
+        """This rank's share of the next ``count`` indices of the stream."""
+        start, self.position = self.position, self.position + count
+        return list(range(start + self.rank, self.position, self.world))
+
+    def _groups(self, indices: list[int], progress: float) -> list[Group]:
+        rollout = self.settings.rollout
+        prompts = self.loader.take(indices)
+        ahead = range(self.position, self.position + self.settings.optim.prompts_per_step)
+        self.loader.prefetch(ahead[self.rank :: self.world])
+        completions = self.policy.sample(
+            prompts,
+            sampling_of(self.policy.restriction, rollout),
+            rollout.num_generations,
+            [(self.settings.seed, index) for index in indices],
+            rollout.max_tokens_per_batch,
+        )
+        task = self.task.at(progress)
+        return [
+            Group(prompt, members, score_all(task, prompt, members))
+            for prompt, members in zip(prompts, completions, strict=True)
+        ]
+
+
+def score_all(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Score, ...]:
+    """What the task makes of each completion."""
+    return tuple(task.score(completion.text, prompt.example) for completion in completions)
+
+
+def _has_spread(group: Group) -> bool:
+    """Whether the group's rewards differ, so that it has advantages."""
+    return len({score.total for score in group.scores if score.total is not None}) > 1

@@ -1,0 +1,311 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor
+from transformers import get_scheduler
+
+from vlm_grpo.checkpoint import (
+    TrainerState,
+    checkpoints,
+    load_state,
+    prune,
+    random_states,
+    restore_random_states,
+    save_checkpoint,
+)
+from vlm_grpo.config import Settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.errors import UserError
+from vlm_grpo.evaluate import Evaluation, evaluate_policy, write_predictions
+from vlm_grpo.objective import Advantages, group_advantages, per_reward_advantages
+from vlm_grpo.policy import Counters, Policy, load_policy
+from vlm_grpo.progress import Progress, describe_run
+from vlm_grpo.reference import Reference
+from vlm_grpo.registry import load_task
+from vlm_grpo.rollout import Roller, Rollout
+from vlm_grpo.task import Task
+from vlm_grpo.tracking import MetricsLog, step_metrics, write_samples
+from vlm_grpo.types import Example, Group
+from vlm_grpo.update import Scorer, Updater, step_batch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        before: held-out evaluation of the model as it was loaded; None without held-out data.
+        after: the same after the last step.
+        checkpoint: the last checkpoint's folder.
+        run_dir: the run's folder.
+    """
+
+    before: Evaluation | None
+    after: Evaluation | None
+    checkpoint: Path
+    run_dir: Path
+
+
+def train(settings: Settings) -> TrainResult:
+    """Train as the settings say.
+
+    Everything that can be wrong with settings, task and data is found before the model is loaded.
+
+    Raises:
+        UserError: with what is wrong and the remedy.
+    """
+    task = load_task(settings.task, **settings.task_options)
+    train_examples = load_examples(settings.data.train, task, settings.data, "train")
+    held_out: list[Example] = []
+    if settings.data.eval is not None:
+        held_out = load_examples(settings.data.eval, task, settings.data, "eval")
+    resume_from = _checkpoint_to_resume(settings)
+    set_seed(settings.seed)
+    policy = load_policy(settings, resume_from)
+    trainer = Trainer(settings, policy, task, train_examples, held_out)
+    if resume_from is not None:
+        trainer.restore(load_state(resume_from))
+    return trainer.run()
+
+
+def _checkpoint_to_resume(settings: Settings) -> Path | None:
+    found = checkpoints(settings.run_dir / "checkpoints")
+    if settings.resume:
+        return found[-1][1] if found else None
+    if found:
+        raise UserError(
+            f"{settings.run_dir} holds a run with checkpoints up to step {found[-1][0]}: set "
+            "resume=true to go on with it, or name=… for a new one"
+        )
+    return None
+
+
+class Trainer:
+    """GRPO on one policy and one task.
+
+    Args:
+        settings: the run's settings.
+        policy: what is trained.
+        task: asks and scores.
+        train_examples: at least one.
+        held_out: evaluated before, after, and in between; may be empty.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy,
+        task: Task,
+        train_examples: Sequence[Example],
+        held_out: Sequence[Example],
+    ) -> None:
+        self.settings, self.policy = settings, policy
+        self.task = replace(task, frame=policy.frame)
+        self.held_out = held_out
+        self.accelerator = Accelerator()
+        optim = settings.optim
+        optimizer = torch.optim.AdamW(
+            _parameter_groups(policy, optim.weight_decay),
+            lr=optim.lr,
+            betas=optim.betas,
+            eps=optim.eps,
+            fused=True,
+        )
+        scorer, self.optimizer = self.accelerator.prepare(Scorer(policy), optimizer)
+        self.scheduler = get_scheduler(
+            optim.schedule, optimizer, optim.warmup_steps, num_training_steps=optim.max_steps
+        )
+        self.reference = Reference(policy.trainable(), settings.objective)
+        stream = ExampleStream(train_examples, settings.seed)
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        self.roll = Roller(policy, self.task, stream, settings, rank=rank, world=world)
+        self.update = Updater(
+            policy,
+            scorer,
+            self.reference,
+            self.optimizer,
+            self.scheduler,
+            self.accelerator,
+            settings,
+            optim.max_tokens_per_batch,
+        )
+        self.step = 0
+        self.best: tuple[float, int] | None = None
+        self.phases: dict[str, float] = {}
+
+    def run(self) -> TrainResult:
+        """All steps that are left, with the evaluations and checkpoints due among them."""
+        settings, last = self.settings, self.settings.optim.max_steps
+        settings.save(settings.run_dir / "config.yaml")
+        self.log = MetricsLog(settings.run_dir / "metrics.jsonl", resume_at=self.step)
+        for line in describe_run(settings, self.policy, self.task, len(self.held_out)):
+            self.accelerator.print(line)
+        before = self._evaluate() if self.step == 0 else None
+        after = None
+        with Progress(last, self.step, self.accelerator.is_main_process) as progress:
+            while self.step < last:
+                metrics = self._step()
+                self.step += 1
+                if self._due(settings.evaluation.every) or self.step == last:
+                    after = self._evaluate()
+                if after is not None and self.held_out:
+                    metrics |= {f"eval/{name}": value for name, value in after.metrics.items()}
+                self.log.write(self.step - 1, metrics)
+                progress.advance(metrics)
+                if self._due(settings.checkpoint.every) or self.step == last:
+                    self._save()
+        self.roll.loader.close()
+        checkpoint = settings.run_dir / "checkpoints" / f"step-{self.step}"
+        return TrainResult(before, after, checkpoint, settings.run_dir)
+
+    def _step(self) -> dict[str, float]:
+        """One rollout and its update."""
+        self.phases, self.policy.counters = {}, Counters()
+        started = time.perf_counter()
+        with self._phase("rollout"):
+            rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
+        advantages, mine = self._advantages(rollout.groups)
+        self.reference.refresh(self.step)
+        with self._phase("update"):
+            self.policy.model.train()
+            batch = step_batch(rollout.groups, mine, self.settings, self.accelerator)
+            metrics = self.update(batch)
+        self.policy.forget_images()
+        self._write_samples(rollout, mine)
+        self.phases["step"] = time.perf_counter() - started
+        return metrics | self._metrics(rollout, advantages)
+
+    def _advantages(self, groups: Sequence[Group]) -> tuple[Advantages, Tensor]:
+        """Advantages of the step's completions on all ranks, and those of this rank alone."""
+        scores = [score for group in groups for score in group.scores]
+        weights = {n: w for n, w in self.task.reward_weights().items() if w}
+        rewards = torch.tensor(
+            [[_number(score.rewards[name]) for name in weights] for score in scores]
+        )
+        ids = torch.arange(len(groups)).repeat_interleave(
+            torch.tensor([len(group.completions) for group in groups])
+        )
+        ids = ids * self.accelerator.num_processes + self.accelerator.process_index
+        all_rewards = gather_object([rewards])  # of all ranks, in rank order
+        all_ids = gather_object([ids])
+        start = sum(len(part) for part in all_ids[: self.accelerator.process_index])
+        rewards, ids = torch.cat(all_rewards), torch.cat(all_ids)
+        objective = self.settings.objective
+        coefficients = torch.tensor(list(weights.values()))
+        if objective.normalize_each_reward:
+            advantages = per_reward_advantages(
+                rewards, coefficients, ids, estimator=objective.advantage_estimator
+            )
+        else:
+            advantages = group_advantages(
+                rewards @ coefficients,
+                ids,
+                estimator=objective.advantage_estimator,
+                scale_rewards=objective.scale_rewards,
+            )
+        return advantages, advantages.values[start : start + len(scores)]
+
+    def _metrics(self, rollout: Rollout, advantages: Advantages) -> dict[str, Any]:
+        own = step_metrics(rollout.groups)
+        counters = vars(self.policy.counters)
+        return {
+            **own,
+            "reward_std": advantages.group_stds.nanmean().item(),
+            "frac_reward_zero_std": advantages.frac_reward_zero_std,
+            "unscorable": advantages.unscorable,
+            "resampled_groups": rollout.resampled,
+            "learning_rate": self.scheduler.get_last_lr()[0],
+            **{f"time/{name}": seconds for name, seconds in self.phases.items()},
+            **{f"work/{name}": count for name, count in counters.items()},
+        }
+
+    def _write_samples(self, rollout: Rollout, advantages: Tensor) -> None:
+        logging_ = self.settings.logging
+        if not logging_.samples_every or self.step % logging_.samples_every:
+            return
+        if not self.accelerator.is_main_process:
+            return
+        groups = rollout.groups[: logging_.samples_per_step]
+        sizes = [len(group.completions) for group in rollout.groups]
+        parts = [part.tolist() for part in advantages.split(sizes)][: len(groups)]
+        write_samples(self.settings.run_dir / "samples", self.step, groups, parts)
+
+    def _evaluate(self) -> Evaluation | None:
+        if not self.held_out:
+            return None
+        with self._phase("evaluation"):
+            found = evaluate_policy(self.policy, self.task, self.held_out, self.settings)
+        folder = self.settings.run_dir / "evaluation"
+        write_predictions(folder / f"step-{self.step:06d}.jsonl", found)
+        if self.best is None or found.value > self.best[0]:
+            self.best = (found.value, self.step)
+        return found
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.step % every == 0
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+
+    # Checkpoints.
+
+    def _save(self) -> None:
+        state = TrainerState(
+            step=self.step,
+            position=self.roll.position,
+            optimizer=self.optimizer.state_dict(),
+            scheduler=self.scheduler.state_dict(),
+            reference=self.reference.state_dict(),
+            best=self.best,
+            random=random_states(),
+        )
+        folder = self.settings.run_dir / "checkpoints"
+
+        def save_weights(aside: Path) -> None:
+            self.policy.save(aside)
+            self.settings.save(aside / "config.yaml")
+
+        if self.accelerator.is_main_process:
+            save_checkpoint(folder, state, save_weights)
+            keep = {self.best[1]} if self.best and self.settings.checkpoint.keep_best else set()
+            prune(folder, self.settings.checkpoint.keep_last, keep)
+
+    def restore(self, state: TrainerState) -> None:
+        """Go on from a checkpoint whose weights the policy was loaded with."""
+        self.step, self.roll.position, self.best = state.step, state.position, state.best
+        self.optimizer.load_state_dict(state.optimizer)
+        self.scheduler.load_state_dict(state.scheduler)
+        self.reference.load_state_dict(state.reference)
+        restore_random_states(state.random)
+
+
+def _parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norms and biases) do not."""
+    weights = [weight for _, weight in policy.trainable()]
+    return [
+        {"params": [w for w in weights if w.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,251 @@
+"""One step's update: groups and advantages in, changed weights out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vlm_grpo.config import Settings
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.errors import UserError
+from vlm_grpo.objective import Metrics, StepTotals, TokenBatch, needs_update, policy_loss
+from vlm_grpo.policy import Policy
+from vlm_grpo.reference import Reference
+from vlm_grpo.types import Group
+
+logger = logging.getLogger(__name__)
+
+
+class Scorer(nn.Module):
+    """The policy's scoring as a module's ``forward``, which is what Accelerate can wrap."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.model = policy.model
+        self._policy = [policy]  # in a list: a policy is no submodule
+
+    def forward(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
+        return self._policy[0].score(batch, with_entropy)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """All completions of a step on this rank, n of them, with what the loss needs of each.
+
+    Attributes:
+        slices: the groups, or what of them has a gradient.
+        advantages: (n,).
+        active: (n,) False where a truncated completion is masked out.
+        sampler_logprobs: for each completion, (T,) its tokens' log-probs when sampled.
+        totals: the normalisers, over all ranks.
+    """
+
+    slices: tuple[GroupSlice, ...]
+    advantages: Tensor
+    active: Tensor
+    sampler_logprobs: tuple[Tensor, ...]
+    totals: StepTotals
+
+
+def step_batch(
+    groups: Sequence[Group], advantages: Tensor, settings: Settings, accelerator: Accelerator
+) -> StepBatch:
+    """What the update needs of a step's groups.
+
+    Args:
+        groups: this rank's.
+        advantages: one for each of their completions, in order.
+    """
+    completions = [c for group in groups for c in group.completions]
+    lengths = torch.tensor([len(c.token_ids) for c in completions])
+    active = torch.ones(len(completions), dtype=torch.bool)
+    if settings.objective.mask_truncated_completions:
+        active = torch.tensor([c.stop != "length" for c in completions])
+    counts = StepTotals.of(lengths, active, settings.rollout.max_completion_length)
+    sums = torch.tensor([counts.completions, counts.active_tokens], device=accelerator.device)
+    sums = accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
+    totals = StepTotals(sums[0], sums[1], counts.max_completion_length)
+    useful = needs_update(advantages, active, settings.objective)
+    slices, row = [], 0
+    for group in groups:
+        rows = [r for r in range(row, row + len(group.completions)) if useful[r]]
+        if rows:
+            tokens = tuple(group.completions[r - row].token_ids for r in rows)
+            slices.append(GroupSlice(group.prompt, tokens, tuple(rows)))
+        row += len(group.completions)
+    return StepBatch(
+        tuple(slices),
+        advantages,
+        active,
+        tuple(torch.tensor(c.logprobs) for c in completions),
+        totals,
+    )
+
+
+@dataclass
+class _Stored:
+    """Log-probs that later passes of the same step compare with, by completion."""
+
+    old: dict[int, Tensor] = field(default_factory=dict)
+    reference: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Updater:
+    """Runs a step's updates.
+
+    Attributes:
+        policy: what is trained.
+        scorer: its scoring, as Accelerate prepared it.
+        reference: the reference policy.
+        optimizer: over the policy's trainable weights.
+        scheduler: its learning rate, one tick a step.
+        max_tokens: tokens of a micro-batch; halved when memory runs out.
+    """
+
+    policy: Policy
+    scorer: Any
+    reference: Reference
+    optimizer: Any
+    scheduler: Any
+    accelerator: Accelerator
+    settings: Settings
+    max_tokens: int
+
+    def __call__(self, batch: StepBatch) -> dict[str, float]:
+        """``num_iterations`` updates on one step's completions; returns their metrics."""
+        objective = self.settings.objective
+        stored, metrics, losses, norms = _Stored(), Metrics(), [], []
+        if objective.needs_reference:
+            self._note_reference(batch, stored)
+        for iteration in range(objective.num_iterations):
+            loss, more = self._accumulate(batch, stored, keep_old=iteration == 0)
+            norms.append(self._apply())
+            losses.append(loss)
+            metrics = metrics + more
+        self.scheduler.step()
+        skipped = sum(not math.isfinite(norm) for norm in norms)
+        return {
+            "loss": sum(losses) / len(losses),
+            "grad_norm": norms[-1],
+            "skipped_updates": skipped,
+            **metrics.values(),
+        }
+
+    def _apply(self) -> float:
+        """One optimizer step on the accumulated gradient; skipped where it is not finite."""
+        weights = [weight for _, weight in self.policy.trainable()]
+        limit = self.settings.optim.max_grad_norm or math.inf
+        norm = float(self.accelerator.clip_grad_norm_(weights, limit))  # type: ignore[arg-type]
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def _accumulate(
+        self, batch: StepBatch, stored: _Stored, keep_old: bool
+    ) -> tuple[float, Metrics]:
+        """The gradient of the whole step, micro-batch by micro-batch; its loss and metrics.
+
+        Where memory runs out, what has been accumulated is dropped and the step is done again
+        in micro-batches of half the size: the gradient is the same.
+        """
+        while True:
+            batches = pack(batch.slices, self.max_tokens)
+            try:
+                loss, metrics = 0.0, Metrics()
+                for index, micro in enumerate(batches):
+                    with self._synchronised(last=index == len(batches) - 1):
+                        share, more = self._backward(micro, batch, stored, keep_old)
+                    loss, metrics = loss + share, metrics + more
+                return loss, metrics
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            self.optimizer.zero_grad(set_to_none=True)
+            largest = max(micro.tokens for micro in batches)
+            if all(len(micro.rows) == 1 for micro in batches):
+                raise UserError(
+                    f"out of memory on a single completion of {largest} tokens: lower "
+                    "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
+                )
+            self.max_tokens = largest // 2
+            logger.warning(
+                "out of memory: micro-batches are cut to %d tokens from here on; set "
+                "optim.max_tokens_per_batch=%d to start there",
+                self.max_tokens,
+                self.max_tokens,
+            )
+
+    def _backward(
+        self, micro: MicroBatch, batch: StepBatch, stored: _Stored, keep_old: bool
+    ) -> tuple[float, Metrics]:
+        objective = self.settings.objective
+        scores = self.scorer(micro, objective.entropy_coef > 0)
+        tokens = self._token_batch(micro, scores, batch, stored, use_old=not keep_old)
+        if keep_old and objective.needs_old_logprobs:
+            lengths = [len(completion) for completion in micro.completions]
+            parts = scores.logprobs.detach().split(lengths)
+            stored.old.update(zip(micro.rows, parts, strict=True))
+        output = policy_loss(tokens, batch.totals, objective)
+        # Data-parallel training averages gradients; the totals are already those of all ranks.
+        self.accelerator.backward(output.loss * self.accelerator.num_processes)
+        return output.loss.item(), output.metrics
+
+    def _token_batch(
+        self,
+        micro: MicroBatch,
+        scores: TokenScores,
+        batch: StepBatch,
+        stored: _Stored,
+        use_old: bool,
+    ) -> TokenBatch:
+        device = scores.logprobs.device
+        rows = list(micro.rows)
+        lengths = torch.tensor([len(c) for c in micro.completions], device=device)
+
+        def flat(by_row: Any) -> Tensor:
+            return torch.cat([by_row[row] for row in rows]).to(device, scores.logprobs.dtype)
+
+        return TokenBatch(
+            logprobs=scores.logprobs,
+            completion=torch.arange(len(rows), device=device).repeat_interleave(lengths),
+            advantages=batch.advantages[rows].to(device, scores.logprobs.dtype),
+            lengths=lengths,
+            old_logprobs=flat(stored.old) if use_old else None,
+            reference_logprobs=flat(stored.reference) if stored.reference else None,
+            sampler_logprobs=flat(batch.sampler_logprobs),
+            entropies=scores.entropies,
+            active=batch.active[rows].to(device),
+        )
+
+    @torch.no_grad()
+    def _note_reference(self, batch: StepBatch, stored: _Stored) -> None:
+        with self.reference.in_place():
+            for micro in pack(batch.slices, self.max_tokens):
+                lengths = [len(completion) for completion in micro.completions]
+                parts = self.policy.score(micro).logprobs.split(lengths)
+                stored.reference.update(zip(micro.rows, parts, strict=True))
+
+    @contextlib.contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        """Gradients are exchanged between ranks with the last micro-batch alone."""
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.scorer):
+            yield
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed, on CUDA or (where it has no type of its own) on the CPU."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        "not enough memory" in text or "allocate memory" in text
+    )
