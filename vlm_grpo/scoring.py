@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from typing import Any
 
 import numpy as np
 from pycocotools import mask
@@ -110,13 +111,14 @@ def coco_average_precision(
         return {}
     if not detections:
         return {"ap": 0.0, "ap_50": 0.0, "ap_75": 0.0}
+    dataset: Any = {
+        "images": [{"id": number} for number in range(len(gold))],
+        "categories": [{"id": number} for number in range(len(names))],
+        "annotations": truth,
+    }
     with redirect_stdout(io.StringIO()):  # pycocotools talks
         coco = COCO()
-        coco.dataset = {  # type: ignore[assignment]
-            "images": [{"id": number} for number in range(len(gold))],
-            "categories": [{"id": number} for number in range(len(names))],
-            "annotations": truth,
-        }
+        coco.dataset = dataset
         coco.createIndex()
         evaluation = COCOeval(coco, coco.loadRes(detections), "bbox")  # type: ignore[arg-type]
         evaluation.evaluate()
