@@ -336,7 +336,7 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     Raises:
         UserError: the recipe or its values are wrong; the message lists every problem at once.
     """
-    wrong = [override for override in overrides if not override.partition("=")[1]]
+    wrong = [override for override in overrides if override.find("=") < 1]
     if wrong:
         raise UserError(f"{wrong[0]!r} is no override: write key=value, as optim.lr=1e-6")
     try:
@@ -377,7 +377,6 @@ def _read_recipe(recipe: str) -> Any:
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"recipe {recipe} cannot be read: {error}") from error
-    values = OmegaConf.create(text)
-    if not OmegaConf.is_dict(values):
+    if not isinstance(yaml.safe_load(text), dict):
         raise UserError(f"recipe {recipe} holds no settings: it must be a mapping of keys")
-    return values
+    return OmegaConf.create(text)

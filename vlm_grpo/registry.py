@@ -35,7 +35,7 @@ def task_names() -> list[str]:
     return sorted(_built_in() | _plugins().keys())
 
 
-def load_task(name_or_path: str, **options: Any) -> Task:
+def load_task(name_or_path: str, /, **options: Any) -> Task:
     """A task, ready to score.
 
     Args:

@@ -28,8 +28,8 @@ app = typer.Typer(
     help="""Fine-tune vision-language models with GRPO on tasks whose answers a rule can check.
 
     \b
-    vlm-grpo train quickstart                  a first run, on any machine, in minutes
-    vlm-grpo tasks                             what can be trained
+    vlm-grpo train quickstart                      a first run, on any machine, in minutes
+    vlm-grpo tasks                                 what can be trained
     vlm-grpo validate my_task.py --data d.jsonl    prove a task and its data, without a model
 
     A command's --help has its examples. --debug, anywhere, shows the traceback of an error.
@@ -43,10 +43,13 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Settings over those of the recipe."),
+    typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe."),
 ]
 Recipe = Annotated[
-    str, typer.Argument(help="Name of a recipe, or path to a .yaml recipe or a .py task.")
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Name of a recipe, or path to a .yaml recipe or a .py task."
+    ),
 ]
 TaskFile = Annotated[
     str | None,
@@ -55,7 +58,7 @@ TaskFile = Annotated[
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task's name or .py file.")]
 Options = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OPTION=VALUE]...", help="Options of the task, as tags=true."),
+    typer.Argument(metavar="OPTION=VALUE", help="Options of the task, as tags=true."),
 ]
 ImageRoot = Annotated[
     Path | None,
@@ -64,7 +67,9 @@ ImageRoot = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def _program(show_version: Annotated[bool, typer.Option("--version")] = False) -> None:
+def _program(
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
     if show_version:
         typer.echo(f"vlm-grpo {version('vlm-grpo')}")
         raise typer.Exit
@@ -72,7 +77,7 @@ def _program(show_version: Annotated[bool, typer.Option("--version")] = False) -
 
 @app.command()
 def train(recipe: Recipe, overrides: Overrides = None, task: TaskFile = None) -> None:
-    """Train a model and evaluate it on held-out examples before and after.
+    """Train a model, and evaluate it before and after.
 
     \b
     vlm-grpo train quickstart
@@ -91,7 +96,7 @@ def train(recipe: Recipe, overrides: Overrides = None, task: TaskFile = None) ->
 
 @app.command()
 def evaluate(recipe: Recipe, overrides: Overrides = None, task: TaskFile = None) -> None:
-    """Score a model on the recipe's held-out examples, with n and a 95 % interval.
+    """Score a model on held-out examples, with n and a 95 % interval.
 
     \b
     vlm-grpo evaluate counting                                        the recipe's own model

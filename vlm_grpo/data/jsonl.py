@@ -24,7 +24,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     try:
         file = path.open("rb")
     except OSError as error:
-        raise UserError(f"data file {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"file {path} cannot be read: {error.strerror}") from error
     with file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):

@@ -11,7 +11,7 @@ from typing import Literal
 from vlm_grpo.config import DataSettings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.jsonl import read_jsonl
-from vlm_grpo.data.rows import Row, to_example
+from vlm_grpo.data.rows import Row, first_valid, to_example
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
@@ -52,14 +52,12 @@ def load_examples(
     data = DataSettings(train=source) if data is None else data
     limit = data.train_limit if split == "train" else data.eval_limit
     if source.startswith("embedded:"):
-        examples = _embedded(source.removeprefix("embedded:"), limit, split)
-        problems = _mismatches(examples, task)
-    else:
-        if split == "eval" and source == data.train and data.eval is not None:
-            logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
-        rows, folder = _open(source, split)
-        images = ImageReader(data.image_root or folder, data.max_image_pixels)
-        examples, problems = _collect(rows, data, images, task, limit)
+        return _embedded(source.removeprefix("embedded:"), limit, split, task)
+    if split == "eval" and source == data.train and data.eval is not None:
+        logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
+    rows, folder = _open(source, split)
+    images = ImageReader(data.image_root or folder, data.max_image_pixels)
+    examples, problems = _collect(rows, data, images, task, limit)
     if problems and (data.on_bad_row == "error" or not examples):
         raise UserError(
             f"{source} holds {_bad_rows(len(problems))} (good ones: {len(examples)}):\n"
@@ -121,7 +119,7 @@ def _read_parquet(path: Path) -> Iterable[Row]:
     return importlib.import_module("vlm_grpo.data.parquet").read_parquet(path)
 
 
-def _embedded(name: str, limit: int | None, split: Split) -> list[Example]:
+def _embedded(name: str, limit: int | None, split: Split, task: Task) -> list[Example]:
     """Examples that are drawn on the spot; the two splits are independent draws."""
     if name not in _EMBEDDED:
         raise UserError(
@@ -129,16 +127,12 @@ def _embedded(name: str, limit: int | None, split: Split) -> list[Example]:
             f"give one of {', '.join(f'embedded:{known}' for known in _EMBEDDED)}"
         )
     maker = importlib.import_module(_EMBEDDED[name])
-    return maker.examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
-
-
-def _mismatches(examples: list[Example], task: Task) -> list[str]:
-    """Why embedded data does not suit the task, if it does not: data and task may differ."""
+    examples = maker.examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
     try:
-        task.check(examples[0])
+        first_valid(examples[:1], task)
     except ValueError as error:
-        return [f"{examples[0].id}: {error}"]
-    return []
+        raise UserError(f"embedded:{name} is no data for {type(task).__name__}: {error}") from error
+    return examples
 
 
 def _bad_rows(count: int) -> str:

@@ -80,7 +80,7 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
     refs = tuple(images.read(p, f"{row.where} image {i}") for i, p in enumerate(pictures, start=1))
     exact = row.strict and not conversation and not columns
     candidates = [answer] if exact else answer_candidates(answer)
-    return _first_valid(
+    return first_valid(
         [Example(identity, refs, question, c, {**values, **meta}) for c in candidates], task
     )
 
@@ -154,7 +154,12 @@ def _identity(value: Any, row: Row, conversation: bool) -> str:
     return value
 
 
-def _first_valid(examples: Sequence[Example], task: Task) -> Example:
+def first_valid(examples: Sequence[Example], task: Task) -> Example:
+    """The first of some readings of a row whose answer the task accepts.
+
+    Raises:
+        ValueError: it accepts none; the reason is that of the first.
+    """
     problems = []
     for example in examples:
         try:

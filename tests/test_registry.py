@@ -1,0 +1,195 @@
+"""Tasks by name, file and entry point, with real files and real installed metadata."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlm_grpo.coordinates import PERMILLE
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task, load_task_class, task_names
+from vlm_grpo.types import Example
+
+PARITY = '''
+from __future__ import annotations
+
+from vlm_grpo.task import Task, reward
+
+
+class Parity(Task):
+    """Is the number odd or even?"""
+
+    headline = "right"
+    lenient: bool = False
+    words: tuple[str, ...] = ("odd", "even")
+    share: float = 0.5
+
+    def parse(self, text, example):
+        return text if text in self.words else None
+
+    def write(self, answer, example):
+        return answer
+
+    @reward(weight=2.0)
+    def right(self, answer, example):
+        return float(answer == example.answer)
+'''
+
+
+@pytest.fixture
+def parity(tmp_path):
+    path = tmp_path / "parity.py"
+    path.write_text(PARITY)
+    return path
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package whose entry points name tasks, as pip would lay it out."""
+
+    def _install(package: str, name: str, module_text: str = PARITY, value: str = ":Parity"):
+        site = tmp_path / f"site-{package}"
+        metadata = site / f"{package}-1.0.dist-info"
+        metadata.mkdir(parents=True)
+        (site / f"{package}.py").write_text(module_text)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        )
+        (metadata / "entry_points.txt").write_text(f"[vlm_grpo.tasks]\n{name} = {package}{value}\n")
+        monkeypatch.syspath_prepend(site)
+
+    return _install
+
+
+def refusal(name: str, **options: object) -> str:
+    with pytest.raises(UserError) as caught:
+        load_task(name, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["counting", "grounding", "ocr"])
+def test_built_in_tasks_are_listed_and_load(name):
+    assert name in task_names()
+    assert load_task(name, tags=True).tags
+
+
+def test_a_task_file_loads_and_scores(parity):
+    task = load_task(str(parity), lenient=True, words=["odd", "even"])
+
+    assert task.score("odd", Example("1", (), "3?", "odd")).total == 2.0  # its one reward's weight
+    assert load_task_class(str(parity)).__name__ == "Parity"
+
+
+def test_a_task_file_is_named_with_the_line_that_fails(parity):
+    parity.write_text("import math\nmath.nothing\n")
+
+    assert "line 2: AttributeError" in refusal(str(parity))
+
+
+def test_a_task_file_that_is_no_python_is_named(parity):
+    parity.write_text("def (:\n")
+
+    assert f"{parity} cannot be loaded: SyntaxError" in refusal(str(parity))
+
+
+def test_of_several_tasks_in_a_file_one_is_chosen_by_name(parity):
+    parity.write_text(PARITY + "\n\nclass Other(Parity):\n    pass\n")
+
+    assert "defines 2 task classes" in refusal(str(parity))
+    assert load_task_class(f"{parity}:Other").__name__ == "Other"
+    assert "no task class Othr (did you mean Other?)" in refusal(f"{parity}:Othr")
+
+
+def test_a_file_without_a_task_is_named(parity):
+    parity.write_text("from vlm_grpo.task import Task\n")
+
+    assert f"{parity} defines 0 task classes" in refusal(str(parity))
+
+
+def test_a_missing_task_file_is_named(tmp_path):
+    assert "no task file" in refusal(str(tmp_path / "none.py"))
+
+
+def test_an_incomplete_task_is_told_all_that_it_lacks(parity):
+    parity.write_text("from vlm_grpo.task import Task\nclass Empty(Task):\n    headline = 'x'\n")
+    message = refusal(str(parity))
+
+    assert "no method parse" in message
+    assert "no method write" in message
+    assert "@reward" in message
+    assert "headline = 'x'" in message
+
+
+def test_an_unknown_name_lists_what_exists_and_the_nearest():
+    message = refusal("countin")
+
+    assert "did you mean counting?" in message
+    assert "grounding, ocr" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"tag": True}, "unknown option tag (did you mean tags?)"),
+        ({"tags": "yes"}, "tags='yes' should be true or false"),
+        ({"weights": {"exact": "much"}}, "should be a number"),
+        ({"frame": "permille"}, "frame='permille' should"),
+        ({"weights": {"exactly": 1.0}}, "no reward exactly"),
+    ],
+)
+def test_a_wrong_option_is_named(options, expected):
+    assert expected in refusal("counting", **options)
+
+
+def test_all_wrong_options_are_told_at_once():
+    message = refusal("counting", tag=True, thinking=3)
+
+    assert "unknown option tag" in message
+    assert "thinking=3" in message
+
+
+def test_a_frame_and_whole_numbers_are_taken_where_they_belong(parity):
+    assert load_task("grounding", frame=PERMILLE).frame is PERMILLE
+    assert load_task(str(parity), share=1).share == 1.0  # type: ignore[attr-defined]
+
+
+def test_another_packages_task_is_found_by_its_entry_point(install):
+    install("parity_package", "parity")
+
+    assert "parity" in task_names()
+    assert type(load_task("parity")).__name__ == "Parity"
+
+
+def test_an_entry_point_may_name_a_module(install):
+    install("parity_module", "parity", value="")
+
+    assert type(load_task("parity")).__name__ == "Parity"
+
+
+def test_a_name_claimed_by_a_package_and_by_us_is_refused(install):
+    install("parity_clash", "counting")
+    message = refusal("counting")
+
+    assert "claimed more than once" in message
+    assert "parity_clash" in message
+    assert type(load_task("ocr")).__name__ == "OCR"  # other names still work
+
+
+def test_a_name_claimed_by_two_packages_is_refused(install):
+    install("parity_one", "parity")
+    install("parity_two", "parity")
+    message = refusal("parity")
+
+    assert "parity_one" in message
+    assert "parity_two" in message
+
+
+def test_a_package_that_does_not_import_is_named(install):
+    install("parity_broken", "parity", module_text="import no_such_module_anywhere\n")
+
+    assert "parity_broken" in refusal("parity")
+
+
+def test_an_entry_point_that_is_no_task_is_named(install):
+    install("parity_number", "parity", module_text="Parity = 3\n")
+
+    assert "no Task class but 3" in refusal("parity")
