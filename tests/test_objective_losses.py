@@ -114,7 +114,7 @@ def test_completions_without_advantage_may_be_left_out(loss_type):
     settings = of_type(loss_type, num_iterations=2)
     step = make_step()
     silent = torch.tensor([True, False, False, True, True, False, False, False])
-    step = replace(step, advantages=step.advantages.masked_fill(silent, 0.0))
+    step = replace(step, advantages=-step.advantages.abs().masked_fill(silent, 0.0))
     kept = needs_update(step.advantages, step.active, settings)
     assert kept.tolist() == [False, True, False, False, False, True, False, True]
     whole = gradients(policy_loss(step, totals_of(step), settings).loss, step)
@@ -174,6 +174,15 @@ def test_masked_completions_have_no_gradient_and_no_metric(loss_type):
     settings = of_type(loss_type, **EVERYTHING)
     step = make_step()
     assert step.active is not None
+    assert step.old_logprobs is not None
+    assert step.sampler_logprobs is not None
+    # Ratios of e² in the masked completions, above all others: no maximum may show them.
+    far = 2.0 * ~step.active[step.completion]
+    step = replace(
+        step,
+        old_logprobs=step.old_logprobs - far,
+        sampler_logprobs=step.sampler_logprobs - 2 * far,
+    )
     output = policy_loss(step, totals_of(step), settings)
     silent = ~step.active[step.completion]
     assert (gradients(output.loss, step)[: len(silent)][silent] == 0).all()

@@ -208,9 +208,9 @@ def _moments(
     highest = zeros.scatter_reduce(0, kept, values, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, kept, values, "amin", include_self=False)
     # The same total summed in another order (0.1 + 0.2, 0.3) differs by a rounding error, which
-    # is no difference in reward.
+    # is no difference in reward. Groups with one reward or none have no spread either.
     rounding = 4 * torch.finfo(rewards.dtype).eps * torch.maximum(highest.abs(), lowest.abs())
-    zero_spread = (sizes < 2) | (highest - lowest <= rounding)
+    zero_spread = highest - lowest <= rounding
     stds = torch.where(zero_spread, zeros, (squares / (sizes - 1).clamp(min=1)).sqrt())
     return _Groups(index, sizes, means, stds, zero_spread)
 
