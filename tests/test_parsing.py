@@ -1,0 +1,236 @@
+"""The parsers: what they read, that they never raise, and that no text takes them long."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlm_grpo.parsing import (
+    MAX_CHARACTERS,
+    MAX_COORDINATE,
+    answer_text,
+    parse_boxes,
+    parse_integer,
+    parse_points,
+)
+
+PARSERS = {
+    "answer_text with tags": lambda text: answer_text(text, tags=True),
+    "answer_text": lambda text: answer_text(text, tags=False),
+    "parse_integer": parse_integer,
+    "parse_boxes": parse_boxes,
+    "parse_points": parse_points,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "tagged", "untagged"),
+    [
+        ("a", None, "a"),
+        ("<answer>a</answer>", "a", "<answer>a</answer>"),
+        ("x <answer> a\n</answer> y", "a", "x <answer> a\n</answer> y"),
+        ("<think>t</think> <answer>a</answer>", "a", "<answer>a</answer>"),
+        ("t</think>a", None, "a"),  # a template that opened the thinking in the prompt
+        ("\n<think>t</think>a", None, "a"),
+        ("a <think>t</think> b", None, None),  # words before the thinking: which is the answer?
+        ("<think>t", None, None),
+        ("<think>t</think>", None, None),
+        ("</think><think>a", None, None),
+        ("<think>t</think>a</think>b", None, None),
+        ("<answer>a", None, "<answer>a"),
+        ("</answer>a<answer>", None, "</answer>a<answer>"),
+        ("<answer> </answer>", None, "<answer> </answer>"),
+        ("<answer>a</answer><answer>b</answer>", None, "<answer>a</answer><answer>b</answer>"),
+        ("<answer>a<think>t</think>b</answer>", None, None),
+        ("", None, None),
+        (" \n\t", None, None),
+    ],
+)
+def test_answer_text(text: str, tagged: str | None, untagged: str | None):
+    assert answer_text(text, tags=True) == tagged
+    assert answer_text(text, tags=False) == untagged
+
+
+def test_every_number_word_is_its_number():
+    words = (
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen seventeen eighteen nineteen twenty"
+    )
+    assert [parse_integer(word) for word in words.split()] == list(range(21))
+
+
+@given(st.integers(0, 10**18 - 1))
+@settings(deadline=None)
+def test_every_written_integer_is_read_back(number: int):
+    assert parse_integer(str(number)) == number
+    assert parse_integer(f"{number:,} apples") == number
+    assert parse_integer(f"-{number}") is None
+    assert parse_integer(f"{number}.5") is None
+    assert parse_integer(f"{number} or {number + 1}") is None
+
+
+COORDINATES = st.floats(-MAX_COORDINATE, MAX_COORDINATE, allow_nan=False).map(
+    lambda value: round(value, 3)
+)
+
+
+@given(COORDINATES, COORDINATES, COORDINATES, COORDINATES)
+@settings(deadline=None)
+def test_four_numbers_are_a_box_exactly_when_it_has_area(
+    x1: float, y1: float, x2: float, y2: float
+):
+    expected = [((x1, y1, x2, y2), None)] if x1 < x2 and y1 < y2 else None
+    plain = [f"{value:.3f}" for value in (x1, y1, x2, y2)]
+    assert parse_boxes(f"[{', '.join(plain)}]") == expected
+    token = f"<|box_start|>({plain[0]},{plain[1]}),({plain[2]},{plain[3]})<|box_end|>"
+    assert parse_boxes(token) == expected
+    assert parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
+
+
+def test_truncated_boxes_are_none_at_every_length():
+    whole = '[{"bbox_2d": [1, 2, 30, 40], "label": "cat"}, {"bbox_2d": [5, 6, 70, 80]}]'
+    assert parse_boxes(whole) is not None
+    assert [n for n in range(len(whole)) if parse_boxes(whole[:n]) is not None] == []
+
+
+def test_labels_are_texts():
+    assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": "a cat"}') == [((1, 2, 3, 4), "a cat")]
+    assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}') is None
+
+
+def test_length_is_capped():
+    padding = " " * (MAX_CHARACTERS - len("[1,2,3,4]"))
+    assert parse_boxes("[1,2,3,4]" + padding) is not None
+    assert parse_boxes("[1,2,3,4]" + padding + " ") is None
+    assert parse_integer("3" + " " * 999) == 3
+    assert parse_integer("3" + " " * 1000) is None
+
+
+N = 100_000
+ADVERSARIAL = {
+    "open brackets": "[" * N,
+    "open objects": '{"a":' * (N // 5),
+    "nested lists": "[" * (MAX_CHARACTERS // 2) + "]" * (MAX_CHARACTERS // 2),
+    "nested objects": '{"a":' * 3000 + "1" + "}" * 3000,
+    "digits": "1" * N,
+    "a number of 19,000 digits": "[" + "1" * 19_000 + ",2,3,4]",
+    "a long fraction": "[1." + "1" * 19_000 + ",2,3,4]",
+    "a long exponent": "[1e" + "1" * 19_000 + ",2,3,4]",
+    "NaN": "[NaN, NaN, NaN, NaN]",
+    "infinity": "[-Infinity, 1, Infinity, 2]",
+    "white space": " " * N,
+    "line breaks and a number": "\n" * N + "3",
+    "start tags": "<answer>" * (N // 8),
+    "tag pairs": "<answer></answer>" * (N // 17),
+    "partial tags": "<answ" * (N // 5) + "er>",
+    "thinking": "<think>" * (N // 7),
+    "location tokens": "<loc0001>" * (N // 9),
+    "location boxes": "<loc0001><loc0001><loc0002><loc0002>;" * 500,
+    "box tags": "<box>" * 4000,
+    "box pairs": "<box>[[1,2,3,4]]</box>" * 900,
+    "references": "<ref>" * 3900 + "<box>",
+    "box tokens": "<|box_start|>" * 1500,
+    "boxes in tokens": "<|box_start|>(1,2),(3,4)<|box_end|>" * 550,
+    "references in tokens": "<|box_start|>" + "<|object_ref_start|>" * 900,
+    "parentheses": "( " * 9000,
+    "boxes": "[" + ",".join(["[1,2,3,4]"] * 1900) + "]",
+    "points": "[" + ",".join(["[1,2]"] * 3300) + "]",
+    "quotes": "'" * MAX_CHARACTERS,
+    "escapes": '["' + "\\" * 19_000 + '"]',
+    "lone surrogates": '["' + "\\ud800" * 3000 + '"]',
+    "null characters": "\x00" * N,
+    "combining marks": "a\u0300" * (N // 2),
+    "one character that unfolds to 18": "\ufdfa" * N,
+    "separators": "1" + ",111" * 240,
+    "number words": "three " * 160,
+    "minus signs": "-" * 999,
+}
+
+
+@pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
+@pytest.mark.parametrize("text", ADVERSARIAL.values(), ids=list(ADVERSARIAL))
+def test_adversarial_texts_are_answered_within_10_ms(parser, text: str):
+    # Also as far as the caps let them in, where the real work begins.
+    for version in (text, text[:MAX_CHARACTERS], text[:1000]):
+        assert fastest(parser, version) < 0.010
+
+
+def fastest(parser, text: str, attempts: int = 5) -> float:
+    """Seconds of the fastest attempt: other processes can only make it slower."""
+    best = float("inf")
+    for _ in range(attempts):
+        start = time.perf_counter()
+        parser(text)
+        best = min(best, time.perf_counter() - start)
+        if best < 0.010:
+            break
+    return best
+
+
+PIECES = [
+    *("<answer>", "</answer>", "<think>", "</think>", "<answ", "er>", "```json", "```", "{", "}"),
+    *("[", "]", "[[", "]]", "(", ")", ",", ":", '"', "'", "\\", '"bbox_2d"', '"label"', "label"),
+    *('"bbox_2d": [1, 2, 3, 4]', "[1,2,3,4]", "[]", "{}", "null", "true", "NaN", "-Infinity"),
+    *("1", "-1", "3.5", "1e999", "1,234", "9" * 400, "½", "³", "③", "３", "٣", "−", "–", " ", "\n"),
+    *("\x00", "\u202e", "\ud800", "\U0001f431", "你", "three", "two", " or ", "at least", "<box>"),
+    *("</box>", "<ref>", "</ref>", "<loc0001>", "<loc", "<|box_start|>", "<|box_end|>"),
+    *("(1,2),(3,4)", "<|object_ref_start|>", "<|object_ref_end|>", ";"),
+]
+
+
+def random_text(rng: random.Random) -> str:
+    """Mostly short, sometimes up to the longest; of pieces of the grammars and of anything."""
+    length = rng.choice([3, 10, 30, 30, 100, 1000])
+    parts = (
+        rng.choice(PIECES) * rng.choice([1, 1, 1, 1, 2, 50])
+        if rng.random() < 0.9
+        else chr(rng.randrange(0x110000))
+        for _ in range(length)
+    )
+    return "".join(parts)[:N]
+
+
+def check_forms(text: str) -> None:
+    """Whatever was written: no exception, and a value of the promised form or None."""
+    for tags in (True, False):
+        inner = answer_text(text, tags)
+        assert inner is None or (inner == inner.strip() != "" and inner in text)
+    number = parse_integer(text)
+    assert number is None or (type(number) is int and number >= 0)
+    for box, label in parse_boxes(text) or ():
+        assert len(box) == 4
+        assert box[0] < box[2]
+        assert box[1] < box[3]
+        assert max(map(abs, box)) <= MAX_COORDINATE
+        assert label is None or isinstance(label, str)
+    for point in parse_points(text) or ():
+        assert len(point) == 2
+        assert max(map(abs, point)) <= MAX_COORDINATE
+
+
+@given(
+    st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+)
+@settings(max_examples=500, deadline=None)
+def test_any_text_gives_a_value_or_none(text: str):
+    check_forms(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
+def test_100_000_random_texts_take_no_parser_10_ms(parser):
+    rng = random.Random(0)
+    for _ in range(100_000):
+        text = random_text(rng)
+        assert fastest(parser, text) < 0.010, repr(text[:200])
+
+
+@pytest.mark.slow
+def test_100_000_random_texts_give_values_of_the_promised_form():
+    rng = random.Random(1)
+    for _ in range(100_000):
+        check_forms(random_text(rng))
