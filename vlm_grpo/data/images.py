@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from vlm_grpo.types import ImageRef
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Formats that are read. Pillow knows more, some of which start other programs."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
@@ -73,6 +73,8 @@ class ImageReader:
     def _from_path(self, name: str) -> ImageRef:
         if _URL.match(name):
             raise ValueError(f"image {name} is a URL: download it and give its path")
+        if "\x00" in name:
+            raise ValueError(f"image {name!r} cannot be read: its path holds a zero byte")
         if self.root is None:
             raise ValueError(f"image {name} is a path: set data.image_root to its folder")
         try:

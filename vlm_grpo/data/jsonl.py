@@ -60,6 +60,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
         raise ValueError(f"the line is nested deeper than {MAX_DEPTH}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"the line is no JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:  # a constant that is refused, or a number of thousands of digits
+        raise ValueError(f"the line is no JSON: {error}") from error
     if _depth(value) > MAX_DEPTH:
         raise ValueError(f"the line is nested deeper than {MAX_DEPTH}")
     if not isinstance(value, dict):
@@ -70,7 +72,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 def _depth(value: Any) -> int:
     """Levels of nesting, counted level by level, without recursion."""
     level, depth = [value], 0
-    while level and depth <= MAX_DEPTH:
+    while level and depth <= MAX_DEPTH + 1:
         inner: list[Any] = []
         for item in level:
             if isinstance(item, dict):
@@ -82,7 +84,7 @@ def _depth(value: Any) -> int:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"the line is no JSON: it holds {name}")
+    raise ValueError(f"it holds {name}")
 
 
 def _skip_line(file: BinaryIO) -> None:
