@@ -1,0 +1,196 @@
+"""Scores equal the definitions: other libraries where there are any, plain loops elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.ops import box_iou, generalized_box_iou
+
+from vlm_grpo.scoring import (
+    Box,
+    anls,
+    character_error_rate,
+    coco_average_precision,
+    f1,
+    giou,
+    giou_matrix,
+    iou,
+    iou_matrix,
+    match,
+    matched_mean,
+    repeated_share,
+    word_error_rate,
+)
+
+
+def random_boxes(rng: random.Random, count: int) -> list[Box]:
+    boxes = []
+    for _ in range(count):
+        x, y = rng.uniform(-50, 500), rng.uniform(-50, 400)
+        boxes.append((x, y, x + rng.uniform(0.5, 300), y + rng.uniform(0.5, 300)))
+    return boxes
+
+
+def test_iou_and_giou_equal_torchvisions():
+    rng = random.Random(0)
+    predicted, gold = random_boxes(rng, 60), random_boxes(rng, 40)
+    tensors = torch.tensor(predicted, dtype=torch.float64), torch.tensor(gold, dtype=torch.float64)
+    # 1e-9: both are a few float64 operations on numbers of about a thousand.
+    np.testing.assert_allclose(iou_matrix(predicted, gold), box_iou(*tensors), atol=1e-9)
+    giou_expected = generalized_box_iou(*tensors)
+    np.testing.assert_allclose(giou_matrix(predicted, gold), giou_expected, atol=1e-9)
+    assert iou(predicted[0], gold[0]) == iou_matrix(predicted, gold)[0, 0]
+    assert giou(predicted[0], gold[0]) == giou_matrix(predicted, gold)[0, 0]
+
+
+def test_no_boxes_have_an_empty_matrix():
+    box = (0.0, 0.0, 1.0, 1.0)
+    for matrix in (iou_matrix, giou_matrix):
+        assert matrix([], [box]).shape == (0, 1)
+        assert matrix([box], []).shape == (1, 0)
+
+
+def test_matching_is_the_best_of_all():
+    rng = np.random.default_rng(0)
+    for rows, columns in itertools.product(range(1, 5), range(1, 5)):
+        scores = rng.random((rows, columns))
+        wide = scores if rows <= columns else scores.T
+        best = max(
+            sum(wide[i, j] for i, j in enumerate(order))
+            for order in itertools.permutations(range(wide.shape[1]), wide.shape[0])
+        )
+        pairs = match(scores)
+        assert len(pairs) == min(rows, columns)
+        assert sum(scores[pair] for pair in pairs) == pytest.approx(best)
+        assert matched_mean(scores) == pytest.approx(best / max(rows, columns))
+
+
+def test_matched_mean_of_empty_sets():
+    assert matched_mean(np.zeros((0, 0))) == 1.0  # both say that there is nothing
+    assert matched_mean(np.zeros((0, 3))) == 0.0
+    assert matched_mean(np.zeros((3, 0))) == 0.0
+
+
+def test_f1_is_the_harmonic_mean():
+    for hits, predicted, gold in [(1, 2, 3), (4, 4, 4), (2, 5, 2)]:
+        precision, recall = hits / predicted, hits / gold
+        assert f1(hits, predicted, gold) == pytest.approx(
+            2 * precision * recall / (precision + recall)
+        )
+    assert f1(0, 0, 0) == 1.0
+    assert f1(0, 3, 0) == f1(0, 0, 3) == 0.0
+
+
+def edit_distance(first, second) -> int:
+    """Levenshtein's distance by the textbook's table."""
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        previous, row[0] = row[0], i
+        for j, b in enumerate(second, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
+    return row[-1]
+
+
+# Few letters, so that most distances lie between nothing and everything in common.
+WORDS = st.text(alphabet="abAB 你", max_size=12)
+
+
+@given(WORDS, WORDS.filter(lambda text: text.strip()))
+@settings(deadline=None)
+def test_error_rates_equal_their_definition(predicted: str, gold: str):
+    expected = min(1.0, edit_distance(predicted, gold) / len(gold))
+    assert character_error_rate(predicted, gold) == pytest.approx(expected)
+    words = gold.split()
+    expected = min(1.0, edit_distance(predicted.split(), words) / len(words))
+    assert word_error_rate(predicted, gold) == pytest.approx(expected)
+
+
+@given(WORDS, st.lists(WORDS.filter(lambda text: text.strip()), min_size=1, max_size=3))
+@settings(deadline=None)
+def test_anls_equals_the_papers_definition(predicted: str, gold: list[str]):
+    def plain(text: str) -> str:
+        return " ".join(text.lower().split())
+
+    best = 0.0
+    for accepted in map(plain, gold):
+        distance = edit_distance(plain(predicted), accepted)
+        normalised = distance / max(len(plain(predicted)), len(accepted))
+        best = max(best, 1 - normalised if normalised < 0.5 else 0.0)
+    assert anls(predicted, gold) == pytest.approx(best)
+
+
+def test_an_empty_gold_allows_nothing():
+    assert character_error_rate("", "") == word_error_rate("", " ") == 0.0
+    assert character_error_rate("a", "") == word_error_rate("a", "") == 1.0
+
+
+def test_error_rates_of_full_pages_are_quick_and_right():
+    page = "the quick brown fox " * 900  # 18,000 characters, near the parsers' cap
+    assert character_error_rate(page[:-18], page) == pytest.approx(18 / 18_000)
+
+
+def average_precision(flags: list[bool], golds: int) -> float:
+    """COCO's 101-point interpolated AP of detections in rank order, by its definition."""
+    hits, points = 0, []
+    for rank, flag in enumerate(flags, 1):
+        hits += flag
+        points.append((hits / golds, hits / rank))
+    total = 0.0
+    for level in np.linspace(0, 1, 101):  # floats compared as they are, as pycocotools does
+        total += max((p for recall, p in points if recall >= level), default=0.0)
+    return total / 101
+
+
+def test_coco_average_precision_equals_its_definition():
+    rng = random.Random(0)
+    for _ in range(20):
+        golds, found, flags = [], [], []
+        for _ in range(4):
+            # Far apart, so that it is plain which prediction belongs to which gold box.
+            boxes = [(1000.0 * i, 0.0, 1000.0 * i + 100, 100.0) for i in range(rng.randint(1, 4))]
+            right = [rng.random() < 0.6 for _ in boxes]
+            golds.append([(box, "cat") for box in boxes])
+            found.append(
+                [
+                    (box if hit else (box[0] + 500, box[1], box[2] + 500, box[3]), "cat")
+                    for box, hit in zip(boxes, right, strict=True)
+                ]
+            )
+            flags += right
+        expected = average_precision(flags, len(flags))
+        result = coco_average_precision(found, golds)
+        # A found box is exact, so every threshold finds the same ones.
+        assert result == pytest.approx({"ap": expected, "ap_50": expected, "ap_75": expected})
+
+
+def test_coco_average_precision_of_special_cases(capsys):
+    cat, dog = ((0.0, 0.0, 100.0, 100.0), "cat"), ((200.0, 0.0, 300.0, 100.0), "dog")
+    half = ((200.0, 0.0, 300.0, 60.0), "dog")  # IoU 0.6: 0.50, 0.55 and 0.60 of ten thresholds
+    assert coco_average_precision([[cat]], [[]]) == {}
+    assert coco_average_precision([[]], [[cat]]) == {"ap": 0.0, "ap_50": 0.0, "ap_75": 0.0}
+    result = coco_average_precision([[cat], [half]], [[cat], [dog]])
+    assert result == pytest.approx({"ap": (1 + 0.3) / 2, "ap_50": 1.0, "ap_75": 0.5})
+    # A class that nobody asked for is no class of the average.
+    assert coco_average_precision([[cat, dog]], [[cat]])["ap"] == pytest.approx(1.0)
+    assert capsys.readouterr().out == ""  # pycocotools' own table is not shown
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("", 0.0),
+        ("one two three four five six", 0.0),  # a single 6-gram
+        ("a " * 105, 0.99),  # 100 6-grams, all alike
+        ("你好世界" * 3, 3 / 7),  # 12 characters, 7 6-grams, 4 of them different
+        ('[{"bbox_2d": [1, 2, 3, 4]}, {"bbox_2d": [5, 6, 7, 8]}]', 0.0),
+        ("no no no", 0.0),  # too short to loop
+    ],
+)
+def test_repeated_share(text: str, share: float):
+    assert repeated_share(text) == pytest.approx(share)

@@ -1,0 +1,243 @@
+"""The base class: how rewards add up, what failures do, and the rewards any task can use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vlm_grpo.parsing import parse_integer
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.types import Example
+
+EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
+
+
+class Sum(Task):
+    """A task with a reward, a graded one, one for the eye, and metrics."""
+
+    headline = "exact"
+    offset: int = 0
+
+    def parse(self, text: str, example: Example) -> int | None:
+        return parse_integer(text)
+
+    def write(self, answer: int, example: Example) -> str:
+        return str(answer)
+
+    @reward(weight=0.75)
+    def exact(self, answer: int, example: Example) -> float:
+        return float(answer == example.answer + self.offset)
+
+    @reward(weight=0.25)
+    def near(self, answer: int, example: Example) -> float:
+        return 1.0 / (1.0 + abs(answer - example.answer))
+
+    @reward(weight=0.0)
+    def shown(self, answer: int, example: Example, text: str) -> float:
+        return float(len(text))
+
+    @metric(without_answer=None)
+    def error(self, answer: int, example: Example) -> float:
+        return abs(answer - example.answer)
+
+    @metric()
+    def red(self, answer: int, example: Example) -> float:
+        return float(example.meta["color"] == "red")
+
+
+class Broken(Sum):
+    """Rewards that fail in each way a user's may."""
+
+    @reward(weight=0.0)
+    def raises(self, answer: int, example: Example) -> float:
+        raise KeyError("no such column")
+
+    @reward(weight=0.0)
+    def infinite(self, answer: int, example: Example) -> float:
+        return float("inf")
+
+    @reward(weight=0.0)
+    def nothing(self, answer: int, example: Example) -> Any:
+        return None
+
+
+def test_the_total_is_the_weighted_sum():
+    score = Sum().score("4", EXAMPLE)
+    assert score.answer == 4
+    assert score.rewards == {"exact": 0.0, "near": 0.5, "shown": 1.0}  # 1 / (1 + 1); one letter
+    assert score.total == 0.125  # 0.75 · 0 + 0.25 · 0.5
+    assert score.metrics == {"error": 1.0, "red": 1.0}
+    assert not score.failures
+
+
+def test_the_gold_completion_earns_one():
+    for options in [{}, {"tags": True}, {"thinking": True}, {"tags": True, "thinking": True}]:
+        task = Sum(**options)
+        score = task.score(task.gold(EXAMPLE), EXAMPLE)
+        assert score.total == 1.0 == task.gold_reward(EXAMPLE)
+
+
+def test_without_an_answer_rewards_are_zero_and_metrics_as_declared():
+    score = Sum().score("none", EXAMPLE)
+    assert score.answer is None
+    assert score.rewards == {"exact": 0.0, "near": 0.0, "shown": 0.0}
+    assert score.total == 0.0
+    assert score.metrics == {"error": None, "red": 0.0}
+
+
+def test_weights_override_those_in_the_code():
+    task = Sum(weights={"exact": 2.0, "near": 0.0})
+    assert task.reward_weights() == {"exact": 2.0, "near": 0.0, "shown": 0.0}
+    assert task.score("3", EXAMPLE).total == 2.0
+
+
+def test_an_unknown_weight_names_those_there_are():
+    with pytest.raises(ValueError, match=r"no reward exakt; it has exact, near, .*repetition"):
+        Sum(weights={"exakt": 1.0})
+
+
+def test_a_failing_reward_without_weight_is_shown_and_harms_nothing():
+    score = Broken().score("3", EXAMPLE)
+    assert score.total == 1.0
+    assert {name: score.rewards[name] for name in ("raises", "infinite", "nothing")} == {
+        "raises": None,
+        "infinite": None,
+        "nothing": None,
+    }
+    assert "no such column" in score.failures["raises"]
+    assert "inf" in score.failures["infinite"]
+    assert set(score.failures) == {"raises", "infinite", "nothing"}
+
+
+def test_a_failing_reward_with_weight_makes_the_completion_unscorable():
+    score = Broken(weights={"raises": 0.1}).score("3", EXAMPLE)
+    assert score.total is None
+    assert score.rewards["exact"] == 1.0  # what could be computed is still shown
+    # Without an answer nothing is called, so nothing can fail.
+    assert Broken(weights={"raises": 0.1}).score("none", EXAMPLE).total == 0.0
+
+
+def test_a_parser_that_raises_makes_the_completion_unscorable():
+    class Careless(Sum):
+        def parse(self, text: str, example: Example) -> int:
+            return int(text)
+
+    assert Careless().score("3", EXAMPLE).total == 1.0
+    score = Careless().score("three", EXAMPLE)
+    assert (score.answer, score.total) == (None, None)
+    assert set(score.rewards.values()) == {None}
+    assert "ValueError" in score.failures["parse"]
+
+
+def test_rules_are_found_by_kind():
+    assert list(Sum.rules("reward")) == ["exact", "near", "shown"]
+    assert list(Sum.rules("metric")) == ["error", "red"]
+    assert list(Sum.rules("optional")) == ["format", "thought", "length", "repetition"]
+
+
+def test_a_rule_of_a_wrong_shape_is_refused_where_it_is_written():
+    with pytest.raises(TypeError, match="must take"):
+
+        class Wrong(Sum):
+            @reward()
+            def exact(self, answer: int) -> float:  # type: ignore[override]
+                return 1.0
+
+
+def test_options_are_checked_like_a_dataclass():
+    assert Sum(offset=1).score("4", EXAMPLE).rewards["exact"] == 1.0
+    with pytest.raises(TypeError, match="ofset"):
+        Sum(ofset=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="length_budget is 0"):
+        Sum(length_budget=0)
+
+
+def test_progress_is_set_on_a_copy():
+    task = Sum(offset=1)
+    late = task.at(0.5)
+    assert (task.progress, late.progress, late.offset) == (0.0, 0.5, 1)
+
+
+def test_the_prompt_says_how_to_answer():
+    assert Sum().prompt(EXAMPLE) == "How many?"
+    assert "<answer> </answer>" in Sum(tags=True).prompt(EXAMPLE)
+    assert "<think> </think>" in Sum(thinking=True).prompt(EXAMPLE)
+    assert "<answer>" not in Sum(thinking=True).prompt(EXAMPLE)
+
+
+def test_defaults_of_a_task():
+    class Bare(Task):
+        headline = "none"
+
+    with pytest.raises(NotImplementedError):
+        Bare().parse("3", EXAMPLE)
+    with pytest.raises(NotImplementedError):
+        Bare().write(3, EXAMPLE)
+    Bare().check(EXAMPLE)  # any gold answer is fine unless the task says otherwise
+    assert Bare().corpus_metrics([3], [EXAMPLE]) == {}
+    image = object()
+    assert Bare().draw(image, 3, EXAMPLE, "red") is image  # type: ignore[arg-type]
+
+
+def shared(name: str, text: str, **options: Any) -> float | None:
+    return Sum(weights={name: 0.1}, **options).score(text, EXAMPLE).rewards[name]
+
+
+def test_shared_rewards_are_off_unless_weights_name_them():
+    assert "format" not in Sum().score("3", EXAMPLE).rewards
+    assert shared("format", "3") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "value"),
+    [
+        ("<answer>3</answer>", {"tags": True}, 1.0),
+        (" <answer>3</answer>\n", {"tags": True}, 1.0),
+        ("So: <answer>3</answer>", {"tags": True}, 0.0),
+        ("<answer>3</answer> Done.", {"tags": True}, 0.0),
+        ("<think>t</think><answer>3</answer>", {"tags": True}, 0.0),  # thinking not asked for
+        ("<think>t</think>\n<answer>3</answer>", {"tags": True, "thinking": True}, 1.0),
+        ("<answer>3</answer>", {"tags": True, "thinking": True}, 0.0),
+        ("<think>t</think> so <answer>3</answer>", {"tags": True, "thinking": True}, 0.0),
+        ("<answer>none</answer>", {"tags": True}, 0.0),  # never paid where nothing parses
+        ("<answer></answer>", {"tags": True}, 0.0),
+        ("<answer>3</answer><answer>3</answer>", {"tags": True}, 0.0),
+        ("3", {}, 1.0),
+        ("<think>t</think>3", {"thinking": True}, 1.0),
+    ],
+)
+def test_the_format_reward(text: str, options: dict[str, bool], value: float):
+    assert shared("format", text, **options) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "value"),
+    [
+        ("<think>one, two, three</think>3", True, 1.0),
+        ("<think> </think>3", True, 0.0),
+        ("3", True, 0.0),
+        ("3", False, 1.0),
+        ("<think> </think>3", False, 1.0),
+        ("<think>t</think>3", False, 0.0),
+        ("<think>t</think>none", True, 0.0),
+    ],
+)
+def test_the_reward_for_thinking(text: str, thinking: bool, value: float):
+    assert shared("thought", text, thinking=thinking) == value
+
+
+def test_penalties_spare_no_missing_answer():
+    loop = "never again " * 100  # 1,200 characters, one 2-word cycle, no answer
+    task = Sum(weights={"length": 1.0, "repetition": 1.0}, length_budget=800)
+    score = task.score(loop, EXAMPLE)
+    assert score.answer is None
+    assert score.rewards["length"] == -0.5  # 1,200 of 800: halfway to twice the budget
+    # 200 words have 195 6-grams, two of them different.
+    assert score.rewards["repetition"] == pytest.approx(-193 / 195)
+    assert score.total == pytest.approx(-0.5 - 193 / 195)
+
+
+def test_the_length_penalty_ends_at_minus_one():
+    assert shared("length", "3".ljust(1000), length_budget=1000) == 0.0
+    assert shared("length", "3".ljust(5000), length_budget=1000) == -1.0
