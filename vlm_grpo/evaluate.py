@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from accelerate import Accelerator
 from scipy import stats
+from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
@@ -132,11 +133,20 @@ def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} is no folder")
+    disable_progress_bar()
     task = load_task(settings.task, **settings.task_options)
     examples = load_examples(settings.data.eval, task, settings.data, "eval")
     policy = load_policy(settings, checkpoint, training=False)
-    policy.model.to(Accelerator().device)
-    return evaluate_policy(policy, replace(task, frame=policy.frame), examples, settings)
+    accelerator = Accelerator()
+    policy.model.to(accelerator.device)
+    found = evaluate_policy(policy, replace(task, frame=policy.frame), examples, settings)
+    path = settings.run_dir / "evaluation" / f"{checkpoint.name if checkpoint else 'model'}.jsonl"
+    write_predictions(path, found)
+    accelerator.print(f"{found}\n")
+    for name, value in found.metrics.items():
+        accelerator.print(f"  {name:<24} {value:.4f}")
+    accelerator.print(f"\npredictions in {path}")
+    return found
 
 
 def write_predictions(path: Path, evaluation: Evaluation) -> None:

@@ -69,9 +69,10 @@ def load_model(
         UserError: the model cannot be loaded, is no image-text model, or cannot be trained as
             asked; the message names the setting and the remedy.
     """
-    is_adapter = checkpoint is not None and (checkpoint / "adapter_config.json").is_file()
-    source = model_source(settings.model)
-    weights = source if checkpoint is None or is_adapter else str(checkpoint)
+    adapter = checkpoint
+    if checkpoint is None or not (checkpoint / "adapter_config.json").is_file():
+        adapter = None
+    weights = model_source(settings.model) if adapter == checkpoint else str(checkpoint)
     full = training and settings.policy.lora is None
     dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
     model, processor = _load_pretrained(weights, settings, dtype)
@@ -83,8 +84,8 @@ def load_model(
     if shared:
         use_shared_attention(family.language_model(model))
     adapters = None
-    if is_adapter:
-        adapters = _load_adapter(model, checkpoint, training)
+    if adapter is not None:
+        adapters = _load_adapter(model, adapter, training)
     elif settings.policy.lora is not None:
         adapters = get_peft_model(model, _lora_config(settings.policy.lora, family, model))
     else:
@@ -132,7 +133,8 @@ def _load_pretrained(source: str, settings: Settings, dtype: torch.dtype) -> tup
                 f"model {source} is a {config.model_type} model, which takes no images: "
                 "name an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
             )
-        model, loaded = AutoModelForImageTextToText.from_pretrained(
+        auto: Any = AutoModelForImageTextToText
+        model, loaded = auto.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **common
         )
         _refuse_mismatch(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,11 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, ImageFeatures
 from vlm_grpo.loading import LoadedModel, load_model
 from vlm_grpo.task import Task
+from vlm_grpo.timing import Stopwatch
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
+
+RECENT_IMAGES = 64
+"""Decoded images that are kept for further questions about them."""
 
 
 @dataclass
@@ -31,13 +36,11 @@ class Counters:
     """Work done since the counters were last reset: what sharing a prompt is meant to save.
 
     Attributes:
-        image_decodes: images read and preprocessed.
         encoder_passes: images that went through the vision tower.
         prefill_tokens: prompt tokens that went through the language model in rollouts.
         update_tokens: prompt and completion tokens that went through it in scoring.
     """
 
-    image_decodes: int = 0
     encoder_passes: int = 0
     prefill_tokens: int = 0
     update_tokens: int = 0
@@ -50,6 +53,11 @@ class Policy:
         loaded: the model and what belongs to it.
         restriction: what is never sampled, and the temperature at which tokens are scored.
         chunk_tokens: tokens whose logits are held at once in scoring; 0: all.
+
+    Attributes:
+        counters: work done since they were last replaced.
+        stopwatch: seconds by phase of sampling and scoring.
+        image_decodes: images read and resized since the policy was made.
     """
 
     def __init__(
@@ -60,7 +68,10 @@ class Policy:
         self.processor, self.family = loaded.processor, loaded.family
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
         self.restriction, self.chunk_tokens = restriction, chunk_tokens
-        self.counters = Counters()
+        self.counters, self.stopwatch = Counters(), Stopwatch()
+        self.image_decodes = 0
+        # Several questions about one image in one step decode it once.
+        self._image = lru_cache(maxsize=RECENT_IMAGES)(self._decode)
         vision = self.family.parts.get("vision", ())
         self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable())
         self._features: dict[ImageRef, ImageFeatures] = {}
@@ -120,17 +131,15 @@ class Policy:
         return Prompt(example, text, token_ids, inputs)
 
     def _images(self, example: Example) -> list[Any]:
-        images = []
-        for reference in example.images:
-            try:
-                image = reference.load()
-            except ValueError as error:
-                raise UserError(f"example {example.id}: {error}") from error
-            self.counters.image_decodes += 1
-            if self.budget is not None:
-                image = self.family.resize(image, self.budget, self.processor)
-            images.append(image)
-        return images
+        try:
+            return [self._image(reference) for reference in example.images]
+        except ValueError as error:
+            raise UserError(f"example {example.id}: {error}") from error
+
+    def _decode(self, reference: ImageRef) -> Any:
+        self.image_decodes += 1
+        image = reference.load()
+        return self.family.resize(image, self.budget, self.processor) if self.budget else image
 
     # Completions.
 
@@ -166,7 +175,8 @@ class Policy:
             if self.shared:
                 prefixes = self._prefix_inputs(prompts, self._encode(prompts))
                 self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
-                SharedDecoder(self.family, self.model, max_tokens)(prefixes, draws)
+                decoder = SharedDecoder(self.family, self.model, max_tokens, self.stopwatch)
+                decoder(prefixes, draws)
             else:
                 repeated = [p for p in prompts for _ in range(group)]
                 self.counters.prefill_tokens += sum(len(p.token_ids) for p in repeated)
@@ -268,7 +278,10 @@ class Policy:
                 pairs = zip(prompt.example.images, tensors, strict=True)
                 todo |= {image: values for image, values in pairs if image not in known}
         self.counters.encoder_passes += len(todo)
-        with contextlib.nullcontext() if with_gradient else torch.no_grad():
+        with (
+            self.stopwatch("vision"),
+            contextlib.nullcontext() if with_gradient else torch.no_grad(),
+        ):
             features = self.family.encode_images(self.model, list(todo.values()))
         known |= dict(zip(todo, features, strict=True))
         return known

@@ -23,21 +23,24 @@ class PromptLoader:
         policy: turns examples into prompts.
         task: asks the question.
         stream: where examples come from.
-        position: how many examples have been drawn before.
+
+    Attributes:
+        decodes: image decodes that the prompts taken so far have cost.
     """
 
-    def __init__(
-        self, policy: Policy, task: Task, stream: ExampleStream, position: int = 0
-    ) -> None:
-        self.policy, self.task, self.stream, self.position = policy, task, stream, position
-        self._ahead: dict[int, Future[Prompt]] = {}
+    def __init__(self, policy: Policy, task: Task, stream: ExampleStream) -> None:
+        self.policy, self.task, self.stream = policy, task, stream
+        self.decodes = 0
+        self._ahead: dict[int, Future[tuple[Prompt, int]]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
 
     def take(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts at these indices of the stream."""
         for index in indices:
             self._start(index)
-        return [self._ahead.pop(index).result() for index in indices]
+        loaded = [self._ahead.pop(index).result() for index in indices]
+        self.decodes += sum(decodes for _, decodes in loaded)
+        return [prompt for prompt, _ in loaded]
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Begin with prompts that ``take`` is likely to ask for."""
@@ -51,8 +54,11 @@ class PromptLoader:
         if index not in self._ahead:
             self._ahead[index] = self._thread.submit(self._load, index)
 
-    def _load(self, index: int) -> Prompt:
-        return self.policy.prompt(self.policy.with_seen_sizes(self.stream[index]), self.task)
+    def _load(self, index: int) -> tuple[Prompt, int]:
+        """The prompt and the number of images that were decoded for it."""
+        before = self.policy.image_decodes
+        prompt = self.policy.prompt(self.policy.with_seen_sizes(self.stream[index]), self.task)
+        return prompt, self.policy.image_decodes - before
 
 
 @dataclass(frozen=True)
@@ -120,21 +126,25 @@ class Roller:
 
     def _groups(self, indices: list[int], progress: float) -> list[Group]:
         rollout = self.settings.rollout
-        prompts = self.loader.take(indices)
+        stopwatch = self.policy.stopwatch
+        with stopwatch("prompts"):
+            prompts = self.loader.take(indices)
         ahead = range(self.position, self.position + self.settings.optim.prompts_per_step)
         self.loader.prefetch(ahead[self.rank :: self.world])
-        completions = self.policy.sample(
-            prompts,
-            sampling_of(self.policy.restriction, rollout),
-            rollout.num_generations,
-            [(self.settings.seed, index) for index in indices],
-            rollout.max_tokens_per_batch,
-        )
+        with stopwatch("rollout"):
+            completions = self.policy.sample(
+                prompts,
+                sampling_of(self.policy.restriction, rollout),
+                rollout.num_generations,
+                [(self.settings.seed, index) for index in indices],
+                rollout.max_tokens_per_batch,
+            )
         task = self.task.at(progress)
-        return [
-            Group(prompt, members, score_all(task, prompt, members))
-            for prompt, members in zip(prompts, completions, strict=True)
-        ]
+        with stopwatch("reward"):
+            return [
+                Group(prompt, members, score_all(task, prompt, members))
+                for prompt, members in zip(prompts, completions, strict=True)
+            ]
 
 
 def score_all(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Score, ...]:

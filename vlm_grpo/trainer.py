@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers import get_scheduler
+from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.checkpoint import (
     TrainerState,
@@ -61,6 +61,16 @@ class TrainResult:
     checkpoint: Path
     run_dir: Path
 
+    def __str__(self) -> str:
+        lines = []
+        if self.before is not None:
+            lines.append(f"before     {self.before}")
+        if self.after is not None:
+            lines.append(f"after      {self.after}")
+        lines.append(f"samples    {self.run_dir / 'samples'}")
+        lines.append(f"checkpoint {self.checkpoint}")
+        return "\n".join(lines)
+
 
 def train(settings: Settings) -> TrainResult:
     """Train as the settings say.
@@ -70,6 +80,7 @@ def train(settings: Settings) -> TrainResult:
     Raises:
         UserError: with what is wrong and the remedy.
     """
+    disable_progress_bar()
     task = load_task(settings.task, **settings.task_options)
     train_examples = load_examples(settings.data.train, task, settings.data, "train")
     held_out: list[Example] = []
@@ -81,7 +92,9 @@ def train(settings: Settings) -> TrainResult:
     trainer = Trainer(settings, policy, task, train_examples, held_out)
     if resume_from is not None:
         trainer.restore(load_state(resume_from))
-    return trainer.run()
+    result = trainer.run()
+    trainer.accelerator.print(result)
+    return result
 
 
 def _checkpoint_to_resume(settings: Settings) -> Path | None:
@@ -147,7 +160,7 @@ class Trainer:
         )
         self.step = 0
         self.best: tuple[float, int] | None = None
-        self.phases: dict[str, float] = {}
+        self.stopwatch = policy.stopwatch
 
     def run(self) -> TrainResult:
         """All steps that are left, with the evaluations and checkpoints due among them."""
@@ -160,6 +173,7 @@ class Trainer:
         after = None
         with Progress(last, self.step, self.accelerator.is_main_process) as progress:
             while self.step < last:
+                self.stopwatch.reset()
                 metrics = self._step()
                 self.step += 1
                 if self._due(settings.evaluation.every) or self.step == last:
@@ -176,19 +190,20 @@ class Trainer:
 
     def _step(self) -> dict[str, float]:
         """One rollout and its update."""
-        self.phases, self.policy.counters = {}, Counters()
+        self.policy.counters = Counters()
+        decodes = self.roll.loader.decodes
         started = time.perf_counter()
-        with self._phase("rollout"):
-            rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
+        rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
         advantages, mine = self._advantages(rollout.groups)
         self.reference.refresh(self.step)
-        with self._phase("update"):
+        with self.stopwatch("update"):
             self.policy.model.train()
             batch = step_batch(rollout.groups, mine, self.settings, self.accelerator)
             metrics = self.update(batch)
         self.policy.forget_images()
         self._write_samples(rollout, mine)
-        self.phases["step"] = time.perf_counter() - started
+        self.stopwatch.seconds["step"] = time.perf_counter() - started
+        metrics["work/image_decodes"] = self.roll.loader.decodes - decodes
         return metrics | self._metrics(rollout, advantages)
 
     def _advantages(self, groups: Sequence[Group]) -> tuple[Advantages, Tensor]:
@@ -231,7 +246,7 @@ class Trainer:
             "unscorable": advantages.unscorable,
             "resampled_groups": rollout.resampled,
             "learning_rate": self.scheduler.get_last_lr()[0],
-            **{f"time/{name}": seconds for name, seconds in self.phases.items()},
+            **{f"time/{name}": seconds for name, seconds in self.stopwatch.seconds.items()},
             **{f"work/{name}": count for name, count in counters.items()},
         }
 
@@ -249,7 +264,7 @@ class Trainer:
     def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        with self._phase("evaluation"):
+        with self.stopwatch("evaluation"):
             found = evaluate_policy(self.policy, self.task, self.held_out, self.settings)
         folder = self.settings.run_dir / "evaluation"
         write_predictions(folder / f"step-{self.step:06d}.jsonl", found)
@@ -259,12 +274,6 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
 
     # Checkpoints.
 

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vlm_grpo.engine.attention import Prefill
 from vlm_grpo.engine.sampling import Draws
 from vlm_grpo.families import Family, ImageFeatures
+from vlm_grpo.timing import Stopwatch
 from vlm_grpo.types import Prompt
 
 
@@ -177,10 +178,12 @@ class SharedDecoder:
         family: the model's family.
         model: the bare transformers model.
         max_tokens: the most tokens, of prompts and completions, held or prefilled at once.
+        stopwatch: times the phases ``prefill`` and ``decode``.
     """
 
-    def __init__(self, family: Family, model: Any, max_tokens: int) -> None:
+    def __init__(self, family: Family, model: Any, max_tokens: int, stopwatch: Stopwatch) -> None:
         self.family, self.model, self.max_tokens = family, model, max_tokens
+        self.stopwatch = stopwatch
         self.language = family.language_model(model)
         self.head: Any = model.get_output_embeddings()
 
@@ -196,7 +199,8 @@ class SharedDecoder:
 
         while True:
             if waiting and bool((held < 0).any()):
-                self._refill(held, waiting, prefixes, slots, draws)
+                with self.stopwatch("prefill"):
+                    self._refill(held, waiting, prefixes, slots, draws)
             rows = _rows_of(held, group)
             live = (held >= 0).repeat_interleave(group) & draws.active[rows.clamp(min=0)]
             busy = live.view(-1, group).any(1)
@@ -208,7 +212,8 @@ class SharedDecoder:
             if int(busy.sum()) <= len(held) // 2:
                 slots.keep(busy.nonzero()[:, 0].tolist())
                 live, held = live[busy.repeat_interleave(group)], held[busy]
-            self._step(held, live, slots, draws, starts)
+            with self.stopwatch("decode"):
+                self._step(held, live, slots, draws, starts)
 
     def _refill(
         self,
