@@ -173,20 +173,21 @@ def test_a_fresh_reference_is_the_old_policy_in_later_iterations():
 def test_masked_completions_have_no_gradient_and_no_metric(loss_type):
     settings = of_type(loss_type, **EVERYTHING)
     step = make_step()
-    assert step.active is not None
+    active = step.active
+    assert active is not None
     assert step.old_logprobs is not None
     assert step.sampler_logprobs is not None
     # Ratios of e² in the masked completions, above all others: no maximum may show them.
-    far = 2.0 * ~step.active[step.completion]
+    far = 2.0 * ~active[step.completion]
     step = replace(
         step,
         old_logprobs=step.old_logprobs - far,
         sampler_logprobs=step.sampler_logprobs - 2 * far,
     )
     output = policy_loss(step, totals_of(step), settings)
-    silent = ~step.active[step.completion]
+    silent = ~active[step.completion]
     assert (gradients(output.loss, step)[: len(silent)][silent] == 0).all()
-    kept = part_of(step, step.active.nonzero().flatten().tolist())
+    kept = part_of(step, active.nonzero().flatten().tolist())
     alone = policy_loss(kept, totals_of(step), settings).metrics.values()
     assert output.metrics.values() == pytest.approx(alone, abs=1e-6)
 

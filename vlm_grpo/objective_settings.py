@@ -195,7 +195,8 @@ class ObjectiveSettings(BaseModel):
             notes.append(
                 f"beta={self.beta:g} has no effect: with reference_refresh_every=1 the reference "
                 "is the policy itself whenever the KL is taken, so the KL is 0 and so is its "
-                "gradient; set reference_refresh_every above 1 or to never, or beta=0"
+                "gradient (k1 in the loss: on average); set reference_refresh_every above 1 or "
+                "to never, or beta=0"
             )
         if self.kl_in == "reward" and self.kl_estimator != "k1":
             notes.append(
