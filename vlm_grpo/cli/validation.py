@@ -11,11 +11,11 @@ from statistics import fmean
 from vlm_grpo.config import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.task import Task
+from vlm_grpo.task import Rule, Task
 from vlm_grpo.types import Example, ImageRef
 
-_TOLERANCE = 0.01
-"""Gold boxes lose this much of their IoU to rounding, and no cheat is worth so little."""
+_ROUNDING = 1e-6
+"""Of floating-point numbers, in a reward between 0 and 1."""
 _HEDGE_BOUND = 0.5
 """What naming two answers may earn: half of them is right where several are asked for."""
 _EXPLOIT_ROWS = 200
@@ -54,7 +54,7 @@ def validate_task(task: Task, source: str, data: DataSettings) -> Iterator[str]:
         data: image root and limits.
 
     Raises:
-        UserError: bad rows or images, gold answers that do not score 1.0, exploits that pay, or
+        UserError: bad rows or images, gold answers short of the full reward, exploits that pay, or
             a parser that raises or is slow; everything found in that part is named.
     """
     examples = load_examples(source, task, data)
@@ -62,11 +62,11 @@ def validate_task(task: Task, source: str, data: DataSettings) -> Iterator[str]:
     _raise("images that cannot be decoded", _undecodable(images.values()))
     yield f"{source}: {len(examples)} examples with {len(images)} images, all well-formed"
 
-    full = sum(weight for weight in task.reward_weights().values() if weight > 0)
+    full = _full_reward(task)
     if full <= 0:
         raise UserError("no reward has a positive weight: nothing would be learned")
     shares = [_share(task, task.gold(example), example, full) for example in examples]
-    _raise("gold answers that do not score 1.0", _bad_golds(task, examples, shares))
+    _raise("gold answers that do not earn the full reward", _bad_golds(task, examples))
     yield f"gold answers earn {fmean(shares):.3f} of the full reward, at least {min(shares):.3f}"
 
     yield from _report_exploits(task, examples, full)
@@ -117,7 +117,7 @@ def exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
 
 
 def _share(task: Task, text: str, example: Example, full: float) -> float:
-    """What the text earns, as a share of the sum of the positive weights."""
+    """What the text earns, as a share of the full reward."""
     score = task.score(text, example)
     if score.failures:
         trace = next(iter(score.failures.values()))
@@ -128,18 +128,36 @@ def _share(task: Task, text: str, example: Example, full: float) -> float:
     return (score.total or 0.0) / full
 
 
-def _bad_golds(task: Task, examples: Sequence[Example], shares: Sequence[float]) -> list[str]:
+def _full_reward(task: Task) -> float:
+    """The sum of the weights that a right answer earns; penalties only take away."""
+    rules = _reward_rules(task)
+    weights = task.reward_weights().items()
+    return sum(weight for name, weight in weights if weight > 0 and rules[name].needs_answer)
+
+
+def _reward_rules(task: Task) -> dict[str, Rule]:
+    return {**task.rules("reward"), **task.rules("optional")}
+
+
+def _bad_golds(task: Task, examples: Sequence[Example]) -> list[str]:
+    """Gold completions to which a reward gives less than the task says that it must."""
+    rules, weights = _reward_rules(task), task.reward_weights()
     problems = []
-    for example, share in zip(examples, shares, strict=True):
+    for example in examples:
         text = task.gold(example)
         score = task.score(text, example)
-        headline = {**score.rewards, **score.metrics}.get(task.headline)
-        # Boxes lose to rounding, a small one much; then the headline tells right from wrong.
-        if share < 1.0 - _TOLERANCE and (score.answer is None or headline != 1.0):
+        least = task.gold_reward(example)
+        short = {
+            name: value
+            for name, value in score.rewards.items()
+            if weights[name] > 0
+            and value is not None
+            and value < (least if rules[name].needs_answer else 0.0) - _ROUNDING
+        }
+        if short:
             read = "holds no answer" if score.answer is None else f"reads as {score.answer!r}"
-            problems.append(
-                f"{example.id}: {text[:60]!r} {read} and earns {share:.3f} of the full reward"
-            )
+            earned = ", ".join(f"{name} {value:.3f}" for name, value in short.items())
+            problems.append(f"{example.id}: {text[:60]!r} {read} and earns {earned}")
     return problems
 
 
@@ -152,7 +170,7 @@ def _report_exploits(task: Task, examples: Sequence[Example], full: float) -> It
         for exploit in exploits(task, example, _another(task, example, examples)):
             share = _share(task, exploit.text, example, full)
             worst[exploit.name] = max(worst.get(exploit.name, share), share)
-            if share > exploit.bound + _TOLERANCE:
+            if share > exploit.bound + _ROUNDING:
                 problems.append(
                     f"{exploit.name} earns {share:.3f}, above {exploit.bound}, "
                     f"on {example.id}: {exploit.text[:60]!r}"
