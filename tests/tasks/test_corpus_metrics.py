@@ -1,0 +1,124 @@
+"""Metrics of a whole set, against their definitions; and what blind answers are worth."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from vlm_grpo.registry import load_task
+from vlm_grpo.types import Example, ImageRef
+
+IMAGE = ImageRef("image", size=(640, 480), seen=(640, 480))
+
+
+def rows(*answers) -> list[Example]:
+    return [Example(str(i), (IMAGE,), "?", answer) for i, answer in enumerate(answers)]
+
+
+def test_counting_tells_rmse_accuracy_by_count_and_the_majority_baseline():
+    examples = rows(3, 3, 3, 5, 8)
+    found = load_task("counting").corpus_metrics([3, 4, None, 5, 4], examples)
+    assert found == pytest.approx(
+        {
+            "majority_baseline": 3 / 5,  # three of five rows say 3
+            "rmse": np.sqrt(np.mean([0, 1, 0, 16])),  # the row without an answer has no error
+            "exact_of_3": 1 / 3,
+            "exact_of_5": 1.0,
+            "exact_of_8": 0.0,
+        }
+    )
+    assert load_task("counting").corpus_metrics([], []) == {}
+    assert "rmse" not in load_task("counting").corpus_metrics([None], rows(3))
+
+
+def test_the_majority_baseline_is_what_the_best_constant_earns():
+    rng = random.Random(0)
+    task, examples = load_task("counting"), rows(*(rng.choice([1, 2, 2, 3, 7]) for _ in range(200)))
+    baseline = task.corpus_metrics([None] * 200, examples)["majority_baseline"]
+    earned = [
+        np.mean([float(task.score(str(n), row).total or 0.0) for row in examples])
+        for n in range(10)
+    ]
+    assert max(earned) == pytest.approx(baseline)
+
+
+def test_grounding_tells_accuracy_by_size():
+    small, medium, large = [0, 0, 30, 30], [0, 0, 90, 90], [0, 0, 200, 200]
+    examples = rows(*({"boxes": [box]} for box in (small, small, medium, large)))
+    answers = [((0.0, 0.0, 30.0, 30.0),), None, ((50.0, 50.0, 90.0, 90.0),), None]
+    assert load_task("grounding").corpus_metrics(answers, examples) == {
+        "accuracy_50_small": 0.5,  # 900 pixels, at most 32²
+        "accuracy_50_medium": 0.0,  # 8,100 pixels, at most 96²
+        "accuracy_50_large": 0.0,
+    }
+    only = load_task("grounding").corpus_metrics(answers[:1], examples[:1])
+    assert only == {"accuracy_50_small": 1.0}
+
+
+def test_detection_tells_average_precision():
+    gold = {"boxes": [[0, 0, 100, 100], [200, 0, 300, 100]], "labels": ["cat", "dog"]}
+    task, examples = load_task("detection"), rows(gold, gold)
+    cat, dog = task.gold_answer(examples[0])
+    found = task.corpus_metrics([(cat, dog), None], examples)
+    # Both classes: recall one half at precision 1, so 51 of the 101 levels are reached.
+    assert found == pytest.approx({"ap": 51 / 101, "ap_50": 51 / 101, "ap_75": 51 / 101})
+
+
+def test_f1_counts_as_many_matches_as_there_are():
+    """Two boxes that both overlap two gold boxes: a greedy choice would match only one."""
+    gold = {"boxes": [[0, 0, 100, 100], [0, 0, 100, 60]], "labels": ["a", "a"]}
+    example = rows(gold)[0]
+    answer = '[{"bbox_2d": [0,0,100,80], "label": "a"}, {"bbox_2d": [0,0,100,110], "label": "a"}]'
+    # The first overlaps both gold boxes (0.80, 0.75), the second 0.91 and 0.55.
+    score = load_task("detection").score(answer, example)
+    assert score.metrics["f1_50"] == 1.0
+    # One pair is over a threshold up to 0.75 for each box: 0.50 to 0.75 give 1, then the
+    # second box alone stays over 0.80, 0.85 and 0.90, beside the first at 0.80 (0.80 and 0.55
+    # could not both be met), and none is over 0.95.
+    assert score.rewards["f1_mean"] == pytest.approx((6 * 1.0 + 3 * 0.5 + 0.0) / 10)
+
+
+def test_a_box_around_the_whole_image_earns_the_objects_share_of_it():
+    rng = random.Random(0)
+    boxes = []
+    for _ in range(500):
+        w, h = rng.uniform(64, 320), rng.uniform(48, 240)  # a tenth to a half of each side
+        x, y = rng.uniform(0, 640 - w), rng.uniform(0, 480 - h)
+        boxes.append([x, y, x + w, y + h])
+    task, examples = load_task("grounding"), rows(*({"boxes": [box]} for box in boxes))
+    earned = np.mean([task.score("[0, 0, 640, 480]", e).rewards["iou"] or 0.0 for e in examples])
+    # Sides are 0.3 on average and independent: 0.3 · 0.3 = 0.09; 500 draws stay within 0.01.
+    assert earned == pytest.approx(0.09, abs=0.01)
+    hits = {task.score("[0, 0, 640, 480]", e).metrics["accuracy_50"] for e in examples}
+    assert hits == {0.0}  # no object fills half of the image
+
+
+def test_random_boxes_earn_little():
+    """Two independent boxes, corners uniform over the image, as an untrained policy's might be."""
+    rng = random.Random(0)
+
+    def box() -> list[float]:
+        xs, ys = (
+            sorted(rng.uniform(0, 640) for _ in range(2)),
+            sorted(rng.uniform(0, 480) for _ in range(2)),
+        )
+        return [xs[0], ys[0], xs[1], ys[1]]
+
+    task, examples = load_task("grounding"), rows(*({"boxes": [box()]} for _ in range(3000)))
+    earned = np.mean([task.score(str(box()), e).rewards["iou"] or 0.0 for e in examples])
+    # torchvision's IoU over nine million such pairs averages 0.057; 3,000 stay within 0.01.
+    assert earned == pytest.approx(0.057, abs=0.01)
+
+
+def test_always_denying_earns_the_share_of_negatives():
+    task = load_task("grounding", absent=True)
+    examples = rows(*([{"boxes": []}] * 3 + [{"boxes": [[0, 0, 50, 50]]}] * 7))
+    assert np.mean([task.score("[]", e).total or 0.0 for e in examples]) == pytest.approx(0.3)
+
+
+def test_ocr_options_are_checked():
+    for wrong in [("upper",), "case"]:
+        with pytest.raises(ValueError, match="normalize"):
+            type(load_task("ocr"))(normalize=wrong)  # type: ignore[call-arg]

@@ -1,0 +1,199 @@
+"""What holds for every built-in task: gold answers earn 1, rewards stay in their range."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageChops
+
+from vlm_grpo.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.registry import load_task
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example, ImageRef
+
+SHARED = {"format": 0.1, "thought": 0.1, "length": 0.1, "repetition": 0.1}
+PENALTIES = ("length", "repetition")
+IMAGE = ImageRef("image", size=(640, 480), seen=(644, 476))
+SEVERAL = {"boxes": [[10, 20, 200, 210], [300, 5, 500, 300]], "labels": ["Cat", "dog"]}
+ONE = {"boxes": [[10, 20, 200, 210]], "labels": ["cat"]}
+CASES: list[tuple[str, dict[str, Any], Any]] = [
+    ("counting", {"weights": {"closeness": 0.5}}, 3),
+    ("counting", {}, 0),
+    ("grounding", {"weights": {"giou": 0.5, "hit": 0.5}}, ONE),
+    ("grounding", {"several": True}, SEVERAL),
+    ("grounding", {"absent": True}, {"boxes": []}),
+    ("detection", {}, SEVERAL),
+    ("detection", {}, {"boxes": [], "labels": []}),
+    ("pointing", {}, ONE),
+    ("pointing", {"several": True}, SEVERAL),
+    ("ocr", {}, "No EXIT"),
+    ("ocr", {"normalize": ("case", "space", "punctuation", "nfkc")}, ["你好，世界", "Hello"]),
+]
+IDS = [f"{name}-{number}" for number, (name, _, _) in enumerate(CASES)]
+
+
+def loaded(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task, Example]:
+    name, options, answer = case
+    weights = {**SHARED, **options.get("weights", {})}
+    task = load_task(name, **{**options, "weights": weights}, **more)
+    return task, Example("1", (IMAGE,), "the cat", answer)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+@pytest.mark.parametrize("tags", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_gold_completion_earns_everything(case, frame: CoordinateFrame, tags, thinking):
+    task, example = loaded(case, frame=frame, tags=tags, thinking=thinking)
+    task.check(example)
+
+    score = task.score(task.gold(example), example)
+
+    assert not score.failures
+    for name, value in score.rewards.items():
+        assert value is not None
+        if name in PENALTIES:
+            assert value == 0.0
+        else:
+            assert task.gold_reward(example) - 1e-9 <= value <= 1.0 + 1e-9
+    # Boxes of 190 pixels and more lose under 1.1 % to rounding; everything else loses nothing.
+    assert task.gold_reward(example) > 0.97
+    assert {**score.rewards, **score.metrics}[task.headline] == 1.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_weights_of_the_code_sum_to_one(case):
+    task = load_task(case[0])
+    assert sum(task.reward_weights().values()) == 1.0
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_no_answer_earns_nothing(case):
+    for tags in (True, False):
+        task, example = loaded(case, tags=tags)
+        for text in [
+            "",
+            " \n\t ",
+            "<answer></answer>",
+            "<answer> </answer>",
+            "<think>a",
+            "</think>",
+        ]:
+            if not tags and case[0] == "ocr" and text.startswith("<answer"):
+                continue  # without tags asked, tags are text like any other
+            score = task.score(text, example)
+            assert score.answer is None
+            assert score.total == 0.0
+
+
+PIECES = [
+    *("<answer>", "</answer>", "<think>", "</think>", "[", "]", "{", "}", ",", '"bbox_2d":', "3"),
+    *('{"bbox_2d": [10, 20, 200, 210], "label": "cat"}', "[1,2,3,4]", "[50, 60]", "[]", " or "),
+    *('{"point_2d": [50, 60]}', "three", "-1", "1e308", "1e6", "0.001", "NaN", "No EXIT", "\x00"),
+    *("你好", "!", "<box>[[1,2,3,4]]</box>", "<loc0001>", "(1,2),(3,4)", "word " * 50, "\u200b"),
+]
+TEXTS = st.one_of(
+    st.text(max_size=60),
+    st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    st.lists(st.sampled_from(PIECES), max_size=8).map(lambda p: f"<answer>{''.join(p)}</answer>"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@given(text=TEXTS)
+@settings(max_examples=60, deadline=None)
+def test_rewards_of_any_text_stay_in_their_range(case, text: str):
+    for tags in (True, False):
+        task, example = loaded(case, tags=tags)
+        score = task.score(text, example)
+        assert not score.failures
+        for name, value in score.rewards.items():
+            low, high = (-1.0, 0.0) if name in PENALTIES else (0.0, 1.0)
+            assert value is not None
+            assert low - 1e-9 <= value <= high + 1e-9, name
+        assert all(v is None or math.isfinite(v) for v in score.metrics.values())
+        task.corpus_metrics([score.answer], [example])
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_answers_are_drawn_on_a_copy(case):
+    task, example = loaded(case)
+    image = Image.new("RGB", IMAGE.size, "white")
+    drawn = task.draw(image, task.gold_answer(example), example, "red")
+    assert drawn.size == image.size
+    assert image.getextrema() == ((255, 255),) * 3  # the original is untouched
+    marked = ImageChops.difference(drawn, image).getbbox() is not None
+    # Texts and counts have no place; an empty list of boxes leaves no mark.
+    assert marked == (isinstance(case[2], dict) and bool(case[2]["boxes"]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_the_prompt_asks_for_the_frame(case):
+    for frame in FRAMES.values():
+        task, example = loaded(case, frame=frame)
+        assert example.question in task.prompt(example)
+        if case[0] in ("grounding", "detection"):
+            assert frame.form in task.prompt(example)
+        elif case[0] == "pointing":
+            assert "point_2d" in task.prompt(example)
+
+
+BAD: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("counting", {}, "3", "whole number"),
+    ("counting", {}, True, "whole number"),
+    ("counting", {}, -1, "whole number"),
+    ("counting", {}, 2.5, "whole number"),
+    ("grounding", {}, SEVERAL, "has 2 boxes"),
+    ("grounding", {}, {"boxes": []}, "has 0 boxes"),
+    ("grounding", {"several": True, "max_boxes": 1}, SEVERAL, "max_boxes=1"),
+    ("grounding", {}, [1, 2, 3, 4], "no list of boxes"),
+    ("detection", {}, {"boxes": [[1, 2, 3, 4]]}, "must name each of 1 boxes"),
+    ("detection", {}, {"boxes": [[1, 2, 3, 4]], "labels": [""]}, "not empty"),
+    ("detection", {"max_boxes": 1}, SEVERAL, "more than max_boxes=1"),
+    ("pointing", {}, SEVERAL, "has 2 boxes"),
+    ("ocr", {}, 3, "string"),
+    ("ocr", {}, [], "string"),
+    ("ocr", {}, " ", "not empty"),
+    ("ocr", {}, ["EXIT", 3], "must be a string"),
+    ("ocr", {"normalize": ("punctuation",)}, "...", "not empty"),
+    ("ocr", {}, "x" * 20_001, "longer than"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "answer", "reason"), BAD)
+def test_a_wrong_gold_answer_is_refused_with_its_reason(name, options, answer, reason):
+    task = load_task(name, **options)
+    with pytest.raises(ValueError, match=reason):
+        task.check(Example("1", (IMAGE,), "the cat", answer))
+
+
+@pytest.mark.parametrize("name", ["grounding", "detection", "pointing"])
+def test_a_row_without_an_image_is_refused(name: str):
+    with pytest.raises(ValueError, match="no image"):
+        load_task(name).check(Example("1", (), "the cat", ONE))
+
+
+def random_texts(rng: random.Random, count: int) -> Iterator[str]:
+    for _ in range(count):
+        body = "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 12)))
+        yield f"<answer>{body}</answer>" if rng.random() < 0.5 else body
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_rewards_of_20_000_random_texts_stay_in_their_range(case):
+    task, example = loaded(case, tags=True)
+    for text in random_texts(random.Random(0), 20_000):
+        score = task.score(text, example)
+        assert not score.failures
+        assert score.total is not None
+        for name, value in score.rewards.items():
+            low, high = (-1.0, 0.0) if name in PENALTIES else (0.0, 1.0)
+            assert value is not None
+            assert low - 1e-9 <= value <= high + 1e-9, (name, text)
