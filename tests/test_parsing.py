@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vlm_grpo.parsing import (
     MAX_CHARACTERS,
     MAX_COORDINATE,
+    MAX_ITEMS,
     answer_text,
     parse_boxes,
     parse_integer,
@@ -102,6 +103,49 @@ def test_labels_are_texts():
     assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}') is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<box>[[1,2,1,4]]</box>",
+        "<box>cat</box>",
+        "<box></box>",
+        "<box>[[1,2,3,4]]</box> and more",
+        "<|box_start|>(1,2),(1,4)<|box_end|>",
+        "<|box_start|>(1,2),(3,x)<|box_end|>",
+        "<|box_start|>(1,2)<|box_end|>",
+        "<loc0001><loc0001><loc0001><loc0002>",
+        "<loc1><loc1><loc2><loc2>",
+        "<loc0001><loc0001><loc0002><loc0002> 3 <loc",
+    ],
+)
+def test_malformed_tokens_are_no_boxes(text: str):
+    assert parse_boxes(text) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "between"),
+    [
+        ("[1,2,3,4]", ","),
+        ("<box>[[1,2,3,4]]</box>", ""),
+        ("<|box_start|>(1,2),(3,4)<|box_end|>", ""),
+        ("<loc0001><loc0001><loc0002><loc0002>", ";"),
+    ],
+)
+def test_the_number_of_boxes_is_capped_in_every_grammar(one: str, between: str):
+    def listed(count: int) -> str:
+        text = between.join([one] * count)
+        return f"[{text}]" if one.startswith("[") else text
+
+    assert len(parse_boxes(listed(MAX_ITEMS)) or []) == MAX_ITEMS
+    assert parse_boxes(listed(MAX_ITEMS + 1)) is None
+
+
+def test_the_number_of_boxes_is_capped_over_all_tags():
+    half = f"<box>[{','.join(['[1,2,3,4]'] * (MAX_ITEMS // 2 + 1))}]</box>"
+    assert len(parse_boxes(half) or []) == MAX_ITEMS // 2 + 1
+    assert parse_boxes(half * 2) is None
+
+
 def test_length_is_capped():
     padding = " " * (MAX_CHARACTERS - len("[1,2,3,4]"))
     assert parse_boxes("[1,2,3,4]" + padding) is not None
@@ -137,8 +181,11 @@ ADVERSARIAL = {
     "boxes in tokens": "<|box_start|>(1,2),(3,4)<|box_end|>" * 550,
     "references in tokens": "<|box_start|>" + "<|object_ref_start|>" * 900,
     "parentheses": "( " * 9000,
-    "boxes": "[" + ",".join(["[1,2,3,4]"] * 1900) + "]",
-    "points": "[" + ",".join(["[1,2]"] * 3300) + "]",
+    "boxes": "[" + ",".join(["[1,2,3,4]"] * MAX_ITEMS) + "]",
+    "too many boxes": "[" + ",".join(["[1,2,3,4]"] * 1900) + "]",
+    "points": "[" + ",".join(["[1,2]"] * MAX_ITEMS) + "]",
+    "one long list": "[" + ",".join(["1"] * 9000) + "]",
+    "lists of a long list": "[[" + ",".join(["1"] * 9000) + "]]",
     "quotes": "'" * MAX_CHARACTERS,
     "escapes": '["' + "\\" * 19_000 + '"]',
     "lone surrogates": '["' + "\\ud800" * 3000 + '"]',
@@ -160,12 +207,12 @@ def test_adversarial_texts_are_answered_within_10_ms(parser, text: str):
 
 
 def fastest(parser, text: str, attempts: int = 5) -> float:
-    """Seconds of the fastest attempt: other processes can only make it slower."""
+    """Processor seconds of the fastest attempt: a busy machine can only make it slower."""
     best = float("inf")
     for _ in range(attempts):
-        start = time.perf_counter()
+        start = time.thread_time()
         parser(text)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
         if best < 0.010:
             break
     return best

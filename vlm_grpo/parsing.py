@@ -21,6 +21,8 @@ MAX_CHARACTERS = 20_000
 """Longer answers are no answers: a page of text or 300 boxes fit, and padding costs no time."""
 MAX_COUNT_CHARACTERS = 1_000
 """The same for an answer that holds one number."""
+MAX_ITEMS = 500
+"""The same for an answer that lists more boxes or points: no honest one does."""
 MAX_COORDINATE = 1e6
 """No image is this wide; larger numbers overflow in areas."""
 
@@ -175,7 +177,7 @@ def _json_rows(text: str, keys: Sequence[str]) -> list[tuple[list[float], str | 
     value = _load_json(text[start:end])
     if isinstance(value, dict) or (isinstance(value, list) and _is_number(*value[:1])):
         value = [value]
-    if not isinstance(value, list):
+    if not isinstance(value, list) or len(value) > MAX_ITEMS:
         return None
     rows = [_json_row(item, keys) for item in value]
     return None if None in rows else rows  # type: ignore[return-value]
@@ -189,7 +191,7 @@ def _json_row(item: Any, keys: Sequence[str]) -> tuple[list[float], str | None] 
         if len(present) != 1 or not (label is None or isinstance(label, str)):
             return None
         item = item[present[0]]
-    if not isinstance(item, list) or not _is_number(*item):
+    if not isinstance(item, list) or len(item) > 4 or not _is_number(*item):
         return None
     return item, label
 
@@ -239,7 +241,7 @@ def _scan(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
     found, position = [], 0
     while position < len(text):
         match = pattern.match(text, position)
-        if match is None:
+        if match is None or len(found) == MAX_ITEMS:
             return None
         found.append(match)
         position = match.end()
@@ -258,7 +260,7 @@ def _tagged_boxes(text: str) -> list[LabelledBox] | None:
     matches = _scan(_TAGGED_BOXES, text)
     for match in matches or ():
         boxes = _json_boxes(match.group(2))
-        if boxes is None:
+        if boxes is None or len(found) + len(boxes) > MAX_ITEMS:
             return None
         found += [(box, match.group(1)) for box, _ in boxes]
     return found if matches else None
