@@ -75,10 +75,11 @@ _NUMBER = re.compile(
 _NO_CLAIM = re.compile(
     r"\b(?:or|nor|not|never|neither|between|least|most|more|less|fewer|than|approximately|approx"
     r"|roughly|circa|nearly|almost|maybe|perhaps|possibly|probably|several|minus|negative|plus"
-    r"|up to|point|half|thirds?|quarters?|pairs?|couple|dozens?|hundreds?|thousands?|millions?"
+    r"|up to|point|dozens?|hundreds?|thousands?|millions?"
     r"|billions?|thirty|forty|fifty|sixty|seventy|eighty|ninety|percent)\b"
 )
 _HEDGE_BEFORE = re.compile(r"\b(?:about|around|over|under|above|below)\s*\Z")
+_PART_AFTER = re.compile(r"[\s-]*(?:and\s+(?:a|one)\s+)?(?:half|halves|thirds?|quarters?|pairs?)\b")
 _NO_CLAIM_SIGNS = frozenset("<>~≈±≤≥+?%/^")
 _MINUS_BEFORE = re.compile(r"[-‐‑‒–—−]\s*\Z")
 _MAX_DIGITS = 18
@@ -109,6 +110,8 @@ def parse_integer(text: str) -> int | None:
     before, after = text[: numbers[0].start()], text[numbers[0].end() :]
     # Digits that the pattern left out belong to something like "x3", "3.5", "1,23" or "3rd".
     if re.search(r"\d", before + after) or re.match(r"[a-z]|[.,]\d", after):
+        return None
+    if _PART_AFTER.match(after):
         return None
     if _MINUS_BEFORE.search(before) or _HEDGE_BEFORE.search(before) or before.endswith((".", ",")):
         return None
