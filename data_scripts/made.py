@@ -10,7 +10,8 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from PIL import Image
@@ -19,6 +20,14 @@ from vlm_grpo.types import Example, ImageRef
 
 Make = Callable[[str, int, int, str], list[Example]]
 """``(task, count, seed, split)`` to that many examples."""
+
+SLATE = (108, 132)
+"""Darkest and lightest grey of a background.
+
+Image processors subtract a mean near (123, 117, 104), so such a background is nearly zero and
+what is drawn on it is all that a vision tower sees. Trained from scratch on white paper, the
+embedded model ignored the words for 2,000 steps; on slate it reads after 200.
+"""
 
 
 def generator(*key: object) -> random.Random:
@@ -37,10 +46,27 @@ def as_png(image: Image.Image, name: str) -> ImageRef:
     return ImageRef(name=name, size=image.size, seen=image.size, data=buffer.getvalue())
 
 
+@contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder aside to write into; it becomes ``out`` when the block ends without an error.
+
+    Raises:
+        FileExistsError: ``out`` is a file, or a folder that is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder; name another --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield aside
+        aside.chmod(0o755)  # mkdtemp makes private folders
+        os.replace(aside, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Path:
     """Write examples as canonical JSONL with their images beside it, all or nothing.
-
-    Everything is written into a folder aside, which is renamed to ``out`` when it is whole.
 
     Args:
         examples: examples whose images hold their bytes.
@@ -53,20 +79,11 @@ def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Pa
     Raises:
         FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder; name another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_folder(out) as aside:
         (aside / "images").mkdir()
         with (aside / file_name).open("w", encoding="utf-8") as file:
             for example in examples:
                 file.write(json.dumps(_row(example, aside), ensure_ascii=False) + "\n")
-        aside.chmod(0o755)  # mkdtemp makes private folders
-        os.replace(aside, out)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
     return out / file_name
 
 

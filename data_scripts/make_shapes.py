@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from PIL import Image, ImageDraw
-from vlm_grpo.data_scripts.made import as_png, command, generator
 
+from vlm_grpo.data_scripts.made import SLATE, as_png, command, generator
 from vlm_grpo.types import Example
 
 TASKS = ("counting", "grounding")
@@ -112,7 +112,7 @@ def _draw(
         sizes: smallest and largest side of a shape, in pixels.
         rng: where every choice comes from.
     """
-    shade = rng.randint(225, 255)
+    shade = rng.randint(*SLATE)
     scene = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
     shapes = []
     for (kind, color), square in zip(wanted, _places(len(wanted), sizes, rng), strict=True):

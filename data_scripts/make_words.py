@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from PIL import Image, ImageDraw, ImageFont
-from vlm_grpo.data_scripts.made import as_png, command, generator
 
+from vlm_grpo.data_scripts.made import SLATE, as_png, command, generator
 from vlm_grpo.types import Example
 
 TASKS = ("ocr",)
@@ -25,8 +25,8 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LENGTHS = (3, 5)
 """Fewest and most letters of a word."""
 
-POINTS = (14, 18)
-"""Smallest and largest font size; five of the widest letters must fit in the smallest."""
+POINTS = 20
+"""Font size; a word too wide for the image is written smaller."""
 
 
 def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
@@ -62,19 +62,18 @@ def _word(name: str, rng: random.Random) -> Example:
 
 
 def _render(word: str, rng: random.Random) -> Image.Image:
-    """The word in dark ink on light paper, at a random place where all of it is inside."""
-    paper = rng.randint(215, 255)
-    ink = tuple(rng.randint(0, 110) for _ in range(3))
+    """The word in light ink on a grey slate, starting near the left edge."""
+    paper = rng.randint(*SLATE)
+    ink = tuple(rng.randint(215, 255) for _ in range(3))
     image = Image.new("RGB", SIZE, (paper, paper, paper))
     pen = ImageDraw.Draw(image)
-    points = rng.randint(*POINTS)
-    while True:
-        left, top, right, bottom = pen.textbbox((0, 0), word, font=_font(points))
-        if right - left <= SIZE[0] - 2 or points == POINTS[0]:
-            break
+    points = POINTS
+    left, top, right, bottom = pen.textbbox((0, 0), word, font=_font(points))
+    while right - left > SIZE[0] - 2:
         points -= 1
-    x = rng.randint(1, max(1, SIZE[0] - 1 - int(right - left)))
-    y = rng.randint(1, max(1, SIZE[1] - 1 - int(bottom - top)))
+        left, top, right, bottom = pen.textbbox((0, 0), word, font=_font(points))
+    x = rng.randint(1, min(8, SIZE[0] - 1 - int(right - left)))
+    y = (SIZE[1] - int(bottom - top)) // 2 + rng.randint(-2, 2)
     pen.text((x - left, y - top), word, font=_font(points), fill=ink)
     return image
 

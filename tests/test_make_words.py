@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+
 from vlm_grpo.data_scripts import make_words
 from vlm_grpo.data_scripts.make_words import LENGTHS, examples
 
@@ -30,9 +31,9 @@ def test_word_is_whole_inside_the_image():
 
 def test_ink_grows_with_the_word():
     rows = examples("ocr", 300, seed=2)
-    dark = {row.id: (np.asarray(row.images[0].load().convert("L")) < 170).sum() for row in rows}
+    ink = {row.id: (np.asarray(row.images[0].load().convert("L")) > 170).sum() for row in rows}
     mean = {
-        length: np.mean([dark[row.id] for row in rows if len(row.answer) == length])
+        length: np.mean([ink[row.id] for row in rows if len(row.answer) == length])
         for length in (3, 5)
     }
     # Two more letters of five, at a font up to a quarter smaller, still leave more ink.
