@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from vlm_grpo.coordinates import PERMILLE
 from vlm_grpo.registry import load_task
 from vlm_grpo.types import Example, ImageRef
 
@@ -122,3 +123,21 @@ def test_ocr_options_are_checked():
     for wrong in [("upper",), "case"]:
         with pytest.raises(ValueError, match="normalize"):
             type(load_task("ocr"))(normalize=wrong)  # type: ignore[call-arg]
+
+
+def test_a_missing_answer_has_no_counting_error():
+    """Zero would flatter a model that says nothing; any other number would be made up."""
+    score = load_task("counting").score("none", rows(3)[0])
+    assert score.metrics == {"absolute_error": None}
+
+
+def test_rounding_does_not_decide_at_a_threshold():
+    """Half of a box has an IoU of one half, also where the frame's scale is no binary fraction."""
+    task = load_task("grounding", frame=PERMILLE)
+    image = ImageRef("image", size=(836, 960), seen=(836, 960))
+    gold = PERMILLE.to_pixels((204, 342, 576, 667), image.size, image.seen)
+    score = task.score("[204, 342, 390, 667]", Example("1", (image,), "?", {"boxes": [gold]}))
+    iou = score.rewards["iou"]
+    assert iou is not None
+    assert 0.5 - 1e-12 < iou < 0.5  # the sizes are chosen so that floating point falls short
+    assert score.metrics["accuracy_50"] == 1.0
