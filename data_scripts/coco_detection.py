@@ -1,0 +1,43 @@
+"""Object detection in COCO's JSON form: COCO, ODinW's parts, Roboflow exports.
+
+Every image is asked for all categories of the file, also for those it does not show, as COCO AP
+has it. Crowd regions are left out of the answer (meta.crowds counts them).
+
+--source: the annotation file, or a folder with instances_SPLIT*.json or _annotations.coco.json.
+--images: the folder of its images.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import find_file, read_coco, xyxy
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each image, those without objects included."""
+    patterns = (f"**/instances_{request.split}*.json", f"{request.split}/_annotations.coco.json")
+    coco = read_coco(find_file(request.source, *patterns))
+    wanted = ", ".join(coco.categories.values())
+    for image, regions in coco.boxes_of().items():
+        objects = [a for a in regions if not a.get("iscrowd")]
+        yield Found(
+            id=f"{request.split}-{image}",
+            images=(coco.images[image]["file_name"],),
+            question=wanted,
+            answer={
+                "boxes": [xyxy(a["bbox"]) for a in objects],
+                "labels": [coco.categories[a["category_id"]] for a in objects],
+            },
+            meta={"image_id": image, "crowds": len(regions) - len(objects)},
+        )
+
+
+CONVERTER = Converter(
+    __doc__ or "", read, tasks=("detection",), splits=("val", "valid", "test", "train")
+)
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

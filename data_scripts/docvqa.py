@@ -1,0 +1,47 @@
+"""DocVQA and InfographicVQA in the form of the Robust Reading Competition, and lmms-lab's table.
+
+--source: val_v1.0_withQT.json or infographicsVQA_val_v1.0_withQT.json, hf:lmms-lab/DocVQA with
+its configuration (hf:lmms-lab/DocVQA:validation:DocVQA), or a folder with its parquet files. The
+test split has no answers.
+--images: the folder that the file's images (documents/…) are relative to, or for infographics the
+folder that holds them; for the table a folder to write them into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import Record, image_bytes, read_json, read_table
+
+_COLUMNS = ("questionId", "question", "answers", "image")
+_TABLE_SPLITS = {"val": "validation"}
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each question that has an answer."""
+    if request.source.endswith(".json"):
+        for row in read_json(request.path)["data"]:
+            # DocVQA names the field image, InfographicVQA image_local_name.
+            yield _row(row, row.get("image_local_name", row.get("image")))
+    else:
+        split = _TABLE_SPLITS.get(request.split, request.split)
+        for row in read_table(request.source, split, _COLUMNS):
+            yield _row(row, image_bytes(row["image"]))
+
+
+def _row(row: Record, image: str | bytes | None) -> Found | Refused:
+    name = str(row["questionId"])
+    answers = [answer for answer in row.get("answers") or [] if answer.strip()]
+    if not answers:
+        return Refused(name, "it has no answers")
+    kinds = row.get("question_types", row.get("answer_type"))
+    meta = {"type": "/".join(kinds) if kinds else None, "document": row.get("docId")}
+    return Found(name, (image,), row["question"], answers, meta)
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("val", "train"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

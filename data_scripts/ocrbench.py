@@ -1,0 +1,43 @@
+"""OCRBench v1: 1,000 questions, as OCRBench.json with images, or as the table echo840/OCRBench.
+
+--source: OCRBench.json, hf:echo840/OCRBench, or a folder with its parquet files.
+--images: OCRBench_Images; for the table a folder that the images are written into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import Record, image_bytes, read_json, read_table
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each question; its answers are a list, whatever the source has."""
+    if request.source.endswith(".json"):
+        for row in read_json(request.path):
+            yield _row(row, row["id"], row["image_path"], ("answers", "dataset_name", "type"))
+    else:
+        names = ("answer", "dataset", "question_type")
+        columns = ("question", "image", *names)
+        for number, row in enumerate(read_table(request.source, request.split, columns)):
+            yield _row(row, number, image_bytes(row["image"]), names)
+
+
+def _row(row: Record, number: int, image: str | bytes | None, names: Sequence[str]) -> Found:
+    answers, dataset, kind = (row[name] for name in names)
+    accepted = answers if isinstance(answers, list) else [answers]
+    return Found(
+        id=f"ocrbench-{number}",
+        images=(image,),
+        question=row["question"],
+        answer=[str(answer) for answer in accepted],
+        meta={"dataset_name": dataset, "type": kind},
+    )
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test",))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,64 @@
+"""RefCOCO, RefCOCO+ and RefCOCOg as their authors publish them: refs pickle and instances.json.
+
+--source: the folder with refs(unc).p or refs(umd).p and instances.json, or one such pickle.
+--images: COCO's train2014 folder.
+RefCOCO and + have the splits val, testA and testB; g has val and test (UMD's).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import Record, find_file, read_coco, read_pickle, xyxy
+from vlm_grpo.errors import UserError
+
+# The splits that results are published on; Google's have no test set, so they come last.
+_PICKLES = ("refs(unc).p", "refs(umd).p", "refs(google).p")
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each sentence: a region's sentences are separate questions."""
+    pickle = find_file(request.source, *_PICKLES)
+    coco = read_coco(find_file(str(pickle.parent / "instances.json"), "instances.json"))
+    refs = [ref for ref in read_pickle(pickle) if _belongs(ref, request.split)]
+    if not refs:
+        raise UserError(f"{pickle} has no regions of split {request.split}")
+    for ref in refs:
+        annotation = coco.annotations.get(ref["ann_id"])
+        for sentence in ref["sentences"]:
+            name = f"{request.split}-{ref['ref_id']}-{sentence['sent_id']}"
+            if annotation is None:
+                yield Refused(name, "its region is not in instances.json", f"{ref['ann_id']}")
+                continue
+            # The pickle's own file_name carries the region's number; the image record's does not.
+            yield Found(
+                id=name,
+                images=(coco.images[ref["image_id"]]["file_name"],),
+                question=sentence["sent"],
+                answer={"boxes": [xyxy(annotation["bbox"])], "labels": [sentence["sent"]]},
+                meta={
+                    "dataset": Path(pickle).resolve().parent.name,
+                    "split": ref["split"],
+                    "category": coco.categories[ref["category_id"]],
+                    "ref_id": ref["ref_id"],
+                    "image_id": ref["image_id"],
+                },
+            )
+
+
+def _belongs(ref: Record, split: str) -> bool:
+    """As refer.py decides: a region of the split "testAB" is in testA and in testB."""
+    if split in ("testA", "testB"):
+        return "test" in ref["split"] and split[-1] in ref["split"]
+    return ref["split"] == split
+
+
+CONVERTER = Converter(
+    __doc__ or "", read, tasks=("grounding",), splits=("val", "testA", "testB", "test", "train")
+)
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,77 @@
+"""RefCOCO, + and g in two forms of the Hugging Face hub, told apart by their columns.
+
+lmms-lab/RefCOCO (also RefCOCOplus, RefCOCOg): images inside, boxes xywh, several expressions in
+each row's answer. Its val holds 8,811 regions and is not UNC's: do not compare it to published
+numbers. jxu124/refcoco (also refcocoplus, refcocog): boxes xyxy, images from COCO's train2014.
+
+--source: hf:lmms-lab/RefCOCO, hf:jxu124/refcoco, or a folder with their parquet files.
+--images: train2014 for jxu124; for lmms-lab a folder that the images are written into.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import Record, image_bytes, read_table, xyxy
+from vlm_grpo.errors import UserError
+
+_ROUNDING = 0.5
+"""Pixels that jxu124's box may differ from the annotation that it was made of."""
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each expression; none is preferred for fitting the box."""
+    for number, row in enumerate(read_table(request.source, request.split, ("bbox",))):
+        if "raw_anns" in row:
+            yield from _jxu124(row, request.split)
+        elif "question_id" in row and "answer" in row:
+            yield from _lmms_lab(row, f"{request.split}-{number}")
+        else:
+            raise UserError(
+                f"{request.source} is neither lmms-lab's nor jxu124's RefCOCO: "
+                f"its columns are {', '.join(row)}"
+            )
+
+
+def _lmms_lab(row: Record, name: str) -> Iterator[Found | Refused]:
+    for i, expression in enumerate(row["answer"]):
+        yield Found(
+            id=f"{name}-{i}",
+            images=(image_bytes(row["image"]),),
+            question=expression,
+            answer={"boxes": [xyxy(row["bbox"])], "labels": [expression]},
+            meta={"file_name": row.get("file_name"), "question_id": row["question_id"]},
+        )
+
+
+def _jxu124(row: Record, split: str) -> Iterator[Found | Refused]:
+    annotated = xyxy(json.loads(row["raw_anns"])["bbox"])
+    agrees = all(abs(a - b) <= _ROUNDING for a, b in zip(row["bbox"], annotated, strict=True))
+    for sentence in row["sentences"]:
+        name = f"{split}-{row['ref_id']}-{sentence['sent_id']}"
+        if not agrees:
+            detail = f"{row['bbox']} against {annotated}"
+            yield Refused(name, "its bbox is not the xyxy box of its annotation", detail)
+            continue
+        yield Found(
+            id=name,
+            images=(PurePosixPath(json.loads(row["raw_image_info"])["file_name"]).name,),
+            question=sentence["sent"],
+            answer={"boxes": [annotated], "labels": [sentence["sent"]]},
+            meta={"split": row["split"], "ref_id": row["ref_id"], "image_id": row["image_id"]},
+        )
+
+
+CONVERTER = Converter(
+    __doc__ or "",
+    read,
+    tasks=("grounding",),
+    splits=("val", "validation", "test", "testA", "testB", "train"),
+)
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

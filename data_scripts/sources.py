@@ -1,0 +1,188 @@
+"""Reading what dataset authors publish: JSON, JSON Lines, pickles, tables, COCO annotations.
+
+Whatever is missing, cut off or of another form raises ``UserError`` with the file's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.errors import UserError
+
+Record = dict[str, Any]
+"""One row, annotation or entry as the source has it."""
+
+
+def find_file(source: str, *patterns: str) -> Path:
+    """The source itself if it is a file, else the only match of the first pattern that has one.
+
+    Args:
+        source: a file, or a folder to search.
+        patterns: globs relative to the folder, the preferred one first.
+
+    Raises:
+        UserError: there is no such file, or one pattern matches several.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    for pattern in patterns:
+        found = sorted(path.glob(pattern))
+        if len(found) > 1:
+            names = ", ".join(str(name) for name in found[:5])
+            raise UserError(f"{source} holds several {pattern} ({names}): give one as --source")
+        if found:
+            return found[0]
+    raise UserError(f"{source} is no file and holds no {' or '.join(patterns)}")
+
+
+def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
+    """The whole text of a file, without a byte order mark."""
+    try:
+        return path.read_text(encoding=encoding)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is corrupt: it is no {encoding} text ({error.reason})") from error
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is corrupt or cut off: {error}") from error
+
+
+def read_lines(path: Path) -> Iterator[Record]:
+    """The objects of a JSON Lines file, or of a JSON file that is one list of them."""
+    with path.open("rb") as file:
+        is_list = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if is_list:
+        yield from read_json(path)
+        return
+    for row in read_jsonl(path):
+        if row.problem is not None:
+            raise UserError(f"{path} is corrupt or cut off: {row.where}: {row.problem}")
+        yield dict(row.values)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers; a pickle that names any code is refused."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, and plain data names no code")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it refers to data outside the file")
+
+
+def read_pickle(path: Path) -> Any:
+    """The value of a pickle of plain containers; no code in it can run."""
+    try:
+        with path.open("rb") as file:
+            # Python 2 wrote the published files; UTF-8 reads its byte strings as text.
+            return _PlainUnpickler(file, encoding="utf-8").load()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise UserError(f"{path} is corrupt, cut off or no plain pickle: {error}") from error
+
+
+def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[Record]:
+    """The rows of a table with an image column, images as encoded bytes.
+
+    Args:
+        source: ``hf:NAME[:SPLIT[:CONFIG]]``, a folder made by ``datasets``, a ``.parquet`` file,
+            or a folder with parquet files whose names begin with the split.
+        split: the split to read where ``source`` does not name one.
+        columns: columns that the rows must have.
+    """
+    for row in _table_rows(source, split):
+        missing = [column for column in columns if column not in row.values]
+        if missing:
+            raise UserError(
+                f"{row.where} has no column {', '.join(missing)}; it has {', '.join(row.values)}"
+            )
+        yield dict(row.values)
+
+
+def _table_rows(source: str, split: str) -> Iterator[Any]:
+    path = Path(source).expanduser()
+    parts = [path] if path.is_file() else sorted(path.glob(f"**/{split}[-.]*parquet"))
+    if parts:
+        parquet = importlib.import_module("vlm_grpo.data.parquet")  # slow to import
+        for part in parts:
+            yield from parquet.read_parquet(part)
+        return
+    name, _, rest = source.removeprefix("hf:").partition(":")
+    hub = importlib.import_module("vlm_grpo.data.hub")  # slow to import
+    yield from hub.read_hub(f"{name}:{rest or split}", "eval")[0]
+
+
+def image_bytes(value: Any) -> bytes | None:
+    """The encoded image in a table's image column, or None where it holds none."""
+    value = value.get("bytes") if isinstance(value, Mapping) else value
+    return value if isinstance(value, bytes) else None
+
+
+@dataclass(frozen=True)
+class Coco:
+    """A COCO annotation file, by id.
+
+    Attributes:
+        images: image records, with ``file_name``.
+        annotations: annotation records, with ``bbox`` as xywh in pixels.
+        categories: category names.
+    """
+
+    images: Mapping[int, Record]
+    annotations: Mapping[int, Record]
+    categories: Mapping[int, str]
+
+    def boxes_of(self) -> dict[int, list[Record]]:
+        """The annotations of every image, none for an image without any."""
+        found: dict[int, list[Record]] = {image: [] for image in self.images}
+        for annotation in self.annotations.values():
+            found[annotation["image_id"]].append(annotation)
+        return found
+
+
+def read_coco(path: Path) -> Coco:
+    """A COCO annotation file."""
+    content = read_json(path)
+    missing = [n for n in ("images", "annotations", "categories") if n not in content]
+    if missing:
+        raise UserError(f"{path} is no COCO annotation file: it has no {', '.join(missing)}")
+    return Coco(
+        images={image["id"]: image for image in content["images"]},
+        annotations={annotation["id"]: annotation for annotation in content["annotations"]},
+        categories={category["id"]: category["name"] for category in content["categories"]},
+    )
+
+
+def xyxy(box: Sequence[float]) -> list[float]:
+    """COCO's x, y, width, height → x1, y1, x2, y2.
+
+    >>> xyxy([10, 20, 5.5, 4])
+    [10, 20, 15.5, 24]
+    """
+    x, y, width, height = box
+    return [x, y, x + width, y + height]
+
+
+def hull(boxes: Sequence[Sequence[float]]) -> list[float]:
+    """The smallest xyxy box around some.
+
+    >>> hull([[0, 5, 2, 6], [1, 1, 3, 2]])
+    [0, 1, 3, 6]
+    """
+    left, top, right, bottom = zip(*boxes, strict=True)
+    return [min(left), min(top), max(right), max(bottom)]

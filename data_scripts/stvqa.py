@@ -1,0 +1,31 @@
+"""ST-VQA (Scene Text VQA) in the form of the Robust Reading Competition.
+
+--source: train_task_3.json. Its authors keep the test answers, so papers hold out a part of train:
+--limit and --seed draw one. --images: the folder that its file_path fields are relative to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import find_file, read_json
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each question that has an answer."""
+    for row in read_json(find_file(request.source, f"{request.split}_task_3.json"))["data"]:
+        name = str(row["question_id"])
+        answers = [answer for answer in row.get("answers") or [] if answer.strip()]
+        if not answers:
+            yield Refused(name, "it has no answers")
+            continue
+        meta = {"dataset": row.get("dataset")}
+        yield Found(name, (row["file_path"],), row["question"], answers, meta)
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("train",))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,33 @@
+"""TallyQA: counting questions, simple and complex, about COCO and Visual Genome images.
+
+--source: train.json or test.json, or the folder that holds both.
+--images: the folder that the rows' image paths (train2014/…, VG_100K/…) are relative to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import find_file, read_json
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each question; meta.kind tells simple from complex."""
+    for row in read_json(find_file(request.source, f"{request.split}.json")):
+        simple = row.get("issimple")
+        kind = "unknown" if simple is None else "simple" if simple else "complex"
+        yield Found(
+            id=f"{request.split}-{row['question_id']}",
+            images=(row["image"],),
+            question=row["question"],
+            answer=row["answer"],
+            meta={"kind": kind, "data_source": row.get("data_source")},
+        )
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "train"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,47 @@
+"""TextVQA 0.5.1: questions about text in photographs, ten answers each.
+
+--source: TextVQA_0.5.1_val.json, the folder that holds it, hf:lmms-lab/textvqa, or a folder with
+its parquet files. The test split has no answers.
+--images: train_images, where train and val both are; for the table a folder to write them into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import Record, find_file, image_bytes, read_json, read_table
+
+_COLUMNS = ("question_id", "image_id", "question", "answers", "image")
+_TABLE_SPLITS = {"val": "validation"}
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each question, with all ten answers: VQA accuracy counts how many agree."""
+    folder = Path(request.source).expanduser()
+    if folder.suffix == ".json" or any(folder.glob("TextVQA_*.json")):
+        path = find_file(request.source, f"TextVQA_*_{request.split}.json")
+        for row in read_json(path)["data"]:
+            yield _row(row, f"{row['image_id']}.jpg")
+    else:
+        split = _TABLE_SPLITS.get(request.split, request.split)
+        for row in read_table(request.source, split, _COLUMNS):
+            yield _row(row, image_bytes(row["image"]))
+
+
+def _row(row: Record, image: str | bytes | None) -> Found | Refused:
+    name = str(row["question_id"])
+    # Some of the ten are empty, which no accepted answer may be; unused places change no match.
+    answers = [answer for answer in row.get("answers") or [] if answer.strip()]
+    if not answers:
+        return Refused(name, "it has no answers")
+    meta = {"image_id": row["image_id"], "answers": len(row["answers"])}
+    return Found(name, (image,), row["question"], answers, meta)
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("val", "train"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,103 @@
+"""Converters for counting on fixtures in their datasets' layouts."""
+
+from __future__ import annotations
+
+from dataset_files import png, put, put_table
+
+
+def clevr_question(number: int, function: str, answer: str) -> dict:
+    return {
+        "image_index": 0,
+        "image_filename": "CLEVR_val_000000.png",
+        "question_index": number,
+        "question_family_index": 3,
+        "question": f"question {number}?",
+        "answer": answer,
+        "split": "val",
+        "program": [
+            {"function": "scene", "inputs": [], "value_inputs": []},
+            {"function": function, "inputs": [0], "value_inputs": []},
+        ],
+    }
+
+
+def test_clevr_keeps_the_questions_that_end_in_a_count(convert, tmp_path):
+    questions = [
+        clevr_question(0, "count", "3"),
+        clevr_question(1, "exist", "yes"),
+        # Its answer is a number only by chance of its words; no count is asked for.
+        clevr_question(2, "query_size", "large"),
+        clevr_question(3, "count", "0"),
+    ]
+    files = {"questions/CLEVR_val_questions.json": {"info": {}, "questions": questions}}
+    source = put(tmp_path / "CLEVR_v1.0", files | {"images/val/CLEVR_val_000000.png": png()})
+    done = convert("clevr", source, source / "images" / "val")
+    assert done.answers == {"val-0": 3, "val-3": 0}
+    assert done.reasons == {"it does not ask for a count": 2}
+    assert done.rows[0]["meta"] == {"question_family": 3}
+
+
+def test_clevr_scenes_are_asked_for_all_their_objects(convert, tmp_path):
+    thing = {"color": "red", "size": "large", "material": "metal", "shape": "cube"}
+    thing |= {"3d_coords": [0.1, 0.2, 0.3], "pixel_coords": [10, 20, 9.5], "rotation": 1.0}
+    scene = {"image_index": 5, "image_filename": "a.png", "objects": [thing] * 4, "split": "val"}
+    source = put(tmp_path, {"CLEVR_val_scenes.json": {"scenes": [scene]}, "images/a.png": png()})
+    done = convert("clevr", source / "CLEVR_val_scenes.json", tmp_path / "images")
+    assert done.answers == {"val-5": 4}
+    assert done.examples[0].question == "How many items are there in the image?"
+
+
+def test_a_cut_off_clevr_file_leaves_nothing(fails, tmp_path):
+    put(tmp_path, {"CLEVR_val_questions.json": '{"questions": [{"image_filename": "a.p'})
+    assert "CLEVR_val_questions.json is corrupt or cut off" in fails(
+        "clevr", tmp_path, tmp_path / "images"
+    )
+
+
+def test_r1_v_test_file(convert, tmp_path):
+    rows = [
+        {
+            "image_path": "./images/superCLEVR_new_025000.png",
+            "question": "How many different items are there in the image?",
+            "ground_truth": 4,
+        },
+        {"image_path": "images/superCLEVR_new_025000.png", "question": "?", "ground_truth": "12"},
+    ]
+    put(tmp_path, {"test200.jsonl": rows, "images/superCLEVR_new_025000.png": png()})
+    done = convert("r1_v", tmp_path / "test200.jsonl", tmp_path / "images")
+    assert done.answers == {"test-1": 4, "test-2": 12}
+
+
+def test_r1_v_training_table_with_answers_in_tags(convert, tmp_path):
+    image = {"bytes": png(), "path": "CLEVR_trainA_000000.png"}
+    rows = [
+        {"image": image, "problem": "How many items?", "solution": "<answer> 3 </answer>"},
+        {"image": image, "problem": "What angle?", "solution": "<answer> 45° </answer>"},
+        {"image": None, "problem": "How many items?", "solution": "<answer> 5 </answer>"},
+    ]
+    put_table(tmp_path / "hub" / "train-00000-of-00001.parquet", rows)
+    done = convert("r1_v", tmp_path / "hub", tmp_path / "images", split="train")
+    assert done.answers == {"train-1": 3}
+    assert done.reasons == {
+        "its answer is no whole number": 1,
+        "its image is missing in the source": 1,
+    }
+
+
+def tally(number: int, **more: object) -> dict:
+    row = {"answer": 2, "data_source": "imported_genome", "image": "VG_100K/1.jpg"}
+    return row | {"image_id": 1, "question": "How many?", "question_id": number, **more}
+
+
+def test_tallyqa_tells_simple_from_complex(convert, tmp_path):
+    rows = [tally(1, issimple=True), tally(2, issimple=False, answer=0)]
+    source = put(tmp_path, {"test.json": rows, "images/VG_100K/1.jpg": png()})
+    done = convert("tallyqa", source, tmp_path / "images")
+    assert done.answers == {"test-1": 2, "test-2": 0}
+    assert [row["meta"]["kind"] for row in done.rows] == ["simple", "complex"]
+
+
+def test_tallyqa_in_another_layout_is_named(fails, tmp_path):
+    put(tmp_path, {"test.json": [{"question": "How many?"}]})
+    message = fails("tallyqa", tmp_path, tmp_path / "images")
+    assert "not the published layout of this dataset (KeyError: 'question_id')" in message
