@@ -86,17 +86,23 @@ def load_model(
     adapters = None
     if adapter is not None:
         adapters = _load_adapter(model, adapter, training)
-    elif settings.policy.lora is not None:
-        adapters = get_peft_model(model, _lora_config(settings.policy.lora, family, model))
-    else:
-        freeze_parts(model, family, settings.policy.freeze)
-    if settings.policy.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        # A checkpointed segment needs an input with gradient; frozen embeddings give none.
-        model.enable_input_require_grads()
+    elif training:
+        adapters = adapt(model, family, settings.policy)
     budget = _budget(family.pixel_budget(processor), settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
+
+
+def adapt(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
+    """Give the model the adapters that the settings ask for, or freeze the parts they name."""
+    if policy.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # A checkpointed segment needs an input with gradient; frozen embeddings give none.
+        model.enable_input_require_grads()
+    if policy.lora is None:
+        freeze_parts(model, family, policy.freeze)
+        return None
+    return get_peft_model(model, _lora_config(policy.lora, family, model))
 
 
 def model_source(name: str) -> str:

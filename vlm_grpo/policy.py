@@ -278,10 +278,7 @@ class Policy:
                 pairs = zip(prompt.example.images, tensors, strict=True)
                 todo |= {image: values for image, values in pairs if image not in known}
         self.counters.encoder_passes += len(todo)
-        with (
-            self.stopwatch("vision"),
-            contextlib.nullcontext() if with_gradient else torch.no_grad(),
-        ):
+        with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
             features = self.family.encode_images(self.model, list(todo.values()))
         known |= dict(zip(todo, features, strict=True))
         return known

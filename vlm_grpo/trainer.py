@@ -31,7 +31,12 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import Evaluation, evaluate_policy, write_predictions
-from vlm_grpo.objective import Advantages, group_advantages, per_reward_advantages
+from vlm_grpo.objective import (
+    Advantages,
+    group_advantages,
+    kl_penalties,
+    per_reward_advantages,
+)
 from vlm_grpo.policy import Counters, Policy, load_policy
 from vlm_grpo.progress import Progress, describe_run
 from vlm_grpo.reference import Reference
@@ -40,7 +45,7 @@ from vlm_grpo.rollout import Roller, Rollout
 from vlm_grpo.task import Task
 from vlm_grpo.tracking import MetricsLog, step_metrics, write_samples
 from vlm_grpo.types import Example, Group
-from vlm_grpo.update import Scorer, Updater, step_batch
+from vlm_grpo.update import Scorer, Updater, slices_of, step_batch
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +179,7 @@ class Trainer:
         with Progress(last, self.step, self.accelerator.is_main_process) as progress:
             while self.step < last:
                 self.stopwatch.reset()
-                metrics = self._step()
+                metrics = self.run_step()
                 self.step += 1
                 if self._due(settings.evaluation.every) or self.step == last:
                     after = self._evaluate()
@@ -188,17 +193,19 @@ class Trainer:
         checkpoint = settings.run_dir / "checkpoints" / f"step-{self.step}"
         return TrainResult(before, after, checkpoint, settings.run_dir)
 
-    def _step(self) -> dict[str, float]:
+    def run_step(self) -> dict[str, float]:
         """One rollout and its update."""
         self.policy.counters = Counters()
         decodes = self.roll.loader.decodes
         started = time.perf_counter()
         rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
-        advantages, mine = self._advantages(rollout.groups)
         self.reference.refresh(self.step)
+        with self.stopwatch("reference"):
+            reference, penalties = self._reference(rollout.groups)
+        advantages, mine = self._advantages(rollout.groups, penalties)
         with self.stopwatch("update"):
             self.policy.model.train()
-            batch = step_batch(rollout.groups, mine, self.settings, self.accelerator)
+            batch = step_batch(rollout.groups, mine, reference, self.settings, self.accelerator)
             metrics = self.update(batch)
         self.policy.forget_images()
         self._write_samples(rollout, mine)
@@ -206,13 +213,45 @@ class Trainer:
         metrics["work/image_decodes"] = self.roll.loader.decodes - decodes
         return metrics | self._metrics(rollout, advantages)
 
-    def _advantages(self, groups: Sequence[Group]) -> tuple[Advantages, Tensor]:
-        """Advantages of the step's completions on all ranks, and those of this rank alone."""
+    def _reference(self, groups: Sequence[Group]) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Log-probs under the reference policy by completion, where one is kept; and, where the
+        KL is taken in the reward, each completion's penalty."""
+        objective = self.settings.objective
+        if not objective.needs_reference:
+            return {}, None
+        slices = slices_of(groups, [True] * sum(len(group.completions) for group in groups))
+        reference = self.update.reference_logprobs(slices)
+        if objective.kl_in == "loss":
+            return reference, None
+        old = self.update.logprobs(slices)
+        rows = sorted(old)
+        index = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(old[r]) for r in rows]))
+        penalties = kl_penalties(
+            torch.cat([old[row] for row in rows]).cpu(),
+            torch.cat([reference[row] for row in rows]).cpu(),
+            index,
+            len(rows),
+            objective.kl_estimator,
+        )
+        return reference, objective.beta * penalties
+
+    def _advantages(
+        self, groups: Sequence[Group], penalties: Tensor | None
+    ) -> tuple[Advantages, Tensor]:
+        """Advantages of the step's completions on all ranks, and those of this rank alone.
+
+        Args:
+            groups: this rank's, n completions in all.
+            penalties: (n,) to subtract from the rewards, or None.
+        """
         scores = [score for group in groups for score in group.scores]
         weights = {n: w for n, w in self.task.reward_weights().items() if w}
         rewards = torch.tensor(
             [[_number(score.rewards[name]) for name in weights] for score in scores]
         )
+        if penalties is not None:
+            weights["kl"] = -1.0
+            rewards = torch.cat([rewards, penalties[:, None].to(rewards.dtype)], dim=1)
         ids = torch.arange(len(groups)).repeat_interleave(
             torch.tensor([len(group.completions) for group in groups])
         )

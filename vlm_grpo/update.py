@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +47,8 @@ class StepBatch:
         active: (n,) False where a truncated completion is masked out.
         sampler_logprobs: for each completion, (T,) its tokens' log-probs when sampled.
         totals: the normalisers, over all ranks.
+        reference_logprobs: by completion, (T,) its tokens' log-probs under the reference policy;
+            empty where none is kept.
     """
 
     slices: tuple[GroupSlice, ...]
@@ -54,16 +56,39 @@ class StepBatch:
     active: Tensor
     sampler_logprobs: tuple[Tensor, ...]
     totals: StepTotals
+    reference_logprobs: Mapping[int, Tensor]
+
+
+def slices_of(groups: Sequence[Group], useful: Sequence[bool]) -> tuple[GroupSlice, ...]:
+    """The groups' completions that are marked, numbered through all groups; empty groups left out.
+
+    Args:
+        groups: n completions in all.
+        useful: one mark for each of them.
+    """
+    slices, row = [], 0
+    for group in groups:
+        rows = [r for r in range(row, row + len(group.completions)) if useful[r]]
+        if rows:
+            tokens = tuple(group.completions[r - row].token_ids for r in rows)
+            slices.append(GroupSlice(group.prompt, tokens, tuple(rows)))
+        row += len(group.completions)
+    return tuple(slices)
 
 
 def step_batch(
-    groups: Sequence[Group], advantages: Tensor, settings: Settings, accelerator: Accelerator
+    groups: Sequence[Group],
+    advantages: Tensor,
+    reference_logprobs: Mapping[int, Tensor],
+    settings: Settings,
+    accelerator: Accelerator,
 ) -> StepBatch:
     """What the update needs of a step's groups.
 
     Args:
         groups: this rank's.
         advantages: one for each of their completions, in order.
+        reference_logprobs: by completion; empty where no reference is kept.
     """
     completions = [c for group in groups for c in group.completions]
     lengths = torch.tensor([len(c.token_ids) for c in completions])
@@ -75,28 +100,14 @@ def step_batch(
     sums = accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
     totals = StepTotals(sums[0], sums[1], counts.max_completion_length)
     useful = needs_update(advantages, active, settings.objective)
-    slices, row = [], 0
-    for group in groups:
-        rows = [r for r in range(row, row + len(group.completions)) if useful[r]]
-        if rows:
-            tokens = tuple(group.completions[r - row].token_ids for r in rows)
-            slices.append(GroupSlice(group.prompt, tokens, tuple(rows)))
-        row += len(group.completions)
     return StepBatch(
-        tuple(slices),
+        slices_of(groups, useful.tolist()),
         advantages,
         active,
         tuple(torch.tensor(c.logprobs) for c in completions),
         totals,
+        reference_logprobs,
     )
-
-
-@dataclass
-class _Stored:
-    """Log-probs that later passes of the same step compare with, by completion."""
-
-    old: dict[int, Tensor] = field(default_factory=dict)
-    reference: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -124,11 +135,10 @@ class Updater:
     def __call__(self, batch: StepBatch) -> dict[str, float]:
         """``num_iterations`` updates on one step's completions; returns their metrics."""
         objective = self.settings.objective
-        stored, metrics, losses, norms = _Stored(), Metrics(), [], []
-        if objective.needs_reference:
-            self._note_reference(batch, stored)
+        old: dict[int, Tensor] = {}  # filled by the first iteration, read by the others
+        metrics, losses, norms = Metrics(), [], []
         for iteration in range(objective.num_iterations):
-            loss, more = self._accumulate(batch, stored, keep_old=iteration == 0)
+            loss, more = self._accumulate(batch, old, first=iteration == 0)
             norms.append(self._apply())
             losses.append(loss)
             metrics = metrics + more
@@ -152,7 +162,7 @@ class Updater:
         return norm
 
     def _accumulate(
-        self, batch: StepBatch, stored: _Stored, keep_old: bool
+        self, batch: StepBatch, old: dict[int, Tensor], first: bool
     ) -> tuple[float, Metrics]:
         """The gradient of the whole step, micro-batch by micro-batch; its loss and metrics.
 
@@ -165,7 +175,7 @@ class Updater:
                 loss, metrics = 0.0, Metrics()
                 for index, micro in enumerate(batches):
                     with self._synchronised(last=index == len(batches) - 1):
-                        share, more = self._backward(micro, batch, stored, keep_old)
+                        share, more = self._backward(micro, batch, old, first)
                     loss, metrics = loss + share, metrics + more
                 return loss, metrics
             except RuntimeError as error:
@@ -187,15 +197,13 @@ class Updater:
             )
 
     def _backward(
-        self, micro: MicroBatch, batch: StepBatch, stored: _Stored, keep_old: bool
+        self, micro: MicroBatch, batch: StepBatch, old: dict[int, Tensor], first: bool
     ) -> tuple[float, Metrics]:
         objective = self.settings.objective
         scores = self.scorer(micro, objective.entropy_coef > 0)
-        tokens = self._token_batch(micro, scores, batch, stored, use_old=not keep_old)
-        if keep_old and objective.needs_old_logprobs:
-            lengths = [len(completion) for completion in micro.completions]
-            parts = scores.logprobs.detach().split(lengths)
-            stored.old.update(zip(micro.rows, parts, strict=True))
+        tokens = self._token_batch(micro, scores, batch, None if first else old)
+        if first and objective.needs_old_logprobs:
+            old |= _by_row(micro, scores.logprobs.detach())
         output = policy_loss(tokens, batch.totals, objective)
         # Data-parallel training averages gradients; the totals are already those of all ranks.
         self.accelerator.backward(output.loss * self.accelerator.num_processes)
@@ -206,8 +214,7 @@ class Updater:
         micro: MicroBatch,
         scores: TokenScores,
         batch: StepBatch,
-        stored: _Stored,
-        use_old: bool,
+        old: Mapping[int, Tensor] | None,
     ) -> TokenBatch:
         device = scores.logprobs.device
         rows = list(micro.rows)
@@ -221,26 +228,37 @@ class Updater:
             completion=torch.arange(len(rows), device=device).repeat_interleave(lengths),
             advantages=batch.advantages[rows].to(device, scores.logprobs.dtype),
             lengths=lengths,
-            old_logprobs=flat(stored.old) if use_old else None,
-            reference_logprobs=flat(stored.reference) if stored.reference else None,
+            old_logprobs=None if old is None else flat(old),
+            reference_logprobs=flat(batch.reference_logprobs) if batch.reference_logprobs else None,
             sampler_logprobs=flat(batch.sampler_logprobs),
             entropies=scores.entropies,
             active=batch.active[rows].to(device),
         )
 
     @torch.no_grad()
-    def _note_reference(self, batch: StepBatch, stored: _Stored) -> None:
+    def logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
+        """Log-probs of the completions' tokens under the weights as they are, by completion."""
+        found: dict[int, Tensor] = {}
+        for micro in pack(slices, self.max_tokens):
+            found |= _by_row(micro, self.policy.score(micro).logprobs)
+        return found
+
+    def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
+        """The same under the reference policy."""
         with self.reference.in_place():
-            for micro in pack(batch.slices, self.max_tokens):
-                lengths = [len(completion) for completion in micro.completions]
-                parts = self.policy.score(micro).logprobs.split(lengths)
-                stored.reference.update(zip(micro.rows, parts, strict=True))
+            return self.logprobs(slices)
 
     @contextlib.contextmanager
     def _synchronised(self, last: bool) -> Iterator[None]:
         """Gradients are exchanged between ranks with the last micro-batch alone."""
         with contextlib.nullcontext() if last else self.accelerator.no_sync(self.scorer):
             yield
+
+
+def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
+    """Values of the micro-batch's tokens, (M,), as one (T,) tensor for each completion."""
+    parts = values.split([len(completion) for completion in micro.completions])
+    return dict(zip(micro.rows, parts, strict=True))
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
+@runtime_checkable
 class Attend(Protocol):
     """What the language model's attention layers are dispatched to."""
 

@@ -1,0 +1,93 @@
+"""GRPO steps of this toolkit's trainer, for ``step.py``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import time
+from typing import Any
+
+from measuring import LORA, QUESTION, measure, noise_reward, wait
+from step import arguments
+from torch.utils.flop_counter import FlopCounterMode
+
+from vlm_grpo.config import Settings
+from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.families import load_family
+from vlm_grpo.loading import LoadedModel, adapt
+from vlm_grpo.policy import Policy, restriction_of
+from vlm_grpo.task import Task, reward
+from vlm_grpo.trainer import Trainer
+from vlm_grpo.types import Example, ImageRef
+
+
+class Noise(Task):
+    headline = "noise"
+
+    def parse(self, text: str, example: Example) -> str:
+        return text
+
+    @reward()
+    def noise(self, answer: str, example: Example) -> float:
+        return noise_reward(answer)
+
+
+def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+    settings = Settings.model_validate(
+        {
+            "task": "noise",
+            "data": {"train": "unused"},
+            "output_dir": os.devnull,
+            "policy": {
+                "dtype": options.dtype,
+                "gradient_checkpointing": options.checkpointing,
+                "lora": None if options.full else {"r": LORA["r"], "alpha": LORA["lora_alpha"]},
+            },
+            "rollout": {
+                "num_generations": options.generations,
+                "max_completion_length": options.tokens,
+                "min_new_tokens": options.tokens,
+            },
+            "optim": {
+                "prompts_per_step": options.prompts,
+                "max_steps": options.steps + 1,
+                "max_tokens_per_batch": options.max_tokens,
+            },
+            "logging": {"samples_every": 0},
+        }
+    )
+    family = load_family(model.config)
+    adapters = adapt(model, family, settings.policy)
+    shared = options.child == "shared"
+    if shared:
+        use_shared_attention(family.language_model(model))
+    budget = family.pixel_budget(processor)
+    loaded = LoadedModel(model, processor, family, budget, shared, adapters)
+    restriction = restriction_of(model, family, settings.rollout)
+    policy = Policy(loaded, restriction, settings.policy.head_chunk_tokens)
+    policy.stopwatch.wait = wait
+    examples = []
+    for index, image in enumerate(images):
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        reference = ImageRef(str(index), image.size, image.size, data=buffer.getvalue())
+        examples.append(Example(str(index), (reference,), QUESTION, ""))
+    trainer = Trainer(settings, policy, Noise(), examples, [])
+    seconds, phases = [], {}
+    for _ in range(options.steps + 1):
+        policy.stopwatch.reset()
+        wait()
+        started = time.perf_counter()
+        metrics = trainer.run_step()
+        wait()
+        seconds.append(time.perf_counter() - started)
+        for name in ("prompts", "vision", "prefill", "decode", "reward", "update"):
+            phases.setdefault(name, []).append(metrics.get(f"time/{name}", 0.0))
+    with FlopCounterMode(display=False) as counter:
+        trainer.run_step()
+    return seconds, phases, counter.get_total_flops()
+
+
+if __name__ == "__main__":
+    measure(arguments(), run_ours)

@@ -1,0 +1,85 @@
+"""GRPO steps of TRL's GRPOTrainer, for ``step.py``."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from measuring import LORA, QUESTION, measure, noise_reward, wait
+from peft import LoraConfig
+from step import arguments
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Clock(TrainerCallback):
+    """Times every step, its rollout included."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        wait()
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        wait()
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def noise(completions: list, **kwargs: Any) -> list[float]:
+    return [noise_reward(completion[0]["content"]) for completion in completions]
+
+
+def run_trl(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+    rows = {
+        "prompt": [[{"role": "user", "content": QUESTION}] for _ in images],
+        "image": images,
+    }
+
+    batch = options.prompts * options.generations
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=options.trl_batch or batch,
+            gradient_accumulation_steps=batch // (options.trl_batch or batch),
+            num_generations=options.generations,
+            max_completion_length=options.tokens,
+            generation_kwargs={"min_new_tokens": options.tokens},
+            max_steps=options.steps + 1,
+            beta=0.0,
+            learning_rate=1e-6,
+            bf16=options.dtype == "bfloat16",
+            use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing=options.checkpointing,
+            logging_steps=1000,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            shuffle_dataset=False,
+        )
+        lora = LoraConfig(
+            **LORA,
+            target_modules=r".*language_model.*\.(q|k|v|o|gate|up|down)_proj",
+            task_type="CAUSAL_LM",
+        )
+        clock = Clock()
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=processor,
+            reward_funcs=noise,
+            args=config,
+            train_dataset=Dataset.from_dict(rows),
+            peft_config=None if options.full else lora,
+            callbacks=[clock],
+        )
+        trainer.train()
+    return clock.seconds, {}, 0
+
+
+if __name__ == "__main__":
+    measure(arguments(), run_trl)
