@@ -221,16 +221,18 @@ _ARTICLES = frozenset(("a", "an", "the"))
 _NUMBER_WORDS = "zero one two three four five six seven eight nine ten"
 _NUMBERS = {word: str(number) for number, word in enumerate(_NUMBER_WORDS.split())} | {"none": "0"}
 _ONE_APOSTROPHE = (
-    "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd "
-    "how'll how's isn't it'd it'll ma'am mightn't might've mustn't must've needn't not've o'clock "
-    "oughtn't shan't should've shouldn't somebody'll somebody's someone'd someone'll someone's "
-    "something'd something'll that's there'd there're there's they'd they'll they're they've 'twas "
-    "wasn't we've weren't what'll what're what's what've when's where'd where's where've who'd "
-    "who'll who's who've why'll why're why's won't would've wouldn't y'all you'd you'll you're you've"
+    "ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's "
+    "how'd how'll how's isn't it'd it'll ma'am mightn't might've mustn't must've needn't not've "
+    "o'clock oughtn't shan't should've shouldn't somebody'll somebody's someone'd someone'll "
+    "someone's something'd something'll that's there'd there're there's they'd they'll they're "
+    "they've 'twas wasn't we've weren't what'll what're what's what've when's where'd where's "
+    "where've who'd who'll who's who've why'll why're why's won't would've wouldn't y'all you'd "
+    "you'll you're you've"
 )
 _TWO_APOSTROPHES = (
     "couldn't've hadn't've he'd've it'd've mightn't've she'd've shouldn't've somebody'd've "
-    "someone'd've something'd've there'd've they'd've we'd've who'd've wouldn't've y'all'll you'd've"
+    "someone'd've something'd've there'd've they'd've we'd've who'd've wouldn't've y'all'll "
+    "you'd've"
 )
 
 
