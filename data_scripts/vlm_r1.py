@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data.rows import answer_candidates
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request, answer_for
 from vlm_grpo.data_scripts.sources import Record, find_file, read_lines
 
 _REC_PREFIX = "Please provide the bounding box coordinate of the region this sentence describes:"
@@ -22,17 +21,17 @@ def read(request: Request) -> Iterator[Found | Refused]:
     """The file's rows, numbered where they have no id."""
     for number, row in enumerate(read_lines(find_file(request.source)), start=1):
         name = f"{request.split}-{row.get('id', number)}"
-        question, answer = _turns(row) if "conversations" in row else _problem(row)
-        readings = [a for a in answer_candidates(answer) if _fits(a, request.task)]
-        if not readings:
-            yield Refused(name, f"its answer is none of {request.task}", f"{answer!r:.80}")
+        question, solution = _turns(row) if "conversations" in row else _problem(row)
+        answer = answer_for(solution, request.task)
+        if answer is None:
+            yield Refused(name, f"its answer is none of {request.task}", f"{solution!r:.80}")
             continue
         images = row.get("image", row.get("images", []))
         yield Found(
             id=name,
             images=tuple(images) if isinstance(images, list) else (images,),
             question=question.replace("<image>", "").strip().removeprefix(_REC_PREFIX).strip(),
-            answer=readings[0],
+            answer=answer,
             meta={k: row[k] for k in ("dataset_name", "accu_reward_method") if k in row},
         )
 
@@ -46,11 +45,6 @@ def _turns(row: Record) -> tuple[str, object]:
 
 def _problem(row: Record) -> tuple[str, object]:
     return row.get("normal_caption", row["problem"]), row["solution"]
-
-
-def _fits(answer: object, task: str) -> bool:
-    kinds = {"grounding": dict, "detection": dict, "counting": int, "ocr": str}
-    return isinstance(answer, kinds[task])
 
 
 CONVERTER = Converter(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from dataset_files import png, put, put_table
 
 
@@ -101,3 +103,56 @@ def test_tallyqa_in_another_layout_is_named(fails, tmp_path):
     put(tmp_path, {"test.json": [{"question": "How many?"}]})
     message = fails("tallyqa", tmp_path, tmp_path / "images")
     assert "not the published layout of this dataset (KeyError: 'question_id')" in message
+
+
+def test_super_clevr(convert, tmp_path):
+    question = clevr_question(4, "count", "7") | {"image_filename": "superCLEVR_new_000000.png"}
+    question["program"][-1] = {"type": "count", "inputs": [0]}
+    files = {"superCLEVR_questions_30k.json": {"questions": [question]}}
+    put(tmp_path, files | {"images/superCLEVR_new_000000.png": png()})
+    done = convert("super_clevr", tmp_path, tmp_path / "images")
+    assert done.answers == {"train-4": 7}
+
+
+def test_countbenchqa_refuses_dead_images(convert, tmp_path):
+    row = {"text": "Five cups.", "question": "How many cups?", "number": 5}
+    rows = [row | {"image": {"bytes": png(), "path": None}}, row | {"image": None}]
+    put_table(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows)
+    done = convert("countbenchqa", tmp_path / "hub", tmp_path / "images")
+    assert done.answers == {"countbenchqa-0": 5}
+    assert done.reasons == {"its image is missing in the source": 1}
+
+
+def test_pixmo_count_checks_what_came_from_the_links(convert, tmp_path):
+    good, changed = hashlib.sha256(png()).hexdigest(), hashlib.sha256(png(shade=1)).hexdigest()
+    row = {"image_url": "https://x.y/z.jpg", "count": 3, "label": "cups"}
+    digests = [good, changed, hashlib.sha256(b"").hexdigest()]
+    rows = [row | {"image_sha256": digest} for digest in digests]
+    put_table(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", rows)
+    put(tmp_path / "images", {f"{good}.jpg": png(), f"{changed}.png": png(shade=2)})
+    done = convert("pixmo_count", tmp_path / "hub", tmp_path / "images", split="val")
+    assert done.answers == {"val-0": 3}
+    assert done.rows[0]["question"] == "How many cups are there in the image?"
+    assert done.reasons == {
+        "its image has changed behind its link": 1,
+        "its image is missing in the source": 1,
+    }
+
+
+def test_fsc147_counts_the_dots(convert, tmp_path):
+    annotation = {"H": 48, "W": 64, "points": [[1.5, 2.0]] * 9, "box_examples_coordinates": []}
+    files = {
+        "annotation_FSC147_384.json": {"2.jpg": annotation, "3.jpg": annotation},
+        "Train_Test_Val_FSC_147.json": {"train": ["3.jpg"], "val": [], "test": ["2.jpg"]},
+        "ImageClasses_FSC147.txt": "2.jpg\tsea shells\n3.jpg\thot air balloons\n",
+    }
+    put(tmp_path, files | {"images/2.jpg": png()})
+    done = convert("fsc147", tmp_path, tmp_path / "images")
+    assert done.answers == {"test-2.jpg": 9}
+    assert done.rows[0]["question"] == "How many sea shells are there in the image?"
+
+
+def test_fsc147_without_its_split_file(fails, tmp_path):
+    put(tmp_path, {"annotation_FSC147_384.json": {}, "ImageClasses_FSC147.txt": ""})
+    message = fails("fsc147", tmp_path, tmp_path / "images")
+    assert "Train_Test_Val_FSC_147.json cannot be read: No such file" in message

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 from dataset_files import png, put, put_table
+from scipy.io import savemat
 
 
 def ocrbench(number: int, answers: object, **more: object) -> dict:
@@ -108,3 +112,71 @@ def test_a_cut_off_file_gives_one_message_and_no_output(fails, tmp_path, name, f
     message = fails(name, tmp_path / file, tmp_path / "images")
     assert f"{file} is corrupt or cut off" in message
     assert message.count("\n") == 1
+
+
+def test_ocrbench_v2_keeps_what_it_can_score(convert, tmp_path):
+    rows = [
+        ocrbench(0, ["CENTRE"], type="text recognition en"),
+        ocrbench(1, "B", type="science QA en", eval="multiple choice"),
+        ocrbench(2, ["<table>"], type="table parsing en"),
+    ]
+    put(tmp_path, {"OCRBench_v2.json": rows, "images/IIIT5K/1.png": png()})
+    done = convert("ocrbench_v2", tmp_path / "OCRBench_v2.json", tmp_path / "images")
+    assert done.answers == {"ocrbench-v2-0": ["CENTRE"], "ocrbench-v2-1": ["B"]}
+    assert [row["meta"]["eval"] for row in done.rows] == [None, "multiple choice"]
+    assert done.rows[1]["meta"]["category"] == "knowledge reasoning"
+    assert done.reasons == {"type table parsing en needs a script of its own": 1}
+
+
+def test_ocrbench_v2_table(convert, tmp_path):
+    row = ocrbench(3, ["x"], type="cognition VQA cn", eval="None", image={"bytes": png()})
+    put_table(tmp_path / "hub" / "test-0.parquet", [row])
+    done = convert("ocrbench_v2", tmp_path / "hub", tmp_path / "images")
+    assert done.rows[0]["meta"]["eval"] is None
+
+
+def test_iiit5k(convert, tmp_path):
+    kinds = [("ImgName", object), ("GroundTruth", object)]
+    words = [("test/1002_1.png", "PRIVATE"), ("test/1009_2.png", "24")]
+    put(tmp_path, {name: png() for name, _ in words})
+    savemat(tmp_path / "testdata.mat", {"testdata": np.array([words], dtype=kinds)})
+    done = convert("iiit5k", tmp_path, tmp_path)
+    assert done.answers == {"iiit5k-test/1002_1.png": ["PRIVATE"], "iiit5k-test/1009_2.png": ["24"]}
+
+
+def test_iiit5k_cut_off(fails, tmp_path):
+    put(tmp_path, {"testdata.mat": b"MATLAB 5.0 MAT-file"})
+    assert "testdata.mat is corrupt, cut off or not IIIT5K's" in fails("iiit5k", tmp_path, tmp_path)
+
+
+def test_icdar2015(convert, tmp_path):
+    text = '\ufeffword_1.png, "Genaxis Theatre"\r\nword_2.png, "say \\"no, thanks\\""\r\n'
+    put(tmp_path, {"gt.txt": text, "word_1.png": png(), "word_2.png": png()})
+    done = convert("icdar2015", tmp_path, tmp_path, split="train")
+    assert done.answers == {
+        "train-word_1.png": ["Genaxis Theatre"],
+        "train-word_2.png": ['say "no, thanks"'],
+    }
+
+
+def test_icdar2015_cut_off(fails, tmp_path):
+    put(tmp_path, {"gt.txt": 'word_1.png, "Gen', "word_1.png": png()})
+    assert "gt.txt:1 is corrupt or cut off" in fails("icdar2015", tmp_path, tmp_path, split="train")
+
+
+def test_sroie_asks_for_each_field(convert, tmp_path):
+    entities = {"company": "TAN WOON YANN", "date": "25/12/2018", "address": "", "total": "9.00"}
+    files = {"test/entities/X001.txt": json.dumps(entities), "test/img/X001.jpg": png()}
+    put(tmp_path, files)
+    done = convert("sroie", tmp_path, tmp_path / "test")
+    assert done.answers == {
+        "test-X001-company": ["TAN WOON YANN"],
+        "test-X001-date": ["25/12/2018"],
+        "test-X001-total": ["9.00"],
+    }
+    assert done.reasons == {"the receipt has no address": 1}
+
+
+def test_sroie_cut_off(fails, tmp_path):
+    put(tmp_path, {"entities/X001.txt": '{"company": "TAN', "img/X001.jpg": png()})
+    assert "X001.txt is corrupt or cut off" in fails("sroie", tmp_path, tmp_path)

@@ -1,0 +1,31 @@
+"""FSC-147: crowds of one kind of object, 7 to 3,731 an image; scored by MAE and RMSE.
+
+--source: the folder with annotation_FSC147_384.json, Train_Test_Val_FSC_147.json and
+ImageClasses_FSC147.txt. --images: images_384_VarV2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import read_json, read_text
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each image: as many objects as it has dots."""
+    annotations = read_json(request.path / "annotation_FSC147_384.json")
+    lines = read_text(request.path / "ImageClasses_FSC147.txt").splitlines()
+    kinds = dict(line.split("\t", 1) for line in lines if line.strip())
+    for image in read_json(request.path / "Train_Test_Val_FSC_147.json")[request.split]:
+        kind = kinds[image].strip()
+        question = f"How many {kind} are there in the image?"
+        count = len(annotations[image]["points"])
+        yield Found(f"{request.split}-{image}", (image,), question, count, {"kind": kind})
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "val", "train"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

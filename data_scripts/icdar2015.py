@@ -1,0 +1,37 @@
+"""ICDAR 2015 Incidental Scene Text, task 4.3: cropped words with lines of: file, "word".
+
+--source: gt.txt of the training images or Challenge4_Test_Task3_GT.txt of the test images.
+--images: the folder of the word images.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import find_file, read_text
+from vlm_grpo.errors import UserError
+
+_LINE = re.compile(r'([^\s,]+),\s*"(.*)"\s*')
+_FILES = {"test": "*Test_Task3_GT.txt", "train": "gt.txt"}
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each word."""
+    path = find_file(request.source, _FILES[request.split])
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        if (found := _LINE.fullmatch(line)) is None:
+            raise UserError(f"{path}:{number} is corrupt or cut off: {line[:80]!r}")
+        image, word = found[1], found[2].replace('\\"', '"')
+        question = "What is the text in the image?"
+        yield Found(f"{request.split}-{image}", (image,), question, [word])
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test", "train"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,55 @@
+"""OCRBench v2: its questions with short answers; the other types are refused and counted.
+
+Tables, charts, documents, key information, spotting, grounding, full pages and translation need
+scripts of their own (tree edit distance, BLEU, …), so what is left gives no OCRBench v2 score:
+its categories are scores in their own right.
+
+--source: OCRBench_v2.json, hf:ling99/OCRBench_v2, or a folder with its parquet files.
+--images: the folder of its image_path fields; for the table a folder to write them into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import Record, image_bytes, read_json, read_table
+from vlm_grpo.official import OCRBENCH_V2
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each question of a type that ``official.ocrbench_v2`` scores."""
+    if request.source.endswith(".json"):
+        for row in read_json(request.path):
+            yield _row(row, row["image_path"])
+    else:
+        columns = ("id", "dataset_name", "question", "type", "answers", "image")
+        for row in read_table(request.source, request.split, columns):
+            yield _row(row, image_bytes(row["image"]))
+
+
+def _row(row: Record, image: str | bytes | None) -> Found | Refused:
+    name, kind = f"ocrbench-v2-{row['id']}", row["type"]
+    if kind not in OCRBENCH_V2:
+        return Refused(name, f"type {kind} needs a script of its own")
+    answers = row["answers"] if isinstance(row["answers"], list) else [row["answers"]]
+    rule = row.get("eval")
+    return Found(
+        id=name,
+        images=(image,),
+        question=row["question"],
+        answer=[str(answer) for answer in answers],
+        meta={
+            "dataset_name": row["dataset_name"],
+            "type": kind,
+            "category": OCRBENCH_V2[kind],
+            "eval": None if rule in ("", "None") else rule,
+        },
+    )
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test",))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,42 @@
+"""PixMo-Count: labels and counts of web images, given by link and SHA-256 hash.
+
+Download the images first, each into a file named by its hash (image_sha256, any ending). An image
+whose bytes have another hash has changed behind its link, and its row is refused. Copies of the
+table that hold the images themselves are read too.
+
+--source: hf:allenai/pixmo-count, or a folder with its parquet files. --images: those files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import image_bytes, read_table
+
+_TABLE_SPLITS = {"val": "validation"}
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each image and label."""
+    files = {path.stem: path for path in request.images.glob("*") if path.is_file()}
+    split = _TABLE_SPLITS.get(request.split, request.split)
+    columns = ("image_sha256", "count", "label")
+    for number, row in enumerate(read_table(request.source, split, columns)):
+        name, digest = f"{request.split}-{number}", row["image_sha256"]
+        image: str | bytes | None = image_bytes(row.get("image"))
+        if image is None and digest in files:
+            image = files[digest].name
+            if hashlib.sha256(files[digest].read_bytes()).hexdigest() != digest:
+                yield Refused(name, "its image has changed behind its link", image)
+                continue
+        question = f"How many {row['label']} are there in the image?"
+        yield Found(name, (image,), question, row["count"], {"label": row["label"]})
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "val", "train"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

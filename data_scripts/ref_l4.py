@@ -1,0 +1,36 @@
+"""Ref-L4: 45,341 long referring expressions; its authors count IoU > 0.5, not ≥.
+
+--source: the dataset's folder, with ref-l4-val.parquet and ref-l4-test.parquet, or one of them.
+--images: the folder that images.tar.gz was unpacked into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import find_file, read_table, xyxy
+
+_COLUMNS = ("id", "caption", "bbox", "file_name")
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each expression; published numbers are of val and test together."""
+    parts = ("val", "test") if request.split == "all" else (request.split,)
+    for part in parts:
+        path = find_file(request.source, f"ref-l4-{part}.parquet")
+        for row in read_table(str(path), part, _COLUMNS):
+            yield Found(
+                id=f"{part}-{row['id']}",
+                images=(row["file_name"],),
+                question=row["caption"],
+                answer={"boxes": [xyxy(row["bbox"])], "labels": [row["caption"]]},
+                meta={"split": part, "category": row.get("ori_category_id")},
+            )
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("all", "val", "test"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

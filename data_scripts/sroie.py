@@ -1,0 +1,44 @@
+"""SROIE 2019: company, date, address and total of scanned receipts, one question each.
+
+--source: the folder with train and test, which hold img and entities; or one of these two.
+--images: the folder with the split's img.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import read_json
+from vlm_grpo.errors import UserError
+
+_QUESTIONS = {
+    "company": "What is the name of the company on the receipt?",
+    "date": "What is the date on the receipt?",
+    "address": "What is the address on the receipt?",
+    "total": "What is the total amount on the receipt?",
+}
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each field that a receipt's entities name."""
+    inner = request.path / request.split
+    files = sorted(((inner if inner.is_dir() else request.path) / "entities").glob("*.txt"))
+    if not files:
+        raise UserError(f"{request.source} has no entities/*.txt of split {request.split}")
+    for path in files:
+        entities = read_json(path)
+        for field, question in _QUESTIONS.items():
+            name = f"{request.split}-{path.stem}-{field}"
+            if not entities.get(field):
+                yield Refused(name, f"the receipt has no {field}")
+                continue
+            images = (f"img/{path.stem}.jpg",)
+            yield Found(name, images, question, [entities[field]], {"field": field})
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test", "train"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

@@ -1,0 +1,26 @@
+"""Super-CLEVR: the counting questions of its own files. R1-V's 200 questions are read by r1_v.
+
+--source: superCLEVR_questions_30k.json, or its folder. --images: the folder of the images.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.clevr import counting_question
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import find_file, read_json
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each question whose program ends in a count."""
+    path = find_file(request.source, "superCLEVR_questions_30k.json", "superCLEVR_questions*.json")
+    for row in read_json(path)["questions"]:
+        yield counting_question(row, request.split)
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("train", "test"))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

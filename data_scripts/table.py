@@ -1,0 +1,60 @@
+"""Any table with an image, a question and an answer: a dataset of the hub by name, or parquet.
+
+Columns are found by their usual names (image or images; question, problem, query or prompt;
+answer, answers, solution or label; id); every other column of text or numbers becomes meta.
+vlm-grpo also trains on such a table directly (data.train=hf:NAME:SPLIT); converting it makes a
+copy that a person can read, mend and share.
+
+--source: hf:NAME, hf:NAME:SPLIT:CONFIG, a folder or file of parquet.
+--images: a folder that the images are written into.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request, answer_for
+from vlm_grpo.data_scripts.sources import Record, image_bytes, read_table
+from vlm_grpo.errors import UserError
+
+_IMAGES = ("image", "images")
+_QUESTIONS = ("question", "problem", "query", "prompt")
+_ANSWERS = ("answer", "answers", "solution", "label")
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each row whose answer the task can read."""
+    for number, row in enumerate(read_table(request.source, request.split, ())):
+        names = [_column(row, kind) for kind in (_IMAGES, _QUESTIONS, _ANSWERS)]
+        images, question, value = (row[name] for name in names)
+        name = f"{request.split}-{row.get('id', number)}"
+        answer = answer_for(value, request.task)
+        if answer is None:
+            yield Refused(name, f"its answer is none of {request.task}", f"{value!r:.80}")
+            continue
+        images = images if isinstance(images, list) else [images]
+        kept = (str, int, float)
+        meta = {k: v for k, v in row.items() if k not in (*names, "id") and isinstance(v, kept)}
+        yield Found(name, tuple(map(image_bytes, images)), question, answer, meta)
+
+
+def _column(row: Record, names: tuple[str, ...]) -> str:
+    found = [name for name in names if name in row]
+    if len(found) != 1:
+        raise UserError(
+            f"the table must have one column of {', '.join(names)}; its columns are "
+            f"{', '.join(row)}"
+        )
+    return found[0]
+
+
+CONVERTER = Converter(
+    __doc__ or "",
+    read,
+    tasks=("grounding", "counting", "ocr", "detection"),
+    splits=("train", "test", "val", "validation"),
+)
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())

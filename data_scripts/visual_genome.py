@@ -1,0 +1,37 @@
+"""Visual Genome: region descriptions as phrases to ground. It has no official splits.
+
+--source: region_descriptions.json, or its folder. --images: the folder with VG_100K and VG_100K_2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
+from vlm_grpo.data_scripts.sources import find_file, read_json, xyxy
+
+_FOLDERS = ("VG_100K", "VG_100K_2")
+
+
+def read(request: Request) -> Iterator[Found | Refused]:
+    """One row for each region."""
+    for entry in read_json(find_file(request.source, "region_descriptions.json")):
+        paths = [f"{folder}/{entry['id']}.jpg" for folder in _FOLDERS]
+        image = next((path for path in paths if (request.images / path).is_file()), paths[0])
+        for region in entry["regions"]:
+            box = xyxy([region[side] for side in ("x", "y", "width", "height")])
+            phrase = region["phrase"].strip()
+            yield Found(
+                id=f"{request.split}-{region['region_id']}",
+                images=(image,),
+                question=phrase,
+                answer={"boxes": [box], "labels": [phrase]},
+                meta={"image_id": entry["id"]},
+            )
+
+
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("train",))
+
+if __name__ == "__main__":
+    sys.exit(CONVERTER.main())
