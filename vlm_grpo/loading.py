@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -96,13 +97,23 @@ def load_model(
 def adapt(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
     """Give the model the adapters that the settings ask for, or freeze the parts they name."""
     if policy.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        # A checkpointed segment needs an input with gradient; frozen embeddings give none.
-        model.enable_input_require_grads()
+        checkpoint_activations(model)
     if policy.lora is None:
         freeze_parts(model, family, policy.freeze)
         return None
-    return get_peft_model(model, _lora_config(policy.lora, family, model))
+    with warnings.catch_warnings():
+        # PEFT asks the model by a name that transformers has deprecated.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(model, _lora_config(policy.lora, family, model))
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Compute activations again in backward instead of keeping them."""
+    # Renamed in transformers 5.23; the old name warns there.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    # A checkpointed segment needs an input with gradient; frozen embeddings give none.
+    model.enable_input_require_grads()
 
 
 def model_source(name: str) -> str:

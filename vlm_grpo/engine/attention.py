@@ -71,6 +71,8 @@ def _dispatch(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Under autocast the rotation leaves queries and keys in float32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     return attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 

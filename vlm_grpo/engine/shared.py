@@ -38,7 +38,7 @@ def score_shared(
         chunk_tokens: tokens whose logits are held at once; 0: all.
         with_entropy: also return entropies.
     """
-    row = _PackedRow(batch, prefixes)
+    row = PackedRow(batch, prefixes)
     features = [image for prefix in prefixes for image in prefix.features]
     hidden = family.language_model(model)(
         **family.language_inputs(model, row.tokens[None], features),
@@ -53,7 +53,7 @@ def score_shared(
     )
 
 
-class _PackedRow:
+class PackedRow:
     """The row's tokens and positions, and which hidden state predicts which target."""
 
     def __init__(self, batch: MicroBatch, prefixes: Sequence[PrefixInputs]) -> None:

@@ -1,0 +1,220 @@
+"""The shared form gives what the repeated form gives; variants that look right do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import FAMILIES, noise_example, tiny_policy
+from torch import Tensor
+
+from vlm_grpo.engine import attention, shared
+from vlm_grpo.engine.attention import GroupSpan, Packed
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.decode import PrefixInputs
+from vlm_grpo.loading import checkpoint_activations
+from vlm_grpo.policy import Policy
+from vlm_grpo.task import Task
+from vlm_grpo.types import Prompt
+
+EXAMPLES = [
+    noise_example("one image", [(60, 90)], seed=1),
+    noise_example("no image", [], "Hello there"),
+    noise_example("two images", [(56, 56), (120, 40)], "Compare these two?", seed=2),
+]
+# Of unequal lengths; a single token is fed nothing at all.
+LENGTHS = ((3, 7, 1), (5, 5), (1, 2, 9, 4))
+
+
+class Plain(Task):
+    """Asks the example's question as it stands."""
+
+
+def micro_batch(policy: Policy) -> MicroBatch:
+    generator = torch.Generator().manual_seed(3)
+    slices, row = [], 0
+    for example, lengths in zip(EXAMPLES, LENGTHS, strict=True):
+        prompt = policy.prompt(policy.with_seen_sizes(example), Plain())
+        tokens = [
+            tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
+            for length in lengths
+        ]
+        rows = tuple(range(row, row + len(lengths)))
+        slices.append(GroupSlice(prompt, tuple(tokens), rows))
+        row += len(lengths)
+    return MicroBatch(tuple(slices))
+
+
+def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probs of the batch, and the gradient of a weighted sum of them."""
+    policy.model.train()
+    logprobs = policy.score(micro_batch(policy)).logprobs
+    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
+    (logprobs * weights).sum().backward()
+    grads = {n: w.grad for n, w in policy.trainable() if w.grad is not None}
+    return logprobs.detach(), grads
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """The largest relative difference of two gradients, weight by weight."""
+    assert set(a) == set(b)
+    # A weight whose gradient is mathematically zero (a key's bias) holds rounding noise only.
+    largest = max(grad.norm() for grad in b.values())
+    return max(float((a[n] - b[n]).norm() / b[n].norm().clamp(min=1e-6 * largest)) for n in b)
+
+
+def with_lora(policy: Policy) -> None:
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    get_peft_model(policy.model, config)
+    for name, weight in policy.model.named_parameters():
+        if "lora_B" in name:  # at its initial 0 the adapter would not matter
+            torch.nn.init.normal_(weight, std=0.1)
+
+
+def with_checkpointing(policy: Policy) -> None:
+    checkpoint_activations(policy.model)
+
+
+def with_both(policy: Policy) -> None:
+    with_checkpointing(policy)
+    with_lora(policy)
+
+
+def untouched(policy: Policy) -> None:
+    pass
+
+
+@pytest.mark.parametrize("prepare", [untouched, with_lora, with_checkpointing, with_both])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_equals_repeated_in_float32(family: str, prepare: Callable) -> None:
+    results = []
+    for is_shared in (True, False):
+        policy = tiny_policy(family, is_shared)
+        prepare(policy)
+        results.append(scored(policy))
+    (logprobs, grads), (expected, expected_grads) = results
+    assert (logprobs - expected).abs().max() < 1e-5  # float32 through three layers
+    assert distance(grads, expected_grads) < 1e-5 * 10  # relative to each weight's own norm
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_equals_repeated_in_float64(family: str) -> None:
+    results = [scored(tiny_policy(family, s, torch.float64)) for s in (True, False)]
+    (logprobs, grads), (expected, expected_grads) = results
+    assert (logprobs - expected).abs().max() < 1e-9
+    assert distance(grads, expected_grads) < 1e-6  # transformers computes norms in float32
+
+
+def test_the_masked_form_equals_the_merged_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = scored(tiny_policy("qwen2_5_vl", dtype=torch.float64))
+    monkeypatch.setattr(attention, "_has_cascade", lambda query: False)
+    masked = scored(tiny_policy("qwen2_5_vl", dtype=torch.float64))
+    assert (merged[0] - masked[0]).abs().max() < 1e-9
+    assert distance(merged[1], masked[1]) < 1e-6
+
+
+def expected_logprobs() -> Tensor:
+    return scored(tiny_policy("qwen2_5_vl", False, torch.float64))[0]
+
+
+def shared_logprobs() -> Tensor:
+    return scored(tiny_policy("qwen2_5_vl", True, torch.float64))[0]
+
+
+class TestWrongVariants:
+    """Each looks right, and each is off by far more than rounding (1e-9)."""
+
+    def test_plain_causal_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def plain(self: Packed, layer: int, q: Tensor, k: Tensor, v: Tensor, s: float) -> Tensor:
+            return attention.Prefill()(layer, q, k, v, s)
+
+        monkeypatch.setattr(Packed, "__call__", plain)
+        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
+
+    def test_completions_see_each_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = Packed.__init__
+
+        def joined(self: Packed, spans: Any) -> None:
+            # One long completion in place of G short ones.
+            merged = [GroupSpan(s.start, s.prompt, (sum(s.completions),)) for s in spans]
+            original(self, merged)
+
+        monkeypatch.setattr(Packed, "__init__", joined)
+        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
+
+    def test_positions_run_on_across_completions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = shared.PackedRow.__init__
+
+        def running_on(self: Any, batch: MicroBatch, prefixes: list[PrefixInputs]) -> None:
+            original(self, batch, prefixes)
+            for span, prefix in zip(self.spans, prefixes, strict=True):
+                rest = slice(span.start + span.prompt, span.stop)
+                count = rest.stop - rest.start
+                self.positions[:, rest] = prefix.next_position + torch.arange(count)
+
+        monkeypatch.setattr(shared.PackedRow, "__init__", running_on)
+        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
+
+    def test_completions_start_at_the_prompts_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        length = property(lambda self: len(self.token_ids))
+        monkeypatch.setattr(PrefixInputs, "next_position", length)
+        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
+
+    def test_first_token_predicted_by_the_token_before_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = shared.PackedRow.__init__
+
+        def previous(self: Any, batch: MicroBatch, prefixes: list[PrefixInputs]) -> None:
+            original(self, batch, prefixes)
+            # Right for the first completion of a group alone: before the others stands another's.
+            first = self.steps == 0
+            starts = torch.cat(
+                [
+                    span.start + span.prompt + torch.tensor([0, *span.completions[:-1]]).cumsum(0)
+                    for span in self.spans
+                ]
+            )
+            self.predictors[first] = starts - 1
+
+        monkeypatch.setattr(shared.PackedRow, "__init__", previous)
+        assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompts_place_in_the_batch_does_not_matter(family: str, is_shared: bool) -> None:
+    policy = tiny_policy(family, is_shared)
+    batch = micro_batch(policy)
+    together = policy.score(batch).logprobs
+    alone = torch.cat([policy.score(MicroBatch((piece,))).logprobs for piece in batch.slices])
+    assert (together - alone).abs().max() < 1e-5
+
+
+def test_cutting_a_group_changes_nothing() -> None:
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    (_, _, piece) = micro_batch(policy).slices
+    whole = policy.score(MicroBatch((piece,))).logprobs
+    cut = torch.cat([policy.score(MicroBatch((half,))).logprobs for half in piece.halves()])
+    assert (whole - cut).abs().max() < 1e-9
+
+
+def test_a_small_image_does_not_shrink_the_others() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    small = noise_example("small", [(10, 12)], seed=4)
+    large = noise_example("large", [(112, 84)], seed=5)
+
+    def prompts(*examples: Any) -> list[Prompt]:
+        return [policy.prompt(policy.with_seen_sizes(e), Plain()) for e in examples]
+
+    before = prompts(large)[0]
+    after = prompts(small, large)[1]
+    assert before.token_ids == after.token_ids
+    assert torch.equal(before.vision["pixel_values"], after.vision["pixel_values"])
+    # 10 × 12 pixels become one 28 × 28 token; 112 × 84 are 4 × 3 tokens.
+    grids = [p.vision["image_grid_thw"].tolist() for p in prompts(small, large)]
+    assert grids == [[[1, 2, 2]], [[1, 6, 8]]]

@@ -1,0 +1,100 @@
+"""Chunked log-probabilities equal the plain softmax, with their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlm_grpo.engine.logprobs import score_tokens
+from vlm_grpo.engine.sampling import Restriction
+
+TOKENS, WIDTH, VOCABULARY = 23, 8, 40
+RESTRICTION = Restriction(temperature=0.7, banned=(3, 9), eos=(5,), min_new_tokens=2)
+
+
+def inputs() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(10, VOCABULARY, (TOKENS,))  # none of the banned ones
+    return head, hidden, targets, torch.arange(TOKENS) % 6
+
+
+def plain(head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor) -> tuple:
+    """The definition, on the whole tokens × vocabulary tensor."""
+    logits = head(hidden) / 0.7
+    banned = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bool)
+    banned[:, [3, 9]] = True
+    banned[positions < 2, 5] = True
+    logprobs = logits.masked_fill(banned, -torch.inf).log_softmax(-1)
+    terms = torch.where(banned, 0.0, logprobs.exp() * logprobs.masked_fill(banned, 0))
+    return logprobs.gather(1, targets[:, None])[:, 0], -terms.sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7, 100])
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_scores_and_gradients_equal_the_definition(chunk: int, frozen: bool, entropy: bool) -> None:
+    head, hidden, targets, positions = inputs()
+    head.requires_grad_(not frozen)
+    coefficients = torch.randn(TOKENS, dtype=torch.float64)
+    expected, expected_entropy = plain(head, hidden, targets, positions)
+    wanted = [hidden] if frozen else [hidden, head.weight]
+    loss = (expected * coefficients).sum() + (expected_entropy.sum() if entropy else 0)
+    expected_grads = torch.autograd.grad(loss, wanted)
+
+    found = score_tokens(head, hidden, targets, positions, RESTRICTION, chunk, entropy)
+    assert torch.allclose(found.logprobs, expected, atol=1e-12)
+    loss = (found.logprobs * coefficients).sum()
+    if entropy:
+        assert found.entropies is not None
+        assert torch.allclose(found.entropies, expected_entropy, atol=1e-12)
+        loss = loss + found.entropies.sum()
+    for grad, expected_grad in zip(torch.autograd.grad(loss, wanted), expected_grads, strict=True):
+        assert torch.allclose(grad, expected_grad, atol=1e-12)
+
+
+def test_an_adapter_on_the_head_is_trained() -> None:
+    head, hidden, targets, positions = inputs()
+    holder = nn.Module()
+    holder.lm_head = head
+    adapted = get_peft_model(holder, LoraConfig(r=2, target_modules=["lm_head"]))  # type: ignore[arg-type]
+    layer = adapted.base_model.model.lm_head
+    layer.double()
+    nn.init.normal_(layer.lora_B["default"].weight)
+    weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    expected = torch.autograd.grad(plain(layer, hidden, targets, positions)[0].sum(), weights)
+    scores = score_tokens(layer, hidden, targets, positions, RESTRICTION, 5)
+    found = torch.autograd.grad(scores.logprobs.sum(), weights)
+    for grad, wanted in zip(found, expected, strict=True):
+        assert torch.allclose(grad, wanted, atol=1e-12)
+
+
+def test_no_tensor_is_larger_than_a_chunk() -> None:
+    head, hidden, targets, positions = inputs()
+    head.requires_grad_(False)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                seen.append(out.numel())
+            return out
+
+    with Watch():
+        scores = score_tokens(head, hidden, targets, positions, RESTRICTION, 4)
+        scores.logprobs.sum().backward()
+    # A chunk holds 4 × 40 logits; the largest other tensor is the hidden states', 23 × 8. The
+    # plain form would hold 23 × 40.
+    assert max(seen) <= max(4 * VOCABULARY, TOKENS * WIDTH, WIDTH * VOCABULARY)
+
+
+def test_without_gradient_nothing_is_saved() -> None:
+    head, hidden, targets, positions = inputs()
+    with torch.no_grad():
+        scores = score_tokens(head, hidden, targets, positions, RESTRICTION, 4)
+    assert not scores.logprobs.requires_grad

@@ -1,0 +1,306 @@
+"""The loop on a small random model: what it changes, what it keeps, and that it goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+from transformers import Qwen2Config
+
+from vlm_grpo.config import Settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
+from vlm_grpo.loading import load_model
+from vlm_grpo.policy import load_policy
+from vlm_grpo.registry import load_task
+from vlm_grpo.trainer import Trainer, train
+
+TASK = '''
+from vlm_grpo.task import Task, metric, reward
+
+class Letters(Task):
+    """Write many different small letters: a reward that a random model meets now and then."""
+
+    headline = "letters"
+
+    def parse(self, text, example):
+        return text
+
+    def write(self, answer, example):
+        return answer
+
+    @reward()
+    def letters(self, answer, example):
+        return len(set(answer) & set("abcdefghijklmnopqrstuvwxyz")) / 26
+'''
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model, processor = tiny_model("qwen2_5_vl")
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(model_folder: Path, tmp_path: Path) -> Any:
+    task = tmp_path / "letters.py"
+    task.write_text(TASK)
+
+    def build(**changes: Any) -> Settings:
+        values: dict[str, Any] = {
+            "name": "run",
+            "task": str(task),
+            "model": str(model_folder),
+            "output_dir": str(tmp_path / "runs"),
+            "data": {"train": "embedded:ocr", "train_limit": 12},
+            "policy": {"dtype": "float32"},
+            "rollout": {"num_generations": 4, "max_completion_length": 6},
+            "optim": {"lr": 1e-2, "prompts_per_step": 3, "max_steps": 4},
+            "logging": {"samples_every": 1},
+        }
+        for name, value in changes.items():
+            held = values.get(name)
+            values[name] = {**held, **value} if isinstance(held, dict) else value
+        return Settings.model_validate(values)
+
+    return build
+
+
+def metrics_of(settings: Settings) -> list[dict[str, Any]]:
+    lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(checkpoint.glob("*model.safetensors")))
+
+
+def trainer_for(settings: Settings) -> Trainer:
+    task = load_task(settings.task)
+    examples = load_examples(settings.data.train, task, settings.data, "train")
+    return Trainer(settings, load_policy(settings), task, examples, [])
+
+
+LORA = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}}
+
+
+@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("reference", [1, 2, "never"])
+def test_a_resumed_run_equals_an_unbroken_one(
+    settings: Any, policy: dict, iterations: int, reference: Any
+) -> None:
+    objective = {
+        "num_iterations": iterations,
+        "beta": 0.1,
+        "reference_refresh_every": reference,
+    }
+    common = {"policy": policy, "objective": objective}
+    unbroken = settings(name="unbroken", **common)
+    train(unbroken)
+
+    # Steps counted by the schedule are those of the whole run, so it is stopped by hand.
+    broken = settings(name="broken", checkpoint={"every": 1, "keep_last": 0}, **common)
+    first = train(broken.model_copy(update={"optim": broken.optim}))
+    for late in (3, 4):
+        folder = first.run_dir / "checkpoints" / f"step-{late}"
+        for file in sorted(folder.rglob("*"), reverse=True):
+            file.unlink()
+        folder.rmdir()
+    result = train(broken.model_copy(update={"resume": True}))
+
+    expected = weights_of(unbroken.run_dir / "checkpoints" / "step-4")
+    found = weights_of(result.checkpoint)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert metrics_of(broken) == metrics_of(unbroken)
+
+
+def test_the_same_settings_give_the_same_run(settings: Any) -> None:
+    runs = [settings(name=name) for name in ("a", "b")]
+    for run in runs:
+        train(run)
+    assert metrics_of(runs[0]) == metrics_of(runs[1])
+    a, b = (weights_of(run.run_dir / "checkpoints" / "step-4") for run in runs)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_frozen_parts_stay_bit_identical_and_others_move(settings: Any, model_folder: Path) -> None:
+    before = load_file(model_folder / "model.safetensors")
+    run = settings(policy={"freeze": ["vision", "projector"]})
+    after = weights_of(train(run).checkpoint)
+    for name, weight in before.items():
+        if "visual" in name:
+            assert torch.equal(weight, after[name]), name
+    moved = [n for n in before if not torch.equal(before[n], after[n])]
+    assert moved
+
+
+@pytest.mark.parametrize(
+    ("part", "inside"), [("projector", "visual.merger"), ("vision", "visual.blocks")]
+)
+def test_one_frozen_part_alone(settings: Any, model_folder: Path, part: str, inside: str) -> None:
+    before = load_file(model_folder / "model.safetensors")
+    after = weights_of(train(settings(policy={"freeze": [part]})).checkpoint)
+    assert all(torch.equal(before[n], after[n]) for n in before if inside in n)
+    other = "visual.blocks" if part == "projector" else "visual.merger"
+    assert not all(torch.equal(before[n], after[n]) for n in before if other in n)
+
+
+def test_lora_leaves_the_base_weights_alone(settings: Any) -> None:
+    trainer = trainer_for(settings(policy=LORA))
+    before = {n: w.clone() for n, w in trainer.policy.model.state_dict().items()}
+    trainer.run_step()
+    after = trainer.policy.model.state_dict()
+    assert all(torch.equal(w, after[n]) for n, w in before.items() if "lora_" not in n)
+    changed = [w for n, w in trainer.policy.trainable() if "lora_B" in n and bool((w != 0).any())]
+    assert changed
+
+
+def test_a_resume_with_a_renamed_weight_fails_and_names_it(settings: Any) -> None:
+    run = settings()
+    checkpoint = train(run).checkpoint
+    weights = weights_of(checkpoint)
+    name = next(n for n in weights if n.endswith("q_proj.weight"))
+    weights[name.replace("q_proj", "query_proj")] = weights.pop(name)
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="q_proj"):
+        train(run.model_copy(update={"resume": True}))
+
+
+def test_a_second_run_does_not_overwrite_the_first(settings: Any) -> None:
+    run = settings()
+    train(run)
+    with pytest.raises(UserError, match="resume=true"):
+        train(run)
+
+
+def test_work_per_unique_image_and_step(settings: Any) -> None:
+    trained = settings(name="trained", rollout={"num_generations": 8})
+    frozen = settings(
+        name="frozen", rollout={"num_generations": 8}, policy={"freeze": ["vision", "projector"]}
+    )
+    for run, passes in ((trained, 2), (frozen, 1)):
+        train(run)
+        for row in metrics_of(run):
+            # 3 prompts with one image each. One decode; one encoder pass in the rollout, and
+            # one more in the update where the vision tower is trained.
+            assert row["work/image_decodes"] == 3
+            assert row["frac_reward_zero_std"] == 0
+            assert row["work/encoder_passes"] == 3 * passes
+
+
+def test_running_out_of_memory_changes_nothing_but_the_cut(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gradient_norm(fail: bool) -> float:
+        torch.manual_seed(0)
+        trainer = trainer_for(settings())
+        score, calls = trainer.policy.score, []
+
+        def failing(batch: Any, with_entropy: bool = False) -> Any:
+            calls.append(batch.tokens)
+            if fail and batch.tokens > 130:
+                raise torch.OutOfMemoryError("out of memory")
+            return score(batch, with_entropy)
+
+        monkeypatch.setattr(trainer.policy, "score", failing)
+        norm = trainer.run_step()["grad_norm"]
+        assert (len(calls) > 1) == fail
+        return norm
+
+    whole, cut = gradient_norm(False), gradient_norm(True)
+    assert cut == pytest.approx(whole, rel=1e-5)
+    assert "micro-batches are cut to" in caplog.text
+
+
+def test_zero_spread_groups_cost_no_update(settings: Any) -> None:
+    # A reward of zero weight leaves every total at 0: no group has a spread.
+    trainer = trainer_for(settings())
+    object.__setattr__(trainer.task, "weights", {"letters": 0.0})
+    metrics = trainer.run_step()
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert metrics["work/update_tokens"] == 0
+    assert metrics["loss"] == 0.0
+
+
+def test_dynamic_sampling_replaces_groups_up_to_its_limit(settings: Any) -> None:
+    trainer = trainer_for(settings(rollout={"dynamic_sampling": True, "max_resample": 2}))
+    metrics = trainer.run_step()
+    assert metrics["resampled_groups"] == 0  # this reward spreads in every group
+    object.__setattr__(trainer.roll.task, "weights", {"letters": 0.0})
+    position = trainer.roll.position
+    metrics = trainer.run_step()
+    # Nothing has a spread now: two rounds of 3 fresh prompts, then the step goes on.
+    assert metrics["resampled_groups"] == 6
+    assert trainer.roll.position == position + 9
+
+
+@pytest.mark.parametrize("every", [1, 3, "never"])
+@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
+def test_the_reference_is_what_it_says(settings: Any, policy: dict, every: Any) -> None:
+    run = settings(policy=policy, objective={"beta": 0.05, "reference_refresh_every": every})
+    trainer = trainer_for(run)
+    kept = None
+    for step in range(6):
+        now = {n: w.detach().clone() for n, w in trainer.policy.trainable()}
+        if kept is None or (every != "never" and step % every == 0):
+            kept = now
+        trainer.run_step()
+        trainer.step += 1
+        if every == 1:
+            assert trainer.reference.snapshot is None  # no second model at all
+            continue
+        with trainer.reference.in_place():
+            for name, weight in trainer.policy.trainable():
+                assert torch.equal(weight, kept[name])
+        assert not all(torch.equal(w, kept[n]) for n, w in trainer.policy.trainable())
+
+
+def test_full_weights_train_in_float32_under_bfloat16(settings: Any) -> None:
+    run = settings(policy={"dtype": "bfloat16"}, optim={"lr": 1e-6})
+    loaded = load_model(run)
+    assert loaded.autocast
+    trainer = trainer_for(run)
+    before = {n: w.detach().clone() for n, w in trainer.policy.trainable()}
+    trainer.run_step()
+    # In bfloat16 a weight of 0.1 has a spacing of 5e-4, and a step of 1e-6 would be lost.
+    assert any(not torch.equal(w, before[n]) for n, w in trainer.policy.trainable())
+
+
+class TestBadModels:
+    def test_a_folder_that_is_no_model(self, settings: Any, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(UserError, match="empty cannot be loaded"):
+            train(settings(model=str(tmp_path / "empty")))
+
+    def test_a_text_model(self, settings: Any, tmp_path: Path) -> None:
+        Qwen2Config().save_pretrained(tmp_path / "text")
+        with pytest.raises(UserError, match="qwen2 model, which takes no images"):
+            train(settings(model=str(tmp_path / "text")))
+
+    def test_a_prompt_longer_than_the_context(
+        self, settings: Any, model_folder: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "short"
+        shutil.copytree(model_folder, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = 20
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=r"prompt has \d+ tokens.*holds 20.*max_pixels"):
+            train(settings(model=str(folder)))
+
+    def test_an_unknown_lora_target(self, settings: Any) -> None:
+        policy = {"lora": {"target": ["q_prj"]}}
+        with pytest.raises(UserError, match=r"q_prj; this model has .*q_proj"):
+            train(settings(policy=policy))
