@@ -8,6 +8,10 @@ from PIL import Image, ImageDraw
 
 Box = tuple[float, float, float, float]
 
+GOLD_COLOR = "#ffb000"
+PREDICTED_COLOR = "#dc267f"
+"""Colours of the gold and of the predicted answer; people who are colour-blind tell them apart."""
+
 
 def draw_boxes(
     image: Image.Image, boxes: Sequence[Box], color: str, labels: Sequence[str] | None = None

@@ -1,0 +1,168 @@
+"""A headless Chromium, driven over the WebDriver protocol (https://www.w3.org/TR/webdriver2/)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+DRIVER = shutil.which("chromedriver")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",  # tests often run as root in a container, where Chromium refuses its sandbox
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    # Any request to a host fails at once: a page that needs the network is found out.
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+)
+
+
+class Browser:
+    """One window; use as a context manager.
+
+    Args:
+        size: width and height of the window in pixels.
+        dark: what ``prefers-color-scheme`` says.
+    """
+
+    def __init__(self, size: tuple[int, int] = (1300, 1000), dark: bool = False) -> None:
+        self.size, self.dark = size, dark
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._log = Path(self._folder.name, "driver.log").open("wb")
+        self._process = subprocess.Popen(
+            [str(DRIVER), "--port=0"],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "HOME": self._folder.name},
+        )
+        self._base = f"http://127.0.0.1:{self._port()}"
+        width, height = self.size
+        options = {
+            "binary": CHROMIUM,
+            "args": [
+                *FLAGS,
+                f"--user-data-dir={self._folder.name}/profile",
+                f"--window-size={width},{height}",
+                *(["--force-dark-mode"] if self.dark else []),
+            ],
+        }
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        answer = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        self._base += f"/session/{answer['sessionId']}"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._call("DELETE", "")
+        except urllib.error.URLError:
+            pass  # it is gone already
+        self._process.terminate()
+        self._process.wait(10)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+        self._folder.cleanup()
+
+    def open(self, path: Path) -> None:
+        """Open a file from disk."""
+        self._call("POST", "/url", {"url": path.resolve().as_uri()})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """The value that a script returns; ``arguments[0]`` in it is the first argument."""
+        return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
+
+    def resize(self, width: int, height: int) -> None:
+        """Make the page's own area so large, as a phone's screen, below a window's least width."""
+        self.devtools(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True},
+        )
+
+    def prefer(self, scheme: str) -> None:
+        """Let ``prefers-color-scheme`` be "light" or "dark"."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        self.devtools("Emulation.setEmulatedMedia", {"features": [feature]})
+
+    def press(self, key: str) -> None:
+        """Press and release a key, such as ``ArrowRight``, wherever the focus is."""
+        for kind in ("rawKeyDown", "keyUp"):
+            event = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": _CODES[key]}
+            self.devtools("Input.dispatchKeyEvent", event)
+
+    def devtools(self, command: str, parameters: Mapping[str, Any]) -> Any:
+        """A command of the DevTools protocol."""
+        return self._call(
+            "POST", "/goog/cdp/execute", {"cmd": command, "params": dict(parameters)}
+        )
+
+    def log(self) -> list[str]:
+        """What was written to the console since the last call, errors and refusals among it."""
+        return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
+
+    def screenshot(self, path: Path) -> Path:
+        """Write what is seen as PNG."""
+        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
+        return path
+
+    def _port(self) -> int:
+        """Where the driver listens; it says so in its first lines."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if b"started successfully on port" in line:
+                return int(line.rstrip(b".\n").rpartition(b" ")[2])
+        raise RuntimeError("chromedriver did not start")
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._base + path, data, {"Content-Type": "application/json"}, method=method
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is this machine
+        try:
+            with opener.open(request, timeout=60) as response:
+                return json.load(response)["value"]
+        except urllib.error.HTTPError as error:
+            with error:
+                raise RuntimeError(json.load(error)["value"]["message"]) from error
+
+
+_CODES = {"ArrowLeft": 37, "ArrowRight": 39}
+
+
+def wait(browser: Browser, condition: str, seconds: float = 5.0) -> None:
+    """Wait until a JavaScript expression is true.
+
+    Raises:
+        TimeoutError: it has not become true.
+    """
+    until = time.monotonic() + seconds
+    while not browser.run(f"return Boolean({condition})"):
+        if time.monotonic() > until:
+            raise TimeoutError(f"not true after {seconds} s: {condition}")
+        time.sleep(0.05)

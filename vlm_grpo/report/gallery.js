@@ -1,0 +1,262 @@
+"use strict";
+
+const gallery = JSON.parse(document.getElementById("data").textContent);
+
+const SMALL = 256; // pixels; a smaller image is shown with its pixels, not smoothed
+const rewards = (entry) => entry.answers.map((a) => a.reward).filter((r) => r !== null);
+const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
+const largest = (values) => (values.length ? Math.max(...values) : null);
+
+/** By what entries are sorted, the largest first; entries without a value come last. */
+const SORTS = {
+  "changed most": (e) => e.change === null ? null : Math.abs(e.change),
+  "improved most": (e) => e.change,
+  "got worse most": (e) => e.change === null ? null : -e.change,
+  "newest": (e) => e.step,
+  "oldest": (e) => -e.step,
+  "highest reward": (e) => rewards(e).length ? mean(rewards(e)) : null,
+  "lowest reward": (e) => rewards(e).length ? -mean(rewards(e)) : null,
+  "largest advantage": (e) => largest(
+    e.answers.map((a) => a.advantage).filter((a) => a !== null).map(Math.abs)),
+  "largest spread of rewards": (e) => e.spread,
+};
+const VIEWS = { "held-out": "held-out examples", training: "sampled groups" };
+
+/** What is shown now. */
+const state = { kinds: new Set(), shown: [], at: 0, answer: null, layers: { gold: true, predicted: true } };
+
+const form = document.getElementById("filters");
+const field = (name) => form.elements.namedItem(name);
+
+/** Whether an answer passes the filters; an entry is shown for any that does. */
+function passes(answer, entry) {
+  const step = field("step").value;
+  const [least, most] = [field("least").value, field("most").value];
+  const words = field("text").value.trim().toLowerCase();
+  if (state.kinds.size && !state.kinds.has(answer.kind)) return false;
+  if (step !== "" && answer.step !== Number(step)) return false;
+  if (least !== "" && !(answer.reward !== null && answer.reward >= Number(least))) return false;
+  if (most !== "" && !(answer.reward !== null && answer.reward <= Number(most))) return false;
+  if (!words) return true;
+  const texts = [entry.id, entry.question, entry.gold, ...answer.parts.map(([, text]) => text)];
+  return texts.some((text) => text.toLowerCase().includes(words));
+}
+
+function refresh() {
+  const view = field("view").value;
+  const key = SORTS[field("sort").value];
+  const rank = (entry) => key(entry) ?? -Infinity;
+  state.shown = gallery.entries
+    .filter((e) => (!view || e.view === view) && e.answers.some((a) => passes(a, e)))
+    .map((entry) => [rank(entry), entry])
+    .sort(([a], [b]) => (a === b ? 0 : b - a))
+    .map(([, entry]) => entry);
+  fillStrip();
+  go(0);
+}
+
+function fillStrip() {
+  const items = state.shown.map((entry, index) => {
+    const uri = gallery.pictures[entry.pictures[0]];
+    const picture = uri
+      ? element("img", { src: uri, alt: "", loading: "lazy", decoding: "async" })
+      : element("span", { class: "blank" }, entry.question.slice(0, 80));
+    const dots = entry.answers.map((a) => element("i", { class: a.kind.replace(" ", "-"), title: a.kind }));
+    const change = element("span", { class: entry.change > 0 ? "up" : entry.change < 0 ? "down" : "" },
+      entry.change ? signed(entry.change) : "");
+    const label = `${entry.question.slice(0, 200)} (step ${entry.step})`;
+    return element("li", null, element("button", {
+      type: "button", title: label, "aria-label": label, onclick: () => go(index),
+    }, picture, element("span", { class: "dots" }, ...dots),
+    element("span", { class: "note" }, `step ${entry.step}`, change)));
+  });
+  document.getElementById("strip").replaceChildren(...items);
+}
+
+/** Show one of the entries. */
+function go(index) {
+  const count = state.shown.length;
+  state.at = Math.max(0, Math.min(index, count - 1));
+  state.answer = null;
+  document.getElementById("place").textContent = count ? `${state.at + 1} of ${count}` : "none";
+  document.getElementById("previous").disabled = state.at === 0;
+  document.getElementById("next").disabled = state.at >= count - 1;
+  const strip = document.getElementById("strip");
+  strip.querySelector("[aria-current]")?.removeAttribute("aria-current");
+  const button = strip.children[state.at]?.firstElementChild;
+  if (button) {
+    button.setAttribute("aria-current", "true");
+    const [box, around] = [button.getBoundingClientRect(), strip.getBoundingClientRect()];
+    strip.scrollBy(box.left - around.left - 8, box.top - around.top - 8); // the page stays put
+  }
+  showEntry();
+}
+
+function showEntry() {
+  const place = document.getElementById("entry");
+  const entry = state.shown[state.at];
+  if (!entry) {
+    place.replaceChildren(element("p", { class: "empty" }, "Nothing passes these filters."));
+    return;
+  }
+  const side = element("div", { class: "entry-side" }, ...pictures(entry), ...facts(entry));
+  const answers = element("div", { class: "answers" }, ...entry.answers.map((a) => answerCard(a, entry)));
+  place.replaceChildren(side, answers);
+}
+
+/** The images; over the first one, what the task draws of the gold and the predicted answers. */
+function pictures(entry) {
+  const uris = entry.pictures.map((name) => gallery.pictures[name]);
+  const parts = uris.filter(Boolean).map((uri, index) => {
+    const small = Math.max(...(entry.sizes[index] ?? [SMALL])) < SMALL;
+    const picture = element("div", { class: small ? "picture small" : "picture" },
+      element("img", { src: uri, alt: `image ${index + 1}` }));
+    if (index === 0) picture.append(...layers(entry));
+    return picture;
+  });
+  const toggle = (name, words) => element("label", { class: name },
+    element("input", { type: "checkbox", checked: state.layers[name], onchange: (event) => {
+      state.layers[name] = event.target.checked;
+      showEntry();
+    } }), element("i"), words);
+  const drawn = [];
+  if (entry.goldMarks) drawn.push(toggle("gold", "gold"));
+  if (entry.answers.some((a) => a.marks)) drawn.push(toggle("predicted", "predicted"));
+  if (drawn.length && parts.length) parts.push(element("div", { class: "layers" }, ...drawn));
+  return parts;
+}
+
+function layers(entry) {
+  const made = [];
+  const add = (name, kind) => {
+    const uri = gallery.pictures[name];
+    if (uri) made.push(element("img", { src: uri, alt: "", class: kind }));
+  };
+  if (state.layers.predicted) {
+    const drawn = entry.answers.filter((a) => a.marks && a !== state.answer);
+    for (const answer of drawn) add(answer.marks, state.answer ? "soft" : "");
+    if (state.answer) add(state.answer.marks, "");
+  }
+  if (state.layers.gold) add(entry.goldMarks, "");
+  return made;
+}
+
+function facts(entry) {
+  const size = (pair) => `${pair[0]} × ${pair[1]}`;
+  const rows = [
+    ["gold", foreign("dd", "gold-answer", entry.gold)],
+    entry.change === null ? null : ["change", element("dd", null, signed(entry.change))],
+    ["step", element("dd", null, String(entry.step))],
+    entry.sizes.length ? ["image", element("dd", null, entry.sizes.map(size).join(", "))] : null,
+    entry.seen.length ? ["seen as", element("dd", null, entry.seen.map(size).join(", "))] : null,
+    ["id", foreign("dd", "", entry.id)],
+  ].filter(Boolean);
+  return [
+    foreign("p", "question", entry.question),
+    element("dl", { class: "facts" }, ...rows.flatMap(([name, dd]) => [element("dt", null, name), dd])),
+  ];
+}
+
+/** A text that a model or a dataset wrote: isolated, so that it disturbs nothing around it. */
+function foreign(tag, kind, text) {
+  return element(tag, { class: `foreign ${kind}`, dir: "auto" }, text);
+}
+
+function answerCard(answer, entry) {
+  const run = gallery.comparing ? runNumber(answer.run) : "";
+  const head = element("header", null,
+    element("b", { class: run }, answer.label),
+    element("span", { class: `badge ${answer.kind.replace(" ", "-")}` }, answer.kind),
+    element("span", { class: "spacer" }),
+    element("span", { class: "total" }, `reward ${shortNumber(answer.reward)}`),
+    answer.advantage === null ? null : element("span",
+      { class: answer.advantage > 0 ? "up" : answer.advantage < 0 ? "down" : "" },
+      `advantage ${signed(answer.advantage)}`),
+    answer.stop === null ? null : element("span", null,
+      `${answer.tokens ?? "?"} tokens, ended by ${answer.stop === "eos" ? "itself" : answer.stop}`));
+  const thought = answer.parts.some(([part]) => part !== "answer");
+  const parts = answer.parts.flatMap(([part, text]) => [
+    thought ? element("span", { class: "part-name" }, part) : null,
+    foreign("div", `part ${part === "answer" ? "answer-text" : part}`, text),
+  ]);
+  if (!answer.parts.length) parts.push(element("div", { class: "part thinking" }, "(nothing)"));
+  const read = answer.read === null ? null : element("span", null, `read as ${answer.read.slice(0, 120)}`);
+  const failures = Object.entries(answer.failures).map(([name, why]) =>
+    element("details", { class: "failure" }, element("summary", null, `${name} could not be computed`),
+      foreign("div", "part", why)));
+  const choose = () => {
+    state.answer = state.answer === answer ? null : answer;
+    showEntry();
+  };
+  const card = element("section", { tabIndex: 0, onclick: choose, onkeydown: (event) => {
+    if (event.key === "Enter") choose();
+  } }, head, ...parts.filter(Boolean), element("div", { class: "rewards" },
+    ...values(answer.rewards, "reward"), ...values(answer.metrics, "metric"), read), ...failures);
+  const dim = !passes(answer, entry);
+  card.className = ["answer", answer === state.answer ? "chosen" : "", dim ? "dim" : ""].join(" ");
+  return card;
+}
+
+function values(named, kind) {
+  return Object.entries(named).map(([name, value]) => {
+    const share = value === null ? 0 : Math.max(0, Math.min(1, value));
+    const bar = element("i");
+    bar.style.width = `${100 * share}%`;
+    const shown = value === null ? (kind === "reward" ? "failed" : "–") : shortNumber(value);
+    return element("span", { class: kind, title: kind }, name.replaceAll("_", " "),
+      element("span", { class: "meter" }, bar), shown);
+  });
+}
+
+function runNumber(run) {
+  const names = [...new Set(gallery.entries.flatMap((e) => e.answers.map((a) => a.run)))];
+  return `run-${names.indexOf(run)}`;
+}
+
+/** The choices that the data has, each with what it would show. */
+function prepare() {
+  const present = (list) => [...new Set(list)];
+  const answers = gallery.entries.flatMap((e) => e.answers);
+  const sorts = Object.keys(SORTS).filter((name) => gallery.entries.some((e) => SORTS[name](e) !== null));
+  field("sort").append(...sorts.map((name) => new Option(name, name)));
+  const views = present(gallery.entries.map((e) => e.view));
+  if (views.length > 1) field("view").append(new Option("everything", ""));
+  field("view").append(...views.map((name) => new Option(VIEWS[name], name)));
+  const steps = present(answers.map((a) => a.step)).sort((a, b) => a - b);
+  field("step").append(new Option("all", ""), ...steps.map((step) => new Option(step, step)));
+  const chips = gallery.kinds.map((kind) => {
+    const count = answers.filter((a) => a.kind === kind).length;
+    return element("button", { type: "button", class: "chip", "aria-pressed": "false", disabled: !count,
+      onclick: (event) => {
+        const on = !state.kinds.has(kind);
+        if (on) state.kinds.add(kind); else state.kinds.delete(kind);
+        event.currentTarget.setAttribute("aria-pressed", String(on));
+        refresh();
+      } }, `${kind} `, element("b", null, String(count)));
+  });
+  form.querySelector(".kinds").append(...chips);
+}
+
+function startGallery() {
+  prepare();
+  form.addEventListener("input", refresh);
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("reset", () => {
+    state.kinds.clear();
+    for (const chip of form.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", "false");
+    setTimeout(refresh); // the fields have their first values only after this event
+  });
+  document.getElementById("previous").addEventListener("click", () => go(state.at - 1));
+  document.getElementById("next").addEventListener("click", () => go(state.at + 1));
+  document.addEventListener("keydown", (event) => {
+    const typing = event.target.matches?.("input:not([type=checkbox]), select, textarea");
+    if (typing || event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.key === "ArrowLeft") go(state.at - 1);
+    else if (event.key === "ArrowRight") go(state.at + 1);
+    else return;
+    event.preventDefault();
+  });
+  refresh();
+}
+
+if (gallery.entries.length) startGallery();

@@ -1,0 +1,244 @@
+"""What a run's folder says of the run, read leniently: a run may be going on or have crashed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+import yaml
+from scipy import stats
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task_class
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One evaluation on the held-out examples.
+
+    Attributes:
+        step: updates that the policy had seen.
+        values: for each reward and metric by name, its value by example id where it is defined.
+    """
+
+    step: int
+    values: Mapping[str, Mapping[str, float]]
+
+    @property
+    def n(self) -> int:
+        return max((len(values) for values in self.values.values()), default=0)
+
+    def mean(self, name: str) -> float:
+        """The metric's mean; NaN where it is defined for no example."""
+        values = self.values.get(name, {})
+        return float(np.mean(list(values.values()))) if values else math.nan
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric on the same held-out examples before and after; values and 95 % intervals."""
+
+    before: float
+    before_interval: tuple[float, float]
+    after: float
+    after_interval: tuple[float, float]
+    difference_interval: tuple[float, float]
+    n: int
+    steps: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run.
+
+    Attributes:
+        folder: the run's folder.
+        config: the resolved settings as written; empty where there are none.
+        config_text: the same, as it stands in the file.
+        metrics: one row of numbers for each step, in order.
+        alarms: rows of step, name, message and remedy.
+        evaluations: by step, in order.
+        samples: rows of what the policy wrote, training groups and held-out answers.
+        unreadable: lines that are no JSON object.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    config_text: str
+    metrics: tuple[Row, ...]
+    alarms: tuple[Row, ...]
+    evaluations: tuple[HeldOut, ...]
+    samples: tuple[Row, ...]
+    unreadable: int
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def task(self) -> str:
+        return str(self.config.get("task", "unknown task"))
+
+    @property
+    def model(self) -> str:
+        return str(self.config.get("model", "unknown model"))
+
+    @property
+    def max_steps(self) -> int | None:
+        optim = self.config.get("optim")
+        steps = optim.get("max_steps") if isinstance(optim, Mapping) else None
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.metrics[-1]["step"]) + 1 if self.metrics else 0
+
+    @property
+    def headline(self) -> str | None:
+        """Name of the metric by which models are compared; None where nothing tells."""
+        for row in self.samples:
+            if isinstance(row.get("headline"), str):
+                return row["headline"]
+        try:
+            return load_task_class(self.task).headline
+        except UserError:  # the task's file may be elsewhere by now
+            return None
+
+    def change(self) -> Change | None:
+        """The headline metric at the first and the last evaluation; None where there are no two."""
+        if len(self.evaluations) < 2 or (name := self.headline) is None:
+            return None
+        first, last = self.evaluations[0], self.evaluations[-1]
+        before, after = first.values.get(name, {}), last.values.get(name, {})
+        if not before or not after:
+            return None
+        differences = [after[i] - before[i] for i in before if i in after]
+        return Change(
+            first.mean(name),
+            bootstrap_interval(list(before.values()), self.seed),
+            last.mean(name),
+            bootstrap_interval(list(after.values()), self.seed),
+            bootstrap_interval(differences, self.seed),
+            len(after),
+            (first.step, last.step),
+        )
+
+    @property
+    def seed(self) -> int:
+        seed = self.config.get("seed", 0)
+        return seed if isinstance(seed, int) and seed >= 0 else 0
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        UserError: there is no such folder, or nothing of a run in it.
+    """
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {folder}")
+    config_path = folder / "config.yaml"
+    text = config_path.read_text("utf-8", errors="replace") if config_path.is_file() else ""
+    reader = _Reader()
+    metrics = [row for row in reader.rows(folder / "metrics.jsonl") if _is_step(row)]
+    samples = [
+        {**row, "source": path.name}
+        for path in sorted((folder / "samples").glob("*.jsonl"))
+        for row in reader.rows(path)
+        if _is_step(row)
+    ]
+    if not text and not metrics and not samples:
+        raise UserError(
+            f"{folder} holds no run: a run's folder has config.yaml and metrics.jsonl in it"
+        )
+    return Run(
+        folder=folder,
+        config=_mapping(text),
+        config_text=text,
+        metrics=tuple(sorted(metrics, key=lambda row: row["step"])),
+        alarms=tuple(reader.rows(folder / "alarms.jsonl")),
+        evaluations=tuple(_evaluations(folder / "evaluation", reader)),
+        samples=tuple(samples),
+        unreadable=reader.unreadable,
+    )
+
+
+def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean, from 2,000 resamples; NaN of nothing."""
+    if not values:
+        return math.nan, math.nan
+    if len(set(values)) == 1:  # nothing varies: the bootstrap has nothing to say
+        return values[0], values[0]
+    result = stats.bootstrap(
+        (np.asarray(values),),
+        np.mean,
+        n_resamples=2000,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+        batch=100,
+    )
+    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+class _Reader:
+    """Reads JSON Lines and counts what cannot be read, as a last line that a crash cut off."""
+
+    def __init__(self) -> None:
+        self.unreadable = 0
+
+    def rows(self, path: Path) -> Iterator[dict[str, Any]]:
+        if not path.is_file():
+            return
+        # Not splitlines: texts hold line separators of Unicode, which end no line of the file.
+        for line in path.read_text("utf-8", errors="replace").split("\n"):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (json.JSONDecodeError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                self.unreadable += 1
+
+
+def _evaluations(folder: Path, reader: _Reader) -> Iterator[HeldOut]:
+    """Those made while training, by step."""
+    for path in sorted(folder.glob("step-*.jsonl")):
+        if (match := re.fullmatch(r"step-(\d+)", path.stem)) is None:
+            continue
+        values: dict[str, dict[str, float]] = {}
+        for row in reader.rows(path):
+            for part in ("rewards", "metrics"):
+                columns = row.get(part)
+                for name, value in columns.items() if isinstance(columns, dict) else ():
+                    if is_number(value):
+                        values.setdefault(name, {})[str(row.get("id"))] = float(value)
+        yield HeldOut(int(match[1]), values)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _is_step(row: Row) -> bool:
+    step = row.get("step")
+    return isinstance(step, int) and not isinstance(step, bool)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a finite number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
