@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from dataset_files import png, put, put_table
 
 
-def clevr_question(number: int, function: str, answer: str) -> dict:
+def clevr_question(number: int, function: str, answer: str) -> dict[str, Any]:
     return {
         "image_index": 0,
         "image_filename": "CLEVR_val_000000.png",
