@@ -82,14 +82,8 @@ def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
 
 def test_detection_has_a_value_of_the_whole_set_and_no_interval():
     shapes = make_shapes.examples("grounding", 4, seed=3)
-    report = report_of(
-        "coco",
-        shapes,
-        [
-            f'[{{"bbox_2d": {row.answer["boxes"][0]}, "label": "{row.answer["labels"][0]}"}}]'
-            for row in shapes
-        ],
-    )
+    task = load_benchmark("coco").load_task()
+    report = report_of("coco", shapes, [task.gold(row) for row in shapes])
     assert report.value == pytest.approx(100.0)
     assert (report.interval, report.values, report.tables) == (None, None, {})
 
@@ -147,7 +141,7 @@ def test_comparison_of_right_and_wrong_agrees_with_the_sign_test(wins):
     exact = stats.binomtest(wins, 50).pvalue
     assert found.p_value == pytest.approx(exact, abs=0.07)
     assert (found.better, found.worse, found.n) == (wins, 50 - wins, 500)
-    assert f"({'paired bootstrap'}, n = 500; {wins} better" in comparison_line(found)
+    assert f"(paired bootstrap, n = 500; {wins} better" in comparison_line(found)
 
 
 def test_comparison_holds_its_level():

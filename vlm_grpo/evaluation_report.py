@@ -215,7 +215,9 @@ def _natural(group: str) -> tuple[int, float, str]:
     return (0, float(group), "") if group.isdecimal() else (1, 0.0, group)
 
 
-def compare(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Comparison:
+def compare(
+    first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray, seed: int = 0
+) -> Comparison:
     """A paired bootstrap test on the differences of two outputs to the same examples.
 
     The p-value is the share of resamples, of the differences shifted to mean 0, whose mean is at

@@ -41,8 +41,8 @@ def group_of(name: str, example: Example) -> str:
 
     Args:
         name: "answer" (the gold answer itself), "size" (COCO's areas of the gold box), "size_128"
-            (Ref-L4's), or a key of ``Example.meta``; a key that is missing gives "unknown". Examples
-            with other than one box have no size and are grouped by their number of boxes.
+            (Ref-L4's), or a key of ``Example.meta``; a key that is missing gives "unknown".
+            Examples without exactly one box have no size; their number of boxes is the group.
     """
     if name == "answer":
         return str(example.answer)
