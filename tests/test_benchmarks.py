@@ -6,6 +6,7 @@ import importlib
 import io
 import random
 from contextlib import redirect_stdout
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,11 +144,12 @@ def official_nms_ap(found: list, golds: list) -> float:
             kept.append({"image_id": image, "category_id": label, "bbox": wide, "score": 1.0})
     with redirect_stdout(io.StringIO()):
         coco = COCO()
-        coco.dataset = {
+        dataset: Any = {
             "images": [{"id": i} for i in range(len(golds))],
             "categories": [{"id": i} for i in range(3)],
             "annotations": annotations,
         }
+        coco.dataset = dataset
         coco.createIndex()
         evaluation = COCOeval(coco, coco.loadRes(kept), "bbox")  # type: ignore[arg-type]
         evaluation.evaluate()
