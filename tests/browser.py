@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -78,10 +79,8 @@ class Browser:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        with contextlib.suppress(urllib.error.URLError):  # it may be gone already
             self._call("DELETE", "")
-        except urllib.error.URLError:
-            pass  # it is gone already
         self._process.terminate()
         self._process.wait(10)
         if self._process.stdout is not None:
@@ -117,9 +116,7 @@ class Browser:
 
     def devtools(self, command: str, parameters: Mapping[str, Any]) -> Any:
         """A command of the DevTools protocol."""
-        return self._call(
-            "POST", "/goog/cdp/execute", {"cmd": command, "params": dict(parameters)}
-        )
+        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": dict(parameters)})
 
     def log(self) -> list[str]:
         """What was written to the console since the last call, errors and refusals among it."""

@@ -11,9 +11,9 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from vlm_grpo.config import load_settings
+from vlm_grpo.config import DataSettings, load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.evaluate import summarise, write_predictions
 from vlm_grpo.registry import load_task
@@ -52,8 +52,8 @@ def make_run(
     settings.save(settings.run_dir / "config.yaml")
     # Thinking and tags, so that a page has all parts of a completion to set apart.
     task = load_task(task_name, tags=True, thinking=True)
-    train = load_examples(f"embedded:{task_name}", task, split="train")[: 4 * steps]
-    examples = load_examples(f"embedded:{task_name}", task, split="eval")[:held_out]
+    train = few_examples(task_name, task, 4 * steps, "train")
+    examples = few_examples(task_name, task, held_out, "eval")
     policy, chance = write or answer, random.Random(seed)
     log = MetricsLog(settings.run_dir / "metrics.jsonl")
     samples = settings.run_dir / "samples"
@@ -61,7 +61,9 @@ def make_run(
         now = skill[0] + (skill[1] - skill[0]) * step / steps
         if step % max(1, steps // 4) == 0:
             texts = [policy(task, example, now, random.Random(example.id)) for example in examples]
-            scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
+            scores = [
+                task.score(text, example) for text, example in zip(texts, examples, strict=True)
+            ]
             found = summarise(task, examples, texts, scores, seed)
             write_predictions(settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl", found)
             write_held_out(samples, step, task, examples, found.rows)
@@ -76,6 +78,15 @@ def make_run(
             write_samples(samples, step, groups, advantages, task)
         log.write(step, step_metrics(groups) | _other_metrics(groups, step, chance))
     return settings.run_dir
+
+
+def few_examples(
+    name: str, task: Task, count: int = 1, split: Literal["train", "eval"] = "eval"
+) -> list[Example]:
+    """The first embedded examples; drawing all of them takes seconds."""
+    source = f"embedded:{name}"
+    data = DataSettings(train=source, eval=source, train_limit=count, eval_limit=count)
+    return load_examples(source, task, data, split)
 
 
 def group(task: Task, example: Example, texts: list[str]) -> Group:

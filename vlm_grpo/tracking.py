@@ -23,7 +23,7 @@ HELD_OUT_SHOWN = 128
 """Held-out examples whose answers are kept with a picture at every evaluation."""
 THUMBNAIL_SIDE = 448
 """Longest side of a kept picture, in pixels."""
-THUMBNAIL_BYTES = 15_000
+THUMBNAIL_BYTES = 12_000
 """Size of a kept picture's file, so that a report with a thousand of them is below 25 MB."""
 
 
@@ -65,7 +65,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class Album:
-    """Small pictures for people: ``images/<hash>.webp``, each image once, none over 15 kB.
+    """Small pictures for people: ``images/<hash>.webp``, each image once, none over 12 kB.
 
     Names are hashes, so nothing of the data gets into a path.
 
@@ -120,7 +120,7 @@ class Album:
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """The image as WebP of at most 448 pixels a side and 15 kB; lossless where that fits."""
+    """The image as WebP of at most 448 pixels a side and 12 kB; lossless where that fits."""
     small = image.copy()
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     data = _webp(small, lossless=True, quality=60)

@@ -74,7 +74,7 @@ def held_out_entries(runs: Sequence[tuple[str, Run]]) -> tuple[list[Entry], int]
     skipped = 0
     for label, run in runs:
         rows = [row for row in run.samples if row["source"].startswith("held-out-")]
-        shown = _spread_out(sorted({row["step"] for row in rows}), ANSWERS_SHOWN)
+        shown = spread_out(sorted({row["step"] for row in rows}), ANSWERS_SHOWN)
         for row in (row for row in rows if row["step"] in shown):
             name = f"{label} · step {row['step']}" if label else f"step {row['step']}"
             try:
@@ -138,6 +138,13 @@ def picture_names(entry: Entry) -> set[str]:
     return names - {None}
 
 
+def spread_out(values: Sequence[int], count: int) -> set[int]:
+    """At most ``count`` of the values, the first and the last among them, evenly chosen."""
+    if len(values) <= count:
+        return set(values)
+    return {values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)}
+
+
 def _entry(row: Row, view: str) -> Entry:
     return {
         "view": view,
@@ -177,7 +184,7 @@ def _answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[str, An
         "stop": None if stop is None else visible(str(stop), 40),
         "tokens": _number(completion.get("tokens")),
         "failures": {
-            visible(str(name), 100): visible(str(why)[-TEXT_CHARACTERS:])
+            visible(str(name), 60): visible(str(why)[-TEXT_CHARACTERS:])
             for name, why in (completion.get("failures") or {}).items()
         },
         "file": row["source"],
@@ -210,13 +217,6 @@ def _difference(before: float | None, after: float | None) -> float | None:
     return None if before is None or after is None else after - before
 
 
-def _spread_out(values: Sequence[int], count: int) -> set[int]:
-    """At most ``count`` of the values, the first and the last among them, evenly chosen."""
-    if len(values) <= count:
-        return set(values)
-    return {values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)}
-
-
 def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(_rounded(value), ensure_ascii=False)
     return visible(text)
@@ -232,7 +232,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    return {visible(str(name), 100): _number(value) for name, value in values.items()}
+    return {visible(str(name), 60): _number(value) for name, value in values.items()}
 
 
 def _number(value: Any) -> float | None:

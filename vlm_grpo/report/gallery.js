@@ -7,11 +7,16 @@ const rewards = (entry) => entry.answers.map((a) => a.reward).filter((r) => r !=
 const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
 const largest = (values) => (values.length ? Math.max(...values) : null);
 
+/** What the change of an entry is called: since the start, or from one run to the other. */
+const CHANGES = gallery.comparing
+  ? ["differs most", "second run better", "second run worse", "difference"]
+  : ["changed most", "improved most", "got worse most", "change"];
+
 /** By what entries are sorted, the largest first; entries without a value come last. */
 const SORTS = {
-  "changed most": (e) => e.change === null ? null : Math.abs(e.change),
-  "improved most": (e) => e.change,
-  "got worse most": (e) => e.change === null ? null : -e.change,
+  [CHANGES[0]]: (e) => e.change === null ? null : Math.abs(e.change),
+  [CHANGES[1]]: (e) => e.change,
+  [CHANGES[2]]: (e) => e.change === null ? null : -e.change,
   "newest": (e) => e.step,
   "oldest": (e) => -e.step,
   "highest reward": (e) => rewards(e).length ? mean(rewards(e)) : null,
@@ -111,13 +116,13 @@ function pictures(entry) {
     const small = Math.max(...(entry.sizes[index] ?? [SMALL])) < SMALL;
     const picture = element("div", { class: small ? "picture small" : "picture" },
       element("img", { src: uri, alt: `image ${index + 1}` }));
-    if (index === 0) picture.append(...layers(entry));
+    if (index === 0) picture.append(element("div", { class: "marks" }, ...layers(entry)));
     return picture;
   });
   const toggle = (name, words) => element("label", { class: name },
     element("input", { type: "checkbox", checked: state.layers[name], onchange: (event) => {
       state.layers[name] = event.target.checked;
-      showEntry();
+      redraw(entry);
     } }), element("i"), words);
   const drawn = [];
   if (entry.goldMarks) drawn.push(toggle("gold", "gold"));
@@ -141,11 +146,20 @@ function layers(entry) {
   return made;
 }
 
+/** Draw the marks anew, and show which answer is chosen. */
+function redraw(entry) {
+  document.querySelector(".marks")?.replaceChildren(...layers(entry));
+  entry.answers.forEach((answer, index) => {
+    const card = document.querySelector(".answers").children[index];
+    card.classList.toggle("chosen", answer === state.answer);
+  });
+}
+
 function facts(entry) {
   const size = (pair) => `${pair[0]} × ${pair[1]}`;
   const rows = [
     ["gold", foreign("dd", "gold-answer", entry.gold)],
-    entry.change === null ? null : ["change", element("dd", null, signed(entry.change))],
+    entry.change === null ? null : [CHANGES[3], element("dd", null, signed(entry.change))],
     ["step", element("dd", null, String(entry.step))],
     entry.sizes.length ? ["image", element("dd", null, entry.sizes.map(size).join(", "))] : null,
     entry.seen.length ? ["seen as", element("dd", null, entry.seen.map(size).join(", "))] : null,
@@ -186,14 +200,13 @@ function answerCard(answer, entry) {
       foreign("div", "part", why)));
   const choose = () => {
     state.answer = state.answer === answer ? null : answer;
-    showEntry();
+    redraw(entry);
   };
   const card = element("section", { tabIndex: 0, onclick: choose, onkeydown: (event) => {
     if (event.key === "Enter") choose();
   } }, head, ...parts.filter(Boolean), element("div", { class: "rewards" },
     ...values(answer.rewards, "reward"), ...values(answer.metrics, "metric"), read), ...failures);
-  const dim = !passes(answer, entry);
-  card.className = ["answer", answer === state.answer ? "chosen" : "", dim ? "dim" : ""].join(" ");
+  card.className = passes(answer, entry) ? "answer" : "answer dim";
   return card;
 }
 
@@ -220,6 +233,7 @@ function prepare() {
   const sorts = Object.keys(SORTS).filter((name) => gallery.entries.some((e) => SORTS[name](e) !== null));
   field("sort").append(...sorts.map((name) => new Option(name, name)));
   const views = present(gallery.entries.map((e) => e.view));
+  form.querySelector("[data-for=view]").hidden = views.length < 2;
   if (views.length > 1) field("view").append(new Option("everything", ""));
   field("view").append(...views.map((name) => new Option(VIEWS[name], name)));
   const steps = present(answers.map((a) => a.step)).sort((a, b) => a - b);

@@ -12,6 +12,7 @@ from vlm_grpo.report.entries import (
     as_json,
     held_out_entries,
     picture_names,
+    spread_out,
     training_entries,
 )
 from vlm_grpo.report.run import Run
@@ -65,16 +66,16 @@ def _fitting(
     held_out: list[Entry], training: list[Entry], shelf: _Shelf, limit: int
 ) -> list[Entry]:
     steps = sorted({entry["step"] for entry in training})
-    stride = 1
-    while stride < 2 * len(steps):
-        kept = {*steps[::stride], steps[-1]}
+    count = len(steps)
+    while count > 1:
+        kept = spread_out(steps, count)
         chosen = [*held_out, *(entry for entry in training if entry["step"] in kept)]
         if shelf.bytes_of(chosen) <= limit:
             return chosen
-        stride *= 2
-    chosen = list(held_out)
+        count = count * 9 // 10
+    chosen = [*held_out, *(training if count == len(steps) else ())]
     while chosen and shelf.bytes_of(chosen) > limit:
-        chosen = chosen[: len(chosen) * 3 // 4]
+        chosen = chosen[: len(chosen) * 9 // 10]
     return chosen
 
 
@@ -84,11 +85,15 @@ class _Shelf:
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
         self._sizes: dict[str, int] = {}
+        self._texts: dict[int, int] = {}
 
     def bytes_of(self, entries: Sequence[Entry]) -> int:
         """Characters that the entries and their pictures take in the page."""
+        for entry in entries:
+            if id(entry) not in self._texts:
+                self._texts[id(entry)] = len(as_json(entry))
         names = set().union(*map(picture_names, entries))
-        return sum(map(self._size, names)) + sum(len(as_json(entry)) for entry in entries)
+        return sum(map(self._size, names)) + sum(self._texts[id(entry)] for entry in entries)
 
     def uri(self, name: str) -> str | None:
         path = self._path(name)

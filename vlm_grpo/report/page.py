@@ -115,7 +115,8 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], shown: Ga
         markup=Markup,
     )
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(html, encoding="utf-8")
+    # A folder's name may hold what is no character.
+    aside.write_text(html, encoding="utf-8", errors="replace")
     aside.replace(path)
     return path
 
@@ -126,7 +127,7 @@ def _head(label: str, run: Run) -> dict[str, Any]:
     state = f"{steps} steps" if of is None or steps >= of else f"step {steps} of {of}, not finished"
     return {
         "label": label,
-        "task": run.task,
+        "task": Path(run.task).stem,
         "model": run.model,
         "state": state,
         "headline": (run.headline or "").replace("_", " "),
@@ -144,8 +145,8 @@ def _verdict(change: Change | None) -> str:
     if math.isnan(low):
         return "no example was asked both times"
     if low <= 0.0 <= high:
-        return "no clear change: the interval of the difference holds 0"
-    return "a clear change: the interval of the difference is on one side of 0"
+        return "no clear change, for 0 is within it"
+    return "a clear change"
 
 
 def _tiles(run: Run) -> list[Tile]:
@@ -194,4 +195,4 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def percent(value: float) -> str:
     """A share of 1 as a percentage, another number as it is."""
-    return f"{100 * value:.1f} %" if -1.0 <= value <= 1.0 else f"{value:.3g}"
+    return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if -1.0 <= value <= 1.0 else f"{value:.3g}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from vlm_grpo.report.charts import Chart, Line
+from vlm_grpo.report.entries import visible
 from vlm_grpo.report.run import Run, bootstrap_interval, is_number
 
 OUTER_PHASES = ("step", "rollout", "evaluation")
@@ -135,7 +136,7 @@ def comparison(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
         for name in filter(panel.picks, names):
             lines = [_line(label, name, run) for label, run in runs]
             label = panel.label(name)
-            title = panel.title if label in (name, "") else f"{panel.title}: {label}"
+            title = panel.title if label in (name, "") else f"{panel.title}: {visible(label, 60)}"
             found.append(
                 Chart(title, panel.help, lines, share=panel.share, logarithmic=panel.logarithmic)
             )
@@ -158,12 +159,14 @@ def _held_out(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
                 for evaluation in found
             ]
             lows, highs = [low for low, _ in bounds], [high for _, high in bounds]
-            lines.append(Line(label or name, [e.step for e in found], means, lows, highs))
+            lines.append(
+                Line(visible(label or name, 60), [e.step for e in found], means, lows, highs)
+            )
         everything = [value for line in lines for value in (*line.y, *(line.low or ()))]
         share = all(0.0 <= value <= 1.0 for value in everything)
         n = max(evaluation.n for _, run in runs for evaluation in run.evaluations)
         yield Chart(
-            f"Held out: {name.replace('_', ' ')}",
+            f"Held out: {visible(name, 60).replace('_', ' ')}",
             f"Mean over up to {n} held-out examples, with its 95 % interval.",
             lines,
             share=share,
@@ -203,7 +206,7 @@ def _phases(run: Run) -> Chart:
 def _line(label: str, name: str, run: Run) -> Line:
     values = [row.get(name) for row in run.metrics]
     steps = [row["step"] for row in run.metrics]
-    return Line(label, steps, [float(v) if is_number(v) else math.nan for v in values])
+    return Line(visible(label, 60), steps, [float(v) if is_number(v) else math.nan for v in values])
 
 
 def _numbers(run: Run) -> list[str]:
