@@ -89,9 +89,9 @@ def _counting(name: str, rng: random.Random) -> Example:
 
 
 def _grounding(name: str, rng: random.Random) -> Example:
-    """One to four shapes, no two alike in both colour and kind; the first one is asked for."""
+    """One to three shapes, no two alike in both colour and kind; the first one is asked for."""
     pairs = [(kind, color) for kind in KINDS for color in COLORS]
-    scene, shapes = _draw(rng.sample(pairs, rng.randint(1, 4)), sizes=(20, 34), rng=rng)
+    scene, shapes = _draw(rng.sample(pairs, rng.randint(1, 3)), sizes=(24, 40), rng=rng)
     asked = shapes[0]
     return Example(
         id=name,

@@ -22,10 +22,10 @@ SIZE = (84, 28)
 
 QUESTION = "What does the text say?"
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-LENGTHS = (3, 5)
+LENGTHS = (3, 4)
 """Fewest and most letters of a word."""
 
-POINTS = 20
+POINTS = 22
 """Font size; a word too wide for the image is written smaller."""
 
 
@@ -72,8 +72,8 @@ def _render(word: str, rng: random.Random) -> Image.Image:
     while right - left > SIZE[0] - 2:
         points -= 1
         left, top, right, bottom = pen.textbbox((0, 0), word, font=_font(points))
-    x = rng.randint(1, min(8, SIZE[0] - 1 - int(right - left)))
-    y = (SIZE[1] - int(bottom - top)) // 2 + rng.randint(-2, 2)
+    x = rng.randint(1, min(3, SIZE[0] - 1 - int(right - left)))
+    y = (SIZE[1] - int(bottom - top)) // 2 + rng.randint(-1, 1)
     pen.text((x - left, y - top), word, font=_font(points), fill=ink)
     return image
 
