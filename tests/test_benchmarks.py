@@ -6,6 +6,7 @@ import importlib
 import io
 import random
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,3 +200,18 @@ def random_box(rng: random.Random) -> tuple[list[float], int]:
 
 def jittered(rng: random.Random, box: list[float]) -> list[float]:
     return np.add(box, [rng.uniform(-2, 2) for _ in box]).tolist()
+
+
+@pytest.mark.parametrize("name", benchmark_names())
+def test_the_guide_lists_every_benchmark_with_its_numbers(name):
+    guide = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    benchmark = load_benchmark(name)
+    (line,) = (line for line in guide.splitlines() if line.startswith(f"| {benchmark.title} |"))
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[2:4] == [f"`{name}`", f"`{benchmark.converter}`"]
+    assert cells[5] == f"`{benchmark.metric}`"
+    for split, n in benchmark.splits.items():
+        assert (f"{split} {n:,}" if n else split) in cells[6]
+    for published in benchmark.published:
+        assert published.model in cells[7]
+        assert f"{published.value:g}" in cells[7]

@@ -1,0 +1,45 @@
+"""What holds for every converter: the same arguments, and help that says what to give."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import vlm_grpo.data_scripts
+from vlm_grpo.data_scripts.conversion import Converter
+
+FOLDER = Path(vlm_grpo.data_scripts.__file__).parent
+MODULES = sorted(p.stem for p in FOLDER.glob("*.py") if "CONVERTER = " in p.read_text("utf-8"))
+
+
+def test_there_are_as_many_as_the_guide_lists():
+    guide = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+    named = [name for name in MODULES if f"`{name}`" in guide.read_text(encoding="utf-8")]
+    assert named == MODULES
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_arguments_and_help(name, capsys):
+    converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").CONVERTER
+    assert isinstance(converter, Converter)
+    with pytest.raises(SystemExit, match="0"):
+        converter.main(["--help"])
+    told = capsys.readouterr().out
+    for option in ("--source", "--images", "--split", "--out", "--limit", "--seed"):
+        assert option in told
+    assert "--source:" in converter.about, "the module says what --source is"
+    assert "--images:" in converter.about
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_source_that_is_not_there_is_one_message(name, tmp_path, capsys):
+    converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").CONVERTER
+    source, out = str(tmp_path / "nowhere"), str(tmp_path / "out" / "x.jsonl")
+    argv = ["--source", source, "--images", str(tmp_path / "images"), "--out", out]
+    assert converter.main(argv) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "nowhere" in message
+    assert not Path(out).exists()
