@@ -34,7 +34,14 @@ from vlm_grpo.report.gallery import gallery
 from vlm_grpo.report.panels import charts, comparison
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task import Task
-from vlm_grpo.tracking import THUMBNAIL_BYTES, THUMBNAIL_SIDE, Album, thumbnail, write_samples
+from vlm_grpo.tracking import (
+    THUMBNAIL_BYTES,
+    THUMBNAIL_SIDE,
+    Album,
+    illustrate,
+    thumbnail,
+    write_samples,
+)
 from vlm_grpo.types import Example, Group, ImageRef
 
 
@@ -161,6 +168,17 @@ def test_marks_are_the_tasks_drawing(tmp_path: Path) -> None:
     middle = int((x1 + x2) / 2)
     assert drawn.getpixel((middle, int(y1))) == (red, green, blue, 255)
     assert drawn.getpixel((middle, int((y1 + y2) / 2))) == (0, 0, 0, 0)  # only an outline
+
+
+def test_illustration_has_both_answers() -> None:
+    task = load_task("grounding")
+    (example,) = few_examples("grounding", task)
+    drawn = illustrate(task, example, ((0.0, 0.0, 9.0, 9.0),))
+    assert drawn is not None
+    colors = {color for _, color in drawn.getcolors(84 * 84) or ()}
+    assert {(255, 176, 0), (220, 38, 127)} <= colors  # GOLD_COLOR and PREDICTED_COLOR
+    assert illustrate(task, example, "no boxes") is None
+    assert illustrate(task, replace(example, images=()), None) is None
 
 
 def test_task_that_draws_nothing_or_fails(tmp_path: Path) -> None:
@@ -297,6 +315,14 @@ def test_run_that_has_only_begun(tmp_path: Path) -> None:
     assert "step 0 of 10, not finished" in text
     assert "No two evaluations" in text
     assert "No samples yet" in text
+
+
+def test_report_runs_no_code_of_the_folder(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text("raise SystemExit('it was run')")
+    (tmp_path / "config.yaml").write_text(f"task: {task}\n")
+    assert read_run(tmp_path).headline is None
+    assert build_report(tmp_path).is_file()
 
 
 def test_folder_without_a_run(tmp_path: Path) -> None:

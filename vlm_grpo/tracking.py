@@ -144,6 +144,23 @@ def _file_name(key: bytes) -> str:
     return f"{hashlib.sha256(key).hexdigest()[:32]}.webp"
 
 
+def illustrate(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
+    """The example's first image with the gold answer and a predicted one drawn on it.
+
+    None where there is no image, or where it or the drawing fails.
+    """
+    if not example.images:
+        return None
+    try:
+        image = example.images[0].load()
+        if answer is not None:
+            image = task.draw(image, answer, example, PREDICTED_COLOR)
+        return task.draw(image, task.gold_answer(example), example, GOLD_COLOR)
+    except Exception:  # a user's drawing may raise anything; the run must go on
+        logger.warning("task %s could not draw an answer", type(task).__name__, exc_info=True)
+        return None
+
+
 def write_samples(
     folder: Path,
     step: int,

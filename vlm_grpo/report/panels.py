@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.entries import visible
@@ -147,31 +147,32 @@ def comparison(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
 
 def _held_out(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
     """The headline with its interval, then every other metric of the held-out examples."""
-    headlines = {run.headline for _, run in runs} - {None}
+    headlines = {run.headline for _, run in runs}
     names = {name for _, run in runs for found in run.evaluations for name in found.values}
     for name in sorted(names, key=lambda name: (name not in headlines, name)):
-        lines = []
-        for label, run in runs:
-            found = [e for e in run.evaluations if name in e.values]
-            means = [evaluation.mean(name) for evaluation in found]
-            bounds = [
-                bootstrap_interval(list(evaluation.values[name].values()), run.seed)
-                for evaluation in found
-            ]
-            lows, highs = [low for low, _ in bounds], [high for _, high in bounds]
-            lines.append(
-                Line(visible(label or name, 60), [e.step for e in found], means, lows, highs)
-            )
+        # Intervals of the headline alone: resampling thousands of examples takes its time.
+        first = name in headlines
+        lines = [_evaluated(label or name, name, run, interval=first) for label, run in runs]
         everything = [value for line in lines for value in (*line.y, *(line.low or ()))]
-        share = all(0.0 <= value <= 1.0 for value in everything)
         n = max(evaluation.n for _, run in runs for evaluation in run.evaluations)
         yield Chart(
             f"Held out: {visible(name, 60).replace('_', ' ')}",
-            f"Mean over up to {n} held-out examples, with its 95 % interval.",
+            f"Mean over {n} held-out examples{', with its 95 % interval' if first else ''}.",
             lines,
-            share=share,
+            share=all(0.0 <= value <= 1.0 for value in everything),
             measured=True,
         )
+
+
+def _evaluated(label: str, name: str, run: Run, interval: bool) -> Line:
+    found = [evaluation for evaluation in run.evaluations if name in evaluation.values]
+    steps = [evaluation.step for evaluation in found]
+    line = Line(visible(label, 60), steps, [evaluation.mean(name) for evaluation in found])
+    if not interval or not found:
+        return line
+    values = [list(evaluation.values[name].values()) for evaluation in found]
+    lows, highs = zip(*(bootstrap_interval(v, run.seed) for v in values), strict=True)
+    return replace(line, low=lows, high=highs)
 
 
 def _chart(panel: Panel, run: Run) -> Chart:
