@@ -139,6 +139,8 @@ def _refuse_mismatch(source: str | Path, saved: set[str], expected: set[str]) ->
 
 
 def _load_pretrained(source: str, settings: Settings, dtype: torch.dtype) -> tuple[Any, Any]:
+    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+        raise UserError(f"model {source}: there is no such folder")
     common: dict[str, Any] = {
         "trust_remote_code": settings.policy.trust_remote_code,
         "revision": settings.model_revision or "main",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -62,7 +64,7 @@ def test_an_adapter_on_the_head_is_trained() -> None:
     holder = nn.Module()
     holder.lm_head = head
     adapted = get_peft_model(holder, LoraConfig(r=2, target_modules=["lm_head"]))  # type: ignore[arg-type]
-    layer = adapted.base_model.model.lm_head
+    layer: Any = adapted.base_model.model.lm_head  # type: ignore[union-attr]
     layer.double()
     nn.init.normal_(layer.lora_B["default"].weight)
     weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]

@@ -179,6 +179,27 @@ def score(
 
 
 @app.command()
+def doctor(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, hub name or embedded.")],
+    image: Annotated[Path | None, typer.Option(help="Image to ask about; else noise.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+) -> None:
+    """Check a model: compare the shared prompt pass with the plain form on that very model.
+
+    Prints the family, its coordinate frame, the prompt's tokens, how far the two forms' log-probs
+    and gradients differ, how fast each is, and which one training will use.
+
+    \b
+    vlm-grpo doctor embedded
+    vlm-grpo doctor Qwen/Qwen2.5-VL-3B-Instruct --image photo.jpg --dtype bfloat16
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype is {dtype!r}; it is float32 or bfloat16")
+    for line in importlib.import_module("vlm_grpo.doctor").diagnose(model, image, dtype):
+        typer.echo(line)
+
+
+@app.command()
 def tasks() -> None:
     """List the tasks and the recipes that are installed."""
     typer.echo("Tasks (a .py file of yours is one too):")

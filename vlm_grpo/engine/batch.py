@@ -58,9 +58,8 @@ class MicroBatch:
         if len(self.slices) > 1:
             middle = len(self.slices) // 2
             return MicroBatch(self.slices[:middle]), MicroBatch(self.slices[middle:])
-        (piece,) = self.slices
-        if len(piece.rows) > 1:
-            first, second = piece.halves()
+        if len(self.rows) > 1:
+            first, second = next(iter(self.slices)).halves()
             return MicroBatch((first,)), MicroBatch((second,))
         return None
 
