@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -87,7 +87,13 @@ class Drawn:
 
     chart: Chart
     svg: str
-    data: Mapping[str, object] = field(default_factory=dict)
+    data: Mapping[str, Any]
+
+    @property
+    def legend(self) -> bool:
+        """Whether the lines need their names beside the title."""
+        names = [line["name"].replace("_", " ") for line in self.data["lines"]]
+        return len(names) > 1 or names[0].lower() not in self.chart.title.lower()
 
 
 def draw(chart: Chart) -> Drawn:

@@ -18,10 +18,10 @@ ANSWERS_SHOWN = 8
 Entry = dict[str, Any]
 """One example with its answers, as ``gallery.js`` takes it:
 
-``view`` "training" or "held-out"; ``id``, ``step`` (of the last answer), ``question``, ``gold``;
-``pictures`` and ``goldMarks``, names of pictures; ``sizes`` and ``seen`` in pixels; ``answers``;
-``change`` since the first time that the example was asked, ``spread`` of a group's rewards, None
-where there is none.
+``view`` "training" or "held-out"; ``id``, ``step`` (of the last answer), ``question``, ``prompt``
+and ``gold``; ``pictures`` and ``goldMarks``, names of pictures; ``sizes`` and ``seen`` in pixels;
+``answers``; ``change`` since the first time that the example was asked, ``spread`` of a group's
+rewards, None where there is none.
 
 An answer has ``label``, ``step``, ``kind`` (``KINDS``), ``parts`` (pairs of thinking | text |
 answer and a text), ``read`` (the parsed answer), ``marks`` (a picture's name), ``reward``,
@@ -150,7 +150,8 @@ def _entry(row: Row, view: str) -> Entry:
         "view": view,
         "id": visible(str(row["id"]), 200),
         "step": row["step"],
-        "question": visible(str(row.get("question", row.get("prompt", "")))),
+        "question": visible(str(row.get("question", ""))),
+        "prompt": visible(str(row.get("prompt", ""))),
         "gold": _shown(row["gold"]),
         "goldMarks": _picture(row.get("gold_marks")),
         "pictures": [_picture(name) for name in row.get("pictures", ())],

@@ -64,7 +64,7 @@ function fillStrip() {
   const items = state.shown.map((entry, index) => {
     const uri = gallery.pictures[entry.pictures[0]];
     const picture = uri
-      ? element("img", { src: uri, alt: "", loading: "lazy", decoding: "async" })
+      ? element("img", { src: uri, alt: "", decoding: "async" })
       : element("span", { class: "blank" }, entry.question.slice(0, 80));
     const dots = entry.answers.map((a) => element("i", { class: a.kind.replace(" ", "-"), title: a.kind }));
     const change = element("span", { class: entry.change > 0 ? "up" : entry.change < 0 ? "down" : "" },
@@ -142,7 +142,7 @@ function layers(entry) {
     for (const answer of drawn) add(answer.marks, state.answer ? "soft" : "");
     if (state.answer) add(state.answer.marks, "");
   }
-  if (state.layers.gold) add(entry.goldMarks, "");
+  if (state.layers.gold) add(entry.goldMarks, made.length ? "striped" : "");
   return made;
 }
 
@@ -168,6 +168,8 @@ function facts(entry) {
   return [
     foreign("p", "question", entry.question),
     element("dl", { class: "facts" }, ...rows.flatMap(([name, dd]) => [element("dt", null, name), dd])),
+    ...(entry.prompt ? [element("details", { class: "prompt" },
+      element("summary", null, "the prompt as the model reads it"), foreign("div", "part", entry.prompt))] : []),
   ];
 }
 
