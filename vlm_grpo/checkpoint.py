@@ -124,7 +124,7 @@ def load_state(checkpoint: Path) -> TrainerState:
         raise UserError(f"checkpoint {checkpoint} cannot be resumed: {error}") from error
 
 
-def prune(folder: Path, keep_last: int, keep: set[int]) -> None:
+def prune(folder: Path, keep_last: int, keep: set[int | None]) -> None:
     """Remove all but the newest ``keep_last`` checkpoints (0: none) and those of steps ``keep``."""
     found = checkpoints(folder)
     for step, path in found[: -keep_last or len(found)] if keep_last else []:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,23 @@ from vlm_grpo.policy import Counters, Policy, load_policy
 from vlm_grpo.progress import Progress, describe_run
 from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
+from vlm_grpo.report import build_report
 from vlm_grpo.rollout import Roller, Rollout
 from vlm_grpo.task import Task
-from vlm_grpo.tracking import MetricsLog, step_metrics, write_samples
+from vlm_grpo.tracking import (
+    HELD_OUT_SHOWN,
+    MetricsLog,
+    step_metrics,
+    write_held_out,
+    write_samples,
+)
 from vlm_grpo.types import Example, Group
 from vlm_grpo.update import Scorer, Updater, slices_of, step_batch
 
 logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 60.0
+"""Between two refreshes of the report while the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,7 @@ class TrainResult:
             lines.append(f"before     {self.before}")
         if self.after is not None:
             lines.append(f"after      {self.after}")
+        lines.append(f"report     {self.run_dir / 'report.html'}")
         lines.append(f"samples    {self.run_dir / 'samples'}")
         lines.append(f"checkpoint {self.checkpoint}")
         return "\n".join(lines)
@@ -136,7 +147,8 @@ class Trainer:
         self.settings, self.policy = settings, policy
         self.task = replace(task, frame=policy.frame)
         self.held_out = held_out
-        self.accelerator = Accelerator()
+        trackers = list(settings.logging.trackers)
+        self.accelerator = Accelerator(log_with=trackers, project_dir=settings.run_dir)
         optim = settings.optim
         optimizer = torch.optim.AdamW(
             _parameter_groups(policy, optim.weight_decay),
@@ -166,6 +178,7 @@ class Trainer:
         self.step = 0
         self.best: tuple[float, int] | None = None
         self.stopwatch = policy.stopwatch
+        self.reported = time.monotonic()
 
     def run(self) -> TrainResult:
         """All steps that are left, with the evaluations and checkpoints due among them."""
@@ -174,6 +187,8 @@ class Trainer:
         self.log = MetricsLog(settings.run_dir / "metrics.jsonl", resume_at=self.step)
         for line in describe_run(settings, self.policy, self.task, len(self.held_out)):
             self.accelerator.print(line)
+        flat = {key: str(value) for key, value in flattened(settings.model_dump()).items()}
+        self.accelerator.init_trackers(settings.run_dir.name, config=flat)
         before = self._evaluate() if self.step == 0 else None
         after = None
         with Progress(last, self.step, self.accelerator.is_main_process) as progress:
@@ -183,13 +198,18 @@ class Trainer:
                 self.step += 1
                 if self._due(settings.evaluation.every) or self.step == last:
                     after = self._evaluate()
-                if after is not None and self.held_out:
-                    metrics |= {f"eval/{name}": value for name, value in after.metrics.items()}
+                    if after is not None:
+                        metrics |= {f"eval/{name}": value for name, value in after.metrics.items()}
                 self.log.write(self.step - 1, metrics)
+                self.accelerator.log(metrics, step=self.step)
                 progress.advance(metrics)
-                if self._due(settings.checkpoint.every) or self.step == last:
+                is_best = settings.checkpoint.keep_best and self.best_step == self.step
+                if is_best or self._due(settings.checkpoint.every) or self.step == last:
                     self._save()
+                self._refresh_report()
         self.roll.loader.close()
+        self.accelerator.end_training()
+        self._refresh_report(now=True)
         checkpoint = settings.run_dir / "checkpoints" / f"step-{self.step}"
         return TrainResult(before, after, checkpoint, settings.run_dir)
 
@@ -298,18 +318,35 @@ class Trainer:
         groups = rollout.groups[: logging_.samples_per_step]
         sizes = [len(group.completions) for group in rollout.groups]
         parts = [part.tolist() for part in advantages.split(sizes)][: len(groups)]
-        write_samples(self.settings.run_dir / "samples", self.step, groups, parts)
+        write_samples(self.settings.run_dir / "samples", self.step, groups, parts, self.task)
 
     def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
         with self.stopwatch("evaluation"):
             found = evaluate_policy(self.policy, self.task, self.held_out, self.settings)
-        folder = self.settings.run_dir / "evaluation"
-        write_predictions(folder / f"step-{self.step:06d}.jsonl", found)
+        if self.accelerator.is_main_process:
+            run_dir = self.settings.run_dir
+            write_predictions(run_dir / "evaluation" / f"step-{self.step:06d}.jsonl", found)
+            shown = [self.policy.with_seen_sizes(e) for e in self.held_out[:HELD_OUT_SHOWN]]
+            rows = found.rows[:HELD_OUT_SHOWN]
+            write_held_out(run_dir / "samples", self.step, self.task, shown, rows)
         if self.best is None or found.value > self.best[0]:
             self.best = (found.value, self.step)
         return found
+
+    def _refresh_report(self, now: bool = False) -> None:
+        """Rebuild ``report.html`` once a minute, and at the end."""
+        if not self.accelerator.is_main_process:
+            return
+        if now or time.monotonic() - self.reported > REPORT_SECONDS:
+            build_report(self.settings.run_dir)
+            self.reported = time.monotonic()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step after which the held-out headline was best; None before any evaluation."""
+        return None if self.best is None else self.best[1]
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
@@ -334,7 +371,7 @@ class Trainer:
 
         if self.accelerator.is_main_process:
             save_checkpoint(folder, state, save_weights)
-            keep = {self.best[1]} if self.best and self.settings.checkpoint.keep_best else set()
+            keep = {self.best_step} if self.settings.checkpoint.keep_best else set()
             prune(folder, self.settings.checkpoint.keep_last, keep)
 
     def restore(self, state: TrainerState) -> None:
@@ -353,6 +390,18 @@ def _parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, Any
         {"params": [w for w in weights if w.dim() >= 2], "weight_decay": weight_decay},
         {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys, as on the command line."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= (
+            flattened(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {prefix + key: value}
+        )
+    return flat
 
 
 def _number(value: float | None) -> float:

@@ -17,6 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from vlm_grpo.cli import data as data_command
+from vlm_grpo.cli.report import report
 from vlm_grpo.cli.scoring import print_json, print_table, score_predictions
 from vlm_grpo.cli.validation import validate_task
 from vlm_grpo.config import DataSettings, load_settings, recipe_names
@@ -64,6 +66,10 @@ ImageRoot = Annotated[
     Path | None,
     typer.Option(help="Folder of the images; without it the folder of the data file."),
 ]
+
+
+app.add_typer(data_command.app, name="data")
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)
@@ -174,8 +180,8 @@ def score(
         )
     loaded = load_task(task, **{**_options(options), "tags": tags, "frame": FRAMES[frame]})
     settings = DataSettings(train=data, image_root=image_root)
-    report = score_predictions(loaded, data, predictions, settings)
-    (print_json if as_json else print_table)(report)
+    scored = score_predictions(loaded, data, predictions, settings)
+    (print_json if as_json else print_table)(scored)
 
 
 @app.command()
