@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from vlm_grpo.data_scripts.made import SLATE, as_png, command, generator
 from vlm_grpo.types import Example
 
-TASKS = ("counting", "grounding")
+TASKS = ("counting", "cluttered", "grounding", "crowded")
 SIDE = 84
 """Width and height of a scene in pixels: 3 × 3 image tokens of a Qwen-VL (28 pixels each)."""
 
@@ -51,7 +51,8 @@ def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list
     """Draw ``count`` scenes in memory.
 
     Args:
-        task: "counting" (answer: an integer from 1 to 6) or "grounding" (answer:
+        task: "counting" or the harder "cluttered" (answer: an integer from 1 to 6), "grounding"
+            or the harder "crowded" (answer:
             ``{"boxes": [[x1, y1, x2, y2]], "labels": [expression]}`` in pixels).
         count: how many, at least 1.
         seed: the same seed gives the same scenes on every machine.
@@ -61,10 +62,15 @@ def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list
         ValueError: the task is unknown or the count is below 1.
     """
     if task not in TASKS:
-        raise ValueError(f"there are no shapes for task {task!r}; choose {' or '.join(TASKS)}")
+        raise ValueError(f"there are no shapes for task {task!r}; choose {', '.join(TASKS)}")
     if count < 1:
         raise ValueError(f"count is {count}; it must be at least 1")
-    make = _counting if task == "counting" else _grounding
+    make = {
+        "counting": _counting,
+        "cluttered": _cluttered,
+        "grounding": _grounding,
+        "crowded": _crowded,
+    }[task]
     return [
         make(f"shapes-{task}-{split}-{i}", generator("shapes", task, seed, split, i))
         for i in range(count)
@@ -72,10 +78,19 @@ def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list
 
 
 def _counting(name: str, rng: random.Random) -> Example:
-    """One to six shapes of the asked kind among up to two of another kind, in any colours."""
+    """One to six shapes of one kind, in any colours."""
+    return _count(name, rng, distractors=0)
+
+
+def _cluttered(name: str, rng: random.Random) -> Example:
+    """The same among up to two shapes of another kind."""
+    return _count(name, rng, distractors=rng.randint(0, 2))
+
+
+def _count(name: str, rng: random.Random, distractors: int) -> Example:
     asked, other = rng.sample(KINDS, 2)
     answer = rng.randint(1, MAX_COUNT)
-    kinds = [asked] * answer + [other] * rng.randint(0, 2)
+    kinds = [asked] * answer + [other] * distractors
     rng.shuffle(kinds)
     wanted = [(kind, rng.choice(tuple(COLORS))) for kind in kinds]
     scene, shapes = _draw(wanted, sizes=(14, 20), rng=rng)
@@ -89,9 +104,20 @@ def _counting(name: str, rng: random.Random) -> Example:
 
 
 def _grounding(name: str, rng: random.Random) -> Example:
-    """One to three shapes, no two alike in both colour and kind; the first one is asked for."""
+    """A large shape, or (one time in three) two of middle size."""
+    count = rng.choice((1, 1, 2))
+    return _locate(name, rng, count, sizes=(40, 52) if count == 1 else (30, 38))
+
+
+def _crowded(name: str, rng: random.Random) -> Example:
+    """One to three smaller shapes."""
+    return _locate(name, rng, rng.randint(1, 3), sizes=(24, 40))
+
+
+def _locate(name: str, rng: random.Random, count: int, sizes: tuple[int, int]) -> Example:
+    """No two shapes are alike in both colour and kind; the first one is asked for."""
     pairs = [(kind, color) for kind in KINDS for color in COLORS]
-    scene, shapes = _draw(rng.sample(pairs, rng.randint(1, 3)), sizes=(24, 40), rng=rng)
+    scene, shapes = _draw(rng.sample(pairs, count), sizes, rng)
     asked = shapes[0]
     return Example(
         id=name,

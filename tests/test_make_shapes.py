@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from scipy import ndimage
+
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.make_shapes import COLORS, examples
 
@@ -66,18 +67,21 @@ def test_same_pixels_in_another_process():
     assert there.stdout.strip() == hashlib.sha256(here).hexdigest()
 
 
-def test_count_is_what_the_pixels_show():
-    rows = examples("counting", 200, seed=1)
+@pytest.mark.parametrize("task", ["counting", "cluttered"])
+def test_count_is_what_the_pixels_show(task):
+    rows = examples(task, 200, seed=1)
     for row in rows:
         kinds = [kind_of(blob) for blob in blobs(ink(row.images[0].load()))]
         asked = row.question.removeprefix("How many ").removesuffix("s are there?")
         assert kinds.count(asked) == row.answer, row.id
     assert {row.answer for row in rows} == set(range(1, make_shapes.MAX_COUNT + 1))
-    assert any(len(row.meta["shapes"]) > row.answer for row in rows), "no scene has distractors"
+    has_distractors = any(len(row.meta["shapes"]) > row.answer for row in rows)
+    assert has_distractors == (task == "cluttered")
 
 
-def test_box_is_tight_and_the_expression_names_one_shape():
-    for row in examples("grounding", 200, seed=1):
+@pytest.mark.parametrize("task", ["grounding", "crowded"])
+def test_box_is_tight_and_the_expression_names_one_shape(task):
+    for row in examples(task, 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()
         (x1, y1, x2, y2), pixels = row.answer["boxes"][0], np.asarray(row.images[0].load())
         own = np.all(pixels == COLORS[color], axis=-1)
@@ -119,7 +123,7 @@ def test_a_used_folder_is_refused_and_left_alone(tmp_path, capsys):
 
 
 def test_bad_arguments_are_named(tmp_path, capsys):
-    with pytest.raises(ValueError, match="'ocr'; choose counting or grounding"):
+    with pytest.raises(ValueError, match="'ocr'; choose counting, cluttered, grounding, crowded"):
         examples("ocr", 1)
     assert make_shapes.main(["--count", "0", "--out", str(tmp_path / "x")]) == 1
     assert "count is 0" in capsys.readouterr().err

@@ -336,23 +336,37 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     Raises:
         UserError: the recipe or its values are wrong; the message lists every problem at once.
     """
+    return build_settings(recipe, _read_recipe(recipe), overrides)
+
+
+def build_settings(recipe: str, values: Any, overrides: Sequence[str] = ()) -> Settings:
+    """The settings of values that no file holds; ``recipe`` is what messages call them.
+
+    Args:
+        recipe: a name.
+        values: a mapping as a recipe's.
+        overrides: as for ``load_settings``.
+
+    Raises:
+        UserError: as ``load_settings``.
+    """
     wrong = [override for override in overrides if override.find("=") < 1]
     if wrong:
         raise UserError(f"{wrong[0]!r} is no override: write key=value, as optim.lr=1e-6")
     try:
         changes = OmegaConf.from_dotlist(list(overrides))
-        merged = OmegaConf.merge(_read_recipe(recipe), changes)
+        merged = OmegaConf.merge(values, changes)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(f"recipe {recipe} is incomplete:\n{bullets(map(no_value, missing))}")
-        values: Any = OmegaConf.to_container(merged, resolve=True)
+        given: Any = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"recipe {recipe} cannot be read: {error}") from error
-    if values.get("name") is None:
-        values["name"] = Path(str(values["task"]) if "task" in changes else recipe).stem
+    if given.get("name") is None:
+        given["name"] = Path(str(given["task"]) if "task" in changes else recipe).stem
     try:
         # Through JSON, because pydantic's strict mode then takes lists where tuples are declared.
-        return Settings.model_validate_json(json.dumps(values), strict=True)
+        return Settings.model_validate_json(json.dumps(given), strict=True)
     except ValidationError as error:
         raise UserError(
             f"recipe {recipe} has wrong settings:\n{bullets(describe_problems(error, Settings))}"

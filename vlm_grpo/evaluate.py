@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,14 +12,23 @@ from accelerate import Accelerator
 from scipy import stats
 from transformers.utils.logging import disable_progress_bar
 
+from vlm_grpo.benchmarks import Benchmark, load_benchmark
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
+from vlm_grpo.evaluation_report import (
+    Report,
+    build_report,
+    compare,
+    comparison_line,
+    report_lines,
+)
 from vlm_grpo.policy import Policy, load_policy
+from vlm_grpo.predictions import PredictionLog, read_predictions
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.types import Completion, Example, Score
+from vlm_grpo.types import Example, Score
 
 CHUNK = 256
 """Examples whose images are in memory at once."""
@@ -60,21 +69,44 @@ def evaluate_policy(
 
     What is sampled for an example depends on the seed and its place among the examples alone.
     """
-    rollout, evaluation = settings.rollout, settings.evaluation
-    restriction = replace(policy.restriction, temperature=evaluation.temperature)
+    seen, texts = [], []
+    for chunk, outputs in complete(policy, task, examples, settings):
+        seen += chunk
+        texts += outputs
+    scores = [task.score(text, example) for text, example in zip(texts, seen, strict=True)]
+    return summarise(task, seen, texts, scores, settings.seed)
+
+
+def complete(
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    settings: Settings,
+    starts: Sequence[int] | None = None,
+) -> Iterator[tuple[list[Example], list[str]]]:
+    """The policy's outputs, chunk by chunk.
+
+    Args:
+        policy: what answers, at ``evaluation.temperature``.
+        task: what asks.
+        examples: all of them.
+        settings: the run's.
+        starts: where the chunks that are wanted begin; None: all chunks.
+
+    Yields:
+        The chunk's examples, their images' ``seen`` sizes set, and an output for each.
+    """
+    restriction = replace(policy.restriction, temperature=settings.evaluation.temperature)
+    rollout = settings.rollout
     sampling = SamplingSettings(restriction, rollout.max_completion_length, rollout.stop)
-    completions: list[Completion] = []
-    for start in range(0, len(examples), CHUNK):
+    for start in range(0, len(examples), CHUNK) if starts is None else starts:
         chunk = [policy.with_seen_sizes(e) for e in examples[start : start + CHUNK]]
         prompts = [policy.prompt(example, task) for example in chunk]
         seeds = [(settings.seed, "evaluation", start + i) for i in range(len(chunk))]
-        drawn = policy.sample(prompts, sampling, 1, seeds, evaluation.max_tokens_per_batch)
-        completions += [members[0] for members in drawn]
+        tokens = settings.evaluation.max_tokens_per_batch
+        drawn = policy.sample(prompts, sampling, 1, seeds, tokens)
         policy.forget_images()
-    seen = [policy.with_seen_sizes(example) for example in examples]
-    texts = [completion.text for completion in completions]
-    scores = [task.score(text, example) for text, example in zip(texts, seen, strict=True)]
-    return summarise(task, seen, texts, scores, settings.seed)
+        yield chunk, [members[0].text for members in drawn]
 
 
 def summarise(
@@ -147,6 +179,77 @@ def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
         accelerator.print(f"  {name:<24} {value:.4f}")
     accelerator.print(f"\npredictions in {path}")
     return found
+
+
+def evaluate_benchmark(
+    name: str,
+    settings: Settings,
+    checkpoint: Path | None = None,
+    predictions: Path | None = None,
+    split: str | None = None,
+) -> list[Report]:
+    """Score a model, and a checkpoint of it beside it, by a benchmark's own rule.
+
+    Outputs are written as they come; a stopped evaluation goes on from them.
+
+    Args:
+        name: a benchmark, or a ``.yaml`` file that defines one.
+        settings: model, policy, and the benchmark's rows as ``data.eval``.
+        checkpoint: compare this checkpoint with the model, example by example.
+        predictions: score these outputs instead of asking a model.
+        split: whose published numbers to print; None: all.
+
+    Raises:
+        UserError: something cannot be loaded, or the folder holds another evaluation.
+    """
+    disable_progress_bar()
+    benchmark = load_benchmark(name)
+    task = benchmark.load_task()
+    source = settings.data.eval or settings.data.train
+    loaded = load_examples(source, task, settings.data, "eval")
+    examples = [benchmark.ask(example) for example in loaded]
+    if predictions is not None:
+        seen, texts = read_predictions(predictions, examples)
+        return _show([_report(benchmark, task, seen, texts, settings)], split)
+    reports = []
+    for weights in (None,) if checkpoint is None else (None, checkpoint):
+        policy = load_policy(settings, weights, training=False)
+        policy.model.to(Accelerator().device)
+        if benchmark.frame is None:
+            task = replace(task, frame=policy.frame)
+        folder = settings.run_dir / (weights.name if weights else "model")
+        request = settings.model_dump(mode="json") | {"benchmark": name, "weights": str(weights)}
+        log = PredictionLog(folder, request)
+        for chunk, texts in complete(
+            policy, task, examples, settings, log.missing(examples, CHUNK)
+        ):
+            log.add(chunk, texts)
+        settings.save(folder / "config.yaml")
+        seen, texts = read_predictions(log.path, examples)
+        reports.append(_report(benchmark, task, seen, texts, settings))
+    return _show(reports, split)
+
+
+def _report(
+    benchmark: Benchmark,
+    task: Task,
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    settings: Settings,
+) -> Report:
+    scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
+    return build_report(benchmark, task, examples, scores, settings.seed)
+
+
+def _show(reports: list[Report], split: str | None) -> list[Report]:
+    for index, report in enumerate(reports):
+        if len(reports) > 1:
+            print("the model" if index == 0 else "\nthe checkpoint")
+        print(*report_lines(report, split), sep="\n")
+    if len(reports) == 2 and reports[0].values is not None and reports[1].values is not None:
+        difference = compare(reports[1].values, reports[0].values)
+        print(f"\n{comparison_line(difference, reports[0].benchmark.scale)}")
+    return reports
 
 
 def write_predictions(path: Path, evaluation: Evaluation) -> None:

@@ -22,7 +22,9 @@ Split = Literal["train", "eval"]
 
 _EMBEDDED = {
     "counting": "vlm_grpo.data_scripts.make_shapes",
+    "cluttered": "vlm_grpo.data_scripts.make_shapes",
     "grounding": "vlm_grpo.data_scripts.make_shapes",
+    "crowded": "vlm_grpo.data_scripts.make_shapes",
     "ocr": "vlm_grpo.data_scripts.make_words",
 }
 _EMBEDDED_SEED = 1
