@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_models import tiny_model
 from transformers import Qwen2Config
 
+from vlm_grpo.checkpoint import checkpoints
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.errors import UserError
+from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.loading import load_model
 from vlm_grpo.policy import load_policy
 from vlm_grpo.registry import load_task
@@ -304,3 +309,102 @@ class TestBadModels:
         policy = {"lora": {"target": ["q_prj"]}}
         with pytest.raises(UserError, match=r"q_prj; this model has .*q_proj"):
             train(settings(policy=policy))
+
+
+def test_trackers_get_the_metrics(settings: Any) -> None:
+    run = settings(logging={"trackers": ["tensorboard"]})
+    train(run)
+    events = EventAccumulator(str(next(run.run_dir.rglob("events.out.tfevents.*")).parent))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"reward", "rewards/letters/mean", "completions/mean_length", "loss"} <= set(tags)
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
+
+
+def test_the_best_checkpoint_is_kept(settings: Any) -> None:
+    run = settings(
+        data={"eval": "embedded:ocr", "eval_limit": 8},
+        evaluation={"every": 1},
+        checkpoint={"every": 1, "keep_last": 1, "keep_best": True},
+        optim={"max_steps": 6},
+    )
+    train(run)
+    values = {
+        row["step"] + 1: row["eval/letters"] for row in metrics_of(run) if "eval/letters" in row
+    }
+    best = max(values, key=lambda step: (values[step], -step))
+    kept = {int(p.name.split("-")[1]) for p in (run.run_dir / "checkpoints").iterdir()}
+    # The model as loaded (step 0) may be the best of all; it has no checkpoint.
+    assert kept in ({best, 6}, {6})
+    assert (run.run_dir / "report.html").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(
+    settings: Any, number: signal.Signals
+) -> None:
+    unbroken = settings(name="unbroken")
+    train(unbroken)
+    run = settings(name="stopped")
+    trainer = trainer_for(run)
+    step = trainer.run_step
+
+    def interrupted() -> dict[str, float]:
+        if trainer.step == 1:
+            os.kill(os.getpid(), number)
+        return step()
+
+    trainer.run_step = interrupted
+    with pytest.raises(Stopped, match=rf"{number.name} after step 2 of 4.*resume=true") as stopped:
+        trainer.run()
+    assert stopped.value.status == 128 + number
+    result = train(run.model_copy(update={"resume": True}))
+    assert metrics_of(run) == metrics_of(unbroken)
+    expected = weights_of(unbroken.run_dir / "checkpoints" / "step-4")
+    found = weights_of(result.checkpoint)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_time_limit_ends_the_run(settings: Any) -> None:
+    run = settings(checkpoint={"max_hours": 1e-9})
+    with pytest.raises(Stopped, match="time limit") as stopped:
+        train(run)
+    assert stopped.value.status == 75
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_end_the_run(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = settings(optim={"max_steps": 20})
+    trainer = trainer_for(run)
+    before = {n: w.detach().clone() for n, w in trainer.policy.trainable()}
+    score = trainer.policy.score
+
+    def broken(batch: Any, with_entropy: bool = False) -> TokenScores:
+        return TokenScores(score(batch, with_entropy).logprobs * torch.inf)
+
+    monkeypatch.setattr(trainer.policy, "score", broken)
+    with pytest.raises(UserError, match=r"5 steps in a row.*optim\.lr"):
+        trainer.run()
+    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable())
+
+
+def test_interruption_while_a_checkpoint_is_written_leaves_the_last_one(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = settings(checkpoint={"every": 1, "keep_last": 0})
+    trainer = trainer_for(run)
+    save, calls = trainer.policy.save, []
+
+    def dying(folder: Path) -> None:
+        calls.append(folder)
+        save(folder)
+        if len(calls) == 3:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer.policy, "save", dying)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.run()
+    steps = [step for step, _ in checkpoints(run.run_dir / "checkpoints")]
+    assert steps == [1, 2]  # the third was never renamed into place
+    assert train(run.model_copy(update={"resume": True})).checkpoint.name == "step-4"

@@ -241,6 +241,9 @@ class CheckpointSettings(Frozen):
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = Field(default=2, ge=0)
     """Newest checkpoints to keep; 0: all of them."""
+    max_hours: float | None = Field(default=None, gt=0)
+    """Save and exit (status 75) after so many hours, for clusters with a time limit; None: never.
+    ``resume=true`` goes on."""
     keep_best: bool = False
     """Keep the checkpoint with the best held-out headline value besides."""
 

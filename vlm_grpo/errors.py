@@ -14,6 +14,18 @@ class UserError(Exception):
     """
 
 
+class Stopped(Exception):
+    """A run that ended on request, its state saved: not an error, but not the end either.
+
+    Attributes:
+        status: the process's exit status.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`` (did you mean X?)`` for the known name closest to ``name``, or nothing if none is near.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from vlm_grpo.checkpoint import (
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluate import Evaluation, evaluate_policy, write_predictions
 from vlm_grpo.objective import (
     Advantages,
@@ -43,6 +44,7 @@ from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report
 from vlm_grpo.rollout import Roller, Rollout
+from vlm_grpo.stopping import StopRequest
 from vlm_grpo.task import Task
 from vlm_grpo.tracking import (
     HELD_OUT_SHOWN,
@@ -56,6 +58,8 @@ from vlm_grpo.update import Scorer, Updater, slices_of, step_batch
 
 logger = logging.getLogger(__name__)
 
+MAX_OVERFLOWS = 5
+"""Steps in a row without a finite gradient after which a run gives up."""
 REPORT_SECONDS = 60.0
 """Between two refreshes of the report while the run goes on."""
 
@@ -147,8 +151,7 @@ class Trainer:
         self.settings, self.policy = settings, policy
         self.task = replace(task, frame=policy.frame)
         self.held_out = held_out
-        trackers = list(settings.logging.trackers)
-        self.accelerator = Accelerator(log_with=trackers, project_dir=settings.run_dir)
+        self.accelerator = _accelerator(settings)
         optim = settings.optim
         optimizer = torch.optim.AdamW(
             _parameter_groups(policy, optim.weight_decay),
@@ -179,6 +182,7 @@ class Trainer:
         self.best: tuple[float, int] | None = None
         self.stopwatch = policy.stopwatch
         self.reported = time.monotonic()
+        self.overflows = 0
 
     def run(self) -> TrainResult:
         """All steps that are left, with the evaluations and checkpoints due among them."""
@@ -191,8 +195,10 @@ class Trainer:
         self.accelerator.init_trackers(settings.run_dir.name, config=flat)
         before = self._evaluate() if self.step == 0 else None
         after = None
-        with Progress(last, self.step, self.accelerator.is_main_process) as progress:
-            while self.step < last:
+        is_main = self.accelerator.is_main_process
+        max_hours = settings.checkpoint.max_hours
+        with StopRequest(max_hours) as stop, Progress(last, self.step, is_main) as progress:
+            while self.step < last and stop.reason is None:
                 self.stopwatch.reset()
                 metrics = self.run_step()
                 self.step += 1
@@ -204,13 +210,17 @@ class Trainer:
                 self.accelerator.log(metrics, step=self.step)
                 progress.advance(metrics)
                 is_best = settings.checkpoint.keep_best and self.best_step == self.step
-                if is_best or self._due(settings.checkpoint.every) or self.step == last:
+                is_due = self._due(settings.checkpoint.every) or self.step == last
+                if is_best or is_due or stop.reason is not None:
                     self._save()
                 self._refresh_report()
         self.roll.loader.close()
         self.accelerator.end_training()
         self._refresh_report(now=True)
         checkpoint = settings.run_dir / "checkpoints" / f"step-{self.step}"
+        if self.step < last:
+            where = f"after step {self.step} of {last}; saved in {checkpoint}"
+            raise Stopped(f"stopped by {stop.reason} {where}; resume=true goes on", stop.status)
         return TrainResult(before, after, checkpoint, settings.run_dir)
 
     def run_step(self) -> dict[str, float]:
@@ -228,7 +238,8 @@ class Trainer:
             batch = step_batch(rollout.groups, mine, reference, self.settings, self.accelerator)
             metrics = self.update(batch)
         self.policy.forget_images()
-        self._write_samples(rollout, mine)
+        self._write_samples(rollout, mine, always=bool(metrics["skipped_updates"]))
+        self._watch_for_overflow(metrics)
         self.stopwatch.seconds["step"] = time.perf_counter() - started
         metrics["work/image_decodes"] = self.roll.loader.decodes - decodes
         return metrics | self._metrics(rollout, advantages)
@@ -309,9 +320,22 @@ class Trainer:
             **{f"work/{name}": count for name, count in counters.items()},
         }
 
-    def _write_samples(self, rollout: Rollout, advantages: Tensor) -> None:
+    def _watch_for_overflow(self, metrics: Mapping[str, float]) -> None:
+        """Give up after several steps in a row whose gradient was not finite."""
+        self.overflows = self.overflows + 1 if metrics["skipped_updates"] else 0
+        if self.overflows == 1:
+            logger.warning("step %d: the gradient is not finite; the update is skipped", self.step)
+        if self.overflows >= MAX_OVERFLOWS:
+            raise UserError(
+                f"the gradient was not finite in {self.overflows} steps in a row, last in step "
+                f"{self.step}, whose completions are in {self.settings.run_dir / 'samples'}: "
+                "go on from the last checkpoint with a lower optim.lr or policy.dtype=float32"
+            )
+
+    def _write_samples(self, rollout: Rollout, advantages: Tensor, always: bool) -> None:
         logging_ = self.settings.logging
-        if not logging_.samples_every or self.step % logging_.samples_every:
+        due = logging_.samples_every and self.step % logging_.samples_every == 0
+        if not (due or always):
             return
         if not self.accelerator.is_main_process:
             return
@@ -381,6 +405,24 @@ class Trainer:
         self.scheduler.load_state_dict(state.scheduler)
         self.reference.load_state_dict(state.reference)
         restore_random_states(state.random)
+
+
+def _accelerator(settings: Settings) -> Accelerator:
+    """Devices and trackers.
+
+    Raises:
+        UserError: a tracker that the settings name is not installed.
+    """
+    trackers = list(settings.logging.trackers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`log_with=")  # said below, as an error
+        accelerator = Accelerator(log_with=trackers or None, project_dir=settings.run_dir)
+    if len(accelerator.log_with) < len(trackers):
+        raise UserError(
+            f"logging.trackers={trackers}: not all of them are installed; pip install them or "
+            "leave them out"
+        )
+    return accelerator
 
 
 def _parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, Any]]:

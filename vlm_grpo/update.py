@@ -142,8 +142,9 @@ class Updater:
             norms.append(self._apply())
             losses.append(loss)
             metrics = metrics + more
-        self.scheduler.step()
         skipped = sum(not math.isfinite(norm) for norm in norms)
+        if skipped < len(norms):  # the schedule counts updates that were made
+            self.scheduler.step()
         return {
             "loss": sum(losses) / len(losses),
             "grad_norm": norms[-1],

@@ -17,13 +17,20 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from yaml import YAMLError
 
+from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.cli import data as data_command
 from vlm_grpo.cli.report import report
 from vlm_grpo.cli.scoring import print_json, print_table, score_predictions
 from vlm_grpo.cli.validation import validate_task
-from vlm_grpo.config import DataSettings, load_settings, recipe_names
+from vlm_grpo.config import (
+    DataSettings,
+    Settings,
+    build_settings,
+    load_settings,
+    recipe_names,
+)
 from vlm_grpo.coordinates import FRAMES
-from vlm_grpo.errors import UserError, nearest
+from vlm_grpo.errors import Stopped, UserError, nearest
 from vlm_grpo.registry import load_task, load_task_class, task_names
 
 app = typer.Typer(
@@ -101,18 +108,53 @@ def train(recipe: Recipe, overrides: Overrides = None, task: TaskFile = None) ->
 
 
 @app.command()
-def evaluate(recipe: Recipe, overrides: Overrides = None, task: TaskFile = None) -> None:
+def evaluate(
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|BENCHMARK", help="A recipe, or with --data a benchmark."),
+    ],
+    overrides: Overrides = None,
+    task: TaskFile = None,
+    data: Annotated[
+        str | None, typer.Option(help="A benchmark's rows, as its converter wrote them.")
+    ] = None,
+    predictions: Annotated[
+        Path | None, typer.Option(help="Score these outputs instead of asking a model.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Whose published numbers to print beside ours.")
+    ] = None,
+) -> None:
     """Score a model on held-out examples, with n and a 95 % interval.
+
+    With --data the score is a public benchmark's own (docs/benchmarks.md lists them); a checkpoint
+    is compared with its base model, example by example. A stopped evaluation goes on.
 
     \b
     vlm-grpo evaluate counting                                        the recipe's own model
     vlm-grpo evaluate counting checkpoint=runs/counting/checkpoints/step-300
     vlm-grpo evaluate runs/counting/config.yaml checkpoint=DIR data.eval=test.jsonl
+    vlm-grpo evaluate refcoco --data val.jsonl --split val model=Qwen/Qwen2.5-VL-3B-Instruct
+    vlm-grpo evaluate refcoco --data val.jsonl --predictions outputs.jsonl
     """
     given = overrides or []
     checkpoints = [o.removeprefix("checkpoint=") for o in given if o.startswith("checkpoint=")]
     checkpoint = Path(checkpoints[-1]) if checkpoints else None
     kept = [o for o in given if not o.startswith("checkpoint=")]
+    if data is not None:
+        settings = _benchmark_settings(recipe, data, kept)
+        _run(
+            "vlm_grpo.evaluate",
+            "evaluate_benchmark",
+            recipe,
+            settings,
+            checkpoint,
+            predictions,
+            split,
+        )
+        return
+    if predictions is not None or split is not None:
+        raise UserError("--predictions and --split go with a benchmark and its rows: give --data")
     settings = load_settings(recipe, _with_task(kept, task))
     _run("vlm_grpo.evaluate", "evaluate", settings, checkpoint)
 
@@ -242,9 +284,22 @@ def _run(module: str, function: str, *arguments: Any) -> None:
     """Call a function of a module that takes seconds to import."""
     try:
         getattr(importlib.import_module(module), function)(*arguments)
+    except Stopped as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(stopped.status) from None
     except KeyboardInterrupt:
         typer.echo("interrupted; finished checkpoints are kept (resume=true)", err=True)
         raise typer.Exit(130) from None
+
+
+def _benchmark_settings(name: str, data: str, overrides: list[str]) -> Settings:
+    """Settings for asking a benchmark's rows."""
+    values = {
+        "name": f"benchmark-{Path(name).stem}",
+        "task": load_benchmark(name).task,
+        "data": {"train": data, "eval": data},
+    }
+    return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)
 
 
 def _with_task(overrides: list[str] | None, task: str | None) -> list[str]:
