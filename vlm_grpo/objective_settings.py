@@ -143,6 +143,11 @@ class ObjectiveSettings(BaseModel):
                 "so scale_rewards would be ignored: leave it at group",
             ),
             (
+                self.normalize_each_reward and self.beta > 0 and self.kl_in == "reward",
+                "normalize_each_reward would normalise the KL penalty like a reward, so beta would "
+                "be ignored: set kl_in to loss",
+            ),
+            (
                 self.beta > 0
                 and self.kl_in == "loss"
                 and self.kl_estimator == "k1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
@@ -28,16 +27,12 @@ from vlm_grpo.checkpoint import (
     save_checkpoint,
 )
 from vlm_grpo.config import Settings
+from vlm_grpo.credit import step_advantages
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluate import Evaluation, evaluate_policy, write_predictions
-from vlm_grpo.objective import (
-    Advantages,
-    group_advantages,
-    kl_penalties,
-    per_reward_advantages,
-)
+from vlm_grpo.objective import Advantages
 from vlm_grpo.policy import Counters, Policy, load_policy
 from vlm_grpo.progress import Progress, describe_run
 from vlm_grpo.reference import Reference
@@ -53,8 +48,8 @@ from vlm_grpo.tracking import (
     write_held_out,
     write_samples,
 )
-from vlm_grpo.types import Example, Group
-from vlm_grpo.update import Scorer, Updater, slices_of, step_batch
+from vlm_grpo.types import Example
+from vlm_grpo.update import Scorer, Updater, step_batch
 
 logger = logging.getLogger(__name__)
 
@@ -231,8 +226,11 @@ class Trainer:
         rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
         self.reference.refresh(self.step)
         with self.stopwatch("reference"):
-            reference, penalties = self._reference(rollout.groups)
-        advantages, mine = self._advantages(rollout.groups, penalties)
+            reference, penalties = self.update.reference_pass(rollout.groups)
+        weights = self.task.reward_weights()
+        advantages, mine = step_advantages(
+            rollout.groups, weights, penalties, self.settings.objective, self.accelerator
+        )
         with self.stopwatch("update"):
             self.policy.model.train()
             batch = step_batch(rollout.groups, mine, reference, self.settings, self.accelerator)
@@ -243,68 +241,6 @@ class Trainer:
         self.stopwatch.seconds["step"] = time.perf_counter() - started
         metrics["work/image_decodes"] = self.roll.loader.decodes - decodes
         return metrics | self._metrics(rollout, advantages)
-
-    def _reference(self, groups: Sequence[Group]) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Log-probs under the reference policy by completion, where one is kept; and, where the
-        KL is taken in the reward, each completion's penalty."""
-        objective = self.settings.objective
-        if not objective.needs_reference:
-            return {}, None
-        slices = slices_of(groups, [True] * sum(len(group.completions) for group in groups))
-        reference = self.update.reference_logprobs(slices)
-        if objective.kl_in == "loss":
-            return reference, None
-        old = self.update.logprobs(slices)
-        rows = sorted(old)
-        index = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(old[r]) for r in rows]))
-        penalties = kl_penalties(
-            torch.cat([old[row] for row in rows]).cpu(),
-            torch.cat([reference[row] for row in rows]).cpu(),
-            index,
-            len(rows),
-            objective.kl_estimator,
-        )
-        return reference, objective.beta * penalties
-
-    def _advantages(
-        self, groups: Sequence[Group], penalties: Tensor | None
-    ) -> tuple[Advantages, Tensor]:
-        """Advantages of the step's completions on all ranks, and those of this rank alone.
-
-        Args:
-            groups: this rank's, n completions in all.
-            penalties: (n,) to subtract from the rewards, or None.
-        """
-        scores = [score for group in groups for score in group.scores]
-        weights = {n: w for n, w in self.task.reward_weights().items() if w}
-        rewards = torch.tensor(
-            [[_number(score.rewards[name]) for name in weights] for score in scores]
-        )
-        if penalties is not None:
-            weights["kl"] = -1.0
-            rewards = torch.cat([rewards, penalties[:, None].to(rewards.dtype)], dim=1)
-        ids = torch.arange(len(groups)).repeat_interleave(
-            torch.tensor([len(group.completions) for group in groups])
-        )
-        ids = ids * self.accelerator.num_processes + self.accelerator.process_index
-        all_rewards = gather_object([rewards])  # of all ranks, in rank order
-        all_ids = gather_object([ids])
-        start = sum(len(part) for part in all_ids[: self.accelerator.process_index])
-        rewards, ids = torch.cat(all_rewards), torch.cat(all_ids)
-        objective = self.settings.objective
-        coefficients = torch.tensor(list(weights.values()))
-        if objective.normalize_each_reward:
-            advantages = per_reward_advantages(
-                rewards, coefficients, ids, estimator=objective.advantage_estimator
-            )
-        else:
-            advantages = group_advantages(
-                rewards @ coefficients,
-                ids,
-                estimator=objective.advantage_estimator,
-                scale_rewards=objective.scale_rewards,
-            )
-        return advantages, advantages.values[start : start + len(scores)]
 
     def _metrics(self, rollout: Rollout, advantages: Advantages) -> dict[str, Any]:
         own = step_metrics(rollout.groups)
@@ -413,7 +349,7 @@ def _accelerator(settings: Settings) -> Accelerator:
     Raises:
         UserError: a tracker that the settings name is not installed.
     """
-    trackers = list(settings.logging.trackers)
+    trackers: list[Any] = list(settings.logging.trackers)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`log_with=")  # said below, as an error
         accelerator = Accelerator(log_with=trackers or None, project_dir=settings.run_dir)
@@ -444,7 +380,3 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             else {prefix + key: value}
         )
     return flat
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -17,7 +17,14 @@ from vlm_grpo.config import Settings
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
-from vlm_grpo.objective import Metrics, StepTotals, TokenBatch, needs_update, policy_loss
+from vlm_grpo.objective import (
+    Metrics,
+    StepTotals,
+    TokenBatch,
+    kl_penalties,
+    needs_update,
+    policy_loss,
+)
 from vlm_grpo.policy import Policy
 from vlm_grpo.reference import Reference
 from vlm_grpo.types import Group
@@ -248,6 +255,28 @@ class Updater:
         """The same under the reference policy."""
         with self.reference.in_place():
             return self.logprobs(slices)
+
+    def reference_pass(self, groups: Sequence[Group]) -> tuple[dict[int, Tensor], Tensor | None]:
+        """Log-probs under the reference policy by completion, empty where none is kept; and,
+        where the KL is taken in the reward, what to subtract from each completion's reward."""
+        objective = self.settings.objective
+        if not objective.needs_reference:
+            return {}, None
+        slices = slices_of(groups, [True] * sum(len(group.completions) for group in groups))
+        reference = self.reference_logprobs(slices)
+        if objective.kl_in == "loss":
+            return reference, None
+        old = self.logprobs(slices)
+        rows = range(len(old))
+        lengths = torch.tensor([len(old[row]) for row in rows])
+        penalties = kl_penalties(
+            torch.cat([old[row] for row in rows]).cpu(),
+            torch.cat([reference[row] for row in rows]).cpu(),
+            torch.arange(len(rows)).repeat_interleave(lengths),
+            len(rows),
+            objective.kl_estimator,
+        )
+        return reference, objective.beta * penalties
 
     @contextlib.contextmanager
     def _synchronised(self, last: bool) -> Iterator[None]:

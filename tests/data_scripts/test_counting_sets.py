@@ -107,7 +107,9 @@ def test_tallyqa_in_another_layout_is_named(fails, tmp_path):
 
 
 def test_super_clevr(convert, tmp_path):
-    question = clevr_question(4, "count", "7") | {"image_filename": "superCLEVR_new_000000.png"}
+    question: dict[str, Any] = clevr_question(4, "count", "7") | {
+        "image_filename": "superCLEVR_new_000000.png"
+    }
     question["program"][-1] = {"type": "count", "inputs": [0]}
     files = {"superCLEVR_questions_30k.json": {"questions": [question]}}
     put(tmp_path, files | {"images/superCLEVR_new_000000.png": png()})
