@@ -1,0 +1,27 @@
+"""``vlm-grpo new-task``: start a task of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlm_grpo.new_task import write_task
+
+
+def new_task(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The task's name, as read_clock.")],
+    out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
+) -> None:
+    """Write a task to start from, and its test.
+
+    \b
+    vlm-grpo new-task read_clock
+    vlm-grpo new-task read_clock --out my_tasks
+    """
+    file, test = write_task(name, out)
+    typer.echo(f"wrote {file} and {test}; next:")
+    typer.echo(f"  python -m pytest {test}")
+    typer.echo(f"  vlm-grpo validate {file} --data YOUR.jsonl")
+    typer.echo(f"  vlm-grpo train {file} data.train=YOUR.jsonl data.eval=HELD_OUT.jsonl")
