@@ -79,17 +79,28 @@ def save_checkpoint(folder: Path, state: TrainerState, save_weights: Any) -> Pat
     """
     target = folder / f"step-{state.step}"
     aside = folder / f".step-{state.step}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
+    for left_over in folder.glob(".step-*"):  # of a run that was killed while it wrote
+        shutil.rmtree(left_over, ignore_errors=True)
     aside.mkdir(parents=True)
     save_weights(aside)
     torch.save(vars(state), aside / STATE_FILE)
     for path in [*aside.rglob("*"), aside]:
         _flush(path)
     if target.exists():  # a run resumed from an earlier checkpoint comes by here again
-        shutil.rmtree(target)
-    aside.rename(target)
+        old = _set_aside(target)
+        aside.rename(target)
+        shutil.rmtree(old)
+    else:
+        aside.rename(target)
     _flush(folder)
     return target
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint so that it is none any more, even if removing it is cut short."""
+    old = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    return checkpoint.rename(old)
 
 
 def _flush(path: Path) -> None:
@@ -119,7 +130,8 @@ def load_state(checkpoint: Path) -> TrainerState:
         UserError: there is none, or it cannot be read.
     """
     try:
-        return TrainerState(**torch.load(checkpoint / STATE_FILE, weights_only=True))
+        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
+        return TrainerState(**state)
     except (OSError, RuntimeError, TypeError) as error:
         raise UserError(f"checkpoint {checkpoint} cannot be resumed: {error}") from error
 
@@ -129,4 +141,4 @@ def prune(folder: Path, keep_last: int, keep: set[int | None]) -> None:
     found = checkpoints(folder)
     for step, path in found[: -keep_last or len(found)] if keep_last else []:
         if step not in keep:
-            shutil.rmtree(path)
+            shutil.rmtree(_set_aside(path))

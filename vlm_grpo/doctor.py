@@ -150,8 +150,10 @@ def _update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict[str,
         started = time.perf_counter()
         logprobs = policy.score(batch).logprobs
         logprobs.sum().backward()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    gradient = {n: w.grad for n, w in policy.trainable() if w.grad is not None}
+    gradient = {n: w.grad.cpu() for n, w in policy.trainable() if w.grad is not None}
     policy.model.zero_grad()
     return seconds, logprobs.detach(), gradient
 

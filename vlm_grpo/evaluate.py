@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,14 +137,17 @@ def summarise(
         }
         for example, text, score in zip(examples, texts, scores, strict=True)
     )
-    interval = bootstrap_interval(columns[task.headline], seed)
+    # No example defines the headline where, say, every reward has failed.
+    metrics.setdefault(task.headline, math.nan)
+    interval = bootstrap_interval(columns.get(task.headline, []), seed)
     return Evaluation(task.headline, len(scores), metrics, interval, rows)
 
 
 def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
     """95 % percentile bootstrap interval of the mean, from 2,000 resamples."""
     if len(set(values)) < 2:  # nothing varies: the bootstrap has nothing to say
-        return values[0], values[0]
+        value = values[0] if values else math.nan
+        return value, value
     result = stats.bootstrap(
         (np.asarray(values),),
         np.mean,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -76,7 +77,9 @@ def load_model(
     weights = model_source(settings.model) if adapter == checkpoint else str(checkpoint)
     full = training and settings.policy.lora is None
     dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
-    model, processor = _load_pretrained(weights, settings, dtype)
+    # A checkpoint's processor carries the pixel budget that it was trained with.
+    reader = str(checkpoint or weights)
+    model, processor = _load_pretrained(weights, reader, settings, dtype)
     family = load_family(model.config)
     why_not = family.why_not_shared(model.config)
     if settings.policy.engine == "shared" and why_not is not None:
@@ -84,6 +87,8 @@ def load_model(
     shared = settings.policy.engine != "repeated" and why_not is None
     if shared:
         use_shared_attention(family.language_model(model))
+    if training and settings.policy.gradient_checkpointing:
+        checkpoint_activations(model)
     adapters = None
     if adapter is not None:
         adapters = _load_adapter(model, adapter, training)
@@ -96,15 +101,19 @@ def load_model(
 
 def adapt(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
     """Give the model the adapters that the settings ask for, or freeze the parts they name."""
-    if policy.gradient_checkpointing:
-        checkpoint_activations(model)
     if policy.lora is None:
         freeze_parts(model, family, policy.freeze)
         return None
-    with warnings.catch_warnings():
-        # PEFT asks the model by a name that transformers has deprecated.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    with _quiet_peft():
         return get_peft_model(model, _lora_config(policy.lora, family, model))
+
+
+@contextlib.contextmanager
+def _quiet_peft() -> Iterator[None]:
+    """PEFT asks the model by a name that transformers has deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -125,7 +134,8 @@ def model_source(name: str) -> str:
 
 def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
     """The adapter in a checkpoint's folder on its base model; every weight must be used."""
-    adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
+    with _quiet_peft():
+        adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
     saved = set(load_file(checkpoint / "adapter_model.safetensors"))
     _refuse_mismatch(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
     return adapters
@@ -138,7 +148,10 @@ def _refuse_mismatch(source: str | Path, saved: set[str], expected: set[str]) ->
             raise UserError(f"{source} {what} {len(names)} weights of the model: {first}, …")
 
 
-def _load_pretrained(source: str, settings: Settings, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_pretrained(
+    source: str, reader: str, settings: Settings, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """The model in ``source`` and the processor in ``reader``."""
     if source.startswith((".", "/", "~")) and not Path(source).is_dir():
         raise UserError(f"model {source}: there is no such folder")
     common: dict[str, Any] = {
@@ -147,7 +160,9 @@ def _load_pretrained(source: str, settings: Settings, dtype: torch.dtype) -> tup
     }
     try:
         config = AutoConfig.from_pretrained(source, **common)
-        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        remote = getattr(config, "auto_map", None) or {}
+        known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if not known and "AutoModelForImageTextToText" not in remote:
             raise UserError(
                 f"model {source} is a {config.model_type} model, which takes no images: "
                 "name an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
@@ -157,7 +172,7 @@ def _load_pretrained(source: str, settings: Settings, dtype: torch.dtype) -> tup
             source, config=config, dtype=dtype, output_loading_info=True, **common
         )
         _refuse_mismatch(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
-        processor = AutoProcessor.from_pretrained(source, **common)
+        processor = AutoProcessor.from_pretrained(reader, **common)
     except (OSError, ValueError) as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error
     return model, processor

@@ -14,6 +14,7 @@ from torch import nn
 
 from vlm_grpo.config import RolloutSettings, Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.engine.adapters import folded
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
 from vlm_grpo.engine.logprobs import TokenScores
@@ -29,6 +30,10 @@ from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
 
 RECENT_IMAGES = 64
 """Decoded images that are kept for further questions about them."""
+
+
+ENCODER_PATCHES = 65_536
+"""Patches that go through the vision tower at once: 12.8 million pixels of 14 × 14 patches."""
 
 
 @dataclass
@@ -171,7 +176,7 @@ class Policy:
             for index in range(group)
         ]
         draws = Draws(torch.stack(streams).to(self.device), rollout, self._has_stop(rollout))
-        with _evaluating(self.model), self._precision():
+        with _evaluating(self.model), self._precision(), folded(self.model):
             if self.shared:
                 prefixes = self._prefix_inputs(prompts, self._encode(prompts))
                 self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
@@ -279,7 +284,11 @@ class Policy:
                 todo |= {image: values for image, values in pairs if image not in known}
         self.counters.encoder_passes += len(todo)
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
-            features = self.family.encode_images(self.model, list(todo.values()))
+            features = [
+                image
+                for part in _parts(list(todo.values()))
+                for image in self.family.encode_images(self.model, part)
+            ]
         known |= dict(zip(todo, features, strict=True))
         return known
 
@@ -288,6 +297,21 @@ class Policy:
     ) -> list[PrefixInputs]:
         per_prompt = [[features[image] for image in p.example.images] for p in prompts]
         return prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
+
+
+def _parts(vision: Sequence[dict]) -> Iterator[list[dict]]:
+    """The images in parts of at most ``ENCODER_PATCHES`` patches, or one image each."""
+    part: list[dict] = []
+    patches = 0
+    for image in vision:
+        count = len(image["pixel_values"])
+        if part and patches + count > ENCODER_PATCHES:
+            yield part
+            part, patches = [], 0
+        part.append(image)
+        patches += count
+    if part:
+        yield part
 
 
 @contextlib.contextmanager

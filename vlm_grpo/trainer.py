@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
 from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
@@ -30,7 +30,7 @@ from vlm_grpo.config import Settings
 from vlm_grpo.credit import step_advantages
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.errors import Stopped, UserError, bullets
 from vlm_grpo.evaluate import Evaluation, evaluate_policy, write_predictions
 from vlm_grpo.objective import Advantages
 from vlm_grpo.policy import Counters, Policy, load_policy
@@ -49,10 +49,11 @@ from vlm_grpo.tracking import (
     write_samples,
 )
 from vlm_grpo.types import Example
-from vlm_grpo.update import Scorer, Updater, step_batch
+from vlm_grpo.update import Updater, step_batch
 
 logger = logging.getLogger(__name__)
 
+DATA_PARALLEL = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 MAX_OVERFLOWS = 5
 """Steps in a row without a finite gradient after which a run gives up."""
 REPORT_SECONDS = 60.0
@@ -146,8 +147,10 @@ class Trainer:
         self.settings, self.policy = settings, policy
         self.task = replace(task, frame=policy.frame)
         self.held_out = held_out
+        refuse_unseeable(policy, [*train_examples, *held_out])
         self.accelerator = _accelerator(settings)
         optim = settings.optim
+        policy.model.to(self.accelerator.device)
         optimizer = torch.optim.AdamW(
             _parameter_groups(policy, optim.weight_decay),
             lr=optim.lr,
@@ -155,7 +158,7 @@ class Trainer:
             eps=optim.eps,
             fused=True,
         )
-        scorer, self.optimizer = self.accelerator.prepare(Scorer(policy), optimizer)
+        self.optimizer = self.accelerator.prepare(optimizer)
         self.scheduler = get_scheduler(
             optim.schedule, optimizer, optim.warmup_steps, num_training_steps=optim.max_steps
         )
@@ -165,7 +168,6 @@ class Trainer:
         self.roll = Roller(policy, self.task, stream, settings, rank=rank, world=world)
         self.update = Updater(
             policy,
-            scorer,
             self.reference,
             self.optimizer,
             self.scheduler,
@@ -178,11 +180,13 @@ class Trainer:
         self.stopwatch = policy.stopwatch
         self.reported = time.monotonic()
         self.overflows = 0
+        self.saved: int | None = None
 
     def run(self) -> TrainResult:
         """All steps that are left, with the evaluations and checkpoints due among them."""
         settings, last = self.settings, self.settings.optim.max_steps
-        settings.save(settings.run_dir / "config.yaml")
+        if self.accelerator.is_main_process:
+            settings.save(settings.run_dir / "config.yaml")
         self.log = MetricsLog(settings.run_dir / "metrics.jsonl", resume_at=self.step)
         for line in describe_run(settings, self.policy, self.task, len(self.held_out)):
             self.accelerator.print(line)
@@ -193,7 +197,7 @@ class Trainer:
         is_main = self.accelerator.is_main_process
         max_hours = settings.checkpoint.max_hours
         with StopRequest(max_hours) as stop, Progress(last, self.step, is_main) as progress:
-            while self.step < last and stop.reason is None:
+            while self.step < last and not self._any_rank(stop.reason is not None):
                 self.stopwatch.reset()
                 metrics = self.run_step()
                 self.step += 1
@@ -201,21 +205,25 @@ class Trainer:
                     after = self._evaluate()
                     if after is not None:
                         metrics |= {f"eval/{name}": value for name, value in after.metrics.items()}
-                self.log.write(self.step - 1, metrics)
+                if is_main:
+                    self.log.write(self.step - 1, metrics)
                 self.accelerator.log(metrics, step=self.step)
                 progress.advance(metrics)
                 is_best = settings.checkpoint.keep_best and self.best_step == self.step
                 is_due = self._due(settings.checkpoint.every) or self.step == last
-                if is_best or is_due or stop.reason is not None:
+                if is_best or is_due:
                     self._save()
                 self._refresh_report()
+            if self.step < last and self.saved != self.step:
+                self._save()
         self.roll.loader.close()
         self.accelerator.end_training()
         self._refresh_report(now=True)
         checkpoint = settings.run_dir / "checkpoints" / f"step-{self.step}"
         if self.step < last:
             where = f"after step {self.step} of {last}; saved in {checkpoint}"
-            raise Stopped(f"stopped by {stop.reason} {where}; resume=true goes on", stop.status)
+            reason = stop.reason or "another process"
+            raise Stopped(f"stopped by {reason} {where}; resume=true goes on", stop.status)
         return TrainResult(before, after, checkpoint, settings.run_dir)
 
     def run_step(self) -> dict[str, float]:
@@ -255,6 +263,26 @@ class Trainer:
             **{f"time/{name}": seconds for name, seconds in self.stopwatch.seconds.items()},
             **{f"work/{name}": count for name, count in counters.items()},
         }
+
+    def _set_rates(self) -> None:
+        """The settings' optimizer values, over those of a checkpoint."""
+        optim = self.settings.optim
+        decays = (optim.weight_decay, 0.0)
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group |= {"initial_lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+            group["weight_decay"] = decay
+        schedule: Any = self.scheduler
+        schedule.base_lrs = [optim.lr] * len(schedule.base_lrs)
+        rates = (factor(schedule.last_epoch) for factor in schedule.lr_lambdas)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = optim.lr * rate
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank, so that all leave the loop together."""
+        if self.accelerator.num_processes == 1:
+            return flag
+        flags = torch.tensor(float(flag), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flags, "sum") > 0)  # type: ignore[operator]
 
     def _watch_for_overflow(self, metrics: Mapping[str, float]) -> None:
         """Give up after several steps in a row whose gradient was not finite."""
@@ -333,14 +361,35 @@ class Trainer:
             save_checkpoint(folder, state, save_weights)
             keep = {self.best_step} if self.settings.checkpoint.keep_best else set()
             prune(folder, self.settings.checkpoint.keep_last, keep)
+        self.saved = self.step
 
     def restore(self, state: TrainerState) -> None:
         """Go on from a checkpoint whose weights the policy was loaded with."""
         self.step, self.roll.position, self.best = state.step, state.position, state.best
         self.optimizer.load_state_dict(state.optimizer)
         self.scheduler.load_state_dict(state.scheduler)
+        self._set_rates()
         self.reference.load_state_dict(state.reference)
         restore_random_states(state.random)
+
+
+def refuse_unseeable(policy: Policy, examples: Sequence[Example]) -> None:
+    """Find every image that the model's resize cannot take, before the first step.
+
+    Raises:
+        UserError: with all of them.
+    """
+    problems = []
+    for example in examples:
+        try:
+            policy.with_seen_sizes(example)
+        except ValueError as error:
+            problems.append(f"{example.id}: {error}")
+    if problems:
+        raise UserError(
+            f"{len(problems)} examples have images that the model cannot see; take them out:\n"
+            f"{bullets(problems)}"
+        )
 
 
 def _accelerator(settings: Settings) -> Accelerator:
@@ -352,7 +401,21 @@ def _accelerator(settings: Settings) -> Accelerator:
     trackers: list[Any] = list(settings.logging.trackers)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`log_with=")  # said below, as an error
-        accelerator = Accelerator(log_with=trackers or None, project_dir=settings.run_dir)
+        accelerator = Accelerator(
+            mixed_precision="no",  # the policy sets its own, for rollout and update alike
+            log_with=trackers or None,
+            project_dir=settings.run_dir,
+        )
+    if accelerator.distributed_type not in (DistributedType.NO, *DATA_PARALLEL):
+        raise UserError(
+            f"{accelerator.distributed_type.value} is not supported: launch with plain data "
+            "parallelism (accelerate launch --multi_gpu)"
+        )
+    if settings.optim.prompts_per_step < accelerator.num_processes:
+        raise UserError(
+            f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the number of "
+            f"processes, {accelerator.num_processes}: each needs a prompt"
+        )
     if len(accelerator.log_with) < len(trackers):
         raise UserError(
             f"logging.trackers={trackers}: not all of them are installed; pip install them or "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,18 +29,6 @@ from vlm_grpo.reference import Reference
 from vlm_grpo.types import Group
 
 logger = logging.getLogger(__name__)
-
-
-class Scorer(nn.Module):
-    """The policy's scoring as a module's ``forward``, which is what Accelerate can wrap."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        self.model = policy.model
-        self._policy = [policy]  # in a list: a policy is no submodule
-
-    def forward(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
-        return self._policy[0].score(batch, with_entropy)
 
 
 @dataclass(frozen=True)
@@ -123,7 +110,6 @@ class Updater:
 
     Attributes:
         policy: what is trained.
-        scorer: its scoring, as Accelerate prepared it.
         reference: the reference policy.
         optimizer: over the policy's trainable weights.
         scheduler: its learning rate, one tick a step.
@@ -131,7 +117,6 @@ class Updater:
     """
 
     policy: Policy
-    scorer: Any
     reference: Reference
     optimizer: Any
     scheduler: Any
@@ -162,12 +147,28 @@ class Updater:
     def _apply(self) -> float:
         """One optimizer step on the accumulated gradient; skipped where it is not finite."""
         weights = [weight for _, weight in self.policy.trainable()]
+        self._exchange(weights)
         limit = self.settings.optim.max_grad_norm or math.inf
         norm = float(self.accelerator.clip_grad_norm_(weights, limit))  # type: ignore[arg-type]
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    def _exchange(self, weights: Sequence[nn.Parameter]) -> None:
+        """The mean of all ranks' gradients, in every rank.
+
+        Ranks have different numbers of micro-batches, or none, and not every one of them has an
+        image; an exchange after the last of them cannot hang on that. A weight without a gradient
+        has the gradient 0: skipping groups must change nothing, and AdamW moves weights whose
+        gradient is 0 but not those that have none.
+        """
+        for weight in weights:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        if self.accelerator.num_processes > 1:
+            for weight in weights:
+                weight.grad = self.accelerator.reduce(weight.grad, "mean")  # type: ignore[assignment]
 
     def _accumulate(
         self, batch: StepBatch, old: dict[int, Tensor], first: bool
@@ -178,25 +179,23 @@ class Updater:
         in micro-batches of half the size: the gradient is the same.
         """
         while True:
-            batches = pack(batch.slices, self.max_tokens)
+            batches, micro = pack(batch.slices, self.max_tokens), None
             try:
                 loss, metrics = 0.0, Metrics()
-                for index, micro in enumerate(batches):
-                    with self._synchronised(last=index == len(batches) - 1):
-                        share, more = self._backward(micro, batch, old, first)
+                for micro in batches:
+                    share, more = self._backward(micro, batch, old, first)
                     loss, metrics = loss + share, metrics + more
                 return loss, metrics
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if micro is None or not is_out_of_memory(error):
                     raise
             self.optimizer.zero_grad(set_to_none=True)
-            largest = max(micro.tokens for micro in batches)
-            if all(len(micro.rows) == 1 for micro in batches):
+            if len(micro.rows) == 1:
                 raise UserError(
-                    f"out of memory on a single completion of {largest} tokens: lower "
+                    f"out of memory on a single completion of {micro.tokens} tokens: lower "
                     "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
                 )
-            self.max_tokens = largest // 2
+            self.max_tokens = micro.tokens // 2
             logger.warning(
                 "out of memory: micro-batches are cut to %d tokens from here on; set "
                 "optim.max_tokens_per_batch=%d to start there",
@@ -208,12 +207,12 @@ class Updater:
         self, micro: MicroBatch, batch: StepBatch, old: dict[int, Tensor], first: bool
     ) -> tuple[float, Metrics]:
         objective = self.settings.objective
-        scores = self.scorer(micro, objective.entropy_coef > 0)
+        scores = self.policy.score(micro, objective.entropy_coef > 0)
         tokens = self._token_batch(micro, scores, batch, None if first else old)
         if first and objective.needs_old_logprobs:
             old |= _by_row(micro, scores.logprobs.detach())
         output = policy_loss(tokens, batch.totals, objective)
-        # Data-parallel training averages gradients; the totals are already those of all ranks.
+        # Ranks' gradients are averaged; the totals are already those of all ranks.
         self.accelerator.backward(output.loss * self.accelerator.num_processes)
         return output.loss.item(), output.metrics
 
@@ -277,12 +276,6 @@ class Updater:
             objective.kl_estimator,
         )
         return reference, objective.beta * penalties
-
-    @contextlib.contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
-        """Gradients are exchanged between ranks with the last micro-batch alone."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.scorer):
-            yield
 
 
 def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from scipy import stats
 from tiny_models import FAMILIES, noise_example, tiny_policy
 
@@ -216,3 +217,25 @@ def test_greedy_settings_score_at_temperature_one() -> None:
     logits = torch.randn(2, 8)
     positions = torch.zeros(2, dtype=torch.int64)
     assert torch.equal(Restriction(temperature=0.0)(logits, positions), logits)
+
+
+def test_folded_adapters_sample_what_the_adapters_score() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    torch.manual_seed(1)
+    get_peft_model(policy.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    for name, weight in policy.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    before = {n: w.clone() for n, w in policy.model.state_dict().items()}
+    prompts = mixed_prompts(policy, 4)
+    groups = sample(policy, prompts)
+    after = policy.model.state_dict()
+    assert all(torch.equal(after[n], w) for n, w in before.items())
+    slices = [
+        GroupSlice(p, tuple(c.token_ids for c in g), (0, 1, 2))
+        for p, g in zip(prompts, groups, strict=True)
+    ]
+    recorded = torch.tensor([v for group in groups for c in group for v in c.logprobs])
+    scored = policy.score(MicroBatch(tuple(slices))).logprobs
+    assert scored.requires_grad  # the adapters are back, and trained
+    assert (scored - recorded).abs().max() < 1e-4

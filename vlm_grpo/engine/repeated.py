@@ -100,6 +100,16 @@ def sample_repeated(
     Args:
         max_tokens: the most tokens of prompts and completions generated at once.
     """
+    # What the model's own configuration would add (a repetition penalty, suppressed tokens) is no
+    # part of the distribution that is scored.
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        _sample(model, prompts, draws, max_tokens, pad)
+    finally:
+        model.generation_config = own
+
+
+def _sample(model: Any, prompts: Sequence[Prompt], draws: Draws, max_tokens: int, pad: int) -> None:
     group = len(draws.lengths) // len(prompts)
     longest = draws.tokens.shape[1]
     device = draws.tokens.device

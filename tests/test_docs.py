@@ -1,0 +1,124 @@
+"""The guides say what there is: their commands, settings, files and tests exist, and one is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from trl.trainer.grpo_config import GRPOConfig
+
+from vlm_grpo import cli
+from vlm_grpo.cli.app import app
+from vlm_grpo.config import Settings, recipe_names
+from vlm_grpo.settings_base import known_keys
+
+ROOT = Path(__file__).parents[1]
+GUIDES = sorted((ROOT / "docs").glob("*.md"))
+KEYS = set(known_keys(Settings))
+BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
+
+SHORT = {
+    "make_clocks.py": ["--train", "20", "--test", "8"],
+    "train": ["optim.max_steps=2", "optim.prompts_per_step=2"],
+}
+"""What is put behind a command of a guide so that a test has time for it; the last value wins."""
+
+guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+
+
+def shell_lines(guide: Path) -> list[str]:
+    """The commands of the guide's ``sh`` blocks, comments left out."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def run(line: str, step: int) -> None:
+    """One command of a guide, in short form, in the current folder."""
+    program, *arguments = shlex.split(line)
+    arguments = [argument.replace("step-300", f"step-{step}") for argument in arguments]
+    arguments += next((more for word, more in SHORT.items() if f"{word} " in line), [])
+    if program == "vlm-grpo":
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0, line
+        return
+    assert program == "python"
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def test_the_guide_to_a_task_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("docs").symlink_to(ROOT / "docs")
+    lines = shell_lines(ROOT / "docs" / "your-own-task.md")
+    assert len(lines) == 8  # make, new-task and its test, validate, check, train, report, evaluate
+    for line in lines:
+        run(line, step=2)
+    assert Path("runs/clock/report.html").is_file()
+
+
+def test_the_example_task_is_short() -> None:
+    assert len((ROOT / "docs/examples/clock.py").read_text("utf-8").splitlines()) < 60
+
+
+@guides
+def test_commands_exist(guide: Path) -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    named = re.findall(r"(?:^|`|cli )(?:vlm-grpo) ([a-z][a-z-]*)", guide.read_text(), re.MULTILINE)
+    assert set(named) <= known
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z]+)`", guide.read_text())) <= set(targets)
+
+
+@guides
+def test_recipes_exist(guide: Path) -> None:
+    named = re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", guide.read_text())
+    assert set(named) <= set(recipe_names())
+
+
+@guides
+def test_settings_exist(guide: Path) -> None:
+    dotted = re.findall(rf"\b((?:{'|'.join(sorted(BLOCKS))})\.[a-z_.]+[a-z_])", guide.read_text())
+    wrong = {
+        key
+        for key in dotted
+        if key not in KEYS and key not in {k.rpartition(".")[0] for k in KEYS}
+        if not key.startswith("data.columns.")  # a mapping, of any names
+        # a file's name may begin like a block: objective.md
+        and not key.endswith((".md", ".py", ".jsonl", ".yaml", ".svg", ".parquet"))
+    }
+    assert not wrong
+
+
+@guides
+def test_links_lead_somewhere(guide: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", guide.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert not [target for target in local if not (guide.parent / target).exists()]
+
+
+@guides
+def test_tests_that_are_named_exist(guide: Path) -> None:
+    text = guide.read_text()
+    for file in set(re.findall(r"`(tests/[\w/]+\.py)`", text)):
+        assert (ROOT / file).is_file(), file
+    written = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in set(re.findall(r"`(test_\w+)`", text)):
+        assert f"def {name}(" in written, name
+
+
+def test_trl_names_are_trls() -> None:
+    text = (ROOT / "docs/coming-from.md").read_text("utf-8")
+    table = text.partition("## TRL")[2].partition("\n## ")[0]
+    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = {name for cell in first for name in re.findall(r"`([a-z_0-9]+)", cell)}
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert len(named) > 20
+    assert named <= fields
