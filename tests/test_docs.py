@@ -15,7 +15,7 @@ from trl.trainer.grpo_config import GRPOConfig
 
 from vlm_grpo import cli
 from vlm_grpo.cli.app import app
-from vlm_grpo.config import Settings, recipe_names
+from vlm_grpo.config import Settings, load_settings, recipe_names
 from vlm_grpo.settings_base import known_keys
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +81,16 @@ def test_commands_exist(guide: Path) -> None:
 def test_recipes_exist(guide: Path) -> None:
     named = re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", guide.read_text())
     assert set(named) <= set(recipe_names())
+
+
+@guides
+def test_train_commands_have_sound_settings(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # the guides name files as they lie in the checkout
+    for line in shell_lines(guide):
+        _, found, rest = line.partition("vlm-grpo train ")
+        if found:
+            recipe, *overrides = shlex.split(rest.partition(";")[0])
+            load_settings(recipe, overrides)
 
 
 @guides
