@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from torch import Tensor
 from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
@@ -232,6 +232,8 @@ class Trainer:
         decodes = self.roll.loader.decodes
         started = time.perf_counter()
         rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
+        # Ranks that replaced more groups have drawn further; all go on from the furthest.
+        self.roll.position = max(gather_object([self.roll.position]))
         self.reference.refresh(self.step)
         with self.stopwatch("reference"):
             reference, penalties = self.update.reference_pass(rollout.groups)
