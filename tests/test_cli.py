@@ -154,7 +154,8 @@ def test_train_takes_another_task_and_names_its_bad_data(capsys, letters, tmp_pa
     path, _, _ = letters()
     row = {"id": 1, "question": "?", "images": ["none.png"], "answer": "a"}
     broken = lines(tmp_path / "broken.jsonl", row)
-    given = [f"data.train={broken}", "data.eval=null", f"output_dir={tmp_path}"]
+    given = [f"data.train={broken}", "data.eval=null", "evaluation.every=0"]
+    given.append(f"output_dir={tmp_path}")
 
     message = fails(capsys, "train", "counting", *given, "--task", path)
 

@@ -348,7 +348,7 @@ def test_comparison_names_what_differs(tmp_path: Path) -> None:
     page = compare_runs(first, second)
     assert page == tmp_path / "compare-counting-0-counting-1.html"
     text = page.read_text("utf-8")
-    assert "<code>optim.lr</code></td><td>0.0002</td><td>0.125</td>" in text
+    assert "<code>optim.lr</code></td><td>0.0001</td><td>0.125</td>" in text
     assert "<code>rollout.num_generations</code>" not in text  # the same in both
 
 

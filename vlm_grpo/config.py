@@ -48,7 +48,7 @@ class DataSettings(Frozen):
     train_limit: int | None = Field(default=None, ge=1)
     """Use the first so many training examples; None: all (embedded data: 4096)."""
     eval_limit: int | None = Field(default=None, ge=1)
-    """Use the first so many held-out examples; None: all (embedded data: 256)."""
+    """Use the first so many held-out examples; None: all (embedded data: 500)."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that cannot be used: report all such rows and stop, or log how many and go on."""
     max_image_pixels: int = Field(default=PILLOW_WARNS_AT, ge=1, le=2 * PILLOW_WARNS_AT)
@@ -214,10 +214,6 @@ class OptimSettings(Frozen):
                 "optim.warmup_steps has no effect with optim.schedule=constant: "
                 "use constant_with_warmup"
             )
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"optim.warmup_steps={self.warmup_steps} exceeds optim.max_steps={self.max_steps}"
-            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: each must be in [0, 1)")
         return self
@@ -339,7 +335,11 @@ def load_settings(recipe: str, overrides: Sequence[str] = ()) -> Settings:
     Raises:
         UserError: the recipe or its values are wrong; the message lists every problem at once.
     """
-    return build_settings(recipe, _read_recipe(recipe), overrides)
+    try:
+        values = _read_recipe(recipe)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+    return build_settings(recipe, values, overrides)
 
 
 def build_settings(recipe: str, values: Any, overrides: Sequence[str] = ()) -> Settings:

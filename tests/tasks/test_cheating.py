@@ -31,13 +31,17 @@ SIDE = make_shapes.SIDE
 
 
 def scenes(name: str) -> list[Example]:
-    """The makers' own rows; for lists of objects, all shapes of the counting scenes."""
+    """The makers' own rows; for lists of objects, all shapes of the cluttered counting scenes.
+
+    Grounding is tried on the crowded scenes. On the recipe's own, whose shapes fill up to a third
+    of the image, the best box for all of them earns 0.42 (the honest weak model 0.68).
+    """
     if name == "ocr":
         return make_words.examples("ocr", ROWS, seed=5)
     if name in ("counting", "grounding"):
-        return make_shapes.examples(name, ROWS, seed=5)
+        return make_shapes.examples("crowded" if name == "grounding" else name, ROWS, seed=5)
     rows = []
-    for example in make_shapes.examples("counting", ROWS, seed=5):
+    for example in make_shapes.examples("cluttered", ROWS, seed=5):
         shapes = example.meta["shapes"]
         answer = {
             "boxes": [list(shape["box"]) for shape in shapes],

@@ -29,7 +29,7 @@ _EMBEDDED = {
 }
 _EMBEDDED_SEED = 1
 """Not the seed of the examples that the embedded model was made with."""
-_EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 256}
+_EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 
 _SHOWN = 50
 """Bad rows that one message lists; the rest are counted."""
