@@ -14,7 +14,8 @@ from vlm_grpo.config import Settings, load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import bootstrap_interval, evaluate, evaluate_benchmark, evaluate_policy
+from vlm_grpo.evaluate import evaluate, evaluate_benchmark, evaluate_policy
+from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.loading import model_source
 from vlm_grpo.policy import load_policy
 from vlm_grpo.registry import load_task

@@ -18,7 +18,7 @@ from report_runs import GROUP_SIZE, TASKS, few_examples, group, make_run, with_a
 from vlm_grpo.cli.report import run_folder
 from vlm_grpo.drawing import GOLD_COLOR
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluate import bootstrap_interval as evaluated_interval
+from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report, compare_runs
 from vlm_grpo.report.charts import Chart, Line, draw
@@ -76,7 +76,7 @@ def test_headline_is_the_evaluations_own(counting: Path) -> None:
         lines = (counting / "evaluation" / f"step-{step:06d}.jsonl").read_text().splitlines()
         values = [json.loads(line)["rewards"]["exact"] for line in lines]
         assert value == pytest.approx(sum(values) / len(values))
-        assert interval == pytest.approx(evaluated_interval(values, seed=0))
+        assert interval == pytest.approx(bootstrap_interval(values, seed=0))
     # On the same examples, the difference of means is the mean of differences.
     low, high = change.difference_interval
     assert low <= change.after - change.before <= high

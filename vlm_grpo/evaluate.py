@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from scipy import stats
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.benchmarks import Benchmark, load_benchmark
@@ -25,6 +24,7 @@ from vlm_grpo.evaluation_report import (
     comparison_line,
     report_lines,
 )
+from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.policy import Policy, load_policy
 from vlm_grpo.predictions import PredictionLog, read_predictions
 from vlm_grpo.registry import load_task
@@ -141,22 +141,6 @@ def summarise(
     metrics.setdefault(task.headline, math.nan)
     interval = bootstrap_interval(columns.get(task.headline, []), seed)
     return Evaluation(task.headline, len(scores), metrics, interval, rows)
-
-
-def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean, from 2,000 resamples."""
-    if len(set(values)) < 2:  # nothing varies: the bootstrap has nothing to say
-        value = values[0] if values else math.nan
-        return value, value
-    result = stats.bootstrap(
-        (np.asarray(values),),
-        np.mean,
-        n_resamples=2000,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-        batch=100,
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:

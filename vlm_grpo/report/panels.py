@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.entries import visible
-from vlm_grpo.report.run import Run, bootstrap_interval, is_number
+from vlm_grpo.report.run import Run, is_number
 
 OUTER_PHASES = ("step", "rollout", "evaluation")
 """Phases that hold other phases, or that are no part of a step."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 import yaml
-from scipy import stats
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.registry import load_task_class, task_names
 
 Row = Mapping[str, Any]
@@ -167,23 +167,6 @@ def read_run(folder: Path) -> Run:
         samples=tuple(samples),
         unreadable=reader.unreadable,
     )
-
-
-def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean, from 2,000 resamples; NaN of nothing."""
-    if not values:
-        return math.nan, math.nan
-    if len(set(values)) == 1:  # nothing varies: the bootstrap has nothing to say
-        return values[0], values[0]
-    result = stats.bootstrap(
-        (np.asarray(values),),
-        np.mean,
-        n_resamples=2000,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-        batch=100,
-    )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
 class _Reader:
