@@ -47,6 +47,7 @@ def make_run(
     """
     name = f"{task_name}-{seed}"
     changes = {"name": name, "output_dir": folder, "optim.max_steps": steps, "seed": seed}
+    changes["optim.warmup_steps"] = 0
     changes |= {"model": "embedded"} | dict(overrides or {})
     settings = load_settings(task_name, [f"{key}={value}" for key, value in changes.items()])
     settings.save(settings.run_dir / "config.yaml")

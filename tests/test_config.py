@@ -129,6 +129,7 @@ def test_all_problems_are_told_at_once():
         (["policy.freeze=[vision,projector,language]"], ["policy.freeze", "nothing is left"]),
         (["policy.min_pixels=9", "policy.max_pixels=4"], ["min_pixels", "max_pixels"]),
         (["optim.schedule=constant", "optim.warmup_steps=5"], ["warmup_steps", "schedule"]),
+        (["optim.max_steps=5", "optim.warmup_steps=9"], ["warmup_steps", "max_steps"]),
         (["optim.betas=[0.9,1.0]"], ["optim.betas"]),
         (["data.eval=null", "evaluation.every=5"], ["evaluation.every", "data.eval"]),
         (["data.eval=null", "checkpoint.keep_best=true"], ["keep_best", "data.eval"]),

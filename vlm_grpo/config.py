@@ -214,6 +214,11 @@ class OptimSettings(Frozen):
                 "optim.warmup_steps has no effect with optim.schedule=constant: "
                 "use constant_with_warmup"
             )
+        if self.warmup_steps > self.max_steps:
+            raise ValueError(
+                f"optim.warmup_steps={self.warmup_steps} exceeds optim.max_steps={self.max_steps}: "
+                "lower it too"
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: each must be in [0, 1)")
         return self

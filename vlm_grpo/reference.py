@@ -26,19 +26,16 @@ class Reference:
     Args:
         trainable: names and weights that training changes, as they are at the start.
         objective: says whether a reference is needed and how often it is refreshed.
-        on_cpu: keep the snapshot in CPU memory.
     """
 
     def __init__(
         self,
         trainable: list[tuple[str, nn.Parameter]],
         objective: ObjectiveSettings,
-        on_cpu: bool = False,
     ) -> None:
         self.trainable = dict(trainable)
         self.every: int | Literal["never"] = objective.reference_refresh_every
         self.snapshot: dict[str, torch.Tensor] | None = None
-        self.on_cpu = on_cpu
         if objective.needs_reference:
             self._copy()
 
@@ -85,7 +82,4 @@ class Reference:
 
     @torch.no_grad()
     def _copy(self) -> None:
-        self.snapshot = {
-            name: weight.detach().to("cpu" if self.on_cpu else weight.device, copy=True)
-            for name, weight in self.trainable.items()
-        }
+        self.snapshot = {name: weight.detach().clone() for name, weight in self.trainable.items()}

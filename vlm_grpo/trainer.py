@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -321,7 +322,7 @@ class Trainer:
             shown = [self.policy.with_seen_sizes(e) for e in self.held_out[:HELD_OUT_SHOWN]]
             rows = found.rows[:HELD_OUT_SHOWN]
             write_held_out(run_dir / "samples", self.step, self.task, shown, rows)
-        if self.best is None or found.value > self.best[0]:
+        if not math.isnan(found.value) and (self.best is None or found.value > self.best[0]):
             self.best = (found.value, self.step)
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.engine.batch import GroupSlice, pack
 from vlm_grpo.types import Example, Prompt
 
 
@@ -42,13 +42,3 @@ def test_every_completion_is_packed_once_within_the_budget(groups: list, budget:
 def test_a_packed_row_counts_what_is_fed() -> None:
     # 10 prompt tokens, and of each completion all but the last token: 2 + 0 + 4.
     assert piece(10, [3, 1, 5]).tokens == 16
-
-
-def test_halves_split_between_groups_first() -> None:
-    a, b = piece(4, [2, 2]), piece(4, [3], 2)
-    assert MicroBatch((a, b)).halves() == (MicroBatch((a,)), MicroBatch((b,)))
-    assert MicroBatch((b,)).halves() is None
-    first, second = MicroBatch((a,)).halves() or (None, None)
-    assert first is not None
-    assert second is not None
-    assert (first.rows, second.rows) == ((0,), (1,))

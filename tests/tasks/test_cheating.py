@@ -152,6 +152,15 @@ BOUNDS = {
 }
 
 
+def test_no_box_for_all_images_beats_a_weak_model_on_the_recipes_large_shapes():
+    task, rows = load_task("grounding"), make_shapes.examples("grounding", ROWS, seed=5)
+    rng = random.Random(1)
+    cheated, text = best_cheat(task, rows, SEEDS["grounding"])
+    honest = mean_reward(task, rows, lambda row: weak_answer("grounding", task, row, rng))
+    assert cheated <= 0.45, text  # (0.42) a box in the middle; the honest 0.68
+    assert cheated < honest, text
+
+
 @pytest.mark.parametrize("name", BOUNDS)
 def test_no_text_for_all_images_beats_a_weak_model_that_looks(name: str):
     task, rows = load_task(name, **OPTIONS.get(name, {})), scenes(name)

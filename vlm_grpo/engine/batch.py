@@ -53,16 +53,6 @@ class MicroBatch:
     def tokens(self) -> int:
         return sum(piece.tokens for piece in self.slices)
 
-    def halves(self) -> tuple[MicroBatch, MicroBatch] | None:
-        """The batch cut in two, between groups if it can be; None for a single completion."""
-        if len(self.slices) > 1:
-            middle = len(self.slices) // 2
-            return MicroBatch(self.slices[:middle]), MicroBatch(self.slices[middle:])
-        if len(self.rows) > 1:
-            first, second = next(iter(self.slices)).halves()
-            return MicroBatch((first,)), MicroBatch((second,))
-        return None
-
 
 def pack(slices: Sequence[GroupSlice], max_tokens: int) -> list[MicroBatch]:
     """Micro-batches of at most ``max_tokens`` tokens that hold every slice once.

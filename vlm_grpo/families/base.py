@@ -32,14 +32,6 @@ class ImageFeatures:
     embeds: torch.Tensor
     deepstack: tuple[torch.Tensor, ...] = ()
 
-    def map(self, change) -> ImageFeatures:
-        """The same features with ``change`` applied to each tensor."""
-        return ImageFeatures(change(self.embeds), tuple(change(level) for level in self.deepstack))
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return (self.embeds, *self.deepstack)
-
 
 class Family:
     """One architecture family: its coordinate frame, its parts, and how it reads a prompt.
