@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -269,8 +270,9 @@ def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """What a step's groups say of the policy that wrote them; names follow TRL's.
 
-    Means over completions: the reward in all and by name, the task's metrics, lengths in tokens,
-    the share that was cut off, the share without an answer, entropy in nats per token.
+    Means over completions: the reward in all and by name (with its standard deviation), the
+    task's metrics, lengths in tokens, the share that was cut off, the share with an answer,
+    entropy in nats per token.
     """
     completions = [c for group in groups for c in group.completions]
     scores = [s for group in groups for s in group.scores]
@@ -288,10 +290,17 @@ def step_metrics(groups: Sequence[Group]) -> dict[str, float]:
     for name in scores[0].rewards:
         values = [s.rewards[name] for s in scores]
         found[f"rewards/{name}/mean"] = _mean(values)
+        found[f"rewards/{name}/std"] = _deviation(values)
         found[f"rewards/{name}/failed"] = sum(value is None for value in values)
     for name in scores[0].metrics:
         found[f"metrics/{name}"] = _mean([s.metrics[name] for s in scores])
     return found
+
+
+def _deviation(values: Iterable[float | None]) -> float:
+    """Standard deviation (ddof = 1) of those that are defined; NaN where fewer than two are."""
+    known = [value for value in values if value is not None]
+    return statistics.stdev(known) if len(known) > 1 else math.nan
 
 
 def _mean(values: Iterable[float | None]) -> float:
