@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from vlm_grpo.config import Settings
 from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.policy import Policy, sampling_of
 from vlm_grpo.task import Task
-from vlm_grpo.types import Completion, Group, Prompt, Score
+from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 
 
 class PromptLoader:
@@ -155,3 +156,22 @@ def score_all(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> 
 def _has_spread(group: Group) -> bool:
     """Whether the group's rewards differ, so that it has advantages."""
     return len({score.total for score in group.scores if score.total is not None}) > 1
+
+
+def refuse_unseeable(policy: Policy, examples: Sequence[Example]) -> None:
+    """Find every image that the model's resize cannot take, before the first step.
+
+    Raises:
+        UserError: with all of them.
+    """
+    problems = []
+    for example in examples:
+        try:
+            policy.with_seen_sizes(example)
+        except ValueError as error:
+            problems.append(f"{example.id}: {error}")
+    if problems:
+        raise UserError(
+            f"{len(problems)} examples have images that the model cannot see; take them out:\n"
+            f"{bullets(problems)}"
+        )

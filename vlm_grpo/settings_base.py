@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -58,6 +58,18 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         for block in _blocks(field.annotation):
             yield from known_keys(block, f"{prefix}{name}.")
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys, as on the command line."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= (
+            flattened(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {prefix + key: value}
+        )
+    return flat
 
 
 def plain(message: str) -> str:

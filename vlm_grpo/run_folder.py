@@ -1,0 +1,74 @@
+"""A run's folder: settings, metrics, samples, evaluations and the report in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from vlm_grpo.config import Settings
+from vlm_grpo.evaluate import Evaluation, write_predictions
+from vlm_grpo.report import build_report
+from vlm_grpo.task import Task
+from vlm_grpo.tracking import MetricsLog, write_held_out, write_samples
+from vlm_grpo.types import Example, Group
+
+REPORT_SECONDS = 60.0
+"""Between two refreshes of the report while the run goes on."""
+
+
+class RunFolder:
+    """What a run writes besides its checkpoints; on all ranks but the first, nothing.
+
+    Args:
+        settings: the run's.
+        task: draws the answers.
+        is_main: whether this is the first rank.
+    """
+
+    def __init__(self, settings: Settings, task: Task, is_main: bool) -> None:
+        self.path: Path = settings.run_dir
+        self.settings, self.task, self.is_main = settings, task, is_main
+        self.reported = time.monotonic()
+
+    def open(self, step: int) -> None:
+        """Begin to write after ``step`` steps; metrics of later ones, run again, are dropped."""
+        if self.is_main:
+            self.settings.save(self.path / "config.yaml")
+            self.log = MetricsLog(self.path / "metrics.jsonl", resume_at=step)
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A line of ``metrics.jsonl``."""
+        if self.is_main:
+            self.log.write(step, metrics)
+
+    def samples_due(self, step: int) -> bool:
+        """Whether the samples of this step are kept."""
+        every = self.settings.logging.samples_every
+        return bool(every) and step % every == 0
+
+    def write_samples(self, step: int, groups: Sequence[Group], advantages: Tensor) -> None:
+        """The first groups of a step, with (n,) advantages of all groups' completions."""
+        if not self.is_main:
+            return
+        shown = groups[: self.settings.logging.samples_per_step]
+        sizes = [len(group.completions) for group in groups]
+        parts = [part.tolist() for part in advantages.split(sizes)][: len(shown)]
+        write_samples(self.path / "samples", step, shown, parts, self.task)
+
+    def write_evaluation(self, step: int, found: Evaluation, shown: Sequence[Example]) -> None:
+        """All predictions; and the first ones, those for the examples ``shown``, with pictures."""
+        if not self.is_main:
+            return
+        write_predictions(self.path / "evaluation" / f"step-{step:06d}.jsonl", found)
+        write_held_out(self.path / "samples", step, self.task, shown, found.rows[: len(shown)])
+
+    def refresh_report(self, now: bool = False) -> None:
+        """Rebuild ``report.html`` if the last one is older than a minute, or ``now``."""
+        if not self.is_main:
+            return
+        if now or time.monotonic() - self.reported > REPORT_SECONDS:
+            build_report(self.path)
+            self.reported = time.monotonic()
