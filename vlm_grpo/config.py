@@ -25,6 +25,8 @@ from vlm_grpo.settings_base import Frozen, describe_problems, no_value
 ModelPart = Literal["vision", "projector", "language"]
 Column = Literal["id", "images", "question", "answer"]
 
+RUNS = Path("runs")
+"""Folder of all runs unless ``output_dir`` says otherwise."""
 PILLOW_WARNS_AT = 89_478_485
 """Pixels from which Pillow takes an image for a decompression bomb, and warns."""
 
@@ -276,7 +278,7 @@ class Settings(Frozen):
     """Commit, tag or branch on the hub; None: the default branch."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides the order of the examples, the sampling and the adapters' first weights."""
-    output_dir: Path = Path("runs")
+    output_dir: Path = RUNS
     """Folder of all runs."""
     resume: bool = False
     """Go on from the run's newest complete checkpoint."""

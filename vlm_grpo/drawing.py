@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 Box = tuple[float, float, float, float]
 
 GOLD_COLOR = "#ffb000"
 PREDICTED_COLOR = "#dc267f"
 """Colours of the gold and of the predicted answer; people who are colour-blind tell them apart."""
+_CAPTION_LINES = 8
 
 
 def draw_boxes(
@@ -51,3 +53,25 @@ def draw_points(
 
 def _pen_width(image: Image.Image) -> int:
     return max(1, max(image.size) // 200)
+
+
+def captioned(image: Image.Image, text: str, color: str) -> Image.Image:
+    """A copy of the image with the text on a band below it, broken into lines and cut at eight.
+
+    The font that comes with Pillow has Latin letters; others show as empty boxes.
+    """
+    size = max(12, min(32, image.width // 24))
+    font = ImageFont.load_default(size)
+    width = max(image.width, 12 * size)
+    columns = max(8, int((width - size) / (0.55 * size)))
+    lines = [part for line in text.splitlines() for part in wrap(line, columns)] or ["(nothing)"]
+    if len(lines) > _CAPTION_LINES:
+        lines = [*lines[: _CAPTION_LINES - 1], "…"]
+    step = size * 5 // 4
+    height = image.height + step * len(lines) + size
+    drawn = Image.new("RGB", (width, height), "white")
+    drawn.paste(image, ((width - image.width) // 2, 0))
+    pen = ImageDraw.Draw(drawn)
+    for number, line in enumerate(lines):
+        pen.text((size // 2, image.height + size // 2 + number * step), line, fill=color, font=font)
+    return drawn

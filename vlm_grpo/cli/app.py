@@ -20,6 +20,7 @@ from yaml import YAMLError
 from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.cli import data as data_command
 from vlm_grpo.cli.new_task import new_task
+from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
 from vlm_grpo.cli.scoring import print_json, print_table, score_predictions
 from vlm_grpo.cli.validation import validate_task
@@ -79,6 +80,7 @@ ImageRoot = Annotated[
 app.add_typer(data_command.app, name="data")
 app.command()(report)
 app.command()(new_task)
+app.command()(predict)
 
 
 @app.callback(invoke_without_command=True)

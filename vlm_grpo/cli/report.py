@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
+from vlm_grpo.config import RUNS
 from vlm_grpo.errors import UserError, nearest
-
-RUNS = Path("runs")
 
 RunName = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name in runs/.")
