@@ -194,7 +194,7 @@ def test_an_override_without_a_key_is_named():
 
 
 SWITCHES = {"resume", "trust_remote_code", "gradient_checkpointing", "dynamic_sampling"}
-SWITCHES |= {"keep_best", "normalize_each_reward", "mask_truncated_completions"}
+SWITCHES |= {"asynchronous", "keep_best", "normalize_each_reward", "mask_truncated_completions"}
 
 
 def described(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

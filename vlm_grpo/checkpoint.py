@@ -1,90 +1,108 @@
-"""Saving a run's state whole or not at all, and finding the newest one."""
+"""The folder that holds a run's state: written whole or not at all, and checked when it is read.
+
+A checkpoint is ``step-12`` after twelve steps, or ``step-12-1`` after the first update of the
+thirteenth. It holds the weights with the processor, ``config.yaml``, ``state.json`` for numbers,
+a safetensors file for each kind of tensors, and ``manifest.json`` with the size and SHA-256 of
+every other file. Nothing in it is unpickled.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
-import random
 import re
 import shutil
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from vlm_grpo.errors import UserError
 
-STATE_FILE = "trainer_state.pt"
-_NAME = re.compile(r"step-(\d+)")
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Raised when older programs could no longer read what this one writes, or it them."""
+MANIFEST, STATE = "manifest.json", "state.json"
+_NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """A point of a run.
+
+    Attributes:
+        steps: steps done.
+        updates: updates made in the step that has begun since; -1: none has begun.
+    """
+
+    steps: int
+    updates: int = -1
+
+    @property
+    def name(self) -> str:
+        """The name of a checkpoint's folder."""
+        return f"step-{self.steps}" + (f"-{self.updates}" if self.updates >= 0 else "")
 
 
 @dataclass(frozen=True)
-class TrainerState:
-    """What a run needs besides the weights to go on where it stopped.
+class Contents:
+    """What a checkpoint holds besides the weights.
 
     Attributes:
-        step: steps done.
-        position: examples drawn from the stream.
-        optimizer: the optimizer's state.
-        scheduler: the learning-rate schedule's state.
-        reference: the reference policy's snapshot, empty where there is none.
-        best: best held-out value of the headline metric so far, with its step; None before any.
-        random: states of the random generators.
+        numbers: what JSON can hold.
+        tensors: by file (without suffix), then by name; an empty file is left out.
     """
 
-    step: int
-    position: int
-    optimizer: dict[str, Any]
-    scheduler: dict[str, Any]
-    reference: dict[str, torch.Tensor]
-    best: tuple[float, int] | None
-    random: dict[str, Any]
+    numbers: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
 
 
-def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, in plain types and tensors."""
-    kind, keys, *rest = np.random.get_state()
-    states = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
+class Damaged(UserError):
+    """A file of a checkpoint is not what was written."""
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Put the generators back into saved states."""
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
-
-
-def save_checkpoint(folder: Path, state: TrainerState, save_weights: Any) -> Path:
-    """Write ``folder/step-N``: aside first, flushed to disk, then renamed in one go.
+def write_checkpoint(
+    folder: Path, moment: Moment, contents: Contents, write_weights: Callable[[Path], None]
+) -> Path:
+    """Write a checkpoint aside, flush it to the disk, read it back, and rename it in one go.
 
     Args:
         folder: the run's ``checkpoints``.
-        state: the run's state.
-        save_weights: called with the folder to write weights, processor and settings into.
+        moment: names it.
+        contents: what goes beside the weights.
+        write_weights: called with the folder to write weights, processor and settings into.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        Damaged: what the disk gives back is not what was written.
     """
-    target = folder / f"step-{state.step}"
-    aside = folder / f".step-{state.step}.tmp"
+    target, aside = folder / moment.name, folder / f".{moment.name}.tmp"
     for left_over in folder.glob(".step-*"):  # of a run that was killed while it wrote
         shutil.rmtree(left_over, ignore_errors=True)
     aside.mkdir(parents=True)
-    save_weights(aside)
-    torch.save(vars(state), aside / STATE_FILE)
-    for path in [*aside.rglob("*"), aside]:
+    write_weights(aside)
+    for name, tensors in contents.tensors.items():
+        if tensors:
+            plain = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+            save_file(plain, aside / f"{name}.safetensors")
+    numbers = {"format": FORMAT, **contents.numbers}
+    (aside / STATE).write_text(json.dumps(numbers), encoding="utf-8")
+    files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+    for path in files:
+        _flush(path)
+    _compare(aside, contents)
+    sums = {str(path.relative_to(aside)): _measure(path) for path in files}
+    (aside / MANIFEST).write_text(json.dumps({"files": sums}, indent=1), encoding="utf-8")
+    for path in [aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside]:
         _flush(path)
     if target.exists():  # a run resumed from an earlier checkpoint comes by here again
         old = _set_aside(target)
@@ -96,6 +114,49 @@ def save_checkpoint(folder: Path, state: TrainerState, save_weights: Any) -> Pat
     return target
 
 
+def _flush(path: Path) -> None:
+    """Bring a file or a folder to the disk, and forget the copy of it in memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if path.is_file() and hasattr(os, "posix_fadvise"):  # so that reading back asks the disk
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _compare(aside: Path, contents: Contents) -> None:
+    """Read back what was written: tensors bit by bit, weights as far as their file says."""
+    for path in aside.rglob("*.safetensors"):
+        try:
+            with safe_open(path, "pt") as file:
+                names = set(file.keys())
+                expected = contents.tensors.get(path.stem)
+                if expected is None:
+                    continue
+                same = names == set(expected) and all(
+                    _same_bits(file.get_tensor(name), expected[name]) for name in names
+                )
+        except SafetensorError as error:
+            raise Damaged(f"{path} cannot be read back: {error}: check the disk") from error
+        if not same:
+            raise Damaged(f"{path} reads back other than it was written: check the disk")
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in type, shape and every bit, NaN included."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a, b = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def _measure(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"size": path.stat().st_size, "sha256": digest}
+
+
 def _set_aside(checkpoint: Path) -> Path:
     """Rename a checkpoint so that it is none any more, even if removing it is cut short."""
     old = checkpoint.with_name(f".{checkpoint.name}.old")
@@ -103,42 +164,101 @@ def _set_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(old)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """All complete checkpoints of a run with their steps, oldest first."""
+def checkpoints(folder: Path) -> list[tuple[Moment, Path]]:
+    """All checkpoints of a run, oldest first."""
     if not folder.is_dir():
         return []
     found = [
-        (int(match[1]), path)
+        (Moment(int(match[1]), int(match[2]) if match[2] else -1), path)
         for path in folder.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and (path / STATE_FILE).is_file()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
     ]
     return sorted(found)
 
 
-def load_state(checkpoint: Path) -> TrainerState:
-    """The state beside a checkpoint's weights.
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole, None where there is none at all.
+
+    Damaged ones are renamed ``damaged-step-N``, with a warning that names the file.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there are checkpoints, and all of them are damaged.
     """
+    problems = []
+    for _, path in reversed(checkpoints(folder)):
+        try:
+            verify(path)
+        except Damaged as error:
+            problems.append((path, error))
+            continue
+        for damaged, error in problems:
+            aside = damaged.with_name(f"damaged-{damaged.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            damaged.rename(aside)
+            logger.warning(
+                "%s: the checkpoint is set aside as %s, and the run goes on from %s, the one "
+                "before it",
+                error, aside.name, path.name,
+            )  # fmt: skip
+        return path
+    if problems:
+        raise UserError(
+            f"{problems[0][1]}; no other checkpoint in {folder} is whole: put back a copy of one, "
+            "or begin anew with another name=…"
+        )
+    return None
+
+
+def verify(checkpoint: Path) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        Damaged: with the first file that differs.
+    """
+    manifest = checkpoint / MANIFEST
     try:
-        state = torch.load(checkpoint / STATE_FILE, map_location="cpu", weights_only=True)
-        return TrainerState(**state)
-    except (OSError, RuntimeError, TypeError) as error:
-        raise UserError(f"checkpoint {checkpoint} cannot be resumed: {error}") from error
+        files: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{manifest} is missing or cannot be read ({error})") from error
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise Damaged(f"{path} is missing")
+        size = path.stat().st_size
+        if size != expected["size"]:
+            raise Damaged(f"{path} has {size} bytes, and had {expected['size']} when written")
+        if _measure(path) != expected:
+            raise Damaged(f"{path} has other contents than when it was written")
 
 
-def prune(folder: Path, keep_last: int, keep: set[int | None]) -> None:
-    """Remove all but the newest ``keep_last`` checkpoints (0: none) and those of steps ``keep``."""
+def read_numbers(checkpoint: Path) -> dict[str, Any]:
+    """The numbers of a checkpoint.
+
+    Raises:
+        UserError: they cannot be read, or another version of the program wrote them.
+    """
+    path = checkpoint / STATE
+    try:
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if numbers.get("format") != FORMAT:
+        raise UserError(
+            f"{path} is of format {numbers.get('format')}, this program reads format {FORMAT}: "
+            "resume with the version that wrote it"
+        )
+    return numbers
+
+
+def read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of one file of a checkpoint, on the CPU; empty where it has no such file."""
+    path = checkpoint / f"{name}.safetensors"
+    return load_file(path) if path.is_file() else {}
+
+
+def prune(folder: Path, keep_last: int, keep: Collection[Moment] = ()) -> None:
+    """Remove all but the newest ``keep_last`` checkpoints (0: none) and those of ``keep``."""
     found = checkpoints(folder)
-    for step, path in found[: -keep_last or len(found)] if keep_last else []:
-        if step not in keep:
+    for moment, path in found[: -keep_last or len(found)] if keep_last else []:
+        if moment not in keep:
             shutil.rmtree(_set_aside(path))

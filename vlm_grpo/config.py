@@ -247,6 +247,9 @@ class CheckpointSettings(Frozen):
     max_hours: float | None = Field(default=None, gt=0)
     """Save and exit (status 75) after so many hours, for clusters with a time limit; None: never.
     ``resume=true`` goes on."""
+    asynchronous: bool = False
+    """Copy the state to host memory and write it while training goes on; a crash meanwhile goes
+    back to the checkpoint before. False: training waits while it is written."""
     keep_best: bool = False
     """Keep the checkpoint with the best held-out headline value besides."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from transformers import get_scheduler
 
 from vlm_grpo.config import OptimSettings
+from vlm_grpo.errors import UserError
 
 
 def build_optimizer(weights: Sequence[nn.Parameter], optim: OptimSettings) -> torch.optim.AdamW:
@@ -38,3 +39,55 @@ def set_rates(optimizer: Any, scheduler: Any, optim: OptimSettings) -> None:
     rates = (factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = optim.lr * rate
+
+
+def optimizer_tensors(
+    optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, torch.Tensor]:
+    """The optimizer's state as ``weight/what``, such as ``….q_proj.weight/exp_avg``."""
+    names = _names_in_order(optimizer, trainable)
+    return {
+        f"{names[index]}/{key}": value
+        for index, values in optimizer.state_dict()["state"].items()
+        for key, value in values.items()
+    }
+
+
+def load_optimizer_tensors(
+    optimizer: Any,
+    trainable: Sequence[tuple[str, nn.Parameter]],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Take what ``optimizer_tensors`` gave.
+
+    Raises:
+        UserError: it is the state of other weights.
+    """
+    if not tensors:  # saved before the first update
+        return
+    names = _names_in_order(optimizer, trainable)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    places = {name: index for index, name in enumerate(names)}
+    shapes = {name: weight.shape for name, weight in trainable}
+    for key, value in tensors.items():
+        name, _, what = key.rpartition("/")
+        if name not in places or (value.dim() and value.shape != shapes[name]):
+            raise UserError(
+                f"the checkpoint's optimizer state {key} of shape {list(value.shape)} fits no "
+                "weight that these settings train: resume with the settings that wrote it"
+            )
+        state.setdefault(places[name], {})[what] = value
+    missing = sorted(set(names) - {names[index] for index in state})
+    if missing:
+        raise UserError(
+            f"the checkpoint holds no optimizer state for {len(missing)} of the weights that these "
+            f"settings train, such as {missing[0]}: resume with the settings that wrote it"
+        )
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _names_in_order(optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """The weights' names in the order in which the optimizer numbers them."""
+    names = {id(weight): name for name, weight in trainable}
+    return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]

@@ -256,12 +256,19 @@ class Policy:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def save(self, folder: Path) -> None:
-        """Write the weights (the adapter's alone, with LoRA) and the processor, to be loaded by
-        transformers and PEFT; the pixel budget goes into the processor."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of the model: all weights, or with LoRA the adapter's alone."""
+        state: dict[str, torch.Tensor] = (self.adapters or self.model).state_dict()
+        if self.adapters is None:
+            return state
+        return {name: weight for name, weight in state.items() if "lora_" in name}
+
+    def save(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Write ``weights`` and the processor, to be loaded by transformers and PEFT; the pixel
+        budget goes into the processor."""
         if self.budget is not None:
             self.family.set_pixel_budget(self.processor, self.budget)
-        (self.adapters or self.model).save_pretrained(str(folder))
+        (self.adapters or self.model).save_pretrained(str(folder), state_dict=weights)
         self.processor.save_pretrained(folder)
 
     def forget_images(self) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from vlm_grpo.errors import UserError
 from vlm_grpo.objective_settings import ObjectiveSettings
 
 
@@ -70,10 +71,10 @@ class Reference:
         """Take a saved snapshot.
 
         Raises:
-            ValueError: it does not hold the weights that these settings train.
+            UserError: it does not hold the weights that these settings train.
         """
         if set(state) != set(self.snapshot or {}):
-            raise ValueError(
+            raise UserError(
                 "the checkpoint's reference policy does not fit: it holds other weights than "
                 "these settings train"
             )

@@ -1,24 +1,40 @@
-"""Writing a run's state into a checkpoint, and putting it back."""
+"""Collecting a run's state from its parts on all ranks, and putting it back."""
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import torch
+from accelerate.utils import gather_object
+
+from vlm_grpo.background import Background
 from vlm_grpo.checkpoint import (
-    TrainerState,
+    Contents,
+    Moment,
     prune,
-    random_states,
-    restore_random_states,
-    save_checkpoint,
+    read_numbers,
+    read_tensors,
+    write_checkpoint,
 )
 from vlm_grpo.config import Settings
-from vlm_grpo.optimizer import set_rates
+from vlm_grpo.optimizer import load_optimizer_tensors, optimizer_tensors, set_rates
 from vlm_grpo.policy import Policy
+from vlm_grpo.randomness import random_states, restore_random_states
 from vlm_grpo.update import Updater
+
+LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
 
 
 class Saver:
     """Collects a run's state from its parts, and gives it back to them.
+
+    All ranks call ``save`` together: what they hold is gathered, and the first of them writes. On
+    ``restore`` each reads for itself. Nothing in a checkpoint depends on the number of ranks but
+    the random states, of which each rank has its own.
 
     Args:
         settings: the run's.
@@ -26,41 +42,96 @@ class Saver:
         update: its optimizer, schedule and reference policy.
 
     Attributes:
-        saved: the step of the last checkpoint that this process wrote; None before any.
+        saved: the moment of the last checkpoint that this process began to write; None before any.
     """
 
     def __init__(self, settings: Settings, policy: Policy, update: Updater) -> None:
         self.settings, self.policy, self.update = settings, policy, update
-        self.saved: int | None = None
+        self.folder = settings.run_dir / "checkpoints"
+        self.writer = Background()
+        self.saved: Moment | None = None
 
-    def save(self, step: int, position: int, best: tuple[float, int] | None) -> None:
-        """Write ``checkpoints/step-N`` and remove those that are not to be kept."""
-        state = TrainerState(
-            step=step,
-            position=position,
-            optimizer=self.update.optimizer.state_dict(),
-            scheduler=self.update.scheduler.state_dict(),
-            reference=self.update.reference.state_dict(),
-            best=best,
-            random=random_states(),
-        )
-        folder = self.settings.run_dir / "checkpoints"
+    def save(self, moment: Moment, numbers: Mapping[str, Any], best: Moment | None) -> None:
+        """Write a checkpoint and remove those that are not to be kept.
 
-        def save_weights(aside: Path) -> None:
-            self.policy.save(aside)
+        Args:
+            moment: where the run stands.
+            numbers: what JSON can hold of the run's other parts.
+            best: the checkpoint that is kept besides the newest ones.
+
+        Raises:
+            OSError: it could not be written, or (in the background) the one before could not.
+            Damaged: it reads back other than it was written.
+        """
+        settings = self.settings.checkpoint
+        contents, weights = self._collect(numbers), self.policy.weights()
+        if settings.asynchronous:
+            tensors = {name: _on_host(held) for name, held in contents.tensors.items()}
+            contents, weights = Contents(contents.numbers, tensors), _on_host(weights)
+
+        def write_weights(aside: Path) -> None:
+            self.policy.save(aside, weights)
             self.settings.save(aside / "config.yaml")
 
-        if self.update.accelerator.is_main_process:
-            save_checkpoint(folder, state, save_weights)
-            keep = {best[1]} if best is not None and self.settings.checkpoint.keep_best else set()
-            prune(folder, self.settings.checkpoint.keep_last, keep)
-        self.saved = step
+        def write() -> None:
+            write_checkpoint(self.folder, moment, contents, write_weights)
+            prune(self.folder, settings.keep_last, {best} if best is not None else ())
 
-    def restore(self, state: TrainerState) -> None:
-        """Put the state back into the parts; the policy was loaded with its weights."""
+        if self.update.accelerator.is_main_process:
+            if settings.asynchronous:
+                self.writer.start(write)
+            else:
+                write()
+        self.saved = moment
+
+    def _collect(self, numbers: Mapping[str, Any]) -> Contents:
+        """What goes beside the weights; the ranks' parts are gathered here."""
         update = self.update
-        update.optimizer.load_state_dict(state.optimizer)
-        update.scheduler.load_state_dict(state.scheduler)
+        states = gather_object([random_states()])
+        return Contents(
+            numbers={
+                **numbers,
+                "scheduler": update.scheduler.state_dict(),
+                "random": states,
+                "versions": versions(),
+            },
+            tensors={
+                "optimizer": optimizer_tensors(update.optimizer, self.policy.trainable()),
+                "reference": update.reference.state_dict(),
+            },
+        )
+
+    def restore(self, checkpoint: Path) -> dict[str, Any]:
+        """Put a checkpoint's state back into the parts, and return its numbers.
+
+        The policy was loaded with its weights.
+
+        Raises:
+            UserError: the checkpoint cannot be read or does not fit.
+        """
+        update, numbers = self.update, read_numbers(checkpoint)
+        tensors = read_tensors(checkpoint, "optimizer")
+        load_optimizer_tensors(update.optimizer, self.policy.trainable(), tensors)
+        update.scheduler.load_state_dict(numbers["scheduler"])
         set_rates(update.optimizer, update.scheduler, self.settings.optim)
-        update.reference.load_state_dict(state.reference)
-        restore_random_states(state.random)
+        update.reference.load_state_dict(read_tensors(checkpoint, "reference"))
+        states = numbers["random"]
+        restore_random_states(states[update.accelerator.process_index % len(states)])
+        return numbers
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries whose change may change a run."""
+    return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in host memory; tensors that share their memory share it in the copy too."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in copies or tensor.numel() == 0:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+        found[name] = copies[key]
+    return found

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import gather_object, set_seed
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.checkpoint import TrainerState, checkpoints, load_state
+from vlm_grpo.checkpoint import Moment, checkpoints, newest_checkpoint
 from vlm_grpo.config import Settings
 from vlm_grpo.credit import step_advantages
 from vlm_grpo.data import load_examples
@@ -85,27 +86,30 @@ def train(settings: Settings) -> TrainResult:
     held_out: list[Example] = []
     if settings.data.eval is not None:
         held_out = load_examples(settings.data.eval, task, settings.data, "eval")
-    resume_from = _checkpoint_to_resume(settings)
+    accelerator = build_accelerator(settings)
+    resume_from = _checkpoint_to_resume(settings, accelerator)
     set_seed(settings.seed)
     policy = load_policy(settings, resume_from)
-    trainer = Trainer(settings, policy, task, train_examples, held_out)
+    trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
     if resume_from is not None:
-        trainer.restore(load_state(resume_from))
+        trainer.restore(resume_from)
     result = trainer.run()
     trainer.accelerator.print(result)
     return result
 
 
-def _checkpoint_to_resume(settings: Settings) -> Path | None:
-    found = checkpoints(settings.run_dir / "checkpoints")
-    if settings.resume:
-        return found[-1][1] if found else None
-    if found:
-        raise UserError(
-            f"{settings.run_dir} holds a run with checkpoints up to step {found[-1][0]}: set "
-            "resume=true to go on with it, or name=… for a new one"
-        )
-    return None
+def _checkpoint_to_resume(settings: Settings, accelerator: Accelerator) -> Path | None:
+    """The newest whole checkpoint, found by the first rank for all."""
+    folder = settings.run_dir / "checkpoints"
+    if not settings.resume:
+        if found := checkpoints(folder):
+            raise UserError(
+                f"{settings.run_dir} holds a run with checkpoints up to step {found[-1][0].steps}: "
+                "set resume=true to go on with it, or name=… for a new one"
+            )
+        return None
+    found = [newest_checkpoint(folder) if accelerator.is_main_process else None]
+    return broadcast_object_list(found)[0]
 
 
 class Trainer:
@@ -117,6 +121,7 @@ class Trainer:
         task: asks and scores.
         train_examples: at least one.
         held_out: evaluated before, after, and in between; may be empty.
+        accelerator: the run's processes; None: as they were launched.
     """
 
     def __init__(
@@ -126,12 +131,13 @@ class Trainer:
         task: Task,
         train_examples: Sequence[Example],
         held_out: Sequence[Example],
+        accelerator: Accelerator | None = None,
     ) -> None:
         self.settings, self.policy = settings, policy
         self.task = replace(task, frame=policy.frame)
         self.held_out = held_out
         refuse_unseeable(policy, [*train_examples, *held_out])
-        self.accelerator = build_accelerator(settings)
+        self.accelerator = accelerator or build_accelerator(settings)
         policy.model.to(self.accelerator.device)
         weights = [weight for _, weight in policy.trainable()]
         optimizer = build_optimizer(weights, settings.optim)
@@ -159,6 +165,7 @@ class Trainer:
         self.step = 0
         self.best: tuple[float, int] | None = None
         self.overflows = 0
+        self.restored = False
 
     @property
     def reference(self) -> Reference:
@@ -173,7 +180,7 @@ class Trainer:
             self.accelerator.print(line)
         flat = {key: str(value) for key, value in flattened(settings.model_dump()).items()}
         self.accelerator.init_trackers(settings.run_dir.name, config=flat)
-        before = self._evaluate() if self.step == 0 else None
+        before = None if self.restored else self._evaluate()
         after = None
         max_hours = settings.checkpoint.max_hours
         with StopRequest(max_hours) as stop, Progress(last, self.step, is_main) as progress:
@@ -192,12 +199,13 @@ class Trainer:
                 if is_best or self._due(settings.checkpoint.every) or self.step == last:
                     self._save()
                 self.folder.refresh_report()
-            if self.step < last and self.saver.saved != self.step:
+            if self.step < last and self.saver.saved != self.moment:
                 self._save()
+            self.saver.writer.wait()
         self.roll.loader.close()
         self.accelerator.end_training()
         self.folder.refresh_report(now=True)
-        checkpoint = settings.run_dir / "checkpoints" / f"step-{self.step}"
+        checkpoint = self.saver.folder / self.moment.name
         if self.step < last:
             where = f"after step {self.step} of {last}; saved in {checkpoint}"
             reason = stop.reason or "another process"
@@ -276,10 +284,29 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return bool(every) and self.step % every == 0
 
-    def _save(self) -> None:
-        self.saver.save(self.step, self.roll.position, self.best)
+    # Checkpoints.
 
-    def restore(self, state: TrainerState) -> None:
+    @property
+    def moment(self) -> Moment:
+        """Where the run stands."""
+        return Moment(self.step)
+
+    def _save(self) -> None:
+        numbers = {
+            "step": self.step,
+            "position": self.roll.position,
+            "best": self.best,
+            "overflows": self.overflows,
+        }
+        best = None
+        if self.settings.checkpoint.keep_best and self.best_step is not None:
+            best = Moment(self.best_step)
+        self.saver.save(self.moment, numbers, best)
+
+    def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint whose weights the policy was loaded with."""
-        self.saver.restore(state)
-        self.step, self.roll.position, self.best = state.step, state.position, state.best
+        numbers = self.saver.restore(checkpoint)
+        self.step, self.roll.position = numbers["step"], numbers["position"]
+        self.best = tuple(numbers["best"]) if numbers["best"] is not None else None
+        self.overflows = numbers["overflows"]
+        self.restored = True
