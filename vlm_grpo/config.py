@@ -310,6 +310,7 @@ class Settings(Frozen):
             problems.append("checkpoint.keep_best has no effect where keep_last=0 keeps them all")
         if self.model == "embedded" and self.model_revision is not None:
             problems.append("model_revision has no effect on the embedded model")
+        problems += self._overlong_problems()
         try:
             self.objective.check_sampling(
                 top_p=self.rollout.top_p, top_k=self.rollout.top_k, min_p=self.rollout.min_p or 0.0
@@ -319,6 +320,25 @@ class Settings(Frozen):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _overlong_problems(self) -> list[str]:
+        """What makes the reward ``overlong`` pointless, where the task's weights name it."""
+        weights = self.task_options.get("weights")
+        if not (isinstance(weights, dict) and weights.get("overlong")):
+            return []
+        problems = []
+        cache, limit = self.task_options.get("overlong_cache"), self.rollout.max_completion_length
+        if isinstance(cache, int) and cache > limit:
+            problems.append(
+                f"task_options.overlong_cache={cache} exceeds "
+                f"rollout.max_completion_length={limit}: every completion would be penalised"
+            )
+        if self.objective.mask_truncated_completions:
+            problems.append(
+                "the reward overlong penalises truncated completions, which "
+                "objective.mask_truncated_completions leaves out of the loss: choose one of the two"
+            )
+        return problems
 
     def save(self, path: Path) -> None:
         """Write the settings as YAML that ``load_settings`` reads back equal."""

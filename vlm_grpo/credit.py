@@ -31,12 +31,9 @@ def step_advantages(
         objective: says which baseline and which scale.
         accelerator: the ranks.
     """
-    names = [name for name, weight in reward_weights.items() if weight]
-    weights = [reward_weights[name] for name in names]
-    scores = [score for group in groups for score in group.scores]
-    rewards = torch.tensor([[_number(score.rewards[name]) for name in names] for score in scores])
+    rewards, weights = _rewards(groups, reward_weights)
     if penalties is not None:
-        weights.append(-1.0)
+        weights = torch.cat([weights, weights.new_tensor([-1.0])])
         rewards = torch.cat([rewards, penalties[:, None].to(rewards.dtype)], dim=1)
     sizes = torch.tensor([len(group.completions) for group in groups])
     rank, world = accelerator.process_index, accelerator.num_processes
@@ -44,18 +41,36 @@ def step_advantages(
     ids = torch.arange(len(groups)).repeat_interleave(sizes) * world + rank
     all_rewards, all_ids = gather_object([rewards]), gather_object([ids])  # in rank order
     start = sum(len(part) for part in all_ids[:rank])
-    rewards, ids = torch.cat(all_rewards), torch.cat(all_ids)
-    estimator, coefficients = objective.advantage_estimator, torch.tensor(weights)
+    advantages = _advantages(torch.cat(all_rewards), weights, torch.cat(all_ids), objective)
+    return advantages, advantages.values[start : start + len(rewards)]
+
+
+def has_spread(
+    group: Group, reward_weights: Mapping[str, float], objective: ObjectiveSettings
+) -> bool:
+    """Whether the group's rewards give its completions advantages other than 0."""
+    rewards, weights = _rewards([group], reward_weights)
+    return not _advantages(rewards, weights, [0] * len(rewards), objective).zero_spread.any()
+
+
+def _rewards(groups: Sequence[Group], reward_weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """The groups' weighted rewards, (n, k), NaN where there is none, and their weights, (k,)."""
+    names = [name for name, weight in reward_weights.items() if weight]
+    scores = [score for group in groups for score in group.scores]
+    rewards = [[_number(score.rewards[name]) for name in names] for score in scores]
+    weights = torch.tensor([reward_weights[name] for name in names])
+    return torch.tensor(rewards).reshape(len(scores), len(names)), weights
+
+
+def _advantages(
+    rewards: Tensor, weights: Tensor, ids: Sequence[int] | Tensor, objective: ObjectiveSettings
+) -> Advantages:
+    estimator = objective.advantage_estimator
     if objective.normalize_each_reward:
-        advantages = per_reward_advantages(rewards, coefficients, ids, estimator=estimator)
-    else:
-        advantages = group_advantages(
-            rewards @ coefficients,
-            ids,
-            estimator=estimator,
-            scale_rewards=objective.scale_rewards,
-        )
-    return advantages, advantages.values[start : start + len(scores)]
+        return per_reward_advantages(rewards, weights, ids, estimator=estimator)
+    return group_advantages(
+        rewards @ weights, ids, estimator=estimator, scale_rewards=objective.scale_rewards
+    )
 
 
 def _number(value: float | None) -> float:

@@ -94,6 +94,8 @@ def load_model(
         adapters = _load_adapter(model, adapter, training)
     elif training:
         adapters = adapt(model, family, settings.policy)
+    if training:
+        _refuse_dropout(model, settings)
     budget = _budget(family.pixel_budget(processor), settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
@@ -106,6 +108,31 @@ def adapt(model: Any, family: Family, policy: PolicySettings) -> PeftModel | Non
         return None
     with _quiet_peft():
         return get_peft_model(model, _lora_config(policy.lora, family, model))
+
+
+def largest_dropout(model: nn.Module) -> tuple[float, str]:
+    """The largest dropout probability in the model, and the name of the module that has it.
+
+    Attention layers keep theirs as a number under a name such as ``attention_dropout``.
+    """
+    found = (0.0, "")
+    for name, module in model.named_modules():
+        rates = [v for key, v in vars(module).items() if "dropout" in key and isinstance(v, float)]
+        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
+            rates.append(module.p)
+        found = max([found, *((rate, name) for rate in rates)])
+    return found
+
+
+def _refuse_dropout(model: nn.Module, settings: Settings) -> None:
+    rate, where = largest_dropout(model)
+    try:
+        settings.objective.check_dropout(rate)
+    except ValueError as error:
+        raise UserError(
+            f"model {settings.model}, {where}: {error}: set every dropout in its config.json to 0, "
+            "or take objective.num_iterations=1, objective.beta=0 and no sampler_correction"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -60,6 +60,11 @@ class ObjectiveSettings(BaseModel):
     """The reference becomes the policy before every k-th step. 1: it is the policy at the start of
     this step, and costs nothing. ``never``: it stays the initial policy."""
 
+    reference_device: Literal["model", "cpu"] = "model"
+    """Where a snapshot of the reference is kept: beside the ``model``, or on the ``cpu``, from
+    where it is moved in for the reference's pass. Only where there is a snapshot: beta above 0
+    and reference_refresh_every other than 1."""
+
     num_iterations: int = Field(default=1, ge=1)
     """Updates on one rollout (μ). 1: the importance ratio is identically 1 and no old
     log-probabilities are computed."""
@@ -96,41 +101,36 @@ class ObjectiveSettings(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_what_would_be_ignored(self) -> ObjectiveSettings:
-        for refused, remedy in self._refusals():
+        for refused, remedy in [*self._clip_refusals(), *self._kl_refusals()]:
             if refused:
                 raise ValueError(remedy)
         return self
 
-    def _refusals(self) -> list[tuple[bool, str]]:
+    def _clip_refusals(self) -> list[tuple[bool, str]]:
         cispo = self.loss_type == "cispo"
-        single = self.num_iterations == 1
-        never = self.reference_refresh_every == "never"
-        clips = "with num_iterations=1 the importance ratio is always 1, so {} clips nothing: {}"
+        idle = {
+            "epsilon_high": self.epsilon_high is not None,
+            "epsilon": self.epsilon != _DEFAULT_EPSILON,
+            "delta": self.delta is not None,
+        }
+        single = self.num_iterations == 1 and not cispo
         return [
-            (
-                not never and int(self.reference_refresh_every) < 1,
-                "reference_refresh_every counts steps and must be at least 1, or never",
-            ),
             (
                 cispo and (self.epsilon_high is None or self.epsilon_high < 1.0),
                 "loss_type=cispo caps the importance weight at epsilon_high itself, not at "
                 "1 + epsilon_high: set epsilon_high to 1 or more, for example 5",
             ),
             (
-                cispo and (self.epsilon != _DEFAULT_EPSILON or self.delta is not None),
+                cispo and (idle["epsilon"] or idle["delta"]),
                 "loss_type=cispo has one bound, epsilon_high: leave out epsilon and delta",
             ),
-            (
-                single and not cispo and self.epsilon_high is not None,
-                clips.format("epsilon_high", "leave it out, or set num_iterations to 2 or more"),
-            ),
-            (
-                single and not cispo and self.epsilon != _DEFAULT_EPSILON,
-                clips.format("epsilon", "leave it out, or set num_iterations to 2 or more"),
-            ),
-            (
-                single and not cispo and self.delta is not None,
-                clips.format("delta", "leave it out, or set num_iterations to 2 or more"),
+            *(
+                (
+                    single and given,
+                    f"with num_iterations=1 the importance ratio is always 1, so {name} clips "
+                    "nothing: leave it out, or set num_iterations to 2 or more",
+                )
+                for name, given in idle.items()
             ),
             (
                 self.delta is not None and self.delta <= 1.0 + self.upper_epsilon,
@@ -142,16 +142,34 @@ class ObjectiveSettings(BaseModel):
                 "normalize_each_reward scales each reward by its group and the sum by the batch, "
                 "so scale_rewards would be ignored: leave it at group",
             ),
+        ]
+
+    def _kl_refusals(self) -> list[tuple[bool, str]]:
+        every, corrected = self.reference_refresh_every, self.use_bias_correction_kl
+        in_loss = self.beta > 0 and self.kl_in == "loss"
+        in_reward = self.beta > 0 and self.kl_in == "reward"
+        return [
             (
-                self.normalize_each_reward and self.beta > 0 and self.kl_in == "reward",
+                every != "never" and int(every) < 1,
+                "reference_refresh_every counts steps and must be at least 1, or never",
+            ),
+            (
+                self.reference_device == "cpu" and not self.needs_reference,
+                "reference_device=cpu says where a snapshot is kept, and these settings keep none: "
+                "leave it out, or set beta above 0 and reference_refresh_every above 1 or to never",
+            ),
+            (
+                self.normalize_each_reward and in_reward,
                 "normalize_each_reward would normalise the KL penalty like a reward, so beta would "
                 "be ignored: set kl_in to loss",
             ),
             (
-                self.beta > 0
-                and self.kl_in == "loss"
-                and self.kl_estimator == "k1"
-                and not self.use_bias_correction_kl,
+                in_reward and not corrected,
+                "use_bias_correction_kl=false is about the KL in the loss and would be ignored: "
+                "leave it out with kl_in=reward",
+            ),
+            (
+                in_loss and self.kl_estimator == "k1" and not corrected,
                 "kl_estimator=k1 in the loss without the importance ratio has an expected "
                 "gradient of zero: set use_bias_correction_kl=true, or kl_in=reward",
             ),
@@ -242,6 +260,11 @@ class ObjectiveSettings(BaseModel):
                 notes.append("num_iterations=1: sequence-level ratios equal token-level ones")
             if self.loss_type == "cispo":
                 notes.append("num_iterations=1: cispo has the same gradient as dapo")
+        if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
+            notes.append(
+                f"importance_sampling_level=sequence with loss_type={self.loss_type} counts a "
+                "completion's ratio once for each of its tokens; GSPO is loss_type=grpo"
+            )
         if self.loss_type == "bnpo":
             notes.append(
                 "loss_type=bnpo equals dapo here: the normaliser is the whole step's active tokens"
@@ -256,38 +279,37 @@ class ObjectiveSettings(BaseModel):
             notes.append("sampler_correction=none: sampler_correction_cap is unused")
         return notes
 
-    def check_sampling(
-        self,
-        *,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        dropout: float = 0.0,
-    ) -> None:
-        """Refuse sampling and model settings for which the importance ratio would be wrong.
+    def check_sampling(self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> None:
+        """Refuse sampling settings for which the importance ratio would be wrong.
 
         Args:
             top_p: nucleus of the sampler; 1 keeps the whole vocabulary.
             top_k: size of the sampler's shortlist; 0 keeps the whole vocabulary.
             min_p: least probability relative to the most likely token; 0 keeps all.
-            repetition_penalty: of the sampler; 1 is none.
-            dropout: largest dropout probability in the trained model, adapters included.
 
         Raises:
-            ValueError: the sampler is not the policy and no correction is set, or log-probs
-                that are stored would be compared with ones under another dropout mask.
+            ValueError: the sampler is not the policy and no correction is set.
         """
-        cut = top_p < 1.0 or top_k > 0 or min_p > 0.0 or repetition_penalty != 1.0
+        cut = top_p < 1.0 or top_k > 0 or min_p > 0.0
         if cut and self.sampler_correction == "none":
             raise ValueError(
-                "top_p, top_k, min_p and repetition_penalty make the sampler another distribution "
-                "than the policy whose log-probabilities are trained: leave them off, or set "
-                "sampler_correction to token or sequence"
+                "top_p, top_k and min_p make the sampler another distribution than the policy "
+                "whose log-probabilities are trained: leave them off, or set sampler_correction "
+                "to token or sequence"
             )
-        stored = self.needs_old_logprobs or self.sampler_correction != "none" or self.beta > 0
-        if dropout > 0.0 and stored:
+
+    def check_dropout(self, dropout: float) -> None:
+        """Refuse dropout where log-probabilities of two passes are compared.
+
+        Args:
+            dropout: the largest dropout probability in the model that is trained.
+
+        Raises:
+            ValueError: stored log-probs would be compared with ones under another dropout mask.
+        """
+        compared = self.needs_old_logprobs or self.sampler_correction != "none" or self.beta > 0
+        if dropout > 0.0 and compared:
             raise ValueError(
-                "dropout changes log-probabilities between two passes, so importance ratios and "
-                "the KL would measure the dropout mask: set every dropout to 0 (lora_dropout too)"
+                f"dropout of {dropout:g} changes log-probabilities between two passes, so the "
+                "importance ratios and the KL would measure the dropout mask"
             )

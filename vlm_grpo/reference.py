@@ -2,7 +2,8 @@
 
 What is not trained is the same in policy and reference, so the snapshot holds the trainable
 weights alone: a few megabytes for an adapter, one copy of the model for full weights. While the
-reference is asked for log-probabilities, the snapshot takes the weights' place.
+reference is asked for log-probabilities, the snapshot takes the weights' place. It may be kept on
+the host, so that the accelerator holds it only during that pass, when there are no gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Reference:
 
     Args:
         trainable: names and weights that training changes, as they are at the start.
-        objective: says whether a reference is needed and how often it is refreshed.
+        objective: says whether a reference is needed, how often it is refreshed and where it is
+            kept.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class Reference:
     ) -> None:
         self.trainable = dict(trainable)
         self.every: int | Literal["never"] = objective.reference_refresh_every
+        self.on_host = objective.reference_device == "cpu"
         self.snapshot: dict[str, torch.Tensor] | None = None
         if objective.needs_reference:
-            self._copy()
+            policy = ((name, weight.detach()) for name, weight in self.trainable.items())
+            self.snapshot = {name: self._keep(weight) for name, weight in policy}
 
     def refresh(self, step: int) -> bool:
         """Make the policy the reference if ``step`` (from 0) is one of every k; say whether."""
@@ -46,7 +50,8 @@ class Reference:
             return False
         due = step % self.every == 0
         if due:
-            self._copy()
+            for name, weight in self.trainable.items():
+                self.snapshot[name].copy_(weight.detach())
         return due
 
     @contextlib.contextmanager
@@ -73,14 +78,16 @@ class Reference:
         Raises:
             UserError: it does not hold the weights that these settings train.
         """
-        if set(state) != set(self.snapshot or {}):
+        held = {name: weight.shape for name, weight in (self.snapshot or {}).items()}
+        if {name: weight.shape for name, weight in state.items()} != held:
             raise UserError(
                 "the checkpoint's reference policy does not fit: it holds other weights than "
                 "these settings train"
             )
         if self.snapshot is not None:
-            self.snapshot = {n: t.to(self.snapshot[n].device) for n, t in state.items()}
+            for name, weight in state.items():
+                self.snapshot[name].copy_(weight)
 
-    @torch.no_grad()
-    def _copy(self) -> None:
-        self.snapshot = {name: weight.detach().clone() for name, weight in self.trainable.items()}
+    def _keep(self, weight: torch.Tensor) -> torch.Tensor:
+        """A copy of the weight where snapshots are kept."""
+        return weight.to("cpu", copy=True) if self.on_host else weight.clone()

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vlm_grpo.config import Settings
+from vlm_grpo.credit import has_spread
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.policy import Policy, sampling_of
@@ -109,16 +110,24 @@ class Roller:
         groups = self._groups(wanted, progress)
         if not rollout.dynamic_sampling:
             return Rollout(tuple(groups))
-        kept, resampled = [group for group in groups if _has_spread(group)], 0
-        idle = [group for group in groups if not _has_spread(group)]
+        kept, idle = self._sorted_by_spread(groups)
+        resampled = 0
         for _ in range(rollout.max_resample or 3):
             if not idle:
                 break
             fresh = self._groups(self._mine(len(idle) * self.world), progress)
             resampled += len(fresh)
-            kept += [group for group in fresh if _has_spread(group)]
+            kept += self._sorted_by_spread(fresh)[0]
             idle = idle[: len(wanted) - len(kept)]
         return Rollout((*kept, *idle), resampled)
+
+    def _sorted_by_spread(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """The groups whose rewards differ, and those that have nothing to compare."""
+        weights, kept, idle = self.task.reward_weights(), [], []
+        for group in groups:
+            useful = has_spread(group, weights, self.settings.objective)
+            (kept if useful else idle).append(group)
+        return kept, idle
 
     def _mine(self, count: int) -> list[int]:
         """This rank's share of the next ``count`` indices of the stream."""
@@ -150,12 +159,7 @@ class Roller:
 
 def score_all(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Score, ...]:
     """What the task makes of each completion."""
-    return tuple(task.score(completion.text, prompt.example) for completion in completions)
-
-
-def _has_spread(group: Group) -> bool:
-    """Whether the group's rewards differ, so that it has advantages."""
-    return len({score.total for score in group.scores if score.total is not None}) > 1
+    return tuple(task.score(c.text, prompt.example, len(c.token_ids)) for c in completions)
 
 
 def refuse_unseeable(policy: Policy, examples: Sequence[Example]) -> None:

@@ -35,7 +35,7 @@ from vlm_grpo.parsing import answer_text
 from vlm_grpo.scoring import repeated_share
 from vlm_grpo.types import Example, Score
 
-_ARGUMENTS = ("answer", "example", "text")
+_ARGUMENTS = ("answer", "example", "text", "tokens")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Rule:
         weight: a reward's share in the total.
         without_answer: its value where the completion holds no answer.
         sees_text: the method takes the whole completion too.
+        sees_tokens: and the number of its tokens.
         needs_answer: it is called only where the completion holds an answer.
         optional: a reward that is left out unless the task's ``weights`` name it.
     """
@@ -55,6 +56,7 @@ class Rule:
     weight: float
     without_answer: float | None
     sees_text: bool
+    sees_tokens: bool
     needs_answer: bool = True
     optional: bool = False
 
@@ -62,20 +64,23 @@ class Rule:
 def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) -> Callable:
     def decorate(method: Callable) -> Callable:
         arguments = tuple(inspect.signature(method).parameters)[1:]
-        if arguments not in (_ARGUMENTS[:2], _ARGUMENTS):
+        if len(arguments) < 2 or arguments != _ARGUMENTS[: len(arguments)]:
             raise TypeError(
-                f"{kind} {method.__qualname__}{arguments} must take (self, answer, example) "
-                "or (self, answer, example, text)"
+                f"{kind} {method.__qualname__}{arguments} must take (self, answer, example), "
+                "then text and tokens if it needs them"
             )
-        sees_text = "text" in arguments
-        method.rule = Rule(kind, weight, without_answer, sees_text, **more)  # type: ignore[attr-defined]
+        sees = {"sees_text": "text" in arguments, "sees_tokens": "tokens" in arguments}
+        method.rule = Rule(kind, weight, without_answer, **sees, **more)  # type: ignore[attr-defined]
         return method
 
     return decorate
 
 
 def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = False) -> Callable:
-    """Mark a method ``(self, answer, example[, text])`` of a task as a reward.
+    """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
+
+    ``tokens`` is how many the completion has. Where only its text is known, as in evaluation and
+    in scoring from a file, a reward that asks for them is left out.
 
     Args:
         weight: its share in the total reward; 0 logs it without training on it.
@@ -88,7 +93,7 @@ def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = F
 
 
 def metric(without_answer: float | None = 0.0) -> Callable:
-    """Mark a method ``(self, answer, example[, text])`` of a task as a metric.
+    """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a metric.
 
     Args:
         without_answer: the metric's value where the completion holds no answer; None leaves
@@ -113,6 +118,9 @@ class Task:
         progress: how far the training has come, 0 to 1; set by ``at``.
         length_budget: characters of a completion that the ``length`` reward leaves free, at
             least 1.
+        overlong_cache: tokens before the limit over which the ``overlong`` reward falls; it must
+            be given where ``weights`` name that reward.
+        token_limit: tokens at which a completion is cut off; the trainer sets it.
     """
 
     headline: ClassVar[str]
@@ -124,6 +132,8 @@ class Task:
     weights: Mapping[str, float] = field(default_factory=dict)
     progress: float = 0.0
     length_budget: int = 1000
+    overlong_cache: int = 0
+    token_limit: int = 0
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -139,6 +149,11 @@ class Task:
             )
         if self.length_budget < 1:
             raise ValueError(f"length_budget is {self.length_budget}; it must be at least 1")
+        if self.weights.get("overlong") and self.overlong_cache < 1:
+            raise ValueError(
+                "the reward overlong needs overlong_cache: the tokens before the length limit over "
+                "which it falls from 0 to -1, as a quarter of rollout.max_completion_length"
+            )
 
     # What a subclass defines.
 
@@ -197,6 +212,15 @@ class Task:
         return 0.0 - min(1.0, max(0.0, len(text) / self.length_budget - 1.0))
 
     @reward(weight=0.0, optional=True, needs_answer=False)
+    def overlong(self, answer: Any | None, example: Example, text: str, tokens: int) -> float:
+        """A penalty in [−1, 0]: 0 until ``overlong_cache`` tokens are left, −1 at the limit.
+
+        The limit is ``rollout.max_completion_length`` (DAPO, arXiv:2503.14476, eq. 13).
+        """
+        free = self.token_limit - self.overlong_cache
+        return 0.0 - min(1.0, max(0.0, (tokens - free) / self.overlong_cache))
+
+    @reward(weight=0.0, optional=True, needs_answer=False)
     def repetition(self, answer: Any | None, example: Example, text: str) -> float:
         """A penalty in [−1, 0]: minus the share of word 6-grams that came before."""
         return 0.0 - repeated_share(text)
@@ -240,22 +264,27 @@ class Task:
         inner = answer_text(text, tags=self.tags)
         return None if inner is None else self.parse(inner, example)
 
-    def score(self, text: str, example: Example) -> Score:
-        """Rewards and metrics of one completion; a rule that raises is reported, not raised."""
+    def score(self, text: str, example: Example, tokens: int | None = None) -> Score:
+        """Rewards and metrics of one completion; a rule that raises is reported, not raised.
+
+        Args:
+            text: the completion.
+            example: the row that it answers.
+            tokens: how many tokens it has; None where that is not known, which leaves out the
+                rules that ask for it.
+        """
         failures: dict[str, str] = {}
         try:
             answer = self.read(text, example)
         except Exception:  # a user's parser may raise after all; the run must go on
-            return self._unreadable(traceback.format_exc())
+            return self._unreadable(traceback.format_exc(), tokens)
         values: dict[str, dict[str, float | None]] = {"reward": {}, "metric": {}}
-        weights = self.reward_weights()
-        for name, rule in self._all_rules().items():
-            if rule.kind == "reward" and name not in weights:
-                continue
+        rules = self._applicable_rules(tokens)
+        for name, rule in rules.items():
             if answer is None and rule.needs_answer:
                 values[rule.kind][name] = rule.without_answer
                 continue
-            arguments = (answer, example, text) if rule.sees_text else (answer, example)
+            arguments = (answer, example, text, tokens)[: 2 + rule.sees_text + rule.sees_tokens]
             try:
                 values[rule.kind][name] = _finite(getattr(self, name)(*arguments))
             except Exception:  # a user's reward may raise anything; the run must go on
@@ -263,17 +292,28 @@ class Task:
                 failures[name] = traceback.format_exc()
         rewards = values["reward"]
         total = 0.0
-        for name, weight in weights.items():
-            value = rewards[name]
+        for name, value in rewards.items():
+            weight = self.weights.get(name, rules[name].weight)
             if value is None and weight:
                 return Score(answer, rewards, None, values["metric"], failures)
             total += weight * (value or 0.0)
         return Score(answer, rewards, total, values["metric"], failures)
 
-    def _unreadable(self, failure: str) -> Score:
-        rewards = dict.fromkeys(self.reward_weights())
-        metrics = dict.fromkeys(self.rules("metric"))
-        return Score(None, rewards, None, metrics, {"parse": failure})
+    def _unreadable(self, failure: str, tokens: int | None) -> Score:
+        values: dict[str, dict[str, float | None]] = {"reward": {}, "metric": {}}
+        for name, rule in self._applicable_rules(tokens).items():
+            values[rule.kind][name] = None
+        return Score(None, values["reward"], None, values["metric"], {"parse": failure})
+
+    def _applicable_rules(self, tokens: int | None) -> dict[str, Rule]:
+        """The metrics and the rewards in use, less those that need an unknown token count."""
+        weights = self.reward_weights()
+        return {
+            name: rule
+            for name, rule in self._all_rules().items()
+            if (rule.kind == "metric" or name in weights)
+            and not (rule.sees_tokens and tokens is None)
+        }
 
     def reward_weights(self) -> dict[str, float]:
         """The weight by name of every reward in use."""

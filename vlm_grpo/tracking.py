@@ -218,8 +218,8 @@ def write_held_out(
     written = []
     for example, row in list(zip(examples, rows, strict=True))[:HELD_OUT_SHOWN]:
         rewards = row["rewards"]
-        unscorable = any(rewards[name] is None and weight for name, weight in weights.items())
-        total = sum(weight * (rewards[name] or 0.0) for name, weight in weights.items())
+        unscorable = any(value is None and weights[name] for name, value in rewards.items())
+        total = sum(weights[name] * (value or 0.0) for name, value in rewards.items())
         total = None if unscorable else total
         score = Score(row["answer"], row["rewards"], total, row["metrics"])
         described = {"text": row["output"], **_described(album, task, example, score)}

@@ -134,7 +134,8 @@ class Trainer:
         accelerator: Accelerator | None = None,
     ) -> None:
         self.settings, self.policy = settings, policy
-        self.task = replace(task, frame=policy.frame)
+        limit = settings.rollout.max_completion_length
+        self.task = replace(task, frame=policy.frame, token_limit=limit)
         self.held_out = held_out
         refuse_unseeable(policy, [*train_examples, *held_out])
         self.accelerator = accelerator or build_accelerator(settings)
