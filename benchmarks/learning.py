@@ -52,6 +52,9 @@ PANELS: dict[str, dict[str, list[str]]] = {
         f"{name}, twice": [*changes, *TWICE] for name, changes in LOSSES.items() if name != "bnpo"
     },
 }
+TWINS = {"bnpo": "dapo", "cispo": "dapo", "gspo": "grpo"}
+"""With one update these are one computation under two names. The first seed shows that they agree
+in every number; the others are run under one name."""
 VARIANTS = {name: changes for panel in PANELS.values() for name, changes in panel.items()}
 LABELS = {("the reference, loss_type = grpo", "grpo"): "k = 1, or beta = 0"}
 """With one update and k = 1 the KL and its gradient are 0: it is the run without a KL."""
@@ -99,7 +102,11 @@ def measure(seeds: list[int], workers: int) -> None:
     """Every run that is missing, panel by panel; each is written down as it ends."""
     known = {(run["variant"], run["seed"]) for run in load()}
     wanted = [(v, s) for panel in PANELS.values() for s in seeds for v in panel]
-    missing = [pair for pair in dict.fromkeys(wanted) if pair not in known]
+    missing = [
+        (variant, seed)
+        for variant, seed in dict.fromkeys(wanted)
+        if (variant, seed) not in known and (variant not in TWINS or seed == seeds[0])
+    ]
     lock = threading.Lock()
 
     def one(variant: str, seed: int) -> None:
@@ -116,6 +123,15 @@ def measure(seeds: list[int], workers: int) -> None:
     with ThreadPoolExecutor(workers) as pool:
         for job in [pool.submit(one, *pair) for pair in missing]:
             job.result()
+    check_twins(load())
+
+
+def check_twins(runs: list[dict]) -> None:
+    """Stop where runs that should be one computation are not."""
+    rewards = {(run["variant"], run["seed"]): run["reward"] for run in runs}
+    for (variant, seed), reward in rewards.items():
+        if rewards.get((TWINS.get(variant, variant), seed), reward) != reward:
+            raise SystemExit(f"{variant} and {TWINS[variant]} differ with seed {seed}")
 
 
 def table(runs: list[dict]) -> str:

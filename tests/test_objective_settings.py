@@ -27,6 +27,21 @@ from vlm_grpo.objective_settings import ObjectiveSettings
             {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False},
             "set use_bias_correction_kl=true",
         ),
+        (
+            {
+                "beta": 0.1,
+                "kl_in": "reward",
+                "use_bias_correction_kl": False,
+                "reference_refresh_every": 5,
+            },
+            "leave it out with kl_in=reward",
+        ),
+        (
+            {"normalize_each_reward": True, "beta": 0.1, "kl_in": "reward"},
+            "set kl_in to loss",
+        ),
+        ({"reference_device": "cpu"}, "keep none.*set beta above 0"),
+        ({"reference_device": "cpu", "beta": 0.1}, "keep none.*reference_refresh_every above 1"),
         ({"reference_refresh_every": 0}, "at least 1"),
         ({"reference_refresh_every": "sometimes"}, "never"),
         ({"beta": float("nan")}, "beta"),
@@ -64,6 +79,21 @@ def test_refusals_name_the_remedy(fields, remedy):
         ({"advantage_estimator": "rloo"}, "set scale_rewards=none"),
         ({"loss_type": "bnpo"}, "equals dapo"),
         ({"importance_sampling_level": "sequence"}, "equal token-level"),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "dapo", "num_iterations": 2},
+            "GSPO is loss_type=grpo",
+        ),
+        (
+            {
+                "beta": 0.1,
+                "importance_sampling_level": "sequence",
+                "num_iterations": 2,
+                "reference_refresh_every": "never",
+            },
+            "gradient is not exact",
+        ),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "same gradient as dapo"),
+        ({"normalize_each_reward": True, "advantage_estimator": "rloo"}, "hence not unbiased"),
         ({"sampler_correction_cap": 2.0}, "unused"),
     ],
 )
@@ -89,7 +119,7 @@ def test_settings_survive_being_written_and_read():
         assert ObjectiveSettings(**settings.model_dump()) == settings
 
 
-@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}, {"repetition_penalty": 1.1}])
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
 def test_a_sampler_that_is_not_the_policy_is_refused_or_corrected(cut):
     with pytest.raises(ValueError, match="sampler_correction"):
         ObjectiveSettings().check_sampling(**cut)
@@ -97,15 +127,16 @@ def test_a_sampler_that_is_not_the_policy_is_refused_or_corrected(cut):
 
 
 def test_dropout_is_refused_where_two_passes_are_compared():
-    ObjectiveSettings().check_sampling(dropout=0.1)
-    stored: list[dict[str, Any]] = [
+    ObjectiveSettings().check_dropout(0.1)
+    compared: list[dict[str, Any]] = [
         {"num_iterations": 2},
         {"sampler_correction": "token"},
         {"beta": 0.1, "reference_refresh_every": "never"},
     ]
-    for fields in stored:
-        with pytest.raises(ValueError, match="dropout"):
-            ObjectiveSettings(**fields).check_sampling(dropout=0.1)
+    for fields in compared:
+        ObjectiveSettings(**fields).check_dropout(0.0)
+        with pytest.raises(ValueError, match=r"dropout of 0\.1"):
+            ObjectiveSettings(**fields).check_dropout(0.1)
 
 
 def test_what_a_step_needs():

@@ -133,7 +133,8 @@ def test_a_parser_that_raises_makes_the_completion_unscorable():
 def test_rules_are_found_by_kind():
     assert list(Sum.rules("reward")) == ["exact", "near", "shown"]
     assert list(Sum.rules("metric")) == ["error", "red"]
-    assert list(Sum.rules("optional")) == ["format", "thought", "length", "repetition"]
+    optional = ["format", "thought", "length", "overlong", "repetition"]
+    assert list(Sum.rules("optional")) == optional
 
 
 def test_a_rule_of_a_wrong_shape_is_refused_where_it_is_written():

@@ -262,27 +262,6 @@ def test_dynamic_sampling_replaces_groups_up_to_its_limit(settings: Any) -> None
     assert trainer.roll.position == position + 9
 
 
-@pytest.mark.parametrize("every", [1, 3, "never"])
-@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
-def test_the_reference_is_what_it_says(settings: Any, policy: dict, every: Any) -> None:
-    run = settings(policy=policy, objective={"beta": 0.05, "reference_refresh_every": every})
-    trainer = trainer_for(run)
-    kept = None
-    for step in range(6):
-        now = {n: w.detach().clone() for n, w in trainer.policy.trainable()}
-        if kept is None or (every != "never" and step % every == 0):
-            kept = now
-        trainer.run_step()
-        trainer.step += 1
-        if every == 1:
-            assert trainer.reference.snapshot is None  # no second model at all
-            continue
-        with trainer.reference.in_place():
-            for name, weight in trainer.policy.trainable():
-                assert torch.equal(weight, kept[name])
-        assert not all(torch.equal(w, kept[n]) for n, w in trainer.policy.trainable())
-
-
 def test_full_weights_train_in_float32_under_bfloat16(settings: Any) -> None:
     run = settings(policy={"dtype": "bfloat16"}, optim={"lr": 1e-6})
     loaded = load_model(run)
