@@ -223,7 +223,7 @@ def test_a_snapshot_is_apart_from_the_weights_and_from_what_it_was_loaded_from()
 def test_a_snapshot_of_another_model_is_refused() -> None:
     reference = reference_of("model", torch.nn.Parameter(torch.zeros(3)))
     for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(UserError, match="does not fit"):
             reference.load_state_dict(wrong)
 
 
