@@ -53,14 +53,14 @@ class Prediction:
         completion: its whole text and why it ended.
         reads: whether a task reads the answer, or the whole text stands for itself.
         answer: what it reads; None where the text holds no answer.
-        prompt: the text that the model was given.
+        seen: width and height of each image as the model saw it.
         picture: the file with the answer drawn on the first image.
     """
 
     completion: Completion
     reads: bool
     answer: Any
-    prompt: str
+    seen: tuple[tuple[int, int], ...]
     picture: Path
 
 
@@ -101,7 +101,7 @@ def predict(question: Question) -> Prediction:
         raise UserError(f"the task's parser failed on {completion.text!r}: {error!r}") from error
     _picture(task, example, answer, completion.text).save(out)
     reads = not isinstance(task, _Ask)
-    return Prediction(completion, reads, answer, prompt.text, out)
+    return Prediction(completion, reads, answer, tuple(i.seen for i in example.images), out)
 
 
 def _ask(policy: Policy, prompt: Any, settings: Settings) -> Completion:

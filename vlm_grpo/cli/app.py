@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.cli import data as data_command
+from vlm_grpo.cli.export import export
 from vlm_grpo.cli.new_task import new_task
 from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
@@ -81,6 +82,7 @@ app.add_typer(data_command.app, name="data")
 app.command()(report)
 app.command()(new_task)
 app.command()(predict)
+app.command()(export)
 
 
 @app.callback(invoke_without_command=True)

@@ -110,11 +110,16 @@ class Run:
         # A task's file is not run for this: the folder may come from somebody else.
         return load_task_class(self.task).headline if self.task in task_names() else None
 
-    def change(self) -> Change | None:
-        """The headline metric at the first and the last evaluation; None where there are no two."""
-        if len(self.evaluations) < 2 or (name := self.headline) is None:
+    def change(self, until: int | None = None) -> Change | None:
+        """The headline metric at the first and the last evaluation; None where there are no two.
+
+        Args:
+            until: the step of the evaluation to take in the last one's place; None: the last.
+        """
+        last = next((e for e in reversed(self.evaluations) if until in (None, e.step)), None)
+        if last is None or last is self.evaluations[0] or (name := self.headline) is None:
             return None
-        first, last = self.evaluations[0], self.evaluations[-1]
+        first = self.evaluations[0]
         before, after = first.values.get(name, {}), last.values.get(name, {})
         if not before or not after:
             return None
