@@ -257,8 +257,8 @@ class CheckpointSettings(Frozen):
 class LoggingSettings(Frozen):
     """What is recorded besides ``metrics.jsonl``."""
 
-    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    """Services that get the metrics too; empty: none."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
+    """Services that get the metrics and sample pictures too; empty: none."""
     samples_every: int = Field(default=10, ge=0)
     """Steps between records of what the model wrote; 0: never."""
     samples_per_step: int = Field(default=4, ge=1)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -16,20 +13,13 @@ DATA_PARALLEL = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 
 
 def build_accelerator(settings: Settings) -> Accelerator:
-    """Devices and trackers.
+    """Devices and processes.
 
     Raises:
-        UserError: the launch is of a kind that is not supported or has too many processes, or a
-            tracker that the settings name is not installed.
+        UserError: the launch is of a kind that is not supported, or has too many processes.
     """
-    trackers: list[Any] = list(settings.logging.trackers)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`log_with=")  # said below, as an error
-        accelerator = Accelerator(
-            mixed_precision="no",  # the policy sets its own, for rollout and update alike
-            log_with=trackers or None,
-            project_dir=settings.run_dir,
-        )
+    # The policy sets its own precision, for rollout and update alike.
+    accelerator = Accelerator(mixed_precision="no")
     if accelerator.distributed_type not in (DistributedType.NO, *DATA_PARALLEL):
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
@@ -39,11 +29,6 @@ def build_accelerator(settings: Settings) -> Accelerator:
         raise UserError(
             f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the number of "
             f"processes, {accelerator.num_processes}: each needs a prompt"
-        )
-    if len(accelerator.log_with) < len(trackers):
-        raise UserError(
-            f"logging.trackers={trackers}: not all of them are installed; pip install them or "
-            "leave them out"
         )
     return accelerator
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from PIL import Image
 from torch import Tensor
 
 from vlm_grpo.config import Settings
 from vlm_grpo.evaluate import Evaluation, write_predictions
+from vlm_grpo.health import Health, Trained
 from vlm_grpo.report import build_report
+from vlm_grpo.settings_base import flattened
 from vlm_grpo.task import Task
-from vlm_grpo.tracking import MetricsLog, write_held_out, write_samples
+from vlm_grpo.trackers import Trackers
+from vlm_grpo.tracking import (
+    THUMBNAIL_SIDE,
+    MetricsLog,
+    illustrate,
+    write_held_out,
+    write_samples,
+)
 from vlm_grpo.types import Example, Group
+
+logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 60.0
 """Between two refreshes of the report while the run goes on."""
@@ -34,15 +47,38 @@ class RunFolder:
         self.reported = time.monotonic()
 
     def open(self, step: int) -> None:
-        """Begin to write after ``step`` steps; metrics of later ones, run again, are dropped."""
-        if self.is_main:
-            self.settings.save(self.path / "config.yaml")
-            self.log = MetricsLog(self.path / "metrics.jsonl", resume_at=step)
+        """Begin to write after ``step`` steps; what was written of later ones, which are run
+        again, is dropped."""
+        if not self.is_main:
+            return
+        settings = self.settings
+        settings.save(self.path / "config.yaml")
+        self.log = MetricsLog(self.path / "metrics.jsonl", resume_at=step)
+        self.alarms = MetricsLog(self.path / "alarms.jsonl", resume_at=step)
+        completions = settings.optim.prompts_per_step * settings.rollout.num_generations
+        weights = self.task.reward_weights()
+        self.health = Health(Trained(weights, self.task.headline, completions))
+        for row in self.log.read():  # so that no alarm is raised twice, and none is missed
+            self.health.step(row["step"], row)
+        config = {key: str(value) for key, value in flattened(settings.model_dump()).items()}
+        self.trackers = Trackers(settings.logging.trackers, self.path, config, resume_at=step)
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line of ``metrics.jsonl``."""
+        """A line of ``metrics.jsonl``, the alarms that begin with it, and a point for trackers."""
+        if not self.is_main:
+            return
+        self.log.write(step, metrics)
+        for alarm in self.health.step(step, metrics):
+            told = {"name": alarm.name, "message": alarm.message, "remedy": alarm.remedy}
+            self.alarms.write(step, told)
+            logger.warning("step %d: %s: %s; %s", step, alarm.name, alarm.message, alarm.remedy)
+        self.trackers.log(step + 1, metrics)
+
+    def close(self) -> None:
+        """The last report; nothing is written afterwards."""
+        self.refresh_report(now=True)
         if self.is_main:
-            self.log.write(step, metrics)
+            self.trackers.finish()
 
     def samples_due(self, step: int) -> bool:
         """Whether the samples of this step are kept."""
@@ -57,6 +93,17 @@ class RunFolder:
         sizes = [len(group.completions) for group in groups]
         parts = [part.tolist() for part in advantages.split(sizes)][: len(shown)]
         write_samples(self.path / "samples", step, shown, parts, self.task)
+        if self.trackers.any:
+            self.trackers.log_images(step + 1, dict(self._pictures(shown)))
+
+    def _pictures(self, groups: Sequence[Group]) -> Iterator[tuple[str, Image.Image]]:
+        """The groups' images with the gold answer and that of the first completion drawn on."""
+        for number, group in enumerate(groups):
+            example, answer = group.prompt.example, group.scores[0].answer
+            picture = illustrate(self.task, example, answer)
+            if picture is not None:
+                picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+                yield f"samples/{number}", picture
 
     def write_evaluation(self, step: int, found: Evaluation, shown: Sequence[Example]) -> None:
         """All predictions; and the first ones, those for the examples ``shown``, with pictures."""

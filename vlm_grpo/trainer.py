@@ -31,9 +31,9 @@ from vlm_grpo.registry import load_task
 from vlm_grpo.rollout import Roller, Rollout, refuse_unseeable
 from vlm_grpo.run_folder import RunFolder
 from vlm_grpo.saving import Saver
-from vlm_grpo.settings_base import flattened
 from vlm_grpo.stopping import StopRequest
 from vlm_grpo.task import Task
+from vlm_grpo.trackers import check_installed
 from vlm_grpo.tracking import HELD_OUT_SHOWN, step_metrics
 from vlm_grpo.types import Example
 from vlm_grpo.update import Updater, step_batch
@@ -81,6 +81,7 @@ def train(settings: Settings) -> TrainResult:
         UserError: with what is wrong and the remedy.
     """
     disable_progress_bar()
+    check_installed(settings.logging.trackers)
     task = load_task(settings.task, **settings.task_options)
     train_examples = load_examples(settings.data.train, task, settings.data, "train")
     held_out: list[Example] = []
@@ -179,8 +180,6 @@ class Trainer:
         self.folder.open(self.step)
         for line in describe_run(settings, self.policy, self.task, len(self.held_out)):
             self.accelerator.print(line)
-        flat = {key: str(value) for key, value in flattened(settings.model_dump()).items()}
-        self.accelerator.init_trackers(settings.run_dir.name, config=flat)
         before = None if self.restored else self._evaluate()
         after = None
         max_hours = settings.checkpoint.max_hours
@@ -194,7 +193,6 @@ class Trainer:
                     if after is not None:
                         metrics |= {f"eval/{name}": value for name, value in after.metrics.items()}
                 self.folder.write_metrics(self.step - 1, metrics)
-                self.accelerator.log(metrics, step=self.step)
                 progress.advance(metrics)
                 is_best = settings.checkpoint.keep_best and self.best_step == self.step
                 if is_best or self._due(settings.checkpoint.every) or self.step == last:
@@ -204,8 +202,8 @@ class Trainer:
                 self._save()
             self.saver.writer.wait()
         self.roll.loader.close()
+        self.folder.close()
         self.accelerator.end_training()
-        self.folder.refresh_report(now=True)
         checkpoint = self.saver.folder / self.moment.name
         if self.step < last:
             where = f"after step {self.step} of {last}; saved in {checkpoint}"
