@@ -6,7 +6,7 @@ import io
 import logging
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
@@ -56,7 +56,7 @@ class Broken(GeneralTracker):
     name = "wandb"
     requires_logging_directory = False
     fails_in = ""
-    calls: list[str]
+    calls: ClassVar[list[str]] = []
 
     def __init__(self, run_name: str, **_: Any) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(
 ) -> None:
     class Failing(Broken):
         fails_in = point
-        calls: list[str] = []
 
+    Failing.calls = []
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Failing)
     with caplog.at_level(logging.WARNING):
         trackers = Trackers(["wandb", "tensorboard"], tmp_path, {})

@@ -44,6 +44,7 @@ class RunFolder:
     def __init__(self, settings: Settings, task: Task, is_main: bool) -> None:
         self.path: Path = settings.run_dir
         self.settings, self.task, self.is_main = settings, task, is_main
+        self.trackers = Trackers((), settings.run_dir, {})
         self.reported = time.monotonic()
 
     def open(self, step: int) -> None:

@@ -21,6 +21,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluate import Evaluation, evaluate_policy
+from vlm_grpo.memory import memory_metrics
 from vlm_grpo.objective import Advantages
 from vlm_grpo.optimizer import build_optimizer, build_scheduler
 from vlm_grpo.policy import Counters, Policy, load_policy
@@ -248,6 +249,7 @@ class Trainer:
             "unscorable": advantages.unscorable,
             "resampled_groups": rollout.resampled,
             "learning_rate": self.scheduler.get_last_lr()[0],
+            **memory_metrics(self.accelerator.device),
             **{f"time/{name}": seconds for name, seconds in self.stopwatch.seconds.items()},
             **{f"work/{name}": count for name, count in counters.items()},
         }

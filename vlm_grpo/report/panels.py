@@ -109,7 +109,7 @@ PANELS = (
     Panel("Learning rate", "At the end of the step.", _named("learning_rate")),
     Panel(
         "Memory",
-        "Peak of a step.",
+        "GiB: what the process held at the end of a step, and a step's peak on CUDA.",
         lambda name: name.startswith("memory/"),
         _last,
     ),
