@@ -16,6 +16,7 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import evaluate, evaluate_benchmark, evaluate_policy
 from vlm_grpo.intervals import bootstrap_interval
+from vlm_grpo.judge import Judge
 from vlm_grpo.loading import model_source
 from vlm_grpo.policy import load_policy
 from vlm_grpo.registry import load_task
@@ -64,7 +65,10 @@ def test_answers_do_not_depend_on_the_batch() -> None:
         limits = settings.evaluation.model_copy(update={"max_tokens_per_batch": tokens})
         changed = settings.model_copy(update={"evaluation": limits})
         found.append(
-            [row["output"] for row in evaluate_policy(policy, task, examples, changed).rows]
+            [
+                row["output"]
+                for row in evaluate_policy(policy, task, examples, changed, Judge()).rows
+            ]
         )
     same = [len(set(texts)) == 1 for texts in zip(*found, strict=True)]
     assert sum(same) / len(same) >= 0.99

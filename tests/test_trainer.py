@@ -408,3 +408,41 @@ def test_interruption_while_a_checkpoint_is_written_leaves_the_last_one(
     steps = [moment.steps for moment, _ in checkpoints(run.run_dir / "checkpoints")]
     assert steps == [1, 2]  # the third was never renamed into place
     assert train(run.model_copy(update={"resume": True})).checkpoint.name == "step-4"
+
+
+FAILING = """
+    @reward()
+    def odd(self, answer, example):
+        if len(answer) % 3 == 0:
+            raise KeyError("no such column")
+        while len(answer) % 3 == 1:
+            pass
+        return 1.0
+"""
+
+
+def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(
+    settings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "failing.py").write_text(TASK + FAILING)
+    data = {"eval": "embedded:ocr", "eval_limit": 8}
+    run = settings(
+        task=str(tmp_path / "failing.py"),
+        data=data,
+        rollout={"reward_timeout": 0.02},
+        optim={"max_steps": 2},
+    )
+    result = train(run)
+
+    rows = metrics_of(run)
+    assert len(rows) == 2
+    failed = [row["rewards/odd/failed"] for row in rows]
+    assert failed == [row["unscorable"] for row in rows]  # each of them cost its completion
+    assert [row["rewards/letters/failed"] for row in rows] == [0, 0]
+    assert 0 < sum(failed) < 2 * 12  # of 3 prompts with 4 completions in each step
+    assert result.after is not None
+    assert 0 < result.after.metrics["unscorable"] <= 8
+    assert rows[-1]["eval/unscorable"] == result.after.metrics["unscorable"]
+    told = [r.getMessage() for r in caplog.records if "odd failed" in r.getMessage()]
+    assert len(told) == 1
+    assert "Traceback" in told[0]

@@ -160,6 +160,12 @@ class RolloutSettings(Frozen):
     """Replace groups whose rewards are all equal by groups of fresh prompts."""
     max_resample: int | None = Field(default=None, ge=1)
     """Rounds of such replacement in a step; None: 3 (dynamic_sampling only)."""
+    reward_timeout: float | None = Field(default=10.0, gt=0)
+    """Seconds that one reward may take for one completion, which is unscorable after that (as where
+    a reward raises); None: any time."""
+    reward_workers: int = Field(default=0, ge=0)
+    """Processes that score completions, for slow rewards and for those that hang in compiled code
+    or end their process; 0: the training process, which can interrupt Python code only."""
 
     @model_validator(mode="after")
     def _no_idle_settings(self) -> RolloutSettings:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -25,11 +27,14 @@ from vlm_grpo.evaluation_report import (
     report_lines,
 )
 from vlm_grpo.intervals import bootstrap_interval
+from vlm_grpo.judge import Judge
 from vlm_grpo.policy import Policy, load_policy
 from vlm_grpo.predictions import PredictionLog, read_predictions
 from vlm_grpo.registry import load_task
-from vlm_grpo.task import Task
+from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Example, Score
+
+logger = logging.getLogger(__name__)
 
 CHUNK = 256
 """Examples whose images are in memory at once."""
@@ -43,7 +48,8 @@ class Evaluation:
         headline: name of the task's headline metric.
         n: number of examples.
         metrics: mean of every reward and metric by name, over the examples where it is defined,
-            and the task's corpus metrics; ``answered`` is the share with an answer.
+            and the task's corpus metrics; ``answered`` is the share with an answer, ``unscorable``
+            the number of examples on which a reward that counts has failed.
         interval: 95 % bootstrap interval of the headline metric's mean.
         rows: for each example its id, output, answer, rewards and metrics.
     """
@@ -64,9 +70,9 @@ class Evaluation:
 
 
 def evaluate_policy(
-    policy: Policy, task: Task, examples: Sequence[Example], settings: Settings
+    policy: Policy, task: Task, examples: Sequence[Example], settings: Settings, judge: Judge
 ) -> Evaluation:
-    """One completion for each example at ``evaluation.temperature``, scored.
+    """One completion for each example at ``evaluation.temperature``, scored by the judge.
 
     What is sampled for an example depends on the seed and its place among the examples alone.
     """
@@ -74,8 +80,7 @@ def evaluate_policy(
     for chunk, outputs in complete(policy, task, examples, settings):
         seen += chunk
         texts += outputs
-    scores = [task.score(text, example) for text, example in zip(texts, seen, strict=True)]
-    return summarise(task, seen, texts, scores, settings.seed)
+    return summarise(task, seen, texts, judge(task, texts, seen), settings.seed)
 
 
 def complete(
@@ -126,7 +131,8 @@ def summarise(
                 columns[name].append(value)
     metrics = {name: float(np.mean(values)) for name, values in columns.items() if values}
     metrics["answered"] = float(np.mean([score.answer is not None for score in scores]))
-    metrics |= task.corpus_metrics([score.answer for score in scores], examples)
+    metrics["unscorable"] = sum(score.total is None for score in scores)
+    metrics |= _corpus_metrics(task, [score.answer for score in scores], examples)
     rows = tuple(
         {
             "id": example.id,
@@ -141,6 +147,16 @@ def summarise(
     metrics.setdefault(task.headline, math.nan)
     interval = bootstrap_interval(columns.get(task.headline, []), seed)
     return Evaluation(task.headline, len(scores), metrics, interval, rows)
+
+
+def _corpus_metrics(
+    task: Task, answers: Sequence[Any | None], examples: Sequence[Example]
+) -> dict[str, float]:
+    try:
+        return task.corpus_metrics(answers, examples)
+    except FAILURES:  # a user's metric may raise anything; the run must go on
+        logger.warning("the corpus metrics failed and are left out", exc_info=True)
+        return {}
 
 
 def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
@@ -159,7 +175,9 @@ def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
     policy = load_policy(settings, checkpoint, training=False)
     accelerator = Accelerator()
     policy.model.to(accelerator.device)
-    found = evaluate_policy(policy, replace(task, frame=policy.frame), examples, settings)
+    task = replace(task, frame=policy.frame)
+    with _judge(settings) as judge:
+        found = evaluate_policy(policy, task, examples, settings, judge)
     path = settings.run_dir / "evaluation" / f"{checkpoint.name if checkpoint else 'model'}.jsonl"
     write_predictions(path, found)
     accelerator.print(f"{found}\n")
@@ -218,6 +236,10 @@ def evaluate_benchmark(
     return _show(reports, split)
 
 
+def _judge(settings: Settings) -> Judge:
+    return Judge(settings.rollout.reward_timeout, settings.rollout.reward_workers)
+
+
 def _report(
     benchmark: Benchmark,
     task: Task,
@@ -225,7 +247,8 @@ def _report(
     texts: Sequence[str],
     settings: Settings,
 ) -> Report:
-    scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
+    with _judge(settings) as judge:
+        scores = judge(task, texts, examples)
     return build_report(benchmark, task, examples, scores, settings.seed)
 
 

@@ -28,6 +28,8 @@ from vlm_grpo.task import Task
 
 GROUP = "vlm_grpo.tasks"
 """The entry point group, and also the package that holds the built-in tasks."""
+_FILE_MODULE = "_vlm_grpo_task_"
+"""How the module of a task's file is named, before the file's name."""
 
 
 def task_names() -> list[str]:
@@ -74,6 +76,13 @@ def load_task_class(name_or_path: str) -> type[Task]:
         f"there is no task {name_or_path!r}{nearest(name_or_path, names)}: "
         f"give one of {', '.join(names)}, or the path of a .py file"
     )
+
+
+def task_source(task: type[Task]) -> str | None:
+    """By what ``load_task_class`` finds the class in another process; None: Python imports it."""
+    if not task.__module__.startswith(_FILE_MODULE):
+        return None
+    return f"{inspect.getfile(task)}:{task.__name__}"
 
 
 def _build(task: type[Task], name: str, options: dict[str, Any]) -> Task:
@@ -167,8 +176,8 @@ def _module_from_file(path: Path) -> ModuleType:
         raise UserError(f"there is no task file {path}")
     # The name is made from the path, so that two files called task.py do not collide.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    name = f"_vlm_grpo_task_{path.stem}_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    name = f"{_FILE_MODULE}{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UserError(f"task file {path} cannot be loaded")
     module = importlib.util.module_from_spec(spec)
@@ -177,7 +186,9 @@ def _module_from_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's file may raise anything
         del sys.modules[name]
-        raise UserError(f"task file {path} cannot be loaded: {_blame(error, path)}") from error
+        raise UserError(
+            f"task file {path} cannot be loaded: {_blame(error, path.resolve())}"
+        ) from error
     return module
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from vlm_grpo.config import Settings
 from vlm_grpo.credit import has_spread
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.judge import Judge
 from vlm_grpo.policy import Policy, sampling_of
 from vlm_grpo.task import Task
-from vlm_grpo.types import Completion, Example, Group, Prompt, Score
+from vlm_grpo.types import Completion, Example, Group, Prompt
 
 
 class PromptLoader:
@@ -102,6 +104,12 @@ class Roller:
         self.policy, self.task, self.settings = policy, task, settings
         self.position, self.rank, self.world = position, rank, world
         self.loader = PromptLoader(policy, task, stream)
+        self.judge = Judge(settings.rollout.reward_timeout, settings.rollout.reward_workers)
+
+    def close(self) -> None:
+        """End the thread and the processes that work for it."""
+        self.loader.close()
+        self.judge.close()
 
     def __call__(self, progress: float) -> Rollout:
         """One step's groups; ``progress`` (0 to 1) is how far the training has come."""
@@ -151,15 +159,25 @@ class Roller:
             )
         task = self.task.at(progress)
         with stopwatch("reward"):
-            return [
-                Group(prompt, members, score_all(task, prompt, members))
-                for prompt, members in zip(prompts, completions, strict=True)
-            ]
+            return score_all(self.judge, task, prompts, completions)
 
 
-def score_all(task: Task, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Score, ...]:
-    """What the task makes of each completion."""
-    return tuple(task.score(c.text, prompt.example, len(c.token_ids)) for c in completions)
+def score_all(
+    judge: Judge,
+    task: Task,
+    prompts: Sequence[Prompt],
+    completions: Sequence[tuple[Completion, ...]],
+) -> list[Group]:
+    """The groups of prompts and their completions, each completion scored."""
+    pairs = list(zip(prompts, completions, strict=True))
+    texts = [completion.text for _, members in pairs for completion in members]
+    examples = [prompt.example for prompt, members in pairs for _ in members]
+    tokens = [len(completion.token_ids) for _, members in pairs for completion in members]
+    scores = iter(judge(task, texts, examples, tokens))
+    return [
+        Group(prompt, members, tuple(itertools.islice(scores, len(members))))
+        for prompt, members in pairs
+    ]
 
 
 def refuse_unseeable(policy: Policy, examples: Sequence[Example]) -> None:

@@ -26,6 +26,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, Self, dataclass_transform
 
 from PIL import Image
@@ -33,9 +34,12 @@ from PIL import Image
 from vlm_grpo.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.parsing import answer_text
 from vlm_grpo.scoring import repeated_share
+from vlm_grpo.timing import TookTooLong
 from vlm_grpo.types import Example, Score
 
 _ARGUMENTS = ("answer", "example", "text", "tokens")
+FAILURES = (Exception, SystemExit, TookTooLong)
+"""What a user's parser or rule may raise, none of which may stop a run."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,10 @@ def metric(without_answer: float | None = 0.0) -> Callable:
             such completions out of its mean.
     """
     return _rule("metric", 0.0, without_answer)
+
+
+def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -264,56 +272,86 @@ class Task:
         inner = answer_text(text, tags=self.tags)
         return None if inner is None else self.parse(inner, example)
 
-    def score(self, text: str, example: Example, tokens: int | None = None) -> Score:
-        """Rewards and metrics of one completion; a rule that raises is reported, not raised.
+    def score(
+        self,
+        text: str,
+        example: Example,
+        tokens: int | None = None,
+        call: Callable[..., Any] = _call_directly,
+    ) -> Score:
+        """Rewards and metrics of one completion; what fails is reported, not raised.
 
         Args:
-            text: the completion.
+            text: the whole completion.
             example: the row that it answers.
             tokens: how many tokens it has; None where that is not known, which leaves out the
                 rules that ask for it.
+            call: calls the parser and each rule, ``call(function, *arguments)``, and may raise
+                ``TookTooLong``.
         """
-        failures: dict[str, str] = {}
         try:
-            answer = self.read(text, example)
-        except Exception:  # a user's parser may raise after all; the run must go on
-            return self._unreadable(traceback.format_exc(), tokens)
-        values: dict[str, dict[str, float | None]] = {"reward": {}, "metric": {}}
-        rules = self._applicable_rules(tokens)
-        for name, rule in rules.items():
-            if answer is None and rule.needs_answer:
-                values[rule.kind][name] = rule.without_answer
-                continue
-            arguments = (answer, example, text, tokens)[: 2 + rule.sees_text + rule.sees_tokens]
+            answer = call(self.read, text, example)
+        except FAILURES:
+            return self.unreadable(traceback.format_exc(), tokens)
+        values: dict[str, float | None] = {}
+        failures: dict[str, str] = {}
+        for name in self.applicable_rules(tokens):
             try:
-                values[rule.kind][name] = _finite(getattr(self, name)(*arguments))
-            except Exception:  # a user's reward may raise anything; the run must go on
-                values[rule.kind][name] = None
+                values[name] = self.apply(name, (answer, example, text, tokens), call)
+            except FAILURES:
+                values[name] = None
                 failures[name] = traceback.format_exc()
-        rewards = values["reward"]
-        total = 0.0
-        for name, value in rewards.items():
-            weight = self.weights.get(name, rules[name].weight)
+        return self.tally(answer, values, failures)
+
+    def apply(
+        self,
+        name: str,
+        arguments: tuple[Any | None, Example, str, int | None],
+        call: Callable[..., Any] = _call_directly,
+    ) -> float | None:
+        """The value of one reward or metric; it may raise whatever a user's rule raises.
+
+        Args:
+            name: the rule.
+            arguments: the answer, and ``example``, ``text`` and ``tokens`` as for ``score``.
+            call: as for ``score``.
+        """
+        rule = self._all_rules()[name]
+        if arguments[0] is None and rule.needs_answer:
+            return rule.without_answer
+        taken = arguments[: 2 + rule.sees_text + rule.sees_tokens]
+        return _finite(call(getattr(self, name), *taken))
+
+    def tally(
+        self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
+    ) -> Score:
+        """The score that the values of all applicable rules come to; None marks one that failed."""
+        weights = {name: w for name, w in self.reward_weights().items() if name in values}
+        rewards = {name: values[name] for name in weights}
+        metrics = {name: value for name, value in values.items() if name not in weights}
+        total: float | None = 0.0
+        for name, weight in weights.items():
+            value = rewards[name]
             if value is None and weight:
-                return Score(answer, rewards, None, values["metric"], failures)
+                total = None
+                break
             total += weight * (value or 0.0)
-        return Score(answer, rewards, total, values["metric"], failures)
+        return Score(answer, rewards, total, metrics, failures)
 
-    def _unreadable(self, failure: str, tokens: int | None) -> Score:
-        values: dict[str, dict[str, float | None]] = {"reward": {}, "metric": {}}
-        for name, rule in self._applicable_rules(tokens).items():
-            values[rule.kind][name] = None
-        return Score(None, values["reward"], None, values["metric"], {"parse": failure})
+    def unreadable(self, failure: str, tokens: int | None = None) -> Score:
+        """The score of a completion on which the parser failed, with its traceback."""
+        values = dict.fromkeys(self.applicable_rules(tokens))
+        return replace(self.tally(None, values, {"parse": failure}), total=None)
 
-    def _applicable_rules(self, tokens: int | None) -> dict[str, Rule]:
+    def applicable_rules(self, tokens: int | None) -> list[str]:
         """The metrics and the rewards in use, less those that need an unknown token count."""
         weights = self.reward_weights()
-        return {
-            name: rule
+        return [
+            name
             for name, rule in self._all_rules().items()
             if (rule.kind == "metric" or name in weights)
             and not (rule.sees_tokens and tokens is None)
-        }
+        ]
 
     def reward_weights(self) -> dict[str, float]:
         """The weight by name of every reward in use."""
@@ -336,6 +374,7 @@ class Task:
         }
 
     @classmethod
+    @cache
     def _all_rules(cls) -> dict[str, Rule]:
         found: dict[str, Rule] = {}
         for base in reversed(cls.__mro__):

@@ -202,7 +202,7 @@ class Trainer:
             if self.step < last and self.saver.saved != self.moment:
                 self._save()
             self.saver.writer.wait()
-        self.roll.loader.close()
+        self.roll.close()
         self.folder.close()
         self.accelerator.end_training()
         checkpoint = self.saver.folder / self.moment.name
@@ -270,7 +270,9 @@ class Trainer:
         if not self.held_out:
             return None
         with self.stopwatch("evaluation"):
-            found = evaluate_policy(self.policy, self.task, self.held_out, self.settings)
+            found = evaluate_policy(
+                self.policy, self.task, self.held_out, self.settings, self.roll.judge
+            )
         shown = [self.policy.with_seen_sizes(e) for e in self.held_out[:HELD_OUT_SHOWN]]
         self.folder.write_evaluation(self.step, found, shown)
         if not math.isnan(found.value) and (self.best is None or found.value > self.best[0]):

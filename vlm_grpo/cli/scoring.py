@@ -18,6 +18,7 @@ from vlm_grpo.coordinates import RESIZED
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.judge import Judge
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
@@ -55,7 +56,9 @@ def score_predictions(task: Task, source: str, predictions: Path, data: DataSett
     examples = load_examples(source, task, data)
     outputs = _read_predictions(predictions, examples, needs_seen=task.frame == RESIZED)
     examples = [_with_seen(example, outputs[example.id]) for example in examples]
-    scores = [task.score(outputs[example.id]["output"], example) for example in examples]
+    texts = [outputs[example.id]["output"] for example in examples]
+    with Judge() as judge:
+        scores = judge(task, texts, examples)
     return Report(examples, scores, _total(task, examples, scores))
 
 
@@ -91,7 +94,9 @@ def print_table(report: Report) -> None:
     for name, value in total["corpus"].items():
         console.print(f"{name} {_number(value)}", markup=False)
     if total["unscorable"]:
-        console.print(f"{total['unscorable']} outputs could not be scored: a reward raised")
+        console.print(
+            f"{total['unscorable']} outputs could not be scored: a reward raised or took too long"
+        )
 
 
 def _read_predictions(
