@@ -14,9 +14,9 @@ from torch import nn
 
 from vlm_grpo.config import RolloutSettings, Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
-from vlm_grpo.engine.adapters import folded
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
+from vlm_grpo.engine.linear import rollout_weights
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.engine.repeated import sample_repeated, score_repeated
 from vlm_grpo.engine.sampling import Draws, Restriction, SamplingSettings, uniforms
@@ -176,7 +176,7 @@ class Policy:
             for index in range(group)
         ]
         draws = Draws(torch.stack(streams).to(self.device), rollout, self._has_stop(rollout))
-        with _evaluating(self.model), self._precision(), folded(self.model):
+        with _evaluating(self.model), self._precision(), rollout_weights(self.model):
             if self.shared:
                 prefixes = self._prefix_inputs(prompts, self._encode(prompts))
                 self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)

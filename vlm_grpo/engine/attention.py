@@ -143,19 +143,20 @@ class Packed:
 
     def __init__(self, spans: Sequence[GroupSpan]) -> None:
         self.spans = spans
+        self.lengths = [n for span in spans for n in (span.prompt, sum(span.completions))]
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
         key, value = _expand_heads(query, key), _expand_heads(query, value)
+        # Split, not sliced: the gradient of a slice is a tensor of the whole row's size.
+        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         outputs = []
         for span in self.spans:
-            prompt = slice(span.start, span.start + span.prompt)
-            rest = slice(prompt.stop, span.stop)
-            q, k, v = (x[:, :, prompt] for x in (query, key, value))
+            q, k, v = next(parts)
             outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
-            if rest.start < rest.stop:
-                qc, kc, vc = (x[:, :, rest] for x in (query, key, value))
+            qc, kc, vc = next(parts)
+            if qc.shape[2]:
                 attention = _cascade if _has_cascade(query) else _masked
                 outputs.append(attention(qc, k, v, kc, vc, span.completions, scaling))
         return torch.cat(outputs, dim=2).transpose(1, 2)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
+from vlm_grpo.engine.linear import Linear, product
 from vlm_grpo.engine.sampling import Restriction
 
 
@@ -56,7 +57,7 @@ def score_tokens(
         with_entropy: also return entropies, with gradient.
     """
     rows = chunk_tokens or max(1, len(targets))
-    frozen = type(head) is nn.Linear and not head.weight.requires_grad
+    frozen = type(head) in (nn.Linear, Linear) and not head.weight.requires_grad  # type: ignore[union-attr]
     one_pass = frozen and not with_entropy and hidden.requires_grad and torch.is_grad_enabled()
     parts: list[tuple[Tensor, Tensor | None]] = []
     for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):
@@ -114,12 +115,12 @@ class _FrozenHead(torch.autograd.Function):
         positions: Tensor,
         restriction: Restriction,
     ) -> Tensor:
-        logits = restriction(hidden @ weight.T, positions)
+        logits = restriction(product(hidden, weight), positions)
         probs = logits.softmax(-1)
         # Taken from the logits: the log of a small probability would have lost digits.
         chosen = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
-        gradient = weight[targets] - probs.to(weight.dtype) @ weight
-        ctx.save_for_backward(gradient / (restriction.temperature or 1.0))
+        gradient = weight[targets].sub_(product(probs.to(weight.dtype), weight.T))
+        ctx.save_for_backward(gradient.div_(restriction.temperature or 1.0))
         return chosen
 
     @staticmethod

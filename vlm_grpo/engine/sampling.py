@@ -139,6 +139,8 @@ class Draws:
         restricted = self.settings.restriction(logits, positions)
         logprobs = restricted.log_softmax(-1)
         probs = logprobs.exp()
+        # A banned token has probability 0 and log-probability -inf; 0 times a finite number is 0.
+        entropies = -(probs * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
         if self.settings.greedy:
             tokens = restricted.argmax(-1)
         elif self.settings.truncates:
@@ -149,7 +151,7 @@ class Draws:
             tokens = _invert(probs, self.uniform[rows, positions])
         self.tokens[rows, positions] = tokens
         self.logprobs[rows, positions] = logprobs.gather(1, tokens[:, None])[:, 0].float()
-        self.entropies[rows, positions] = torch.special.entr(probs).sum(-1).float()
+        self.entropies[rows, positions] = entropies.float()
         self.lengths[rows] += 1
         done = torch.isin(tokens, self._eos) | (positions + 1 >= self.tokens.shape[1])
         if self.settings.stop and self.has_stop_string is not None:

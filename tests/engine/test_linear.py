@@ -1,0 +1,133 @@
+"""The fast layers compute what the layers that they stand for compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from vlm_grpo.engine.linear import AdaptedLinear, Linear, rollout_weights, use_fast_linears
+
+IN, OUT, RANK = 24, 40, 4
+
+
+class Net(nn.Module):
+    """Two layers, one wide to narrow, for products of both orders."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(IN, OUT, dtype=dtype)
+        self.down = nn.Linear(OUT, IN, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def adapted(dtype: torch.dtype, **config: Any) -> Net:
+    net = Net(dtype)
+    get_peft_model(
+        net,  # type: ignore[arg-type]
+        LoraConfig(r=RANK, lora_alpha=6, target_modules=["up", "down"], **config),
+        autocast_adapter_dtype=dtype != torch.float64,
+    )
+    for name, weight in net.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)  # at its zeros the adapter would do nothing
+    return net
+
+
+def results(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of input and weights, by name."""
+    x = x.clone().requires_grad_()
+    net.zero_grad()
+    output = net(x)
+    output.float().pow(2).sum().backward()
+    assert x.grad is not None
+    grads = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), "input": x.grad, **grads}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+# Sums of 40 products: float32 has 24 bits, bfloat16 8; float64 goes through the plain layer.
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("shape", [(5, IN), (2, 7, IN)])
+@pytest.mark.parametrize("lora", [False, True])
+def test_values_and_gradients_are_those_of_the_plain_layers(
+    dtype: torch.dtype, bound: float, shape: tuple[int, ...], lora: bool
+) -> None:
+    net = adapted(dtype) if lora else Net(dtype)
+    names = list(net.state_dict())
+    x = torch.randn(shape, dtype=dtype)
+    plain = results(net, x)
+    use_fast_linears(net)
+    fast = results(net, x)
+    assert isinstance(net.up, AdaptedLinear if lora else Linear)
+    assert list(net.state_dict()) == names
+    assert fast.keys() == plain.keys()
+    assert {name: fast[name].dtype for name in fast} == {name: plain[name].dtype for name in plain}
+    for name, value in plain.items():
+        assert relative(fast[name], value) < bound, name
+
+
+def test_the_adapted_gradient_is_the_derivative() -> None:
+    net = adapted(torch.float64)
+    use_fast_linears(net)
+    weights = [p for p in net.parameters() if p.requires_grad]
+    x = torch.randn(3, IN, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: net(x), (x, *weights))
+
+
+@pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"use_dora": True}])
+def test_adapters_of_another_form_stay_as_peft_made_them(config: dict) -> None:
+    net = adapted(torch.float32, **config)
+    use_fast_linears(net)
+    assert not isinstance(net.up, AdaptedLinear)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("lora", [False, True])
+def test_rollout_weights_give_the_same_and_leave_nothing_behind(
+    dtype: torch.dtype, bound: float, lora: bool
+) -> None:
+    net = adapted(dtype) if lora else Net(dtype)
+    x = torch.randn(6, IN, dtype=dtype)
+    expected = net(x).detach()
+    use_fast_linears(net)
+    before = {n: w.clone() for n, w in net.state_dict().items()}
+    again = net(x).detach()
+    with torch.no_grad(), rollout_weights(net):
+        held = net(x)
+    assert relative(held, expected) < bound
+    assert torch.equal(net(x), again)
+    assert all(torch.equal(net.state_dict()[n], w) for n, w in before.items())
+
+
+def test_rollout_weights_follow_autocast() -> None:
+    net = Net(torch.float32)
+    use_fast_linears(net)
+    x = torch.randn(6, IN)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = net(x)
+        with rollout_weights(net):
+            held = net(x)
+    assert held.dtype == expected.dtype == torch.bfloat16
+    assert relative(held, expected) < 1e-2  # 8 bits
+
+
+def test_disabled_adapters_give_the_base_model() -> None:
+    net = adapted(torch.float32)
+    use_fast_linears(net)
+    x = torch.randn(2, IN)
+    base = Net(torch.float32)
+    for layer in (net.up, net.down):
+        layer.enable_adapters(False)  # type: ignore[operator]
+    assert relative(net(x), base(x)) < 1e-6
