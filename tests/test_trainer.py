@@ -20,7 +20,6 @@ from transformers import Qwen2Config
 from vlm_grpo.checkpoint import checkpoints
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.loading import load_model
 from vlm_grpo.policy import load_policy
@@ -370,23 +369,6 @@ def test_a_time_limit_ends_the_run(settings: Any) -> None:
     with pytest.raises(Stopped, match="time limit") as stopped:
         train(run)
     assert stopped.value.status == 75
-
-
-def test_gradients_that_are_not_finite_are_skipped_and_end_the_run(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = settings(optim={"max_steps": 20})
-    trainer = trainer_for(run)
-    before = {n: w.detach().clone() for n, w in trainer.policy.trainable()}
-    score = trainer.policy.score
-
-    def broken(batch: Any, with_entropy: bool = False) -> TokenScores:
-        return TokenScores(score(batch, with_entropy).logprobs * torch.inf)
-
-    monkeypatch.setattr(trainer.policy, "score", broken)
-    with pytest.raises(UserError, match=r"5 steps in a row.*optim\.lr"):
-        trainer.run()
-    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable())
 
 
 def test_interruption_while_a_checkpoint_is_written_leaves_the_last_one(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from vlm_grpo.config import Settings
+from vlm_grpo.config import DataSettings, Settings
 from vlm_grpo.credit import has_spread
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError, bullets
@@ -15,6 +16,21 @@ from vlm_grpo.judge import Judge
 from vlm_grpo.policy import Policy, sampling_of
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Group, Prompt
+
+logger = logging.getLogger(__name__)
+
+
+REPLACEMENTS = 8
+"""Examples of the stream that are tried in the place of one that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A prompt, the images that were decoded for it, and whether another's place is taken."""
+
+    prompt: Prompt
+    decodes: int
+    replaces: bool
 
 
 class PromptLoader:
@@ -27,24 +43,32 @@ class PromptLoader:
         policy: turns examples into prompts.
         task: asks the question.
         stream: where examples come from.
+        skips: an example that has become unreadable is replaced by a later one; otherwise it is
+            an error.
 
     Attributes:
         decodes: image decodes that the prompts taken so far have cost.
+        replaced: prompts taken so far that stand in for one that could not be read.
     """
 
-    def __init__(self, policy: Policy, task: Task, stream: ExampleStream) -> None:
-        self.policy, self.task, self.stream = policy, task, stream
-        self.decodes = 0
-        self._ahead: dict[int, Future[tuple[Prompt, int]]] = {}
+    def __init__(self, policy: Policy, task: Task, stream: ExampleStream, skips: bool) -> None:
+        self.policy, self.task, self.stream, self.skips = policy, task, stream, skips
+        self.decodes = self.replaced = 0
+        self._ahead: dict[int, Future[Loaded]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
 
     def take(self, indices: Sequence[int]) -> list[Prompt]:
-        """The prompts at these indices of the stream."""
+        """The prompts at these indices of the stream.
+
+        Raises:
+            UserError: an example cannot be read (any more).
+        """
         for index in indices:
             self._start(index)
         loaded = [self._ahead.pop(index).result() for index in indices]
-        self.decodes += sum(decodes for _, decodes in loaded)
-        return [prompt for prompt, _ in loaded]
+        self.decodes += sum(one.decodes for one in loaded)
+        self.replaced += sum(one.replaces for one in loaded)
+        return [one.prompt for one in loaded]
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Begin with prompts that ``take`` is likely to ask for."""
@@ -58,11 +82,20 @@ class PromptLoader:
         if index not in self._ahead:
             self._ahead[index] = self._thread.submit(self._load, index)
 
-    def _load(self, index: int) -> tuple[Prompt, int]:
-        """The prompt and the number of images that were decoded for it."""
-        before = self.policy.image_decodes
-        prompt = self.policy.prompt(self.policy.with_seen_sizes(self.stream[index]), self.task)
-        return prompt, self.policy.image_decodes - before
+    def _load(self, index: int) -> Loaded:
+        """The prompt of this index, or of the first one after it that can be read."""
+        before, place = self.policy.image_decodes, index
+        while True:
+            try:
+                example = self.policy.with_seen_sizes(self.stream[place])
+                prompt = self.policy.prompt(example, self.task)
+            except UserError as error:
+                if not self.skips or place == index + REPLACEMENTS:
+                    raise
+                logger.warning("%s; another example takes its place", error)
+                place += 1
+            else:
+                return Loaded(prompt, self.policy.image_decodes - before, place > index)
 
 
 @dataclass(frozen=True)
@@ -103,7 +136,8 @@ class Roller:
     ) -> None:
         self.policy, self.task, self.settings = policy, task, settings
         self.position, self.rank, self.world = position, rank, world
-        self.loader = PromptLoader(policy, task, stream)
+        skips = settings.data.on_bad_row == "skip"
+        self.loader = PromptLoader(policy, task, stream, skips)
         self.judge = Judge(settings.rollout.reward_timeout, settings.rollout.reward_workers)
 
     def close(self) -> None:
@@ -180,20 +214,30 @@ def score_all(
     ]
 
 
-def refuse_unseeable(policy: Policy, examples: Sequence[Example]) -> None:
-    """Find every image that the model's resize cannot take, before the first step.
+def seeable(policy: Policy, examples: Sequence[Example], data: DataSettings) -> list[Example]:
+    """The examples whose images the model's resize can take.
 
     Raises:
-        UserError: with all of them.
+        UserError: there are others, all of which it names, and ``data.on_bad_row`` is not skip;
+            or there are only others.
     """
-    problems = []
+    kept, problems = [], []
     for example in examples:
         try:
             policy.with_seen_sizes(example)
         except ValueError as error:
             problems.append(f"{example.id}: {error}")
-    if problems:
+        else:
+            kept.append(example)
+    if problems and (data.on_bad_row == "error" or not kept):
         raise UserError(
-            f"{len(problems)} examples have images that the model cannot see; take them out:\n"
-            f"{bullets(problems)}"
+            f"{len(problems)} examples have images that the model cannot see:\n"
+            f"{bullets(problems)}\ntake them out, or leave them out by data.on_bad_row=skip"
         )
+    if problems:
+        logger.warning(
+            "left out %d examples whose images the model cannot see:\n%s",
+            len(problems),
+            bullets(problems, 5),
+        )
+    return kept

@@ -44,7 +44,7 @@ class MetricsLog:
         aside.write_text("".join(_line(row) for row in kept), encoding="utf-8")
         aside.replace(path)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_line({"step": step, **metrics}))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
@@ -24,12 +25,13 @@ from vlm_grpo.evaluate import Evaluation, evaluate_policy
 from vlm_grpo.memory import memory_metrics
 from vlm_grpo.objective import Advantages
 from vlm_grpo.optimizer import build_optimizer, build_scheduler
+from vlm_grpo.overflow import Overflows
 from vlm_grpo.policy import Counters, Policy, load_policy
 from vlm_grpo.progress import Progress, describe_run
 from vlm_grpo.ranks import any_rank, build_accelerator
 from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
-from vlm_grpo.rollout import Roller, Rollout, refuse_unseeable
+from vlm_grpo.rollout import Roller, Rollout, seeable
 from vlm_grpo.run_folder import RunFolder
 from vlm_grpo.saving import Saver
 from vlm_grpo.stopping import StopRequest
@@ -40,9 +42,6 @@ from vlm_grpo.types import Example
 from vlm_grpo.update import Updater, step_batch
 
 logger = logging.getLogger(__name__)
-
-MAX_OVERFLOWS = 5
-"""Steps in a row without a finite gradient after which a run gives up."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +137,8 @@ class Trainer:
         self.settings, self.policy = settings, policy
         limit = settings.rollout.max_completion_length
         self.task = replace(task, frame=policy.frame, token_limit=limit)
-        self.held_out = held_out
-        refuse_unseeable(policy, [*train_examples, *held_out])
+        self.held_out = seeable(policy, held_out, settings.data)
+        train_examples = seeable(policy, train_examples, settings.data)
         self.accelerator = accelerator or build_accelerator(settings)
         policy.model.to(self.accelerator.device)
         weights = [weight for _, weight in policy.trainable()]
@@ -167,7 +166,7 @@ class Trainer:
         self.stopwatch = policy.stopwatch
         self.step = 0
         self.best: tuple[float, int] | None = None
-        self.overflows = 0
+        self.overflows = Overflows(settings.run_dir, self.accelerator.process_index)
         self.restored = False
 
     @property
@@ -183,16 +182,14 @@ class Trainer:
             self.accelerator.print(line)
         before = None if self.restored else self._evaluate()
         after = None
-        max_hours = settings.checkpoint.max_hours
-        with StopRequest(max_hours) as stop, Progress(last, self.step, is_main) as progress:
+        stop = StopRequest(settings.checkpoint.max_hours)
+        with stop, Progress(last, self.step, is_main) as progress, closing(self.roll):
             while self.step < last and not any_rank(self.accelerator, stop.reason is not None):
                 self.stopwatch.reset()
                 metrics = self.run_step()
                 self.step += 1
                 if self._due(settings.evaluation.every) or self.step == last:
-                    after = self._evaluate()
-                    if after is not None:
-                        metrics |= {f"eval/{name}": value for name, value in after.metrics.items()}
+                    after = self._evaluate_step(metrics)
                 self.folder.write_metrics(self.step - 1, metrics)
                 progress.advance(metrics)
                 is_best = settings.checkpoint.keep_best and self.best_step == self.step
@@ -202,7 +199,6 @@ class Trainer:
             if self.step < last and self.saver.saved != self.moment:
                 self._save()
             self.saver.writer.wait()
-        self.roll.close()
         self.folder.close()
         self.accelerator.end_training()
         checkpoint = self.saver.folder / self.moment.name
@@ -215,9 +211,9 @@ class Trainer:
     def run_step(self) -> dict[str, float]:
         """One rollout and its update."""
         self.policy.counters = Counters()
-        decodes = self.roll.loader.decodes
+        decodes, replaced = self.roll.loader.decodes, self.roll.loader.replaced
         started = time.perf_counter()
-        rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
+        rollout = self._rollout()
         # Ranks that replaced more groups have drawn further; all go on from the furthest.
         self.roll.position = max(gather_object([self.roll.position]))
         self.reference.refresh(self.step)
@@ -234,10 +230,31 @@ class Trainer:
         self.policy.forget_images()
         if self.folder.samples_due(self.step) or metrics["skipped_updates"]:
             self.folder.write_samples(self.step, rollout.groups, mine)
-        self._watch_for_overflow(metrics)
+        self.overflows.note(self.step, bool(metrics["skipped_updates"]), rollout.groups, mine)
         self.stopwatch.seconds["step"] = time.perf_counter() - started
         metrics["work/image_decodes"] = self.roll.loader.decodes - decodes
+        metrics["replaced_prompts"] = self.roll.loader.replaced - replaced
         return metrics | self._metrics(rollout, advantages)
+
+    def _rollout(self) -> Rollout:
+        """The step's groups. Where one cannot be made, the run is saved as it was before."""
+        position, failure = self.roll.position, None
+        rollout = Rollout(())
+        try:
+            rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
+        except UserError as error:
+            failure = error
+        if any_rank(self.accelerator, failure is not None):
+            self.roll.position = position
+            self._save_before(failure or UserError("another process could not go on"))
+        return rollout
+
+    def _save_before(self, failure: UserError) -> NoReturn:
+        """Save what has been learned so far, and end the run with the failure."""
+        if self.step > 0 and self.saver.saved != self.moment:
+            self._save()
+            self.saver.writer.wait()
+        raise failure
 
     def _metrics(self, rollout: Rollout, advantages: Advantages) -> dict[str, Any]:
         own = step_metrics(rollout.groups)
@@ -254,17 +271,16 @@ class Trainer:
             **{f"work/{name}": count for name, count in counters.items()},
         }
 
-    def _watch_for_overflow(self, metrics: Mapping[str, float]) -> None:
-        """Give up after several steps in a row whose gradient was not finite."""
-        self.overflows = self.overflows + 1 if metrics["skipped_updates"] else 0
-        if self.overflows == 1:
-            logger.warning("step %d: the gradient is not finite; the update is skipped", self.step)
-        if self.overflows >= MAX_OVERFLOWS:
-            raise UserError(
-                f"the gradient was not finite in {self.overflows} steps in a row, last in step "
-                f"{self.step}, whose completions are in {self.settings.run_dir / 'samples'}: "
-                "go on from the last checkpoint with a lower optim.lr or policy.dtype=float32"
-            )
+    def _evaluate_step(self, metrics: dict[str, float]) -> Evaluation | None:
+        """Evaluate after a step and put the result among its metrics."""
+        try:
+            found = self._evaluate()
+        except UserError as error:
+            self.folder.write_metrics(self.step - 1, metrics)
+            self._save_before(error)
+        if found is not None:
+            metrics |= {f"eval/{name}": value for name, value in found.metrics.items()}
+        return found
 
     def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
@@ -299,7 +315,7 @@ class Trainer:
             "step": self.step,
             "position": self.roll.position,
             "best": self.best,
-            "overflows": self.overflows,
+            "overflows": self.overflows.count,
         }
         best = None
         if self.settings.checkpoint.keep_best and self.best_step is not None:
@@ -311,5 +327,5 @@ class Trainer:
         numbers = self.saver.restore(checkpoint)
         self.step, self.roll.position = numbers["step"], numbers["position"]
         self.best = tuple(numbers["best"]) if numbers["best"] is not None else None
-        self.overflows = numbers["overflows"]
+        self.overflows.count = numbers["overflows"]
         self.restored = True

@@ -116,8 +116,10 @@ PANELS = (
     Panel(
         "Left out and made up for",
         "Completions that no reward could score, groups that were sampled again, updates skipped "
-        "because the gradient was not finite.",
-        lambda name: name in ("unscorable", "resampled_groups", "skipped_updates"),
+        "because the gradient was not finite, prompts replaced because an image could not be read.",
+        lambda name: (
+            name in ("unscorable", "resampled_groups", "skipped_updates", "replaced_prompts")
+        ),
         _last,
     ),
 )
