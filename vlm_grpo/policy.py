@@ -71,6 +71,7 @@ class Policy:
         self.autocast = loaded.autocast
         self.model: Any = loaded.model
         self.processor, self.family = loaded.processor, loaded.family
+        self.decode = self.family.decoder(self.processor.tokenizer)
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
         self.restriction, self.chunk_tokens = restriction, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
@@ -203,7 +204,7 @@ class Policy:
         return Completion(
             token_ids=tokens,
             logprobs=tuple(draws.logprobs[row, :length].tolist()),
-            text=self.tokenizer.decode(tokens, skip_special_tokens=True),
+            text=self.decode(tokens),
             stop=stop,
             entropies=tuple(draws.entropies[row, :length].tolist()),
         )
@@ -213,7 +214,7 @@ class Policy:
             return None
 
         def has_stop_string(tokens: Sequence[int]) -> bool:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = self.decode(tokens)
             return any(stop in text for stop in rollout.stop)
 
         return has_stop_string

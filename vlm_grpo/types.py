@@ -97,7 +97,7 @@ class Completion:
     Attributes:
         token_ids: the sampled tokens, T of them, the end-of-sequence token included.
         logprobs: log-probability of each token under the sampling distribution, in nats, T.
-        text: the tokens decoded, special tokens left out.
+        text: the tokens decoded, without special tokens except those that belong to an answer.
         stop: why sampling ended: end-of-sequence token, stop string, or length limit.
         entropies: entropy of the sampling distribution at each token, in nats, T.
     """

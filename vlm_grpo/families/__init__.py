@@ -4,10 +4,11 @@ from typing import Any
 
 from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget
 from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
+from vlm_grpo.families.repeated import InternVL, PaliGemma
 
 __all__ = ["Family", "ImageFeatures", "PixelBudget", "load_family"]
 
-_FAMILIES = (Qwen2VL, Qwen25VL, Qwen3VL)
+_FAMILIES = (Qwen2VL, Qwen25VL, Qwen3VL, InternVL, PaliGemma)
 
 
 def load_family(config: Any) -> Family:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,6 +45,9 @@ class Family:
     model_types: ClassVar[tuple[str, ...]] = ()
     frame: ClassVar[str] = "permille"
     """Name of the coordinate frame in which the family writes boxes."""
+    answer_tokens: ClassVar[str] = ""
+    """Pattern of the special tokens that belong to an answer, such as those around a box; all other
+    special tokens (ends, padding, images) are left out of completions' texts."""
     parts: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Module-name prefixes of the parts that can be frozen: vision, projector, language."""
 
@@ -75,6 +79,20 @@ class Family:
         names = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
         found = (getattr(config, name, None) for name in (*names, "vision_end_token_id"))
         return tuple(sorted({token for token in found if token is not None}))
+
+    def decoder(self, tokenizer: Any) -> Callable[[Sequence[int]], str]:
+        """What turns sampled tokens into the text that tasks read."""
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names = {
+            i: tokenizer.convert_ids_to_tokens(i) for i in {*special, *tokenizer.all_special_ids}
+        }
+        dropped = {i for i, name in names.items() if not re.fullmatch(self.answer_tokens, name)}
+
+        def decode(tokens: Sequence[int]) -> str:
+            kept = [token for token in tokens if token not in dropped]
+            return tokenizer.decode(kept, skip_special_tokens=False)
+
+        return decode
 
     # The shared-prefix form: only families whose ``why_not_shared`` is None are asked.
 

@@ -15,6 +15,7 @@ from vlm_grpo.types import Prompt
 class QwenVL(Family):
     """What the three generations have in common: grid-shaped images and M-RoPE positions."""
 
+    answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
     parts: ClassVar = {
         "vision": ("model.visual.",),
         "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
