@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from small_disk import small_disk
 from tiny_models import tiny_model
 
-from vlm_grpo.checkpoint import checkpoints
-from vlm_grpo.config import Settings
+from vlm_grpo.checkpoint import checkpoints, verify
+from vlm_grpo.config import Settings, load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.engine.logprobs import TokenScores
@@ -246,3 +248,80 @@ def test_gradients_that_are_not_finite_are_skipped_and_end_the_run_with_the_batc
     assert all(len(row["token_ids"]) == len(row["logprobs"]) > 0 for row in rows)
     # Advantages of a group add up to 0.
     assert sum(row["advantage"] for row in rows[:4]) == pytest.approx(0, abs=1e-5)
+
+
+# Disks.
+
+# TensorBoard writes in a thread of its own, which dies aloud where the disk is full.
+LOUD = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+
+
+def whole_rows(folder: Path) -> int:
+    """How many rows the folder's JSON Lines hold; all of them must be whole."""
+    return sum(
+        isinstance(json.loads(line), dict)
+        for path in folder.rglob("*.jsonl")
+        for line in path.read_text().splitlines()
+    )
+
+
+@pytest.mark.filterwarnings(LOUD)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_is_full_at_a_checkpoint_costs_no_earlier_one(
+    settings: Any, tmp_path: Path, asynchronous: bool
+) -> None:
+    unbroken = settings(name="unbroken")
+    checkpoint = train(unbroken).checkpoint
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    # Room for two checkpoints and a half, with as much as half of one for all else.
+    with small_disk(tmp_path / "disk", 3 * size) as disk:
+        run = settings(
+            output_dir=str(disk.folder),
+            checkpoint={"every": 1, "keep_last": 0, "asynchronous": asynchronous},
+        )
+        with pytest.raises(UserError, match=r"is full \(.*make room and go on with resume=true"):
+            train(run)
+        found = checkpoints(run.run_dir / "checkpoints")
+        assert [m.steps for m, _ in found] == [1, 2]
+        for _, path in found:
+            verify(path)
+        assert not [p for p in run.run_dir.rglob("*") if p.name.endswith(".tmp")]
+        assert whole_rows(run.run_dir) > 0
+        shutil.rmtree(found[0][1])  # make room for one, which is enough with keep_last=1
+        again = {"checkpoint": run.checkpoint.model_copy(update={"keep_last": 1, "every": 4})}
+        train(run.model_copy(update={"resume": True, **again}))
+        assert metrics_of(run) == metrics_of(unbroken)
+
+
+@pytest.mark.filterwarnings(LOUD)
+@pytest.mark.parametrize("leaving", [0, 4096, 16384])
+def test_a_disk_that_fills_up_between_steps_leaves_whole_files(
+    settings: Any, tmp_path: Path, leaving: int
+) -> None:
+    with small_disk(tmp_path / "disk", 2**23) as disk:
+        run = settings(
+            output_dir=str(disk.folder),
+            logging={"samples_every": 1},
+            checkpoint={"every": 1, "keep_last": 1},
+        )
+        # Two steps, and a resume that finds the disk full: settings, metrics, samples and report
+        # are each written again.
+        first = run.model_copy(update={"optim": run.optim.model_copy(update={"max_steps": 2})})
+        train(first)
+        kept = {
+            path: path.read_bytes()
+            for path in run.run_dir.rglob("*")
+            if path.is_file() and "tensorboard" not in path.parts
+        }
+        disk.fill(leaving)
+        with pytest.raises(UserError, match="is full"):
+            train(run.model_copy(update={"resume": True}))
+        appended = {"metrics.jsonl", "alarms.jsonl", "config.yaml"}
+        for path, content in kept.items():
+            assert path.read_bytes() == content or path.name in appended, path
+        assert not [p for p in run.run_dir.rglob("*") if p.name.endswith(".tmp")]
+        assert whole_rows(run.run_dir) > 0
+        assert load_settings(str(run.run_dir / "config.yaml")).name == "run"
+        disk.make_room()
+        train(run.model_copy(update={"resume": True}))
+        assert len(metrics_of(run)) == 4

@@ -89,6 +89,23 @@ def write_checkpoint(
     for left_over in folder.glob(".step-*"):  # of a run that was killed while it wrote
         shutil.rmtree(left_over, ignore_errors=True)
     aside.mkdir(parents=True)
+    try:
+        _write(aside, contents, write_weights)
+    except BaseException:  # what was begun would only take the room that is missing
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    if target.exists():  # a run resumed from an earlier checkpoint comes by here again
+        old = _set_aside(target)
+        aside.rename(target)
+        shutil.rmtree(old)
+    else:
+        aside.rename(target)
+    _flush(folder)
+    return target
+
+
+def _write(aside: Path, contents: Contents, write_weights: Callable[[Path], None]) -> None:
+    """Write, flush and read back the files of a checkpoint."""
     write_weights(aside)
     for name, tensors in contents.tensors.items():
         if tensors:
@@ -104,14 +121,6 @@ def write_checkpoint(
     (aside / MANIFEST).write_text(json.dumps({"files": sums}, indent=1), encoding="utf-8")
     for path in [aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside]:
         _flush(path)
-    if target.exists():  # a run resumed from an earlier checkpoint comes by here again
-        old = _set_aside(target)
-        aside.rename(target)
-        shutil.rmtree(old)
-    else:
-        aside.rename(target)
-    _flush(folder)
-    return target
 
 
 def _flush(path: Path) -> None:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.files import write_whole
 from vlm_grpo.objective_settings import ObjectiveSettings
 from vlm_grpo.settings_base import Frozen, describe_problems, no_value
 
@@ -351,7 +352,7 @@ class Settings(Frozen):
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A literal "${" in a value must not come back as a reference to another setting.
-        path.write_text(text.replace("${", "\\${"), encoding="utf-8")
+        write_whole(path, text.replace("${", "\\${").encode())
 
 
 def recipe_names() -> list[str]:

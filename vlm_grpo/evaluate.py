@@ -26,6 +26,7 @@ from vlm_grpo.evaluation_report import (
     comparison_line,
     report_lines,
 )
+from vlm_grpo.files import write_whole
 from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.judge import Judge
 from vlm_grpo.policy import Policy, load_policy
@@ -267,4 +268,4 @@ def write_predictions(path: Path, evaluation: Evaluation) -> None:
     """A line for each example with its output, answer, rewards and metrics."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in evaluation.rows)
-    path.write_text("".join(lines), encoding="utf-8")
+    write_whole(path, "".join(lines).encode())

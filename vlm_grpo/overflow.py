@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.files import write_whole
 from vlm_grpo.types import Group
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Overflows:
         path = self.run_dir / "overflow" / f"step-{step:06d}-rank-{self.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(row) + "\n" for row in _rows(groups, advantages.tolist())]
-        path.write_text("".join(lines), encoding="utf-8")
+        write_whole(path, "".join(lines).encode())
         raise UserError(
             f"the gradient was not finite in {self.count} steps in a row, last in step {step}, "
             f"whose completions are in {path}: go on from the last checkpoint with a lower "

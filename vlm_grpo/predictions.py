@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.files import append_whole, write_whole
 from vlm_grpo.types import Example
 
 
@@ -40,7 +41,8 @@ class PredictionLog:
                 "name another folder, or delete it"
             )
         if rank == 0:
-            mark.write_text(json.dumps({"digest": digest, "request": json.loads(text)}, indent=1))
+            known = {"digest": digest, "request": json.loads(text)}
+            write_whole(mark, json.dumps(known, indent=1).encode())
         suffix = f"-{rank}" if rank else ""
         self.path = folder / f"predictions{suffix}.jsonl"
         self.outputs: dict[str, str] = {}
@@ -57,8 +59,7 @@ class PredictionLog:
             self.outputs[example.id], self.seen[example.id] = output, seen
             row = {"id": example.id, "output": output, "seen": seen}
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        append_whole(self.path, "".join(lines).encode())
 
     def missing(self, examples: Sequence[Example], chunk: int) -> list[int]:
         """Starts of the chunks that have no output for some example.

@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image
 
 from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
+from vlm_grpo.files import append_whole, write_whole
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Group, ImageRef, Score
 
@@ -40,13 +41,10 @@ class MetricsLog:
         self.path = path
         kept = [row for row in self.read() if row["step"] < resume_at]
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(path.name + ".tmp")
-        aside.write_text("".join(_line(row) for row in kept), encoding="utf-8")
-        aside.replace(path)
+        write_whole(path, b"".join(_line(row) for row in kept))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line({"step": step, **metrics}))
+        append_whole(self.path, _line({"step": step, **metrics}))
 
     def read(self) -> list[dict[str, Any]]:
         """All lines; a last one cut off by a crash is left out."""
@@ -61,8 +59,8 @@ class MetricsLog:
         return rows
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
 
 
 class Album:
@@ -114,9 +112,7 @@ class Album:
     def _write(self, name: str, data: bytes) -> str:
         path = self.folder / name
         if not path.exists():
-            aside = path.with_suffix(".tmp")
-            aside.write_bytes(data)
-            aside.replace(path)
+            write_whole(path, data)
         return name
 
 
@@ -263,7 +259,7 @@ def _described(album: Album, task: Task | None, example: Example, score: Score) 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     # Half of a surrogate pair, which UTF-8 cannot hold, becomes the escape that JSON has for it.
-    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    write_whole(path, "".join(lines).encode("utf-8", errors="backslashreplace"))
     return path
 
 

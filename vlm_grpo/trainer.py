@@ -22,6 +22,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluate import Evaluation, evaluate_policy
+from vlm_grpo.files import told_if_full
 from vlm_grpo.memory import memory_metrics
 from vlm_grpo.objective import Advantages
 from vlm_grpo.optimizer import build_optimizer, build_scheduler
@@ -94,7 +95,8 @@ def train(settings: Settings) -> TrainResult:
     trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
     if resume_from is not None:
         trainer.restore(resume_from)
-    result = trainer.run()
+    with told_if_full(settings.run_dir):
+        result = trainer.run()
     trainer.accelerator.print(result)
     return result
 

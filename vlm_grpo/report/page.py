@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
+from vlm_grpo.files import write_whole
 from vlm_grpo.report.charts import draw
 from vlm_grpo.report.entries import KINDS, as_json, visible
 from vlm_grpo.report.gallery import GALLERY_BYTES, Gallery, gallery
@@ -114,10 +115,8 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], shown: Ga
         as_json=lambda value: Markup(as_json(value)),
         markup=Markup,
     )
-    aside = path.with_name(path.name + ".tmp")
     # A folder's name may hold what is no character.
-    aside.write_text(html, encoding="utf-8", errors="replace")
-    aside.replace(path)
+    write_whole(path, html.encode("utf-8", errors="replace"))
     return path
 
 
