@@ -20,10 +20,11 @@ from yaml import YAMLError
 from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.cli import data as data_command
 from vlm_grpo.cli.export import export
+from vlm_grpo.cli.foreign import LAYOUTS
 from vlm_grpo.cli.new_task import new_task
 from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
-from vlm_grpo.cli.scoring import print_json, print_table, score_predictions
+from vlm_grpo.cli.scoring import PREDICTIONS, print_json, print_table, score_predictions
 from vlm_grpo.cli.validation import validate_task
 from vlm_grpo.config import (
     DataSettings,
@@ -203,6 +204,14 @@ def score(
         Path, typer.Option(help='JSON Lines of {"id": …, "output": …}, one for each example.')
     ],
     options: Options = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="What wrote the predictions: "
+            f"{PREDICTIONS} (as above), or the evaluation of {', '.join(LAYOUTS)}.",
+        ),
+    ] = PREDICTIONS,
     frame: Annotated[
         str, typer.Option(help=f"How the outputs' boxes are written: {', '.join(FRAMES)}.")
     ] = "original",
@@ -221,14 +230,22 @@ def score(
 
     With --frame resized every prediction also has "seen": [[width, height]], the size in pixels
     of each image as the model saw it.
+
+    \b
+    vlm-grpo score grounding --data test.jsonl --predictions rec_results_500.json --format vlm_r1 \\
+        --frame resized
     """
+    if layout not in (known := [PREDICTIONS, *LAYOUTS]):
+        raise UserError(
+            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
+        )
     if frame not in FRAMES:
         raise UserError(
             f"there is no frame {frame!r}{nearest(frame, FRAMES)}: give one of {', '.join(FRAMES)}"
         )
     loaded = load_task(task, **{**_options(options), "tags": tags, "frame": FRAMES[frame]})
     settings = DataSettings(train=data, image_root=image_root)
-    scored = score_predictions(loaded, data, predictions, settings)
+    scored = score_predictions(loaded, data, predictions, settings, layout)
     (print_json if as_json else print_table)(scored)
 
 

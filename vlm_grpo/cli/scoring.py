@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vlm_grpo.cli.foreign import read_foreign
 from vlm_grpo.config import DataSettings
 from vlm_grpo.coordinates import RESIZED
 from vlm_grpo.data import load_examples
@@ -22,6 +23,8 @@ from vlm_grpo.judge import Judge
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
+PREDICTIONS = "predictions"
+"""The name of our own layout, beside those of other projects."""
 _ROWS_SHOWN = 50
 
 
@@ -30,36 +33,46 @@ class Report:
     """Scores of all outputs, and what they come to.
 
     Attributes:
-        examples: the dataset's rows.
+        examples: the dataset's rows that have an output.
         scores: one for each example.
         total: ``n``, ``answered``, ``unscorable``, the mean ``reward``, means of ``rewards`` and
             ``metrics`` by name, and the task's ``corpus`` metrics.
+        unanswered: rows of the dataset that another project's file holds no output for.
     """
 
     examples: Sequence[Example]
     scores: Sequence[Score]
     total: Mapping[str, Any]
+    unanswered: int = 0
 
 
-def score_predictions(task: Task, source: str, predictions: Path, data: DataSettings) -> Report:
+def score_predictions(
+    task: Task, source: str, predictions: Path, data: DataSettings, layout: str = PREDICTIONS
+) -> Report:
     """Score every example's prediction.
 
     Args:
         task: with the tags and the frame that the outputs were asked for in.
         source: the examples, as for ``load_examples``.
-        predictions: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``.
+        predictions: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``, one
+            for each example; or what another project's evaluation wrote, for some of them.
         data: image root and limits.
+        layout: ``predictions``, or a key of ``foreign.LAYOUTS``.
 
     Raises:
-        UserError: data or predictions are malformed, or their ids do not match one to one.
+        UserError: data or predictions are malformed, or do not match.
     """
-    examples = load_examples(source, task, data)
-    outputs = _read_predictions(predictions, examples, needs_seen=task.frame == RESIZED)
-    examples = [_with_seen(example, outputs[example.id]) for example in examples]
-    texts = [outputs[example.id]["output"] for example in examples]
+    loaded = load_examples(source, task, data)
+    if layout == PREDICTIONS:
+        outputs = _read_predictions(predictions, loaded, needs_seen=task.frame == RESIZED)
+        examples = [_with_seen(example, outputs[example.id]) for example in loaded]
+        texts = [outputs[example.id]["output"] for example in examples]
+    else:
+        examples, texts = read_foreign(layout, predictions, loaded, task.frame == RESIZED)
     with Judge() as judge:
         scores = judge(task, texts, examples)
-    return Report(examples, scores, _total(task, examples, scores))
+    total = _total(task, examples, scores)
+    return Report(examples, scores, total, unanswered=len(loaded) - len(examples))
 
 
 def print_json(report: Report) -> None:
@@ -93,6 +106,8 @@ def print_table(report: Report) -> None:
     console.print(table, markup=False)
     for name, value in total["corpus"].items():
         console.print(f"{name} {_number(value)}", markup=False)
+    if report.unanswered:
+        console.print(f"{report.unanswered} more examples have no output in the file")
     if total["unscorable"]:
         console.print(
             f"{total['unscorable']} outputs could not be scored: a reward raised or took too long"

@@ -1,0 +1,252 @@
+"""Scoring what the evaluations of VLM-R1, R1-V and lmms-eval have written, in their own layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlm_grpo import cli
+
+SIZE = (640, 480)
+
+
+def write_data(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Canonical rows, ids and pictures added."""
+    for number, row in enumerate(rows):
+        row.setdefault("id", f"row {number}")
+        for name in row["images"]:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", SIZE).save(folder / name)
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def grounding_data(folder: Path) -> Path:
+    boxes = {"the cup": [64, 48, 320, 240], "the red cup": [0, 0, 100, 100]}
+    rows = [
+        {"images": ["coco/7.jpg"], "question": question, "answer": {"boxes": [box]}}
+        for question, box in boxes.items()
+    ]
+    rows.append({**rows[0], "images": ["coco/9.jpg"], "answer": {"boxes": [[1, 2, 30, 40]]}})
+    return write_data(folder, rows)
+
+
+def vlm_r1_result(question: str, gold: list[int], output: str, **more: Any) -> dict[str, Any]:
+    """As src/eval/test_rec_r1.py of VLM-R1 writes it."""
+    asked = f"Please provide the bounding box coordinate of the region this describes: {question}"
+    return {
+        "image": "train2014/7.jpg",
+        "question": asked,
+        "ground_truth": gold,
+        "model_output": output,
+        "input_size": [240, 320],  # height and width, half of the original
+        "image_size": [480, 640],
+        "extracted_answer": [0, 0, 0, 0],
+        "correct": 0,
+        **more,
+    }
+
+
+def r1_v_result(image: str, gold: Any, output: str) -> dict[str, Any]:
+    """As src/eval/test_qwen2vl_counting_superclevr.py of R1-V writes it."""
+    return {
+        "question": {"image_path": image, "question": "How many items?", "ground_truth": gold},
+        "ground_truth": gold,
+        "model_output": output,
+        "extracted_answer": None,
+    }
+
+
+def lmms_eval_sample(number: int, question: str, **more: Any) -> dict[str, Any]:
+    """As save_results_samples of lmms-eval writes it."""
+    return {
+        "doc_id": number,
+        "target": "['EXIT']",
+        "doc_hash": "0" * 64,
+        "anls": 1.0,
+        "input": f"{question}\nAnswer the question using a single word or phrase.",
+        **more,
+    }
+
+
+def results(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "results.json"
+    path.write_text(json.dumps({"accuracy": 50.0, "results": rows}, indent=2))
+    return path
+
+
+def samples(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "20260101_000000_samples_docvqa_val.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def score(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["score", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return int(caught.value.code or 0), out, err
+
+
+def scored(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+    status, out, err = score(capsys, *arguments, "--json")
+    assert status == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def boxed(box: list[int]) -> str:
+    return f'<think>I see.</think><answer>```json\n[{{"bbox_2d": {box}}}]\n```</answer>'
+
+
+def test_vlm_r1s_boxes_are_read_in_the_size_that_the_model_saw(capsys, tmp_path: Path):
+    rows = [
+        vlm_r1_result("the red cup", [0, 0, 100, 100], boxed([0, 0, 50, 50])),  # all of it
+        vlm_r1_result("the cup", [64, 48, 320, 240], boxed([32, 24, 160, 72])),  # its upper half
+    ]
+    given = ["--predictions", results(tmp_path, rows), "--format", "vlm_r1", "--frame", "resized"]
+    first, second, total = scored(capsys, "grounding", "--data", grounding_data(tmp_path), *given)
+    # In the dataset's order, found by the image's name, the expression and the gold box.
+    assert (first["id"], first["rewards"]["iou"]) == ("row 0", pytest.approx(0.5))
+    assert (second["id"], second["rewards"]["iou"]) == ("row 1", pytest.approx(1.0))
+    assert total["total"]["n"] == 2
+
+
+def test_examples_without_an_output_are_told(capsys, tmp_path: Path):
+    rows = [vlm_r1_result("the cup", [64, 48, 320, 240], boxed([32, 24, 160, 120]))]
+    given = ["--predictions", results(tmp_path, rows), "--format", "vlm_r1", "--frame", "resized"]
+    status, out, _ = score(capsys, "grounding", "--data", grounding_data(tmp_path), *given)
+    assert status == 0
+    assert "2 more examples have no output in the file" in out
+
+
+def test_vlm_r1s_results_without_a_seen_size_can_be_scored_in_other_frames(capsys, tmp_path: Path):
+    """src/eval/test_rec_r1_internvl.py writes none, and src/eval/test_od_r1.py no image either."""
+    result = vlm_r1_result("the cup", [64, 48, 320, 240], "<box>[[100,100,500,500]]</box>")
+    for key in ("input_size", "image_size", "image"):
+        del result[key]
+    given = ["--data", grounding_data(tmp_path), "--predictions", results(tmp_path, [result])]
+    given += ["--format", "vlm_r1", "--no-tags"]
+    row, _ = scored(capsys, "grounding", *given, "--frame", "internvl")
+    assert (row["id"], row["rewards"]["iou"]) == ("row 0", pytest.approx(1.0))
+    status, _, err = score(capsys, "grounding", *given, "--frame", "resized")
+    assert status == 2
+    assert "needs the size that the model saw" in err
+
+
+def test_r1_vs_counts(capsys, tmp_path: Path):
+    rows = [{"images": [f"{n}.png"], "question": "How many items?", "answer": n} for n in (4, 9)]
+    outputs = [
+        r1_v_result(
+            "/home/someone/images/9.png", 9, "<think>\n10\n</think>\n<answer>\n10\n</answer>"
+        ),
+        r1_v_result("./images/4.png", "4", "<answer>four</answer>"),
+    ]
+    given = ["--predictions", results(tmp_path, outputs), "--format", "r1_v"]
+    first, second, _ = scored(capsys, "counting", "--data", write_data(tmp_path, rows), *given)
+    assert (first["answer"], first["rewards"]["exact"]) == (4, 1.0)
+    assert (second["answer"], second["rewards"]["exact"]) == (10, 0.0)
+
+
+def ocr_data(folder: Path) -> Path:
+    rows = [
+        {"images": [f"{n}.png"], "question": f"What is on sign {n}?", "answer": ["EXIT", "Exit"]}
+        for n in range(3)
+    ]
+    return write_data(folder, rows)
+
+
+def test_lmms_evals_samples_are_found_by_their_place(capsys, tmp_path: Path):
+    rows = [
+        # As newer versions write one response, as older ones do, and where a filter changed it.
+        lmms_eval_sample(2, "What is on sign 2?", filtered_resps="EXIT"),
+        lmms_eval_sample(0, "What is on sign 0?", filtered_resps=["Exit"]),
+        lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT", resps=[["EXIT sign"]]),
+    ]
+    given = ["--predictions", samples(tmp_path, rows), "--format", "lmms_eval", "--no-tags"]
+    *found, total = scored(capsys, "ocr", "--data", ocr_data(tmp_path), *given)
+    assert [row["answer"] for row in found] == ["Exit", "EXIT sign", "EXIT"]
+    assert total["total"]["rewards"]["exact"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "content", "reason"),
+    [
+        ("vlm_r1", '{"id": "1", "output": "3"}\n{"id": "2", "output": "3"}', "is no JSON file"),
+        ("vlm_r1", '{"accuracy": 3}', 'it lacks {"results": […]}'),
+        ("vlm_r1", '{"results": [{"question": "?"}]}', "results[0] must have question, ground_"),
+        ("r1_v", "[]", 'it lacks {"results": […]}'),
+        ("r1_v", '{"results": []}', "holds no outputs"),
+        ("lmms_eval", '{"id": "1", "output": "3"}', ":1: this is no sample that lmms-eval logs"),
+        ("lmms_eval", '{"results": [', "the line is no JSON"),
+        ("lmms_eval", '{"doc_id": 0, "resps": [["a", "b"]]}', "it holds 2 responses"),
+        (
+            "lmms_eval",
+            '{"doc_id": 9, "resps": [["a"]]}',
+            "example number 9 (from 0) does not exist",
+        ),
+        ("vlm-r1", "", "did you mean vlm_r1?"),
+    ],
+)
+def test_a_file_of_another_layout_is_told(capsys, tmp_path: Path, layout, content, reason):
+    path = tmp_path / "log"
+    path.write_text(content)
+    given = ["--data", ocr_data(tmp_path), "--predictions", path, "--format", layout]
+    status, _, err = score(capsys, "ocr", *given)
+    assert status == 2
+    assert reason in err
+
+
+def test_the_two_json_layouts_are_told_apart(capsys, tmp_path: Path):
+    data = ["--data", grounding_data(tmp_path)]
+    theirs = results(tmp_path, [vlm_r1_result("the cup", [64, 48, 320, 240], "")])
+    _, _, err = score(capsys, "grounding", *data, "--predictions", theirs, "--format", "r1_v")
+    assert "its question is a str, where r1_v writes a dict: is it another --format?" in err
+    theirs = results(tmp_path, [r1_v_result("7.jpg", 3, "")])
+    _, _, err = score(capsys, "grounding", *data, "--predictions", theirs, "--format", "vlm_r1")
+    assert "its question is a dict, where vlm_r1 writes a str" in err
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"image": "train2014/8.jpg"}, "no example there is with image 8.jpg"),
+        ({"question": "Where is the dog?"}, "no example is left with the question"),
+        ({"ground_truth": [64, 48, 320, 300]}, "its gold answer [64, 48, 320, 300] is not"),
+        ({"model_output": None}, "its output and its image must be texts"),
+        ({"input_size": "240x320"}, "input_size is '240x320', not [height, width]"),
+    ],
+)
+def test_rows_of_another_dataset_are_told(capsys, tmp_path: Path, changes, reason):
+    row = {**vlm_r1_result("the cup", [64, 48, 320, 240], boxed([1, 2, 3, 4])), **changes}
+    path = results(tmp_path, [row])
+    given = ["--data", grounding_data(tmp_path), "--predictions", path, "--format", "vlm_r1"]
+    status, _, err = score(capsys, "grounding", *given)
+    assert status == 2
+    assert reason in err
+    assert f"{path}: results[0]" in err
+
+
+def test_no_example_is_scored_twice(capsys, tmp_path: Path):
+    row = vlm_r1_result("the cup", [64, 48, 320, 240], boxed([1, 2, 3, 4]))
+    path = results(tmp_path, [row, row])
+    given = ["--data", grounding_data(tmp_path), "--predictions", path, "--format", "vlm_r1"]
+    _, _, err = score(capsys, "grounding", *given)
+    assert "results[1]: its gold answer" in err  # what is left of that image is another box
+    sample = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
+    path = samples(tmp_path, [sample, sample])
+    given = ["--data", ocr_data(tmp_path), "--predictions", path, "--format", "lmms_eval"]
+    _, _, err = score(capsys, "ocr", *given)
+    assert "example number 1 (from 0) has an output already" in err
+
+
+def test_data_in_another_order_than_lmms_evals_is_told(capsys, tmp_path: Path):
+    path = samples(tmp_path, [lmms_eval_sample(0, "What is on sign 2?", filtered_resps="EXIT")])
+    given = ["--data", ocr_data(tmp_path), "--predictions", path, "--format", "lmms_eval"]
+    _, _, err = score(capsys, "ocr", *given)
+    assert "its prompt does not hold example number 0's question 'What is on sign 0?'" in err
