@@ -43,7 +43,10 @@ class Noise(Task):
         return noise_reward(answer)
 
 
-def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+def build_trainer(
+    options: argparse.Namespace, model: Any, processor: Any, images: list, shared: bool = True
+) -> Trainer:
+    """A trainer of the model on the images; ``options.objective`` may hold settings of the loss."""
     settings = Settings.model_validate(
         {
             "task": "noise",
@@ -64,13 +67,13 @@ def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: li
                 "max_steps": options.steps + 1,
                 "max_tokens_per_batch": options.max_tokens,
             },
+            "objective": vars(options).get("objective", {}),
             "logging": {"samples_every": 0},
         }
     )
     family = load_family(model.config)
     adapters = adapt(model, family, settings.policy)
     use_fast_linears(model)
-    shared = options.child == "shared"
     if shared:
         use_shared_attention(family.language_model(model))
     budget = family.pixel_budget(processor)
@@ -84,7 +87,12 @@ def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: li
         image.save(buffer, "PNG")
         reference = ImageRef(str(index), image.size, image.size, data=buffer.getvalue())
         examples.append(Example(str(index), (reference,), QUESTION, ""))
-    trainer = Trainer(settings, policy, Noise(), examples, [])
+    return Trainer(settings, policy, Noise(), examples, [])
+
+
+def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+    trainer = build_trainer(options, model, processor, images, options.child == "shared")
+    policy = trainer.policy
     seconds, phases = [], {}
     for _ in range(options.steps + 1):
         policy.stopwatch.reset()
