@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vlm_grpo.credit import has_spread
 from vlm_grpo.objective import ADVANTAGE_ESTIMATORS, group_advantages, per_reward_advantages
+from vlm_grpo.objective_settings import ObjectiveSettings
+from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 
 NAN = math.nan
 
@@ -138,6 +141,29 @@ def test_no_completions_at_all():
     found = group_advantages(torch.zeros(0), [])
     assert found.values.shape == (0,)
     assert found.frac_reward_zero_std == 0.0
+
+
+def group_of(*rewards: dict[str, float | None]) -> Group:
+    """A group whose completions earned these rewards by name."""
+    prompt = Prompt(Example("1", (), "?", 0), "", (), {})
+    completions = tuple(Completion((1,), (0.0,), "", "eos") for _ in rewards)
+    return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
+
+
+def test_a_rollout_asks_the_advantages_whether_a_group_teaches_anything():
+    """Replacing groups without spread goes by what the update will make of them."""
+    plain, weights = ObjectiveSettings(), {"a": 1.0, "b": 1.0, "shown": 0.0}
+    rounded = group_of({"a": 0.1, "b": 0.2, "shown": 1}, {"a": 0.3, "b": 0.0, "shown": 2})
+    assert 0.1 + 0.2 != 0.3  # one total, two roundings; what has no weight has no say
+    assert not has_spread(rounded, weights, plain)
+    assert has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.0}), weights, plain)
+    assert not has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": None, "b": 0.0}), weights, plain)
+    # Equal totals of unequal rewards are silent summed, and not where each is normalised.
+    swapped = group_of({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+    assert not has_spread(swapped, weights, plain)
+    each = ObjectiveSettings(normalize_each_reward=True)
+    assert has_spread(swapped, weights, each)
+    assert not has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
 
 
 REWARDS = st.lists(
