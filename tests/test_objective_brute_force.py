@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.objective import (
+    KL_ESTIMATORS,
     StepTotals,
     TokenBatch,
     group_advantages,
@@ -256,16 +257,32 @@ def test_the_sequence_ratio_of_the_sampler_correction_is_exact():
     torch.testing.assert_close(found, reward_gradient(policy, rewards), **EXACT)
 
 
-def test_without_correction_another_sampler_biases_the_gradient():
+@pytest.mark.parametrize("correction", ["none", "token"])
+def test_another_correction_or_none_leaves_a_bias(correction):
+    """The token's own ratio does not make up for a prefix that came from elsewhere."""
     policy, sampler, rewards = Policy.random().trained(), Policy.random(), torch.randn(9)
     found = expected_gradient(
         policy,
-        unbiased(),
+        unbiased(sampler_correction=correction, sampler_correction_cap=1e6)
+        if correction != "none"
+        else unbiased(),
         estimated(rewards, estimator="rloo", scale_rewards="none"),
         size=2,
         sampled_from=sampler,
     )
     assert (found - reward_gradient(policy, rewards)).abs().max() > 1e-2
+
+
+def test_token_ratios_after_the_first_update_leave_out_where_the_prefix_came_from():
+    """The surrogate's own bias at μ > 1; with π_old = π_θ the same computation is exact."""
+    policy, old, rewards = Policy.random().trained(), Policy.random(), torch.randn(9)
+    advantages = estimated(rewards, estimator="rloo", scale_rewards="none")
+    true = reward_gradient(policy, rewards)
+    moved = expected_gradient(policy, unbiased(**UNCLIPPED), advantages, size=2, old=old)
+    assert (moved - true).abs().max() > 1e-2
+    still = Policy(policy.first.detach(), policy.second.detach())
+    first = expected_gradient(policy, unbiased(**UNCLIPPED), advantages, size=2, old=still)
+    torch.testing.assert_close(first, true, **EXACT)
 
 
 # The KL in the loss. One-token completions, where a token's ratio is the completion's; for two
@@ -320,6 +337,15 @@ def test_the_corrected_kl_in_the_loss_follows_the_gradient_of_the_kl(estimator, 
     found = token_gradient(softmax, settings, logits, old if moved else None, reference)
     true = torch.autograd.grad(divergence(logits, reference), logits)[0]
     torch.testing.assert_close(found, true, **EXACT)
+
+
+def test_k1_alone_has_no_gradient_in_expectation():
+    """E[∇k1] = E[∇log π] = 0, however far the reference is: why the settings refuse it."""
+    logits, reference = torch.randn(5, requires_grad=True), torch.randn(5)
+    logprobs = logits.log_softmax(-1)
+    k1 = KL_ESTIMATORS["k1"](logprobs, reference.log_softmax(-1))
+    found = torch.autograd.grad((logprobs.exp().detach() * k1).sum(), logits)[0]
+    torch.testing.assert_close(found, torch.zeros(5), **EXACT)
 
 
 def test_k3_alone_follows_the_other_kl():

@@ -146,6 +146,27 @@ def test_one_update_needs_no_old_logprobs(loss_type, level):
     assert torch.equal(gradients(without, step), gradients(given, step))
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "dapo"}),
+        ({"loss_type": "bnpo"}, {"loss_type": "dapo"}),
+        ({"importance_sampling_level": "sequence"}, {}),
+    ],
+)
+def test_with_one_update_some_losses_are_one(one, other):
+    """At ratio 1 cispo, bnpo and dapo have one gradient, GSPO and grpo another."""
+    step = replace(make_step(), old_logprobs=None, reference_logprobs=None)
+    found = [
+        gradients(policy_loss(step, totals_of(step), ObjectiveSettings(**fields)).loss, step)
+        for fields in (one, other)
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+    grpo = gradients(policy_loss(step, totals_of(step), ObjectiveSettings()).loss, step)
+    dapo = policy_loss(step, totals_of(step), ObjectiveSettings(loss_type="dapo")).loss
+    assert (gradients(dapo, step) - grpo).abs().max() > 1e-3  # lengths differ
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_a_fresh_reference_costs_nothing_and_adds_nothing(estimator):
     """k = 1, μ = 1: no reference log-probs are passed, and β changes neither loss nor gradient."""

@@ -113,7 +113,7 @@ def test_the_reference_is_the_policy_of_the_last_kth_step(
 @both_kinds
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_reference_of_this_very_step_costs_nothing(
-    tmp_path: Path, weights: tuple[str, ...], iterations: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[str, ...], iterations: int
 ) -> None:
     """k = 1: no snapshot, no pass, and the work of a run without any reference."""
     works = {}
@@ -128,11 +128,11 @@ def test_a_reference_of_this_very_step_costs_nothing(
         calls: list[int] = []
         score = trainer.policy.score
 
-        def counted(batch: Any, entropy: bool = False, score: Any = score, calls=calls) -> Any:
-            calls.append(batch.tokens)
-            return score(batch, entropy)
+        def counted(*arguments: Any, score: Any = score, calls: list[int] = calls) -> Any:
+            calls.append(arguments[0].tokens)
+            return score(*arguments)
 
-        trainer.policy.score = counted
+        monkeypatch.setattr(trainer.policy, "score", counted)
         rows = steps(trainer, 2)
         assert trainer.reference.snapshot is None
         assert trainer.reference.state_dict() == {}
@@ -174,13 +174,9 @@ def test_a_snapshot_on_the_host_gives_the_same_run(
     assert all(n == m and torch.equal(a, b) for (n, a), (m, b) in pairs)
 
 
-def reference_of(device: str, weight: torch.nn.Parameter, every: int | str = 2) -> Reference:
-    settings = ObjectiveSettings(
-        beta=0.1,
-        reference_refresh_every=every,
-        reference_device=device,  # type: ignore[arg-type]
-    )
-    return Reference([("w", weight)], settings)
+def reference_of(device: str, weight: torch.nn.Parameter) -> Reference:
+    fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
+    return Reference([("w", weight)], ObjectiveSettings.model_validate(fields))
 
 
 def test_a_host_snapshot_leaves_the_weights_device() -> None:
@@ -271,5 +267,5 @@ def test_the_largest_dropout_is_found_in_layers_and_in_numbers() -> None:
     assert largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
     layers = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout2d(0.2))
     assert largest_dropout(layers) == (0.2, "1")
-    layers[0].hidden_dropout = 0.3
-    assert largest_dropout(layers) == (0.3, "0")
+    attention = torch.nn.MultiheadAttention(2, 1, dropout=0.3)
+    assert largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")

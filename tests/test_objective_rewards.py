@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from test_objective_reference import trainer_for
-from trl.rewards import get_soft_overlong_punishment
+from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from vlm_grpo.config import load_settings
 from vlm_grpo.errors import UserError

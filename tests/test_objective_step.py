@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +52,7 @@ class Recorder(torch.optim.SGD):
 
 
 @torch.no_grad()
-def move(weights: list[Tensor], seed: int) -> None:
+def move(weights: Sequence[Tensor], seed: int) -> None:
     """A random step of every weight."""
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
