@@ -371,6 +371,12 @@ def test_phases_add_up_to_the_step(counting: Path) -> None:
         assert sum(values) == pytest.approx(0.41)  # what the run says a step takes
 
 
+def test_a_logarithmic_chart_of_zeros_is_drawn_without_a_warning() -> None:
+    """As of a sampler that agrees with the trainer to the last bit."""
+    drawn = draw(Chart("t", "h", [Line("a", [1, 2], [0.0, 0.0])], logarithmic=True))
+    assert "<svg" in drawn.svg
+
+
 def test_chart_takes_the_pages_colours() -> None:
     drawn = draw(Chart("t", "h", [Line("a", range(1000), [math.nan, *range(999)])]))
     assert "var(--series-0)" in drawn.svg

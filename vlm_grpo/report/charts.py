@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
@@ -99,6 +99,8 @@ class Drawn:
 def draw(chart: Chart) -> Drawn:
     """Draw a chart; lines without a single value are left out."""
     lines = [_thinned(line) for line in chart.lines if line.known]
+    if not any(value > 0 for line in lines for value in line.y):  # zeros have no logarithm
+        chart = replace(chart, logarithmic=False)
     # Text stays text, in the page's font; equal charts give equal bytes.
     options: dict[Any, Any] = {
         "svg.fonttype": "none",
