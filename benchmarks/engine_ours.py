@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vlm_grpo.config import Settings
 from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.linear import use_fast_linears
 from vlm_grpo.families import load_family
 from vlm_grpo.loading import LoadedModel, adapt
 from vlm_grpo.policy import Policy, restriction_of
@@ -73,7 +72,6 @@ def build_trainer(
     )
     family = load_family(model.config)
     adapters = adapt(model, family, settings.policy)
-    use_fast_linears(model)
     if shared:
         use_shared_attention(family.language_model(model))
     budget = family.pixel_budget(processor)

@@ -23,7 +23,6 @@ from transformers import (
 
 from vlm_grpo.config import LoraSettings, PolicySettings, Settings
 from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.linear import use_fast_linears
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, PixelBudget, load_family
 
@@ -97,7 +96,6 @@ def load_model(
         adapters = adapt(model, family, settings.policy)
     if training:
         _refuse_dropout(model, settings)
-    use_fast_linears(model)
     budget = _budget(family.pixel_budget(processor), settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,11 +16,12 @@ from vlm_grpo.config import RolloutSettings, Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
-from vlm_grpo.engine.linear import rollout_weights
+from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.engine.repeated import sample_repeated, score_repeated
 from vlm_grpo.engine.sampling import Draws, Restriction, SamplingSettings, uniforms
 from vlm_grpo.engine.shared import score_shared
+from vlm_grpo.engine.vision import CutFeatures, encoder_passes
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, ImageFeatures
 from vlm_grpo.loading import LoadedModel, load_model
@@ -30,10 +31,6 @@ from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
 
 RECENT_IMAGES = 64
 """Decoded images that are kept for further questions about them."""
-
-
-ENCODER_PATCHES = 65_536
-"""Patches that go through the vision tower at once: 12.8 million pixels of 14 × 14 patches."""
 
 
 @dataclass
@@ -70,6 +67,7 @@ class Policy:
     ) -> None:
         self.autocast = loaded.autocast
         self.model: Any = loaded.model
+        use_fast_linears(loaded.model)
         self.processor, self.family = loaded.processor, loaded.family
         self.decode = self.family.decoder(self.processor.tokenizer)
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
@@ -81,6 +79,7 @@ class Policy:
         vision = self.family.parts.get("vision", ())
         self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable())
         self._features: dict[ImageRef, ImageFeatures] = {}
+        self._cut: list[CutFeatures] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -276,14 +275,38 @@ class Policy:
         """Drop the vision features kept for this step."""
         self._features.clear()
 
+    @contextlib.contextmanager
+    def encoding_once(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
+        """Inside, micro-batches that share an image share its pass through a trained vision tower.
+
+        Yields:
+            What to call after each micro-batch's backward with the images that later ones need:
+            the passes that gave none of them run backward then.
+        """
+
+        def finish(needed: Container[ImageRef]) -> None:
+            waiting = self._cut or []
+            self._cut = [cut for cut in waiting if any(image in needed for image in cut.cut)]
+            for cut in waiting:
+                if cut not in self._cut:
+                    cut.backward()
+
+        self._cut = []
+        try:
+            yield finish
+        finally:
+            self._cut = None
+
     def _encode(self, prompts: Sequence[Prompt]) -> dict[ImageRef, ImageFeatures]:
         """Features of the prompts' images, each unique image encoded once.
 
         A frozen vision tower's features are kept until ``forget_images``; those of a trained one
-        carry their gradient and are made anew for every pass.
+        carry their gradient, and are made anew for every pass that is not ``encoding_once``.
         """
         with_gradient = self.trains_vision and torch.is_grad_enabled()
         known = {} if self.trains_vision else self._features
+        if with_gradient:
+            known = {image: it for cut in self._cut or () for image, it in cut.cut.items()}
         todo: dict[ImageRef, dict] = {}
         for prompt in prompts:
             if any(image not in known for image in prompt.example.images):
@@ -294,10 +317,14 @@ class Policy:
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
             features = [
                 image
-                for part in _parts(list(todo.values()))
+                for part in encoder_passes(list(todo.values()))
                 for image in self.family.encode_images(self.model, part)
             ]
-        known |= dict(zip(todo, features, strict=True))
+        new = dict(zip(todo, features, strict=True))
+        if with_gradient and self._cut is not None and new:
+            self._cut.append(CutFeatures.of(new))
+            new = self._cut[-1].cut
+        known |= new
         return known
 
     def _prefix_inputs(
@@ -305,21 +332,6 @@ class Policy:
     ) -> list[PrefixInputs]:
         per_prompt = [[features[image] for image in p.example.images] for p in prompts]
         return prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
-
-
-def _parts(vision: Sequence[dict]) -> Iterator[list[dict]]:
-    """The images in parts of at most ``ENCODER_PATCHES`` patches, or one image each."""
-    part: list[dict] = []
-    patches = 0
-    for image in vision:
-        count = len(image["pixel_values"])
-        if part and patches + count > ENCODER_PATCHES:
-            yield part
-            part, patches = [], 0
-        part.append(image)
-        patches += count
-    if part:
-        yield part
 
 
 @contextlib.contextmanager

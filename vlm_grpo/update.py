@@ -182,9 +182,11 @@ class Updater:
             batches, micro = pack(batch.slices, self.max_tokens), None
             try:
                 loss, metrics = 0.0, Metrics()
-                for micro in batches:
-                    share, more = self._backward(micro, batch, old, first)
-                    loss, metrics = loss + share, metrics + more
+                with self.policy.encoding_once() as finish:
+                    for count, micro in enumerate(batches, 1):
+                        share, more = self._backward(micro, batch, old, first)
+                        loss, metrics = loss + share, metrics + more
+                        finish({image for later in batches[count:] for image in later.images})
                 return loss, metrics
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):

@@ -15,6 +15,7 @@ from vlm_grpo.engine import attention, shared
 from vlm_grpo.engine.attention import GroupSpan, Packed
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
+from vlm_grpo.engine.linear import use_fast_linears
 from vlm_grpo.loading import checkpoint_activations
 from vlm_grpo.policy import Policy
 from vlm_grpo.task import Task
@@ -72,6 +73,7 @@ def with_lora(policy: Policy) -> None:
     for name, weight in policy.model.named_parameters():
         if "lora_B" in name:  # at its initial 0 the adapter would not matter
             torch.nn.init.normal_(weight, std=0.1)
+    use_fast_linears(policy.model)
 
 
 def with_checkpointing(policy: Policy) -> None:

@@ -93,7 +93,9 @@ def test_adapters_of_another_form_stay_as_peft_made_them(config: dict) -> None:
     assert not isinstance(net.up, AdaptedLinear)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize("lora", [False, True])
 def test_rollout_weights_give_the_same_and_leave_nothing_behind(
     dtype: torch.dtype, bound: float, lora: bool

@@ -10,6 +10,7 @@ from scipy import stats
 from tiny_models import FAMILIES, noise_example, tiny_policy
 
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.linear import use_fast_linears
 from vlm_grpo.engine.sampling import Restriction, SamplingSettings
 from vlm_grpo.policy import Policy
 from vlm_grpo.task import Task
@@ -226,6 +227,7 @@ def test_folded_adapters_sample_what_the_adapters_score() -> None:
     for name, weight in policy.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
+    use_fast_linears(policy.model)
     before = {n: w.clone() for n, w in policy.model.state_dict().items()}
     prompts = mixed_prompts(policy, 4)
     groups = sample(policy, prompts)

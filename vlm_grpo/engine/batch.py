@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlm_grpo.types import Prompt
+from vlm_grpo.types import ImageRef, Prompt
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class MicroBatch:
     @property
     def completions(self) -> tuple[tuple[int, ...], ...]:
         return tuple(tokens for piece in self.slices for tokens in piece.completions)
+
+    @property
+    def images(self) -> set[ImageRef]:
+        return {image for piece in self.slices for image in piece.prompt.example.images}
 
     @property
     def tokens(self) -> int:

@@ -158,11 +158,12 @@ def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _rearranged(weight: Tensor) -> Tensor:
     """The weights in oneDNN's own layout; as they are where it has none."""
+    weight = weight.detach()  # a parameter would be registered with the module that holds it
     if torch.is_autocast_enabled(weight.device.type):
         weight = weight.to(torch.get_autocast_dtype(weight.device.type))
     if not _ONEDNN or weight.device.type != "cpu" or weight.dtype == torch.float64:
         return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)  # noqa: SLF001
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
 
 
 def _with_held(input: Tensor, held: Tensor, bias: Tensor | None) -> Tensor:
