@@ -241,6 +241,31 @@ def test_running_out_of_memory_changes_nothing_but_the_cut(
     assert "micro-batches are cut to" in caplog.text
 
 
+@pytest.mark.parametrize("limit", [130, 1])
+def test_a_rollout_that_runs_out_of_memory_samples_the_same_in_parts(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    trainer = trainer_for(settings())
+    sample = trainer.policy.sample
+    whole = trainer.roll(progress=0)
+
+    def failing(*args: Any) -> Any:
+        if args[-1] > limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return sample(*args)
+
+    monkeypatch.setattr(trainer.policy, "sample", failing)
+    trainer.roll.position = 0
+    if limit == 1:
+        with pytest.raises(UserError, match="num_generations"):
+            trainer.roll(progress=0)
+        return
+    cut = trainer.roll(progress=0)
+    texts = [[c.token_ids for group in r.groups for c in group.completions] for r in (whole, cut)]
+    assert texts[0] == texts[1]
+    assert trainer.roll.max_tokens <= limit
+
+
 def test_zero_spread_groups_cost_no_update(settings: Any) -> None:
     # A reward of zero weight leaves every total at 0: no group has a spread.
     trainer = trainer_for(settings())

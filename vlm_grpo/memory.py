@@ -19,3 +19,11 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         found["memory/cuda_peak"] = torch.cuda.max_memory_allocated(device) / GIB
         torch.cuda.reset_peak_memory_stats(device)
     return found
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed, on CUDA or (where it has no type of its own) on the CPU."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        "not enough memory" in text or "allocate memory" in text
+    )

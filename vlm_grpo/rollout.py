@@ -13,6 +13,7 @@ from vlm_grpo.credit import has_spread
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.judge import Judge
+from vlm_grpo.memory import is_out_of_memory
 from vlm_grpo.policy import Policy, sampling_of
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Group, Prompt
@@ -137,6 +138,7 @@ class Roller:
         self.policy, self.task, self.settings = policy, task, settings
         self.position, self.rank, self.world = position, rank, world
         skips = settings.data.on_bad_row == "skip"
+        self.max_tokens = settings.rollout.max_tokens_per_batch
         self.loader = PromptLoader(policy, task, stream, skips)
         self.judge = Judge(settings.rollout.reward_timeout, settings.rollout.reward_workers)
 
@@ -177,23 +179,53 @@ class Roller:
         return list(range(start + self.rank, self.position, self.world))
 
     def _groups(self, indices: list[int], progress: float) -> list[Group]:
-        rollout = self.settings.rollout
         stopwatch = self.policy.stopwatch
         with stopwatch("prompts"):
             prompts = self.loader.take(indices)
         ahead = range(self.position, self.position + self.settings.optim.prompts_per_step)
         self.loader.prefetch(ahead[self.rank :: self.world])
         with stopwatch("rollout"):
-            completions = self.policy.sample(
-                prompts,
-                sampling_of(self.policy.restriction, rollout),
-                rollout.num_generations,
-                [(self.settings.seed, index) for index in indices],
-                rollout.max_tokens_per_batch,
-            )
+            completions = self._sample(prompts, indices)
         task = self.task.at(progress)
         with stopwatch("reward"):
             return score_all(self.judge, task, prompts, completions)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], indices: Sequence[int]
+    ) -> list[tuple[Completion, ...]]:
+        """The prompts' completions; with half of the tokens at once where memory runs out.
+
+        What is sampled stays the same, for it does not depend on what is sampled beside it.
+        """
+        rollout = self.settings.rollout
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        least = longest + rollout.num_generations * rollout.max_completion_length
+        while True:
+            try:
+                return self.policy.sample(
+                    prompts,
+                    sampling_of(self.policy.restriction, rollout),
+                    rollout.num_generations,
+                    [(self.settings.seed, index) for index in indices],
+                    self.max_tokens,
+                )
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.max_tokens <= least:
+                    raise UserError(
+                        f"out of memory while sampling the {rollout.num_generations} completions "
+                        f"of one prompt of {longest} tokens: lower rollout.num_generations, "
+                        "rollout.max_completion_length or policy.max_pixels"
+                    ) from error
+            held = least * len(prompts)  # a larger budget holds no more than all of the prompts
+            self.max_tokens = max(min(self.max_tokens, held) // 2, least)
+            logger.warning(
+                "out of memory: completions are sampled %d tokens at a time from here on; set "
+                "rollout.max_tokens_per_batch=%d to start there",
+                self.max_tokens,
+                self.max_tokens,
+            )
 
 
 def score_all(

@@ -16,6 +16,7 @@ from vlm_grpo.config import Settings
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
+from vlm_grpo.memory import is_out_of_memory
 from vlm_grpo.objective import (
     Metrics,
     StepTotals,
@@ -284,11 +285,3 @@ def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
     """Values of the micro-batch's tokens, (M,), as one (T,) tensor for each completion."""
     parts = values.split([len(completion) for completion in micro.completions])
     return dict(zip(micro.rows, parts, strict=True))
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed, on CUDA or (where it has no type of its own) on the CPU."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or (
-        "not enough memory" in text or "allocate memory" in text
-    )
