@@ -123,7 +123,8 @@ class Grounding(Task):
     def corpus_metrics(
         self, answers: Sequence[Boxes | None], examples: Sequence[Example]
     ) -> dict[str, float]:
-        """``accuracy_50`` of small, medium and large objects, by COCO's areas, where there are."""
+        """``accuracy_50`` and mean ``iou`` of small, medium and large objects, by COCO's areas, in
+        the examples with one gold box; what is missing has an IoU of 0."""
         found: dict[str, list[float]] = {name: [] for name in _SIZES}
         for answer, example in zip(answers, examples, strict=True):
             gold = self.gold_answer(example)
@@ -131,9 +132,11 @@ class Grounding(Task):
                 x1, y1, x2, y2 = gold[0]
                 area = (x2 - x1) * (y2 - y1)
                 size = next(name for name, largest in _SIZES.items() if area <= largest)
-                found[size].append(0.0 if answer is None else self.accuracy_50(answer, example))
-        return {
-            f"accuracy_50_{name}": sum(values) / len(values)
-            for name, values in found.items()
-            if values
-        }
+                found[size].append(0.0 if answer is None else self.iou(answer, example))
+        means = {}
+        for name, overlaps in found.items():
+            if overlaps:
+                hits = [overlap >= 0.5 - _ROUNDING for overlap in overlaps]
+                means[f"accuracy_50_{name}"] = sum(hits) / len(hits)
+                means[f"iou_{name}"] = sum(overlaps) / len(overlaps)
+        return means

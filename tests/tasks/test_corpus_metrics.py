@@ -34,6 +34,16 @@ def test_counting_tells_rmse_accuracy_by_count_and_the_majority_baseline():
     assert "rmse" not in load_task("counting").corpus_metrics([None], rows(3))
 
 
+def test_counts_by_points_are_counts():
+    task, examples = load_task("counting", points=True), rows(2, 2, 0)
+    texts = ['[{"point_2d": [5, 5]}, [9, 9]]', "[[5, 5]]", "[]"]
+    answers = [task.read(text, e) for text, e in zip(texts, examples, strict=True)]
+    assert answers == [((5.0, 5.0), (9.0, 9.0)), ((5.0, 5.0),), ()]
+    found = task.corpus_metrics(answers, examples)
+    assert (found["exact_of_2"], found["exact_of_0"]) == (0.5, 1.0)
+    assert found["rmse"] == pytest.approx(np.sqrt(1 / 3))  # one of three is off by one
+
+
 def test_the_majority_baseline_is_what_the_best_constant_earns():
     rng = random.Random(0)
     task, examples = load_task("counting"), rows(*(rng.choice([1, 2, 2, 3, 7]) for _ in range(200)))
@@ -51,11 +61,14 @@ def test_grounding_tells_accuracy_by_size():
     answers = [((0.0, 0.0, 30.0, 30.0),), None, ((50.0, 50.0, 90.0, 90.0),), None]
     assert load_task("grounding").corpus_metrics(answers, examples) == {
         "accuracy_50_small": 0.5,  # 900 pixels, at most 32²
+        "iou_small": 0.5,  # a whole one and none
         "accuracy_50_medium": 0.0,  # 8,100 pixels, at most 96²
+        "iou_medium": pytest.approx(40**2 / 90**2),  # a corner of it
         "accuracy_50_large": 0.0,
+        "iou_large": 0.0,
     }
     only = load_task("grounding").corpus_metrics(answers[:1], examples[:1])
-    assert only == {"accuracy_50_small": 1.0}
+    assert only == {"accuracy_50_small": 1.0, "iou_small": 1.0}
 
 
 def test_detection_tells_average_precision():

@@ -25,6 +25,7 @@ ONE = {"boxes": [[10, 20, 200, 210]], "labels": ["cat"]}
 CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("counting", {"weights": {"closeness": 0.5}}, 3),
     ("counting", {}, 0),
+    ("counting", {"points": True}, 3),
     ("grounding", {"weights": {"giou": 0.5, "hit": 0.5}}, ONE),
     ("grounding", {"several": True}, SEVERAL),
     ("grounding", {"absent": True}, {"boxes": []}),
@@ -140,7 +141,7 @@ def test_the_prompt_asks_for_the_frame(case):
         assert example.question in task.prompt(example)
         if case[0] in ("grounding", "detection"):
             assert frame.form in task.prompt(example)
-        elif case[0] == "pointing":
+        elif case[0] == "pointing" or "points" in case[1]:
             assert "point_2d" in task.prompt(example)
 
 
@@ -177,6 +178,8 @@ def test_a_wrong_gold_answer_is_refused_with_its_reason(name, options, answer, r
 def test_a_row_without_an_image_is_refused(name: str):
     with pytest.raises(ValueError, match="no image"):
         load_task(name).check(Example("1", (), "the cat", ONE))
+    with pytest.raises(ValueError, match="no image"):
+        load_task("counting", points=True).check(Example("1", (), "the cat", 1))
 
 
 def random_texts(rng: random.Random, count: int) -> Iterator[str]:
