@@ -34,6 +34,26 @@ _QWEN25_VISION = {
 }
 
 SIZES: dict[str, dict[str, Any]] = {
+    "12m": {
+        "text": {
+            "vocab_size": 4096,
+            "hidden_size": 320,
+            "intermediate_size": 832,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "rope_parameters": {**_MROPE, "mrope_section": [8, 12, 12]},
+            "tie_word_embeddings": False,
+        },
+        "vision": {
+            "depth": 4,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_heads": 4,
+            "out_hidden_size": 320,
+            "fullatt_block_indexes": [1, 3],
+        },
+    },
     "35m": {
         "text": {
             "vocab_size": 8192,

@@ -96,7 +96,7 @@ def load_model(
         adapters = adapt(model, family, settings.policy)
     if training:
         _refuse_dropout(model, settings)
-    budget = _budget(family.pixel_budget(processor), settings.policy)
+    budget = pixel_budget_of(family.pixel_budget(processor), settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
 
@@ -205,7 +205,12 @@ def _load_pretrained(
     return model, processor
 
 
-def _budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBudget | None:
+def pixel_budget_of(own: PixelBudget | None, policy: PolicySettings) -> PixelBudget | None:
+    """The pixel budget of a run, from the processor's own and the settings over it.
+
+    Raises:
+        UserError: the settings have no effect on this model, or leave no size possible.
+    """
     if own is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:
             raise UserError(

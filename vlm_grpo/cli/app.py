@@ -22,6 +22,7 @@ from vlm_grpo.cli import data as data_command
 from vlm_grpo.cli.export import export
 from vlm_grpo.cli.foreign import LAYOUTS
 from vlm_grpo.cli.new_task import new_task
+from vlm_grpo.cli.plan import plan
 from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
 from vlm_grpo.cli.scoring import PREDICTIONS, print_json, print_table, score_predictions
@@ -84,6 +85,7 @@ app.command()(report)
 app.command()(new_task)
 app.command()(predict)
 app.command()(export)
+app.command()(plan)
 
 
 @app.callback(invoke_without_command=True)

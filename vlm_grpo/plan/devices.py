@@ -1,0 +1,125 @@
+"""How much memory a device has and how fast it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+from vlm_grpo.errors import UserError, nearest
+
+GIB = 1 << 30
+CONTEXT = GIB
+"""Bytes that the driver and its libraries take on a GPU."""
+FRAGMENTATION = 0.05
+"""Share of a GPU's memory that an allocator cannot use for want of a large enough piece."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that a step runs on.
+
+    Attributes:
+        name: for people.
+        memory: bytes.
+        rates: FLOP/s of dense matrix products in float32 and bfloat16; None where only the
+            memory is known.
+        bandwidth: bytes/s of its memory.
+        layer_seconds: what one layer of a decoding step costs however little it computes: the
+            time in which Python starts its kernels.
+        efficiency: share of ``rates`` that long passes reach.
+        decode_efficiency: share of ``rates`` that passes of one token a completion reach.
+        is_cpu: the main memory is the device's.
+    """
+
+    name: str
+    memory: int
+    rates: dict[str, float] | None = None
+    bandwidth: float = 0.0
+    layer_seconds: float = 0.0
+    efficiency: float = 0.4
+    decode_efficiency: float = 0.4
+    is_cpu: bool = False
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a run can have of it."""
+        if self.is_cpu:
+            return self.memory
+        return int(self.memory * (1 - FRAGMENTATION)) - CONTEXT
+
+
+# Memory in GiB; dense TFLOP/s in float32 (TF32 is not used) and in bfloat16 with float32 sums;
+# GB/s of memory. From NVIDIA's and AMD's data sheets of each product, halved where a sheet
+# states the rate with sparsity.
+_GPUS: dict[str, tuple[int, float, float, float]] = {
+    "RTX3090": (24, 35.6, 71, 936),
+    "RTX4090": (24, 82.6, 165.2, 1008),
+    "RTX5090": (32, 104.8, 209.5, 1792),
+    "A10": (24, 31.2, 125, 600),
+    "L4": (24, 30.3, 121, 300),
+    "L40S": (48, 91.6, 362, 864),
+    "A6000": (48, 38.7, 154.8, 768),
+    "A100-40GB": (40, 19.5, 312, 1555),
+    "A100-80GB": (80, 19.5, 312, 2039),
+    "H100": (80, 67, 989, 3350),
+    "H100-PCIe": (80, 51, 756, 2000),
+    "H200": (141, 67, 989, 4800),
+    "B200": (180, 75, 2250, 7700),
+    "MI300X": (192, 163.4, 1307, 5300),
+}
+LAYER_SECONDS = 4e-4
+"""About 20 kernels of one decoder layer started from Python one after the other: an assumption."""
+
+
+def named_device(name: str) -> Device:
+    """A GPU by its name, or by its memory as ``24GB``.
+
+    Raises:
+        UserError: there is no such GPU in the table.
+    """
+    wanted = re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia")
+    known = {key.replace("-", "").lower(): key for key in _GPUS}
+    if (size := re.fullmatch(r"(\d+)(?:gb|gib)", wanted)) is not None:
+        return Device(f"a GPU of {size[1]} GB", int(size[1]) * GIB)
+    if wanted not in known:
+        raise UserError(
+            f"the GPU {name!r} is not in the table{nearest(wanted, known)}: give its memory, as "
+            f"24GB, or one of {', '.join(_GPUS)}"
+        )
+    memory, wide, narrow, bandwidth = _GPUS[known[wanted]]
+    rates = {"float32": wide * 1e12, "bfloat16": narrow * 1e12}
+    return Device(known[wanted], memory * GIB, rates, bandwidth * 1e9, LAYER_SECONDS)
+
+
+def this_device() -> Device:
+    """The GPU of this machine, or its CPU with the rates that a large product reaches now."""
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        match = next((k for k in sorted(_GPUS, key=len) if k.split("-")[0] in found.name), None)
+        device = named_device(match) if match is not None else Device(found.name, 0)
+        return Device(
+            found.name, found.total_memory, device.rates, device.bandwidth, device.layer_seconds
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rates = {"float32": _matmul_rate(torch.float32), "bfloat16": _matmul_rate(torch.bfloat16)}
+    threads = torch.get_num_threads()
+    # Shares as measured on two cores with a model of 36 million weights (benchmarks/README.md):
+    # long passes at 0.65 of the product's rate, products of 32 rows at a third.
+    return Device(
+        f"this CPU ({threads} threads)", memory, rates, 1e12, 1e-4, 0.65, 0.33, is_cpu=True
+    )
+
+
+def _matmul_rate(dtype: torch.dtype, edge: int = 1024) -> float:
+    """FLOP/s of a product of two matrices of this edge; the best of five."""
+    a = torch.ones(edge, edge, dtype=dtype)
+    best = 0.0
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.mm(a, a)
+        best = max(best, 2 * edge**3 / (time.perf_counter() - started))
+    return best

@@ -1,0 +1,121 @@
+"""What one step has to do on one device: how many tokens go through which part, and how often."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vlm_grpo.config import Settings
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step on one device, all of its prompts alike.
+
+    Attributes:
+        prompts: prompts of the step on this device.
+        group: completions of each, G.
+        prompt: tokens of a prompt.
+        patches: patches of its images, before they are merged.
+        completion: tokens of a completion.
+        rollout_budget: tokens that are generated at once.
+        update_budget: tokens of a micro-batch of the update.
+        chunk: tokens whose logits are held at once in the update.
+        iterations: updates on one rollout.
+        reference: the reference policy is asked for log-probabilities.
+        image_pixels: pixels of a prompt's images as the model sees them.
+    """
+
+    prompts: int
+    group: int
+    prompt: int
+    patches: int
+    completion: int
+    rollout_budget: int
+    update_budget: int
+    chunk: int
+    iterations: int = 1
+    reference: bool = False
+    image_pixels: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Prompts that are decoded at once."""
+        row = self.prompt + self.group * self.completion
+        return min(self.prompts, max(1, self.rollout_budget // row))
+
+    @property
+    def prefill(self) -> int:
+        """Prompts whose one pass is made together."""
+        return min(self.slots, max(1, self.rollout_budget // self.prompt))
+
+    @property
+    def _piece(self) -> tuple[int, int]:
+        """Tokens of a group's packed row, halved until it fits, and in how many it is cut."""
+        held, pieces = self.group, 1
+        while self._row(held) > self.update_budget and held > 1:
+            held, pieces = math.ceil(held / 2), pieces * 2
+        return self._row(held), min(pieces, self.group)
+
+    def _row(self, completions: int) -> int:
+        return self.prompt + completions * (self.completion - 1)
+
+    @property
+    def pieces_together(self) -> int:
+        """Pieces of groups in a micro-batch."""
+        tokens, pieces = self._piece
+        return min(self.prompts * pieces, max(1, self.update_budget // tokens))
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of the largest micro-batch."""
+        return self.pieces_together * self._piece[0]
+
+    @property
+    def micro_batches(self) -> int:
+        return math.ceil(self.prompts * self._piece[1] / self.pieces_together)
+
+    @property
+    def update_tokens(self) -> int:
+        """Tokens of all micro-batches; a group that is cut repeats its prompt."""
+        tokens, pieces = self._piece
+        return self.prompts * pieces * tokens
+
+    @property
+    def micro_completion_tokens(self) -> int:
+        """Completion tokens of the largest micro-batch."""
+        pieces = self._piece[1]
+        held = math.ceil(self.group / pieces)
+        return self.pieces_together * held * self.completion
+
+    @property
+    def micro_patches(self) -> int:
+        """Patches of the largest micro-batch's images."""
+        return self.pieces_together * self.patches
+
+
+def work_of(
+    settings: Settings, prompt: int, patches: int, image_pixels: int, devices: int = 1
+) -> Work:
+    """The work of a step under a recipe's settings.
+
+    Args:
+        prompt: tokens of a prompt, those of its images included.
+        patches: of its images.
+        image_pixels: of its images as the model sees them.
+        devices: among which the prompts are divided.
+    """
+    rollout, optim = settings.rollout, settings.optim
+    return Work(
+        prompts=math.ceil(optim.prompts_per_step / devices),
+        group=rollout.num_generations,
+        prompt=prompt,
+        patches=patches,
+        completion=rollout.max_completion_length,
+        rollout_budget=rollout.max_tokens_per_batch,
+        update_budget=optim.max_tokens_per_batch,
+        chunk=settings.policy.head_chunk_tokens,
+        iterations=settings.objective.num_iterations,
+        reference=settings.objective.needs_reference,
+        image_pixels=image_pixels,
+    )
