@@ -30,7 +30,8 @@ def test_every_definition_is_sound(name):
     benchmark = load_benchmark(name)
     converter = importlib.import_module(f"vlm_grpo.data_scripts.{benchmark.converter}").CONVERTER
     assert benchmark.task in converter.tasks
-    assert benchmark.load_task().prompt(benchmark.ask(example({"boxes": [[0, 0, 9, 9]]})))
+    assert benchmark.load_task().prompt(example({"boxes": [[0, 0, 9, 9]]}))
+    assert benchmark.load_task().headline == benchmark.metric
     for published in benchmark.published:
         assert published.source, "a number without a source is no published number"
         # A mean is between 0 and 1, so a number is between 0 and the scale.
@@ -43,8 +44,10 @@ def test_every_kind_of_task_has_a_benchmark():
 
 
 def test_a_prompt_wraps_the_question():
-    asked = load_benchmark("docvqa").ask(Example("a", (), "What {is} it?", ["x"]))
-    assert asked.question == "What {is} it? Answer the question using a single word or phrase."
+    task = load_benchmark("docvqa").load_task(tags=True)
+    asked = task.prompt(Example("a", (), "What {is} it?", ["x"]))
+    assert "What {is} it? Answer the question using a single word or phrase." in asked
+    assert asked.endswith("inside <answer> </answer>.")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,7 @@ def test_a_prompt_wraps_the_question():
         ("frame: permill", "no frame permill .did you mean permille"),
         ("prompt: How many?", "prompt must hold .question."),
         ("average: groups", "average: groups needs groups"),
+        ("average: groups\ngroups: [kind]", "average: groups needs a rule"),
         ("published: [{model: x, value: 1, split: all, source: y}]", "splits that it has not: all"),
         ("metrik: exact", "metrik: Extra inputs"),
         ("title: [", "is no YAML"),

@@ -46,6 +46,8 @@ class DataSettings(Frozen):
     """Source of the held-out examples; None: no evaluation."""
     image_root: Path | None = None
     """Folder that image paths are relative to and may not leave; None: the source's folder."""
+    eval_image_root: Path | None = None
+    """The same for the held-out examples; None: ``image_root``."""
     columns: dict[Column, str] = Field(default_factory=dict)
     """Names of a table's columns where they differ from ours, as ``{answer: solution}``."""
     train_limit: int | None = Field(default=None, ge=1)
@@ -64,6 +66,8 @@ class DataSettings(Frozen):
             raise ValueError("data.image_root has no effect on embedded data: leave it out")
         if self.eval is None and self.eval_limit is not None:
             raise ValueError("data.eval_limit has no effect without data.eval")
+        if self.eval_image_root is not None and (self.eval or "embedded:").startswith("embedded:"):
+            raise ValueError("data.eval_image_root has no effect without data.eval from a file")
         return self
 
 
@@ -238,6 +242,9 @@ class EvaluationSettings(Frozen):
 
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: only before the first step and after the last."""
+    benchmark: str | None = None
+    """Ask and score the held-out examples as this benchmark does, by name or ``.yaml`` file: its
+    prompt, its official metric, which then tells the best checkpoint; None: as the task does."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: the likeliest token each time (greedy)."""
     max_tokens_per_batch: int = Field(default=65_536, ge=1)
@@ -258,7 +265,8 @@ class CheckpointSettings(Frozen):
     """Copy the state to host memory and write it while training goes on; a crash meanwhile goes
     back to the checkpoint before. False: training waits while it is written."""
     keep_best: bool = False
-    """Keep the checkpoint with the best held-out headline value besides."""
+    """Keep the checkpoint with the best held-out headline value besides (with
+    ``evaluation.benchmark`` its official metric; the least one where that is an error)."""
 
 
 class LoggingSettings(Frozen):
@@ -311,6 +319,8 @@ class Settings(Frozen):
         problems = []
         if self.data.eval is None and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")
+        if self.data.eval is None and self.evaluation.benchmark is not None:
+            problems.append("evaluation.benchmark needs its examples as data.eval")
         if self.data.eval is None and self.checkpoint.keep_best:
             problems.append("checkpoint.keep_best needs data.eval to tell which is best")
         if self.checkpoint.keep_best and not self.checkpoint.keep_last:

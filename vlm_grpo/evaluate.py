@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
+from accelerate import PartialState
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.benchmarks import Benchmark, load_benchmark
+from vlm_grpo.asking import ask
+from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config import Settings
+from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
-from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation_report import (
+    Comparison,
     Report,
     build_report,
     compare,
@@ -37,8 +40,8 @@ from vlm_grpo.types import Example, Score
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 256
-"""Examples whose images are in memory at once."""
+_DECISIVE = {"model", "model_revision", "seed", "task_options", "policy", "rollout", "evaluation"}
+"""Settings that have a say in what is written."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,10 @@ class Evaluation:
         metrics: mean of every reward and metric by name, over the examples where it is defined,
             and the task's corpus metrics; ``answered`` is the share with an answer, ``unscorable``
             the number of examples on which a reward that counts has failed.
-        interval: 95 % bootstrap interval of the headline metric's mean.
+        interval: 95 % bootstrap interval of the headline metric's mean; NaN for a metric of the
+            whole set.
         rows: for each example its id, output, answer, rewards and metrics.
+        lower_is_better: the headline is an error.
     """
 
     headline: str
@@ -60,60 +65,59 @@ class Evaluation:
     metrics: dict[str, float]
     interval: tuple[float, float]
     rows: tuple[dict, ...]
+    lower_is_better: bool = False
 
     @property
     def value(self) -> float:
         return self.metrics[self.headline]
 
+    def better_than(self, other: float | None) -> bool:
+        """Whether the headline beats another value of it; None is beaten by every number."""
+        if math.isnan(self.value):
+            return False
+        if other is None:
+            return True
+        return self.value < other if self.lower_is_better else self.value > other
+
     def __str__(self) -> str:
-        low, high = self.interval
-        return f"{self.headline} {self.value:.1%} [{low:.1%}, {high:.1%}] (n = {self.n})"
+        form = "{:.3f}" if self.lower_is_better else "{:.1%}"
+        low, high = (form.format(bound) for bound in self.interval)
+        interval = "" if math.isnan(self.interval[0]) else f" [{low}, {high}]"
+        return f"{self.headline} {form.format(self.value)}{interval} (n = {self.n})"
+
+
+def held_out_task(settings: Settings, task: Task) -> Task:
+    """The task that held-out examples are scored by: the run's own, or a benchmark's.
+
+    A benchmark is asked with the run's task options where it is of the same task, and otherwise
+    with those that every task has, so that the policy is asked as it was trained.
+
+    Args:
+        settings: the run's.
+        task: the run's task, with the frame of the policy.
+
+    Raises:
+        UserError: ``evaluation.benchmark`` names none.
+    """
+    if settings.evaluation.benchmark is None:
+        return task
+    benchmark = load_benchmark(settings.evaluation.benchmark)
+    options = settings.task_options
+    if benchmark.task != settings.task:
+        options = {name: options[name] for name in ("tags", "thinking") if name in options}
+    return benchmark.load_task(task.frame, **options)
 
 
 def evaluate_policy(
     policy: Policy, task: Task, examples: Sequence[Example], settings: Settings, judge: Judge
 ) -> Evaluation:
-    """One completion for each example at ``evaluation.temperature``, scored by the judge.
+    """One completion for each example at ``evaluation.temperature``, scored by the judge; each
+    rank asks its share and returns the whole.
 
     What is sampled for an example depends on the seed and its place among the examples alone.
     """
-    seen, texts = [], []
-    for chunk, outputs in complete(policy, task, examples, settings):
-        seen += chunk
-        texts += outputs
+    seen, texts = ask(policy, task, examples, settings)
     return summarise(task, seen, texts, judge(task, texts, seen), settings.seed)
-
-
-def complete(
-    policy: Policy,
-    task: Task,
-    examples: Sequence[Example],
-    settings: Settings,
-    starts: Sequence[int] | None = None,
-) -> Iterator[tuple[list[Example], list[str]]]:
-    """The policy's outputs, chunk by chunk.
-
-    Args:
-        policy: what answers, at ``evaluation.temperature``.
-        task: what asks.
-        examples: all of them.
-        settings: the run's.
-        starts: where the chunks that are wanted begin; None: all chunks.
-
-    Yields:
-        The chunk's examples, their images' ``seen`` sizes set, and an output for each.
-    """
-    restriction = replace(policy.restriction, temperature=settings.evaluation.temperature)
-    rollout = settings.rollout
-    sampling = SamplingSettings(restriction, rollout.max_completion_length, rollout.stop)
-    for start in range(0, len(examples), CHUNK) if starts is None else starts:
-        chunk = [policy.with_seen_sizes(e) for e in examples[start : start + CHUNK]]
-        prompts = [policy.prompt(example, task) for example in chunk]
-        seeds = [(settings.seed, "evaluation", start + i) for i in range(len(chunk))]
-        tokens = settings.evaluation.max_tokens_per_batch
-        drawn = policy.sample(prompts, sampling, 1, seeds, tokens)
-        policy.forget_images()
-        yield chunk, [members[0].text for members in drawn]
 
 
 def summarise(
@@ -147,7 +151,7 @@ def summarise(
     # No example defines the headline where, say, every reward has failed.
     metrics.setdefault(task.headline, math.nan)
     interval = bootstrap_interval(columns.get(task.headline, []), seed)
-    return Evaluation(task.headline, len(scores), metrics, interval, rows)
+    return Evaluation(task.headline, len(scores), metrics, interval, rows, task.lower_is_better)
 
 
 def _corpus_metrics(
@@ -168,100 +172,176 @@ def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
     """
     if settings.data.eval is None:
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
-    if checkpoint is not None and not checkpoint.is_dir():
-        raise UserError(f"checkpoint {checkpoint} is no folder")
+    _refuse_no_folder(checkpoint)
     disable_progress_bar()
-    task = load_task(settings.task, **settings.task_options)
+    own = load_task(settings.task, **settings.task_options)
+    task = held_out_task(settings, own)
     examples = load_examples(settings.data.eval, task, settings.data, "eval")
     policy = load_policy(settings, checkpoint, training=False)
-    accelerator = Accelerator()
-    policy.model.to(accelerator.device)
-    task = replace(task, frame=policy.frame)
+    state = PartialState()
+    policy.model.to(state.device)
+    task = held_out_task(settings, replace(own, frame=policy.frame))
     with _judge(settings) as judge:
         found = evaluate_policy(policy, task, examples, settings, judge)
     path = settings.run_dir / "evaluation" / f"{checkpoint.name if checkpoint else 'model'}.jsonl"
-    write_predictions(path, found)
-    accelerator.print(f"{found}\n")
-    for name, value in found.metrics.items():
-        accelerator.print(f"  {name:<24} {value:.4f}")
-    accelerator.print(f"\npredictions in {path}")
+    if state.is_main_process:
+        write_predictions(path, found)
+        print(f"{found}\n")
+        for name, value in found.metrics.items():
+            print(f"  {name:<24} {value:.4f}")
+        print(f"\npredictions in {path}")
     return found
+
+
+def _refuse_no_folder(checkpoint: Path | None) -> None:
+    if checkpoint is not None and not checkpoint.is_dir():
+        raise UserError(f"checkpoint {checkpoint} is no folder")
 
 
 def evaluate_benchmark(
     name: str,
     settings: Settings,
     checkpoint: Path | None = None,
-    predictions: Path | None = None,
     split: str | None = None,
 ) -> list[Report]:
     """Score a model, and a checkpoint of it beside it, by a benchmark's own rule.
 
-    Outputs are written as they come; a stopped evaluation goes on from them.
+    Outputs are written as they come; a stopped evaluation goes on from them. Each rank asks its
+    share; the first one scores and prints, and writes ``results.json`` into the run's folder.
 
     Args:
         name: a benchmark, or a ``.yaml`` file that defines one.
-        settings: model, policy, and the benchmark's rows as ``data.eval``.
+        settings: model, policy, task options, and the benchmark's rows as ``data.eval``.
         checkpoint: compare this checkpoint with the model, example by example.
-        predictions: score these outputs instead of asking a model.
         split: whose published numbers to print; None: all.
+
+    Returns:
+        The model's report and the checkpoint's; none on other ranks than the first.
 
     Raises:
         UserError: something cannot be loaded, or the folder holds another evaluation.
     """
     disable_progress_bar()
+    _refuse_no_folder(checkpoint)
+    state = PartialState()
     benchmark = load_benchmark(name)
-    task = benchmark.load_task()
-    source = settings.data.eval or settings.data.train
-    loaded = load_examples(source, task, settings.data, "eval")
-    examples = [benchmark.ask(example) for example in loaded]
-    if predictions is not None:
-        seen, texts = read_predictions(predictions, examples)
-        return _show([_report(benchmark, task, seen, texts, settings)], split)
-    reports = []
-    for weights in (None,) if checkpoint is None else (None, checkpoint):
+    reports: dict[str, Report] = {}
+    for title, weights in {"the model": None, "the checkpoint": checkpoint}.items():
+        if title == "the checkpoint" and weights is None:
+            continue
+        task = benchmark.load_task(**settings.task_options)
+        examples = _benchmark_examples(settings, task)
         policy = load_policy(settings, weights, training=False)
-        policy.model.to(Accelerator().device)
-        if benchmark.frame is None:
-            task = replace(task, frame=policy.frame)
+        policy.model.to(state.device)
+        task = benchmark.load_task(policy.frame, **settings.task_options)
         folder = settings.run_dir / (weights.name if weights else "model")
-        request = settings.model_dump(mode="json") | {"benchmark": name, "weights": str(weights)}
-        log = PredictionLog(folder, request)
-        for chunk, texts in complete(
-            policy, task, examples, settings, log.missing(examples, CHUNK)
-        ):
-            log.add(chunk, texts)
-        settings.save(folder / "config.yaml")
-        seen, texts = read_predictions(log.path, examples)
-        reports.append(_report(benchmark, task, seen, texts, settings))
-    return _show(reports, split)
+        request = _request(settings, weights, task, examples)
+        with state.main_process_first():
+            log = PredictionLog(folder, request, state.process_index)
+        seen, texts = ask(policy, task, examples, settings, log)
+        if state.is_main_process:
+            settings.save(folder / "config.yaml")
+            with _judge(settings) as judge:
+                scores = judge(task, texts, seen)
+            reports[title] = build_report(benchmark, task, seen, scores, settings.seed)
+            print(f"predictions in {log.path} (boxes in the {task.frame.name} frame)")
+    if not state.is_main_process:
+        return []
+    comparison = _compare(list(reports.values()))
+    _show(reports, comparison, split)
+    _write_results(settings.run_dir / "results.json", name, reports, comparison)
+    return list(reports.values())
 
 
 def _judge(settings: Settings) -> Judge:
     return Judge(settings.rollout.reward_timeout, settings.rollout.reward_workers)
 
 
-def _report(
-    benchmark: Benchmark,
-    task: Task,
-    examples: Sequence[Example],
-    texts: Sequence[str],
+def score_benchmark(
+    name: str,
     settings: Settings,
+    predictions: Path,
+    frame: CoordinateFrame | None = None,
+    split: str | None = None,
 ) -> Report:
+    """Score outputs that any model wrote, by a benchmark's own rule.
+
+    Args:
+        name: as for ``evaluate_benchmark``.
+        settings: the benchmark's rows as ``data.eval``, task options, seed.
+        predictions: as for ``read_predictions``.
+        frame: in which the outputs' boxes are written; None: pixels of the original image.
+        split: whose published numbers to print; None: all.
+
+    Raises:
+        UserError: something cannot be loaded, or predictions and rows do not match.
+    """
+    benchmark = load_benchmark(name)
+    task = benchmark.load_task(frame, **settings.task_options)
+    examples = _benchmark_examples(settings, task)
+    seen, texts = read_predictions(predictions, examples, needs_seen=task.frame == RESIZED)
     with _judge(settings) as judge:
-        scores = judge(task, texts, examples)
-    return build_report(benchmark, task, examples, scores, settings.seed)
+        scores = judge(task, texts, seen)
+    report = build_report(benchmark, task, seen, scores, settings.seed)
+    _show({"the predictions": report}, None, split)
+    return report
 
 
-def _show(reports: list[Report], split: str | None) -> list[Report]:
-    for index, report in enumerate(reports):
+def _benchmark_examples(settings: Settings, task: Task) -> list[Example]:
+    return load_examples(settings.data.eval or settings.data.train, task, settings.data, "eval")
+
+
+def _request(
+    settings: Settings, weights: Path | None, task: Task, examples: Sequence[Example]
+) -> dict[str, Any]:
+    """What decides the outputs: settings, weights and questions."""
+    chosen = settings.model_dump(mode="json", include=_DECISIVE)
+    chosen["data"] = {"eval": settings.data.eval, "eval_limit": settings.data.eval_limit}
+    asked = hashlib.sha256()
+    for example in examples:
+        sizes = [image.size for image in example.images]
+        asked.update(repr((example.id, task.prompt(example), sizes)).encode())
+    files = sorted(weights.iterdir()) if weights else []
+    states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return {
+        **chosen,
+        "weights": str(weights),
+        "files": hashlib.sha256(repr(states).encode()).hexdigest(),
+        "questions": asked.hexdigest(),
+    }
+
+
+def _compare(reports: Sequence[Report]) -> Comparison | None:
+    """The last of two reports against the first, where both have values of examples."""
+    if len(reports) < 2 or reports[0].values is None or reports[1].values is None:
+        return None
+    lower = reports[0].benchmark.lower_is_better
+    return compare(reports[1].values, reports[0].values, lower_is_better=lower)
+
+
+def _show(reports: Mapping[str, Report], comparison: Comparison | None, split: str | None) -> None:
+    for title, report in reports.items():
         if len(reports) > 1:
-            print("the model" if index == 0 else "\nthe checkpoint")
+            print(f"\n{title}")
         print(*report_lines(report, split), sep="\n")
-    if len(reports) == 2 and reports[0].values is not None and reports[1].values is not None:
-        difference = compare(reports[1].values, reports[0].values)
-        print(f"\n{comparison_line(difference, reports[0].benchmark.scale)}")
-    return reports
+    if comparison is not None:
+        (report, *_) = reports.values()
+        print(f"\n{comparison_line(comparison, report.benchmark.scale)}")
+
+
+def _write_results(
+    path: Path, name: str, reports: Mapping[str, Report], comparison: Comparison | None
+) -> None:
+    """What was printed, for programs."""
+    record: dict[str, Any] = {"benchmark": name}
+    for title, report in reports.items():
+        values = asdict(report)
+        record[title.removeprefix("the ")] = {
+            key: values[key]
+            for key in ("n", "value", "interval", "answered", "baseline", "metrics", "tables")
+        }
+    record["comparison"] = None if comparison is None else asdict(comparison)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def write_predictions(path: Path, evaluation: Evaluation) -> None:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vlm_grpo.benchmarks import Benchmark, group_of, rule_values
-from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
+from vlm_grpo.benchmarks import Benchmark, group_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
@@ -40,11 +39,11 @@ class Comparison:
     """Two sets of outputs on the same examples, first minus second.
 
     Attributes:
-        n: examples.
+        n: examples that both have a value for.
         difference: mean of the differences, in the metric's own unit.
         low, high: 95 % bootstrap interval of the difference.
         p_value: how often a difference this far from 0 comes about where there is none.
-        better, worse: on how many examples the first scored higher, and lower.
+        better, worse: on how many examples the first did better, and worse.
     """
 
     n: int
@@ -66,7 +65,8 @@ class Report:
         value: the official metric, on the benchmark's scale.
         interval: its 95 % bootstrap interval; None for a metric of the whole set.
         metrics: every metric by name, in its own unit.
-        values: the official metric of each example; None for a metric of the whole set.
+        values: the official metric of each example, None where it is undefined without an
+            answer; None for a metric of the whole set.
         tables: for each of the benchmark's groupings its groups.
         baseline: what the naive answer is called, and the official metric that it earns.
         answered: share of outputs that hold an answer.
@@ -77,7 +77,7 @@ class Report:
     value: float
     interval: tuple[float, float] | None
     metrics: Mapping[str, float]
-    values: tuple[float, ...] | None
+    values: tuple[float | None, ...] | None
     tables: Mapping[str, Sequence[GroupRow]]
     baseline: tuple[str, float] | None
     answered: float
@@ -101,16 +101,14 @@ def build_report(
     """
     columns, corpus = _metrics(benchmark, task, examples, scores)
     values = columns.get(benchmark.metric)
-    strata = _strata(benchmark, examples)
     interval = None
+    tables = {}
     if values is None:
         value = corpus[benchmark.metric]
     else:
-        value = float(np.mean([np.mean(part) for part in _split(values, strata)]))
-        low, high = bootstrap_interval(_split(values, strata), seed)
+        value = _mean(values) if benchmark.average == "examples" else corpus[benchmark.metric]
+        low, high = bootstrap_interval(_split(values, _strata(benchmark, examples)), seed)
         interval = (low * benchmark.scale, high * benchmark.scale)
-    tables = {}
-    if values is not None:
         for name in benchmark.groups:
             groups = [group_of(name, example) for example in examples]
             tables[name] = group_table(values, groups, seed)
@@ -119,7 +117,7 @@ def build_report(
         n=len(examples),
         value=value * benchmark.scale,
         interval=interval,
-        metrics={name: float(np.mean(column)) for name, column in columns.items()} | corpus,
+        metrics={name: _mean(column) for name, column in columns.items()} | corpus,
         values=None if values is None else tuple(values),
         tables=tables,
         baseline=_baseline(benchmark, task, examples),
@@ -129,29 +127,28 @@ def build_report(
 
 def _metrics(
     benchmark: Benchmark, task: Task, examples: Sequence[Example], scores: Sequence[Score]
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+) -> tuple[dict[str, list[float | None]], dict[str, float]]:
     """The benchmark's metrics: those of each example, and those of the whole set.
 
-    A metric that is undefined without an answer (a count's error) has no value there and is left
-    out of its column, so the official metric of such a benchmark is over the answered ones.
+    A metric that is undefined without an answer (a count's error) is None there, so the official
+    metric of such a benchmark is over the answered ones.
+
+    Raises:
+        UserError: a metric raised, or the official one is defined nowhere.
     """
-    answers = [score.answer for score in scores]
-    own = task.corpus_metrics(answers, examples)
-    columns: dict[str, list[float]] = {}
+    own = task.corpus_metrics([score.answer for score in scores], examples)
+    columns: dict[str, list[float | None]] = {}
     corpus: dict[str, float] = {}
-    for name in dict.fromkeys((benchmark.metric, *benchmark.variants)):
-        if name in RULES:
-            columns[name] = rule_values(name, answers, examples)
-        elif name in CORPUS_RULES:
-            corpus[name] = CORPUS_RULES[name](answers, examples)
-        elif name in own:
+    for name in (benchmark.metric, *benchmark.variants):
+        for example, score in zip(examples, scores, strict=True):
+            if name in score.failures:
+                reason = score.failures[name].strip().splitlines()[-1]
+                raise UserError(f"{name} of example {example.id} cannot be computed: {reason}")
+        if name in own:
             corpus[name] = own[name]
-        else:
-            found = [{**score.rewards, **score.metrics}.get(name) for score in scores]
-            if all(value is not None for value in found):
-                columns[name] = [float(value) for value in found if value is not None]
-            elif kept := [value for value in found if value is not None]:
-                corpus[name] = float(np.mean(kept))
+        found = [{**score.rewards, **score.metrics}.get(name) for score in scores]
+        if any(value is not None for value in found):
+            columns[name] = found
     if benchmark.metric not in columns and benchmark.metric not in corpus:
         raise UserError(
             f"{benchmark.metric} of {benchmark.title} is undefined here: no output holds an "
@@ -160,16 +157,22 @@ def _metrics(
     return columns, corpus
 
 
+def _mean(values: Sequence[float | None]) -> float:
+    """Of those that are defined, of which there is one."""
+    return float(np.mean([value for value in values if value is not None]))
+
+
 def _strata(benchmark: Benchmark, examples: Sequence[Example]) -> list[str]:
     if benchmark.average == "groups":
         return [group_of(benchmark.groups[0], example) for example in examples]
     return [""] * len(examples)
 
 
-def _split(values: Sequence[float], strata: Sequence[str]) -> list[np.ndarray]:
+def _split(values: Sequence[float | None], strata: Sequence[str]) -> list[np.ndarray]:
     found: dict[str, list[float]] = defaultdict(list)
     for value, stratum in zip(values, strata, strict=True):
-        found[stratum].append(value)
+        if value is not None:
+            found[stratum].append(value)
     return [np.asarray(part, float) for part in found.values()]
 
 
@@ -196,12 +199,13 @@ def _resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
 
 
 def group_table(
-    values: Sequence[float], groups: Sequence[str], seed: int = 0
+    values: Sequence[float | None], groups: Sequence[str], seed: int = 0
 ) -> tuple[GroupRow, ...]:
     """Mean, n and interval of every group, in natural order (numbers by size)."""
     found: dict[str, list[float]] = defaultdict(list)
     for value, group in zip(values, groups, strict=True):
-        found[group].append(value)
+        if value is not None:
+            found[group].append(value)
     rows = []
     for group in sorted(found, key=_natural):
         part = np.asarray(found[group], float)
@@ -216,7 +220,10 @@ def _natural(group: str) -> tuple[int, float, str]:
 
 
 def compare(
-    first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray, seed: int = 0
+    first: Sequence[float | None],
+    second: Sequence[float | None],
+    seed: int = 0,
+    lower_is_better: bool = False,
 ) -> Comparison:
     """A paired bootstrap test on the differences of two outputs to the same examples.
 
@@ -226,10 +233,18 @@ def compare(
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 16.4.
 
     Args:
-        first, second: the metric of each example, in the same order.
+        first, second: the metric of each example, in the same order; examples for which either
+            has none are left out.
         seed: of the resampling.
+        lower_is_better: the metric is an error.
+
+    Raises:
+        UserError: no example has both.
     """
-    differences = np.asarray(first, float) - np.asarray(second, float)
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    if not pairs:
+        raise UserError("there is nothing to compare: no example is answered by both")
+    differences = np.asarray([a - b for a, b in pairs], float)
     mean = float(differences.mean())
     resampled = _resampled_means(differences, seed)
     low, high = np.percentile(resampled, (2.5, 97.5))
@@ -241,8 +256,8 @@ def compare(
         low=float(low),
         high=float(high),
         p_value=float((as_far.sum() + 1) / (RESAMPLES + 1)),
-        better=int((differences > 0).sum()),
-        worse=int((differences < 0).sum()),
+        better=int((differences < 0 if lower_is_better else differences > 0).sum()),
+        worse=int((differences > 0 if lower_is_better else differences < 0).sum()),
     )
 
 
@@ -261,11 +276,9 @@ def _baseline(
         return None
     scores = [task.score(text, e) for text, e in zip(outputs, examples, strict=True)]
     columns, corpus = _metrics(benchmark, task, examples, scores)
-    values = columns.get(benchmark.metric)
-    if values is None:
+    if benchmark.metric in corpus:
         return name, corpus[benchmark.metric] * benchmark.scale
-    parts = _split(values, _strata(benchmark, examples))
-    return name, float(np.mean([np.mean(part) for part in parts])) * benchmark.scale
+    return name, _mean(columns[benchmark.metric]) * benchmark.scale
 
 
 def report_lines(report: Report, split: str | None = None) -> Iterator[str]:

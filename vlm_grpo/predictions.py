@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.files import append_whole, write_whole
 from vlm_grpo.types import Example
@@ -17,62 +18,94 @@ from vlm_grpo.types import Example
 class PredictionLog:
     """Outputs on disk as they come, from which a stopped evaluation goes on.
 
-    ``folder/predictions.jsonl`` holds ``{"id", "output", "seen"}`` a line, which ``vlm-grpo score``
-    reads too; with several processes each writes a file of its own and all are read.
+    Each process writes ``folder/predictions-N.jsonl`` and all of these are read, whatever the
+    number of processes was; ``finish`` makes the one ``folder/predictions.jsonl`` of them, a line
+    ``{"id", "output", "seen"}`` for each example, which ``vlm-grpo score`` reads too.
 
     Args:
         folder: of this evaluation.
-        request: what decides the outputs: model, checkpoint, task, prompt, limits, seed.
-        rank: number of this process.
+        request: what decides the outputs: model, checkpoint, task, prompts, limits, seed.
+        rank: number of this process; the first is to be made before the others.
 
     Raises:
         UserError: the folder holds the outputs of another request.
     """
 
     def __init__(self, folder: Path, request: Mapping[str, Any], rank: int = 0) -> None:
-        self.folder, self.rank = folder, rank
+        self.folder = folder
         text = json.dumps(request, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / "request.json"
-        if mark.exists() and json.loads(mark.read_text())["digest"] != digest:
+        if mark.exists() and (other := _differences(mark, digest, json.loads(text))):
             raise UserError(
-                f"{folder} holds predictions that were made under other settings: "
-                "name another folder, or delete it"
+                f"{folder} holds predictions that were made otherwise:\n{bullets(other, 10)}\n"
+                "name another folder by name=…, or delete it"
             )
         if rank == 0:
-            known = {"digest": digest, "request": json.loads(text)}
-            write_whole(mark, json.dumps(known, indent=1).encode())
-        suffix = f"-{rank}" if rank else ""
-        self.path = folder / f"predictions{suffix}.jsonl"
+            record = {"digest": digest, "request": json.loads(text)}
+            write_whole(mark, json.dumps(record, indent=1).encode())
+        self.path = folder / "predictions.jsonl"
+        self.part = folder / f"predictions-{rank}.jsonl"
         self.outputs: dict[str, str] = {}
-        self.seen: dict[str, Any] = {}
         for path in sorted(folder.glob("predictions*.jsonl")):
-            for row in _whole_lines(path, mend=path == self.path):
-                self.outputs[row["id"]], self.seen[row["id"]] = row["output"], row["seen"]
+            rows = _whole_lines(path, mend=path == self.part)
+            self.outputs |= {row["id"]: row["output"] for row in rows}
 
-    def add(self, examples: Sequence[Example], outputs: Sequence[str]) -> None:
-        """Write a chunk's outputs; it is on disk when this returns."""
-        lines = []
-        for example, output in zip(examples, outputs, strict=True):
-            seen = [list(image.seen) for image in example.images]
-            self.outputs[example.id], self.seen[example.id] = output, seen
-            row = {"id": example.id, "output": output, "seen": seen}
-            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-        append_whole(self.path, "".join(lines).encode())
+    def share(self, outputs: Iterable[tuple[str, str]]) -> None:
+        """Take over what the other processes have read: id and output."""
+        self.outputs |= dict(outputs)
 
-    def missing(self, examples: Sequence[Example], chunk: int) -> list[int]:
-        """Starts of the chunks that have no output for some example.
+    def lacks(self, examples: Sequence[Example]) -> bool:
+        """Whether some of the examples have no output.
 
-        Whole chunks are done again, so that every example meets the same neighbours as in an
+        Whole parts are done again, so that every example meets the same neighbours as in an
         unbroken run and gets the same output.
         """
-        starts = range(0, len(examples), chunk)
-        return [
-            start
-            for start in starts
-            if any(e.id not in self.outputs for e in examples[start : start + chunk])
-        ]
+        return any(example.id not in self.outputs for example in examples)
+
+    def add(self, examples: Sequence[Example], outputs: Sequence[str]) -> None:
+        """Write a part's outputs; a process that is killed after this has lost none of them."""
+        self.outputs |= {e.id: output for e, output in zip(examples, outputs, strict=True)}
+        lines = "".join(_lines(examples, outputs))
+        append_whole(self.part, lines.encode(errors="backslashreplace"))
+
+    def finish(self, examples: Sequence[Example], outputs: Sequence[str]) -> None:
+        """Write the whole file, in the examples' order, in place of all processes' parts."""
+        write_whole(self.path, "".join(_lines(examples, outputs)).encode(errors="backslashreplace"))
+        for path in self.folder.glob("predictions-*.jsonl"):
+            path.unlink()
+
+
+def _lines(examples: Sequence[Example], outputs: Sequence[str]) -> Iterator[str]:
+    for example, output in zip(examples, outputs, strict=True):
+        seen = [list(image.seen) for image in example.images]
+        row = {"id": example.id, "output": output, "seen": seen}
+        yield json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _differences(mark: Path, digest: str, request: Mapping[str, Any]) -> list[str]:
+    """The settings in which the mark's request differs from this one."""
+    try:
+        held = json.loads(mark.read_text("utf-8"))
+        if held["digest"] == digest:
+            return []
+        old, new = _flat(held["request"]), _flat(request)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [f"{mark.name} cannot be read"]
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {prefix + name: value}
+        )
+    return found
 
 
 def _whole_lines(path: Path, mend: bool) -> Iterator[dict[str, Any]]:
@@ -86,31 +119,67 @@ def _whole_lines(path: Path, mend: bool) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def read_predictions(path: Path, examples: Sequence[Example]) -> tuple[list[Example], list[str]]:
+def read_predictions(
+    path: Path, examples: Sequence[Example], needs_seen: bool = False
+) -> tuple[list[Example], list[str]]:
     """The outputs of a predictions file, one for each example, in the examples' order.
+
+    Args:
+        path: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``.
+        examples: the rows that were asked.
+        needs_seen: every line must tell the sizes at which the model saw the images.
 
     Returns:
         The examples with the ``seen`` sizes of the file, where it has them, and the outputs.
 
     Raises:
-        UserError: the file cannot be read, or lacks examples; up to 50 are named.
+        UserError: a line is malformed, or ids do not match one to one; all problems are named.
     """
-    try:
-        rows = {row["id"]: row for row in _whole_lines(path, mend=False)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    wanted = {example.id: example for example in examples}
+    found: dict[str, Mapping[str, Any]] = {}
+    problems: list[str] = []
+    for row in read_jsonl(path):
+        identity, output = row.values.get("id"), row.values.get("output")
+        if isinstance(identity, int) and not isinstance(identity, bool):
+            identity = str(identity)
+        if row.problem is not None:
+            problems.append(f"{row.where}: {row.problem}")
+        elif not isinstance(identity, str) or not isinstance(output, str):
+            problems.append(f'{row.where}: a prediction is {{"id": …, "output": text}}')
+        elif identity not in wanted:
+            problems.append(f"{row.where}: no example has the id {identity!r}")
+        elif identity in found:
+            problems.append(f"{row.where}: id {identity!r} has a prediction already")
+        else:
+            if needs_seen and not _valid_sizes(row.values.get("seen"), wanted[identity]):
+                problems.append(
+                    f'{row.where}: with --frame resized it needs "seen": [[width, height]], '
+                    "one pair for each image"
+                )
+            found[identity] = row.values
+    missing = [f"{path}: no prediction for id {name!r}" for name in wanted if name not in found]
+    if problems or missing:
         raise UserError(
-            f'{path} holds no predictions, {{"id": …, "output": …}} a line: {error!r}'
-        ) from error
-    if missing := [e.id for e in examples if not isinstance(rows.get(e.id, {}).get("output"), str)]:
-        raise UserError(f"{path} has no output for {len(missing)} examples:\n{bullets(missing)}")
-    return [_with_seen(e, rows[e.id].get("seen")) for e in examples], [
-        rows[e.id]["output"] for e in examples
-    ]
+            f"the predictions do not match the examples, one to one:\n"
+            f"{bullets([*problems, *missing])}"
+        )
+    seen = [_with_seen(example, found[example.id].get("seen")) for example in examples]
+    return seen, [found[example.id]["output"] for example in examples]
 
 
-def _with_seen(example: Example, sizes: Sequence[Sequence[int]] | None) -> Example:
-    if not sizes:
+def _valid_sizes(sizes: Any, example: Example) -> bool:
+    return (
+        isinstance(sizes, list)
+        and len(sizes) == len(example.images)
+        and all(isinstance(size, list) and len(size) == 2 for size in sizes)
+        and all(isinstance(side, int) and side > 0 for size in sizes for side in size)
+    )
+
+
+def _with_seen(example: Example, sizes: Any) -> Example:
+    """The example with the sizes at which the model saw its images, where they are told."""
+    if not _valid_sizes(sizes, example):
         return example
     pairs = zip(example.images, sizes, strict=True)
-    images = tuple(replace(image, seen=(size[0], size[1])) for image, size in pairs)
+    images = tuple(replace(image, seen=(width, height)) for image, (width, height) in pairs)
     return replace(example, images=images)

@@ -49,7 +49,7 @@ def load_task(name_or_path: str, /, **options: Any) -> Task:
         UserError: there is no such task, two packages claim its name, its file does not load,
             or an option is unknown or of a wrong type.
     """
-    return _build(load_task_class(name_or_path), name_or_path, options)
+    return build_task(load_task_class(name_or_path), name_or_path, options)
 
 
 def load_task_class(name_or_path: str) -> type[Task]:
@@ -85,8 +85,12 @@ def task_source(task: type[Task]) -> str | None:
     return f"{inspect.getfile(task)}:{task.__name__}"
 
 
-def _build(task: type[Task], name: str, options: dict[str, Any]) -> Task:
-    """The task with its options, every wrong one of which is named."""
+def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
+    """The task with its options.
+
+    Raises:
+        UserError: options are unknown or of a wrong type; every one is named.
+    """
     hints = typing.get_type_hints(task)
     known = {field.name: hints[field.name] for field in dataclasses.fields(task)}
     values: dict[str, Any] = {}

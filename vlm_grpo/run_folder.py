@@ -106,12 +106,15 @@ class RunFolder:
                 picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
                 yield f"samples/{number}", picture
 
-    def write_evaluation(self, step: int, found: Evaluation, shown: Sequence[Example]) -> None:
-        """All predictions; and the first ones, those for the examples ``shown``, with pictures."""
+    def write_evaluation(
+        self, step: int, task: Task, found: Evaluation, shown: Sequence[Example]
+    ) -> None:
+        """All predictions; and the first ones, those for the examples ``shown``, with pictures
+        drawn by the task that scored them."""
         if not self.is_main:
             return
         write_predictions(self.path / "evaluation" / f"step-{step:06d}.jsonl", found)
-        write_held_out(self.path / "samples", step, self.task, shown, found.rows[: len(shown)])
+        write_held_out(self.path / "samples", step, task, shown, found.rows[: len(shown)])
 
     def refresh_report(self, now: bool = False) -> None:
         """Rebuild ``report.html`` if the last one is older than a minute, or ``now``."""

@@ -133,6 +133,8 @@ class Task:
 
     headline: ClassVar[str]
     """Name of the reward or metric by which models are compared."""
+    lower_is_better: ClassVar[bool] = False
+    """The headline is an error: the best checkpoint is the one where it is least."""
 
     tags: bool = False
     thinking: bool = False

@@ -237,8 +237,14 @@ def _about(album: Album, task: Task | None, example: Example) -> dict[str, Any]:
         "question": example.question,
         "gold": example.answer,
         "gold_marks": gold,
-        "headline": task.headline if task is not None else None,
+        "headline": _headline(task) if task is not None else None,
     }
+
+
+def _headline(task: Task) -> str | None:
+    """The headline where each answer has a value of it, and 1 means that the answer is right."""
+    of_answers = task.headline in {**task.rules("reward"), **task.rules("metric")}
+    return task.headline if of_answers and not task.lower_is_better else None
 
 
 def _described(album: Album, task: Task | None, example: Example, score: Score) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -21,7 +20,7 @@ from vlm_grpo.credit import step_advantages
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.evaluate import Evaluation, evaluate_policy
+from vlm_grpo.evaluate import Evaluation, evaluate_policy, held_out_task
 from vlm_grpo.files import told_if_full
 from vlm_grpo.memory import memory_metrics
 from vlm_grpo.objective import Advantages
@@ -87,7 +86,8 @@ def train(settings: Settings) -> TrainResult:
     train_examples = load_examples(settings.data.train, task, settings.data, "train")
     held_out: list[Example] = []
     if settings.data.eval is not None:
-        held_out = load_examples(settings.data.eval, task, settings.data, "eval")
+        asked = held_out_task(settings, task)
+        held_out = load_examples(settings.data.eval, asked, settings.data, "eval")
     accelerator = build_accelerator(settings)
     resume_from = _checkpoint_to_resume(settings, accelerator)
     set_seed(settings.seed)
@@ -141,6 +141,7 @@ class Trainer:
         self.task = replace(task, frame=policy.frame, token_limit=limit)
         self.held_out = seeable(policy, held_out, settings.data)
         train_examples = seeable(policy, train_examples, settings.data)
+        self.held_out_task = held_out_task(settings, self.task)
         self.accelerator = accelerator or build_accelerator(settings)
         policy.model.to(self.accelerator.device)
         weights = [weight for _, weight in policy.trainable()]
@@ -289,11 +290,11 @@ class Trainer:
             return None
         with self.stopwatch("evaluation"):
             found = evaluate_policy(
-                self.policy, self.task, self.held_out, self.settings, self.roll.judge
+                self.policy, self.held_out_task, self.held_out, self.settings, self.roll.judge
             )
         shown = [self.policy.with_seen_sizes(e) for e in self.held_out[:HELD_OUT_SHOWN]]
-        self.folder.write_evaluation(self.step, found, shown)
-        if not math.isnan(found.value) and (self.best is None or found.value > self.best[0]):
+        self.folder.write_evaluation(self.step, self.held_out_task, found, shown)
+        if found.better_than(None if self.best is None else self.best[0]):
             self.best = (found.value, self.step)
         return found
 

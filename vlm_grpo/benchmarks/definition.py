@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -11,13 +10,13 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from vlm_grpo.benchmarks.judged import ERRORS, judged
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
-from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.registry import load_task, load_task_class
+from vlm_grpo.registry import build_task, load_task_class
 from vlm_grpo.settings_base import Frozen
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example
 
 
 class Published(Frozen):
@@ -40,8 +39,8 @@ class Benchmark(Frozen):
 
     title: str
     """Its name as people write it."""
-    converter: str
-    """Module of ``vlm_grpo.data_scripts`` that reads its published files."""
+    converter: str | None = None
+    """Module of ``vlm_grpo.data_scripts`` that reads its published files; None: none does."""
     task: str
     """The task that its rows are for."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -60,7 +59,7 @@ class Benchmark(Frozen):
     """What a mean of 1 is written as: 100 for percent, 1000 for OCRBench's points."""
     groups: tuple[str, ...] = ()
     """Tables to report: keys of meta, "answer", "size" or "size_128"."""
-    splits: dict[str, int | None]
+    splits: dict[str, int | None] = Field(default_factory=dict)
     """The splits that results are published on, with their number of examples if it is known."""
     published: tuple[Published, ...] = ()
     """Numbers to print beside ours."""
@@ -79,23 +78,30 @@ class Benchmark(Frozen):
             raise ValueError(f"there is no frame {self.frame}{nearest(self.frame, FRAMES)}")
         if self.average == "groups" and not self.groups:
             raise ValueError("average: groups needs groups, whose first is the one meant")
+        if self.average == "groups" and self.metric not in RULES:
+            raise ValueError(f"average: groups needs a rule as its metric: {', '.join(RULES)}")
         if lost := sorted({p.split for p in self.published} - set(self.splits)):
             raise ValueError(f"published numbers are of splits that it has not: {', '.join(lost)}")
         return self
 
-    def load_task(self, **options: Any) -> Task:
-        """The task with the benchmark's options, and others over them."""
-        frame = {} if self.frame is None else {"frame": FRAMES[self.frame]}
-        return load_task(self.task, **{**frame, **self.options, **options})
+    def load_task(self, frame: CoordinateFrame | None = None, **options: Any) -> Task:
+        """The task that asks and counts as this benchmark does; its headline is ``metric``.
 
-    def ask(self, example: Example) -> Example:
-        """The example with its question as the benchmark asks it."""
-        return replace(example, question=self.prompt.replace("{question}", example.question))
+        Args:
+            frame: the model's; the benchmark's own comes first.
+            options: options of the task, over the benchmark's own.
+        """
+        base = load_task_class(self.task)
+        group = self.groups[0] if self.average == "groups" else None
+        task = judged(base, self.prompt, (self.metric, *self.variants), group)
+        own = frame if self.frame is None else FRAMES[self.frame]
+        frames = {} if own is None else {"frame": own}
+        return build_task(task, self.task, {**frames, **self.options, **options})
 
     @property
-    def is_corpus_metric(self) -> bool:
-        """The official metric is one value of the whole set, so it has no interval by examples."""
-        return self.metric in CORPUS_RULES or self.metric in _CORPUS_METRICS
+    def lower_is_better(self) -> bool:
+        """The official metric is an error."""
+        return self.metric in ERRORS
 
 
 _CORPUS_METRICS = frozenset(("ap", "ap_50", "ap_75", "rmse"))

@@ -34,7 +34,7 @@ from vlm_grpo.config import (
     load_settings,
     recipe_names,
 )
-from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import Stopped, UserError, nearest
 from vlm_grpo.registry import load_task, load_task_class, task_names
 
@@ -79,6 +79,8 @@ ImageRoot = Annotated[
     typer.Option(help="Folder of the images; without it the folder of the data file."),
 ]
 
+_OF_A_CHECKPOINT = {"model", "model_revision", "task_options", "policy", "rollout", "evaluation"}
+"""Settings of its training under which a checkpoint is evaluated elsewhere."""
 
 app.add_typer(data_command.app, name="data")
 app.command()(report)
@@ -130,6 +132,10 @@ def evaluate(
     predictions: Annotated[
         Path | None, typer.Option(help="Score these outputs instead of asking a model.")
     ] = None,
+    frame: Annotated[
+        str | None,
+        typer.Option(help=f"How boxes in --predictions are written: {', '.join(FRAMES)}."),
+    ] = None,
     split: Annotated[
         str | None, typer.Option(help="Whose published numbers to print beside ours.")
     ] = None,
@@ -144,28 +150,37 @@ def evaluate(
     vlm-grpo evaluate counting checkpoint=runs/counting/checkpoints/step-300
     vlm-grpo evaluate runs/counting/config.yaml checkpoint=DIR data.eval=test.jsonl
     vlm-grpo evaluate refcoco --data val.jsonl --split val model=Qwen/Qwen2.5-VL-3B-Instruct
-    vlm-grpo evaluate refcoco --data val.jsonl --predictions outputs.jsonl
+    vlm-grpo evaluate refcoco --data val.jsonl checkpoint=DIR         and its base model
+    vlm-grpo evaluate refcoco --data val.jsonl --predictions outputs.jsonl --frame permille
+    accelerate launch -m vlm_grpo.cli evaluate refcoco --data val.jsonl model=…
+
+    A checkpoint's own config.yaml says which model it is of, and how it was asked.
     """
     given = overrides or []
     checkpoints = [o.removeprefix("checkpoint=") for o in given if o.startswith("checkpoint=")]
     checkpoint = Path(checkpoints[-1]) if checkpoints else None
     kept = [o for o in given if not o.startswith("checkpoint=")]
-    if data is not None:
-        settings = _benchmark_settings(recipe, data, kept)
-        _run(
-            "vlm_grpo.evaluate",
-            "evaluate_benchmark",
-            recipe,
-            settings,
-            checkpoint,
-            predictions,
-            split,
-        )
+    if predictions is None and frame is not None:
+        raise UserError("--frame goes with --predictions: a model's own frame is known")
+    if data is None:
+        if predictions is not None or split is not None:
+            raise UserError(
+                "--predictions and --split go with a benchmark and its rows: give --data"
+            )
+        settings = load_settings(recipe, _with_task(kept, task))
+        _run("vlm_grpo.evaluate", "evaluate", settings, checkpoint)
         return
-    if predictions is not None or split is not None:
-        raise UserError("--predictions and --split go with a benchmark and its rows: give --data")
-    settings = load_settings(recipe, _with_task(kept, task))
-    _run("vlm_grpo.evaluate", "evaluate", settings, checkpoint)
+    if task is not None:
+        raise UserError("--task goes with a recipe: a benchmark has its own task")
+    if predictions is None:
+        settings = _benchmark_settings(recipe, data, checkpoint, kept)
+        _run("vlm_grpo.evaluate", "evaluate_benchmark", recipe, settings, checkpoint, split)
+        return
+    if checkpoint is not None:
+        raise UserError("--predictions are of no model: leave out checkpoint=")
+    settings = _benchmark_settings(recipe, data, None, ["model=none", *kept])
+    written = None if frame is None else _frame(frame)
+    _run("vlm_grpo.evaluate", "score_benchmark", recipe, settings, predictions, written, split)
 
 
 @app.command()
@@ -241,11 +256,7 @@ def score(
         raise UserError(
             f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
         )
-    if frame not in FRAMES:
-        raise UserError(
-            f"there is no frame {frame!r}{nearest(frame, FRAMES)}: give one of {', '.join(FRAMES)}"
-        )
-    loaded = load_task(task, **{**_options(options), "tags": tags, "frame": FRAMES[frame]})
+    loaded = load_task(task, **{**_options(options), "tags": tags, "frame": _frame(frame)})
     settings = DataSettings(train=data, image_root=image_root)
     scored = score_predictions(loaded, data, predictions, settings, layout)
     (print_json if as_json else print_table)(scored)
@@ -317,14 +328,36 @@ def _run(module: str, function: str, *arguments: Any) -> None:
         raise typer.Exit(130) from None
 
 
-def _benchmark_settings(name: str, data: str, overrides: list[str]) -> Settings:
-    """Settings for asking a benchmark's rows."""
-    values = {
+def _benchmark_settings(
+    name: str, data: str, checkpoint: Path | None, overrides: list[str]
+) -> Settings:
+    """Settings for asking a benchmark's rows.
+
+    A checkpoint's own settings say which model it is of and how it was asked; without one the
+    model must be named.
+    """
+    benchmark = load_benchmark(name)
+    values: dict[str, Any] = {"model": "???"}
+    if checkpoint is not None and (checkpoint / "config.yaml").is_file():
+        trained = load_settings(str(checkpoint / "config.yaml"))
+        values = trained.model_dump(mode="json", include=_OF_A_CHECKPOINT)
+        values["evaluation"]["benchmark"] = None
+        if trained.task != benchmark.task:
+            values["task_options"] = {}
+    values |= {
         "name": f"benchmark-{Path(name).stem}",
-        "task": load_benchmark(name).task,
+        "task": benchmark.task,
         "data": {"train": data, "eval": data},
     }
     return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)
+
+
+def _frame(name: str) -> CoordinateFrame:
+    if name not in FRAMES:
+        raise UserError(
+            f"there is no frame {name!r}{nearest(name, FRAMES)}: give one of {', '.join(FRAMES)}"
+        )
+    return FRAMES[name]
 
 
 def _with_task(overrides: list[str] | None, task: str | None) -> list[str]:

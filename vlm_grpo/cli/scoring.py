@@ -17,9 +17,8 @@ from vlm_grpo.cli.foreign import read_foreign
 from vlm_grpo.config import DataSettings
 from vlm_grpo.coordinates import RESIZED
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.jsonl import read_jsonl
-from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.judge import Judge
+from vlm_grpo.predictions import read_predictions
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
@@ -63,12 +62,11 @@ def score_predictions(
         UserError: data or predictions are malformed, or do not match.
     """
     loaded = load_examples(source, task, data)
+    needs_seen = task.frame == RESIZED
     if layout == PREDICTIONS:
-        outputs = _read_predictions(predictions, loaded, needs_seen=task.frame == RESIZED)
-        examples = [_with_seen(example, outputs[example.id]) for example in loaded]
-        texts = [outputs[example.id]["output"] for example in examples]
+        examples, texts = read_predictions(predictions, loaded, needs_seen)
     else:
-        examples, texts = read_foreign(layout, predictions, loaded, task.frame == RESIZED)
+        examples, texts = read_foreign(layout, predictions, loaded, needs_seen)
     with Judge() as judge:
         scores = judge(task, texts, examples)
     total = _total(task, examples, scores)
@@ -112,62 +110,6 @@ def print_table(report: Report) -> None:
         console.print(
             f"{total['unscorable']} outputs could not be scored: a reward raised or took too long"
         )
-
-
-def _read_predictions(
-    path: Path, examples: Iterable[Example], needs_seen: bool
-) -> dict[str, Mapping[str, Any]]:
-    """The predictions by id, exactly one for each example."""
-    wanted = {example.id: example for example in examples}
-    found: dict[str, Mapping[str, Any]] = {}
-    problems: list[str] = []
-    for row in read_jsonl(path):
-        identity, output = row.values.get("id"), row.values.get("output")
-        if isinstance(identity, int) and not isinstance(identity, bool):
-            identity = str(identity)
-        if row.problem is not None:
-            problems.append(f"{row.where}: {row.problem}")
-        elif not isinstance(identity, str) or not isinstance(output, str):
-            problems.append(f'{row.where}: a prediction is {{"id": …, "output": text}}')
-        elif identity not in wanted:
-            problems.append(f"{row.where}: no example has the id {identity!r}")
-        elif identity in found:
-            problems.append(f"{row.where}: id {identity!r} has a prediction already")
-        else:
-            if needs_seen and not _valid_sizes(row.values.get("seen"), wanted[identity]):
-                problems.append(
-                    f'{row.where}: with --frame resized it needs "seen": [[width, height]], '
-                    "one pair for each image"
-                )
-            found[identity] = row.values
-    missing = [f"{path}: no prediction for id {name!r}" for name in wanted if name not in found]
-    if problems or missing:
-        raise UserError(
-            f"the predictions do not match the examples, one to one:\n"
-            f"{bullets([*problems, *missing])}"
-        )
-    return found
-
-
-def _valid_sizes(sizes: Any, example: Example) -> bool:
-    return (
-        isinstance(sizes, list)
-        and len(sizes) == len(example.images)
-        and all(isinstance(size, list) and len(size) == 2 for size in sizes)
-        and all(isinstance(side, int) and side > 0 for size in sizes for side in size)
-    )
-
-
-def _with_seen(example: Example, prediction: Mapping[str, Any]) -> Example:
-    """The example with the sizes at which the model saw its images, where they are told."""
-    sizes = prediction.get("seen")
-    if not _valid_sizes(sizes, example) or not sizes:
-        return example
-    images = tuple(
-        dataclasses.replace(image, seen=(width, height))
-        for image, (width, height) in zip(example.images, sizes, strict=True)
-    )
-    return dataclasses.replace(example, images=images)
 
 
 def _total(task: Task, examples: Sequence[Example], scores: Sequence[Score]) -> dict[str, Any]:

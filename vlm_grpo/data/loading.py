@@ -58,7 +58,10 @@ def load_examples(
     if split == "eval" and source == data.train and data.eval is not None:
         logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
     rows, folder = _open(source, split)
-    images = ImageReader(data.image_root or folder, data.max_image_pixels)
+    root = data.image_root
+    if split == "eval" and data.eval_image_root is not None:
+        root = data.eval_image_root
+    images = ImageReader(root or folder, data.max_image_pixels)
     examples, problems = _collect(rows, data, images, task, limit)
     if problems and (data.on_bad_row == "error" or not examples):
         raise UserError(
