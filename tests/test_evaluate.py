@@ -252,7 +252,7 @@ def test_training_keeps_the_checkpoint_that_is_best_by_its_benchmark(
     )
     overrides = [
         *(f"data.eval={rows}", "data.eval_limit=null", f"evaluation.benchmark={definition}"),
-        *("evaluation.every=1", "optim.max_steps=4", "optim.prompts_per_step=2", "optim.lr=1e-3"),
+        *("evaluation.every=1", "optim.max_steps=4", "optim.prompts_per_step=4", "optim.lr=3e-4"),
         *("optim.warmup_steps=0", "checkpoint.every=1", "checkpoint.keep_last=1"),
         *("checkpoint.keep_best=true", f"output_dir={tmp_path / 'runs'}", "name=judged"),
     ]
