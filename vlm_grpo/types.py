@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from vlm_grpo.pixels import decode
+
 StopReason = Literal["eos", "stop", "length"]
 
 
@@ -40,17 +42,22 @@ class ImageRef:
     data: bytes | None = None
 
     def load(self) -> Image.Image:
-        """Decode the image to RGB.
+        """Decode the image to RGB, as ``vlm_grpo.pixels.decode``.
 
         Raises:
-            ValueError: the bytes are missing or are no whole image; the message names it.
+            ValueError: the bytes are missing, are no whole image, or are no longer those of an
+                image of this size; the message names it.
         """
-        source = self.path or io.BytesIO(self.data or b"")
         try:
-            with Image.open(source) as image:
-                return image.convert("RGB")
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            image = decode(self.path or io.BytesIO(self.data or b""))
+        except ValueError as error:
             raise ValueError(f"image {self.name} cannot be read: {error}") from error
+        if image.size != self.size:
+            raise ValueError(
+                f"image {self.name} has been changed: it has {image.width}x{image.height} pixels, "
+                f"and had {self.size[0]}x{self.size[1]}"
+            )
+        return image
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from vlm_grpo.pixels import measure
 from vlm_grpo.types import ImageRef
-
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Formats that are read. Pillow knows more, some of which start other programs."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
@@ -98,15 +96,8 @@ class ImageReader:
             with warnings.catch_warnings():
                 # max_pixels is the judge here, not Pillow's warning.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                with Image.open(file, formats=FORMATS) as image:
-                    width, height = image.size
-        except UnidentifiedImageError as error:
-            raise ValueError(
-                f"image {name} is corrupt or of a format other than {', '.join(FORMATS)}"
-            ) from error
-        except Image.DecompressionBombError as error:
-            raise ValueError(f"image {name} is too large: {error}") from error
-        except (OSError, SyntaxError, ValueError) as error:
+                width, height = measure(file)
+        except ValueError as error:
             raise ValueError(f"image {name} cannot be read: {error}") from error
         if width * height > self.max_pixels:
             raise ValueError(
