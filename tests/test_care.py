@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,12 @@ from vlm_grpo.data.care import (
     overlap_lines,
     overlaps,
     same_pictures,
+    warn_of_shared_images,
 )
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
+from vlm_grpo.types import Example, ImageRef
 
 
 def photo(seed: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
@@ -172,3 +175,22 @@ def test_the_command_looks_at_no_more_rows_than_asked(folder):
     told, error = run(str(folder / "train.jsonl"), "--task", "counting", "--limit", "1")
     assert error is None
     assert "1 good rows" in told
+
+
+def test_training_warns_of_held_out_images_that_it_trains_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def example(name: str, image: ImageRef) -> Example:
+        return Example(name, (image,), "?", 1)
+
+    inside = ImageRef("a", (8, 8), (8, 8), data=b"one")
+    file = ImageRef("b", (8, 8), (8, 8), path=tmp_path / "b.png")
+    train = [example("1", inside), example("2", file)]
+    other = ImageRef("c", (8, 8), (8, 8), data=b"two")
+    warn_of_shared_images(train, [example("3", other), Example("4", (), "?", 1)])
+    assert not caplog.records
+    same = replace(inside, name="elsewhere")  # the name of a table's row says nothing
+    warn_of_shared_images(train, [example("3", other), example("5", same), example("6", file)])
+    assert (
+        "2 of 3 held-out examples show an image that is also trained on, first 5, 6" in caplog.text
+    )

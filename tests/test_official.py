@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import jiwer
 import pytest
 
 from vlm_grpo.official import (
@@ -167,7 +168,6 @@ def test_error_rates_are_summed_before_dividing():
 
 @pytest.mark.parametrize(("words", "peer"), [(False, "cer"), (True, "wer")])
 def test_error_rates_agree_with_jiwer(words, peer):
-    jiwer = pytest.importorskip("jiwer")
     rng = random.Random(1)
     golds = ["".join(rng.choices("abc ", k=rng.randint(3, 20))).strip() or "a" for _ in range(100)]
     texts = ["".join(rng.choices("abc ", k=rng.randint(1, 20))).strip() or "b" for _ in range(100)]

@@ -18,6 +18,7 @@ from vlm_grpo.checkpoint import Moment, checkpoints, newest_checkpoint
 from vlm_grpo.config import Settings
 from vlm_grpo.credit import step_advantages
 from vlm_grpo.data import load_examples
+from vlm_grpo.data.care import warn_of_shared_images
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluate import Evaluation, evaluate_policy, held_out_task
@@ -88,6 +89,7 @@ def train(settings: Settings) -> TrainResult:
     if settings.data.eval is not None:
         asked = held_out_task(settings, task)
         held_out = load_examples(settings.data.eval, asked, settings.data, "eval")
+        warn_of_shared_images(train_examples, held_out)
     accelerator = build_accelerator(settings)
     resume_from = _checkpoint_to_resume(settings, accelerator)
     set_seed(settings.seed)

@@ -43,3 +43,26 @@ def test_a_source_that_is_not_there_is_one_message(name, tmp_path, capsys):
     assert message.startswith("error: ")
     assert "nowhere" in message
     assert not Path(out).exists()
+
+
+BROKEN = {
+    "source.json": b'{"data": [{"id": 1, "im',  # cut off
+    "source.jsonl": b"[1, 2, 3]\n",
+    "source.parquet": b"\x00\xff\x13no parquet" * 50,
+    "source.p": b"\x80\x04\x95\x10\x00\x00",  # a pickle's first bytes
+    "source.txt": b"",
+}
+
+
+@pytest.mark.parametrize("file", BROKEN)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_broken_source_is_one_message_and_no_output(name, file, tmp_path, capsys):
+    converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").CONVERTER
+    source, out = tmp_path / file, tmp_path / "out"
+    source.write_bytes(BROKEN[file])
+    argv = ["--source", str(source), "--images", str(tmp_path / "images")]
+    assert converter.main([*argv, "--out", str(out / "x.jsonl")]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "Traceback" not in message
+    assert not out.exists() or list(out.iterdir()) == []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +18,12 @@ from scipy.sparse.csgraph import connected_components
 from vlm_grpo.config import DataSettings
 from vlm_grpo.coordinates import gold_boxes
 from vlm_grpo.data.images import ImageReader
-from vlm_grpo.data.loading import _collect, _open, load_examples  # the same package's own
+from vlm_grpo.data.loading import collect_examples, load_examples, open_source
 from vlm_grpo.errors import bullets
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, ImageRef
+
+logger = logging.getLogger(__name__)
 
 _SIDE = 16
 """Width and height of the thumbnails that decide whether two images are copies."""
@@ -127,6 +132,30 @@ def overlaps(first: Care, second: Care) -> list[tuple[str, str]]:
     return pairs
 
 
+def warn_of_shared_images(train: Sequence[Example], held_out: Sequence[Example]) -> None:
+    """Log how many held-out examples show an image of the training data, if any does.
+
+    Images are compared as files and bytes, without decoding them; ``vlm-grpo data check --against``
+    also finds copies that were re-encoded or resized.
+    """
+    trained = {_identity(image) for example in train for image in example.images}
+    seen = [e.id for e in held_out if any(_identity(image) in trained for image in e.images)]
+    if seen:
+        logger.warning(
+            "%d of %d held-out examples show an image that is also trained on, first %s: their "
+            "score is not that of unseen images",
+            len(seen),
+            len(held_out),
+            ", ".join(seen[:3]),
+        )
+
+
+def _identity(image: ImageRef) -> Path | bytes:
+    if image.path is not None:
+        return image.path
+    return hashlib.blake2b(image.data or b"").digest()
+
+
 def fingerprint(image: Image.Image) -> Print:
     """The fingerprint of a decoded image; nearly the same after re-encoding or resizing it."""
     grey = image.convert("L")
@@ -225,9 +254,9 @@ def overlap_lines(first: Care, second: Care) -> Iterator[str]:
 def _rows(source: str, task: Task, data: DataSettings) -> tuple[list[Example], list[str]]:
     if source.startswith("embedded:"):
         return load_examples(source, task, data), []
-    rows, folder = _open(source, "eval")
+    rows, folder = open_source(source, "eval")
     images = ImageReader(data.image_root or folder, data.max_image_pixels)
-    return _collect(rows, data, images, task, data.eval_limit)
+    return collect_examples(rows, data, images, task, data.eval_limit)
 
 
 def _name(image: ImageRef) -> str:

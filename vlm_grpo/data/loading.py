@@ -57,12 +57,12 @@ def load_examples(
         return _embedded(source.removeprefix("embedded:"), limit, split, task)
     if split == "eval" and source == data.train and data.eval is not None:
         logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
-    rows, folder = _open(source, split)
+    rows, folder = open_source(source, split)
     root = data.image_root
     if split == "eval" and data.eval_image_root is not None:
         root = data.eval_image_root
     images = ImageReader(root or folder, data.max_image_pixels)
-    examples, problems = _collect(rows, data, images, task, limit)
+    examples, problems = collect_examples(rows, data, images, task, limit)
     if problems and (data.on_bad_row == "error" or not examples):
         raise UserError(
             f"{source} holds {_bad_rows(len(problems))} (good ones: {len(examples)}):\n"
@@ -78,7 +78,7 @@ def load_examples(
     return examples
 
 
-def _collect(
+def collect_examples(
     rows: Iterable[Row], data: DataSettings, images: ImageReader, task: Task, limit: int | None
 ) -> tuple[list[Example], list[str]]:
     """The good rows as examples, and what is wrong with each of the others."""
@@ -101,7 +101,7 @@ def _collect(
     return examples, problems
 
 
-def _open(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
+def open_source(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
     """The source's rows, and the folder that its image paths are relative to."""
     if source.startswith("hf:"):
         # Loaded here because these libraries take seconds, which no other source should cost.
