@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from vlm_grpo.config import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.judge import Judge
 from vlm_grpo.parsing import parse_integer
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
@@ -242,3 +248,36 @@ def test_penalties_spare_no_missing_answer():
 def test_the_length_penalty_ends_at_minus_one():
     assert shared("length", "3".ljust(1000), length_budget=1000) == 0.0
     assert shared("length", "3".ljust(5000), length_budget=1000) == -1.0
+
+
+class Pixels(Task):
+    """Rewards that look at the image and at columns of the row's own."""
+
+    headline = "reddish"
+
+    def parse(self, text: str, example: Example) -> str:
+        return text
+
+    def write(self, answer: str, example: Example) -> str:
+        return answer
+
+    @reward()
+    def reddish(self, answer: str, example: Example) -> float:
+        red, green, blue = example.images[0].load().resize((1, 1)).getpixel((0, 0))  # type: ignore[misc]
+        return float((answer == "red") == (red > max(green, blue)))
+
+    @reward()
+    def paid(self, answer: str, example: Example) -> float:
+        return example.meta["pay"][answer]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_sees_the_image_and_all_columns(tmp_path: Path, workers: int):
+    Image.new("RGB", (9, 9), "red").save(tmp_path / "a.png")
+    row = {"id": 1, "images": ["a.png"], "question": "?", "answer": "x", "pay": {"red": 0.25}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    source = str(tmp_path / "rows.jsonl")
+    (example,) = load_examples(source, Pixels(), DataSettings(train=source))
+    with Judge(workers=workers) as judge:
+        (score,) = judge(Pixels(), ["red"], [example])
+    assert score.rewards == {"reddish": 1.0, "paid": 0.25}
