@@ -36,12 +36,12 @@ def main() -> None:
     memory = PeakMemory("cpu")
     trainer = trainer_of(case, settings, examples)
     peaks: dict[str, int] = {}
-    trainer.policy.sample = watched(trainer.policy.sample, "rollout", peaks, memory)
-    trainer.update = watched(trainer.update, "update", peaks, memory)  # type: ignore[assignment]
+    trainer.policy.sample = watched(trainer.policy.sample, peaks, memory)
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
         trainer.run_step()
+        peaks["update"] = max(peaks.get("update", 0), memory.peak())
         seconds.append(time.perf_counter() - started)
     print(json.dumps({"measured": peaks, "seconds": seconds[-1], **planned(case, trainer)}))
 
@@ -105,17 +105,21 @@ def trainer_of(case: dict[str, Any], settings: Settings, examples: list[Example]
     return Trainer(settings, policy, Noise(), examples, [])
 
 
-def watched(call: Callable, name: str, peaks: dict[str, int], memory: PeakMemory) -> Callable:
-    """The call, its peak memory noted under a name."""
+def watched(sample: Callable, peaks: dict[str, int], memory: PeakMemory) -> Callable:
+    """``sample`` with its peak memory noted, and the count begun anew for what follows it."""
 
     def watching(*arguments: Any, **named: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        try:
-            return call(*arguments, **named)
-        finally:
-            peaks[name] = max(peaks.get(name, 0), memory.peak())
+        reset_high_water_mark()
+        completions = sample(*arguments, **named)
+        peaks["rollout"] = max(peaks.get("rollout", 0), memory.peak())
+        reset_high_water_mark()
+        return completions
 
     return watching
+
+
+def reset_high_water_mark() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def planned(case: dict[str, Any], trainer: Trainer) -> dict[str, Any]:

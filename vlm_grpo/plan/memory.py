@@ -5,12 +5,12 @@ in ours (``engine/attention.py``), and held against autograd's own count by the 
 hidden width, q and k the widths of all queries and of all keys, m the intermediate width, a the
 heads, r the rank, one token keeps in one decoder layer (numbers; b = 4 or 2 bytes each):
 
-=============  ====================================================================================
+=============  ===============================================================================
 LoRA, float32  4 · (4h + 5q + 4m + 7r + a + 2)
 full, float32  4 · (6h + 5q + 4m + a + 2)
-LoRA, bf16     4 · (7h + q + m + 7r + a + 2) + 2 · (4q + 3m): inputs of adapters are float32
+LoRA, bf16     4 · (2h + a + 2) + 2 · (2h + 5q + 4m + 7r), and a cast of each adapter
 full, bf16     4 · (4h + a + 2) + 2 · (5h + 5q + 4m), and a cast of each linear weight
-=============  ====================================================================================
+=============  ===============================================================================
 
 In each: two residual streams and two normalised ones (h; two more where a norm's weight is
 trained), queries, expanded keys and values and the output of attention (q each), the output map's
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from vlm_grpo.plan.shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.plan.work import Work
 
-ENCODER_PATCHES = 65_536  # policy.ENCODER_PATCHES: patches encoded at once
+ENCODER_PATCHES = 65_536  # engine.vision.ENCODER_PATCHES: patches encoded at once
 RECENT_IMAGES = 64  # policy.RECENT_IMAGES: decoded images that are kept
 LINEARS = 7  # linear maps of a decoder layer
 
@@ -43,7 +43,7 @@ class Memory:
         gradients: of the trained weights.
         inputs: pixel values and decoded images, in the main memory of a machine with a GPU.
         features: what a frozen vision tower made of the step's images.
-        folded: copies of weights with their adapters folded in, or cast, while sampling.
+        folded: copies of weights that decoding is faster with.
         cache: keys and values of prompts and completions while sampling.
         sampling: what lives for a moment while sampling.
         activations: what the largest micro-batch keeps for its backward pass.
@@ -105,7 +105,7 @@ def memory_of(model: ModelShape, work: Work, on_cpu: bool = False) -> Memory:
         gradients=4 * model.trained if several else 0,
         inputs=inputs,
         features=features + (inputs if on_cpu else 0),
-        folded=_folded(model),
+        folded=_folded(model, on_cpu),
         cache=cache_bytes(model, work),
         sampling=max(_encoding(model, work), _prefilling(model, work), _decoding(model, work)),
         activations=activation_bytes(model, work),
@@ -118,11 +118,11 @@ def _weights(model: ModelShape) -> int:
     return model.weights * model.weight_bytes + adapters
 
 
-def _folded(model: ModelShape) -> int:
-    """Copies for sampling: ``W + ΔW`` in float32, or autocast's bfloat16 casts."""
-    if model.precision == "autocast":
-        return 2 * model.trained
-    return 4 * model.adapted if model.precision == "float32" else 0
+def _folded(model: ModelShape, on_cpu: bool) -> int:
+    """Copies for sampling (``engine/linear.py``): weights with their adapters folded in or joined
+    to them, and autocast's casts; on the CPU of every linear map, for oneDNN's own layout."""
+    copied = model.linear if on_cpu or model.precision == "autocast" else model.adapted
+    return copied * model.value_bytes
 
 
 def kept_per_token(model: ModelShape) -> int:
@@ -135,7 +135,7 @@ def kept_per_token(model: ModelShape) -> int:
         if model.precision == "float32":
             kept = 4 * (4 * h + 5 * q + 4 * m + ranks + small)
         else:
-            kept = 4 * (7 * h + q + m + ranks + small) + 2 * (4 * q + 3 * m)
+            kept = 4 * (2 * h + small) + 2 * (2 * h + 5 * q + 4 * m + ranks)
         return kept + (4 * _head_norms(t, 1) if t.normed_heads else 0)
     if model.precision == "float32":
         kept = 4 * (6 * h + 5 * q + 4 * m + small)
@@ -169,13 +169,13 @@ def activation_bytes(model: ModelShape, work: Work) -> int:
     """What the largest micro-batch keeps for its backward pass."""
     text, vision = model.text, model.vision
     tokens, patches = work.micro_tokens, work.micro_patches
-    layer = tokens * kept_per_token(model) + _casts(model, text)
+    layer = tokens * kept_per_token(model) + kept_casts(model)
     width = 2 if model.precision == "bfloat16" else 4  # of the residual stream
     kept = text.layers * layer
     if model.checkpointing:
         kept = text.layers * tokens * text.hidden * width + layer
     if model.trains_vision:
-        block = patches * kept_per_patch(model) + _casts(model, vision)
+        block = patches * kept_per_patch(model) + _autocasts(model, vision)
         inputs = patches * vision.hidden * model.value_bytes
         kept += vision.layers * (inputs if model.checkpointing else block)
         kept += 3 * patches * vision.hidden * 4  # the merger
@@ -183,8 +183,14 @@ def activation_bytes(model: ModelShape, work: Work) -> int:
     return kept + 4 * tokens * text.hidden * 4
 
 
-def _casts(model: ModelShape, part: TextShape | VisionShape) -> int:
-    """Autocast keeps its bfloat16 copy of a layer's weights for the backward pass."""
+def kept_casts(model: ModelShape) -> int:
+    """Bytes of weights in bfloat16 that a decoder layer keeps for its backward pass."""
+    if model.rank and model.precision == "bfloat16":
+        return 2 * model.rank * model.text.adapter_widths
+    return _autocasts(model, model.text)
+
+
+def _autocasts(model: ModelShape, part: TextShape | VisionShape) -> int:
     return 2 * part.layer_weights if model.precision == "autocast" else 0
 
 

@@ -272,7 +272,7 @@ _MEANING = {
     "optimizer": "AdamW's moments",
     "reference": "the reference policy",
     "features": "images, as the frozen vision tower sees them",
-    "folded": "rollout: weights with adapters folded in, or cast",
+    "folded": "rollout: copies of weights that decoding is faster with",
     "cache": "rollout: keys and values",
     "sampling": "rollout: for a moment",
     "gradients": "update",

@@ -76,9 +76,7 @@ def completion_flops(model: ModelShape, prompt: int, tokens: int) -> float:
 def _layer(model: ModelShape) -> float:
     """FLOP of a layer's linear maps for one token, its adapters' among them."""
     text = model.text
-    widths = 2 * (text.hidden + text.query) + 2 * (text.hidden + text.key)
-    widths += 3 * (text.hidden + text.intermediate)
-    return 2 * (text.layer_weights + model.rank * widths)
+    return 2 * (text.layer_weights + model.rank * text.adapter_widths)
 
 
 def seconds_of(model: ModelShape, work: Work, device: Device) -> Phases | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlm_grpo.config import PolicySettings, Settings
@@ -43,6 +44,12 @@ class TextShape:
     def layer_weights(self) -> int:
         """Weights of one layer's linear maps."""
         return 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.intermediate
+
+    @property
+    def adapter_widths(self) -> int:
+        """Inputs and outputs of a layer's linear maps: the weights of its adapters at rank 1."""
+        attention = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
+        return attention + 3 * (self.hidden + self.intermediate)
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,8 @@ class ModelShape:
         text, vision: its two towers.
         weights: number of weights.
         trained: how many of them the settings train; adapters' weights with LoRA.
-        adapted: weights of the layers that carry adapters.
-        adapters: number of layers that carry adapters.
+        linear: weights of all linear maps.
+        adapted: those of the maps that carry adapters.
         rank: rank of the adapters; 0 for full weights.
         trains_vision: the vision tower's activations are kept for a backward pass.
         head_frozen: the output head is not trained.
@@ -98,8 +105,8 @@ class ModelShape:
     vision: VisionShape
     weights: int
     trained: int
+    linear: int
     adapted: int
-    adapters: int
     rank: int
     trains_vision: bool
     head_frozen: bool
@@ -151,6 +158,7 @@ def read_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, Family]
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(config)
         weights = sum(weight.numel() for weight in model.parameters())
+        linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
         adapt(model, family, policy)
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     layers = [m for m in model.modules() if hasattr(m, "lora_A")]
@@ -164,8 +172,8 @@ def read_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, Family]
         vision=_vision(config.vision_config),
         weights=weights,
         trained=sum(weight.numel() for _, weight in trained),
+        linear=linear,
         adapted=sum(layer.get_base_layer().weight.numel() for layer in layers),
-        adapters=len(layers),
         rank=policy.lora.r if policy.lora is not None else 0,
         trains_vision=any(name.startswith(vision) for name, _ in trained),
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
