@@ -35,6 +35,10 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
+SCORES_AT_ONCE = 2**24
+"""Attention scores that are held at once where the products are plain ones."""
+
+
 @runtime_checkable
 class Attend(Protocol):
     """What the language model's attention layers are dispatched to."""
@@ -148,13 +152,13 @@ class Packed:
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        key, value = _expand_heads(query, key), _expand_heads(query, value)
         # Split, not sliced: the gradient of a slice is a tensor of the whole row's size.
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         outputs = []
         for span in self.spans:
             q, k, v = next(parts)
-            outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+            whole = (q, _expand_heads(q, k), _expand_heads(q, v))
+            outputs.append(scaled_dot_product_attention(*whole, is_causal=True, scale=scaling))
             qc, kc, vc = next(parts)
             if qc.shape[2]:
                 attention = _cascade if _has_cascade(query) else _masked
@@ -184,8 +188,8 @@ def _masked(
     prefix = own.new_ones(len(owner), prefix_key.shape[2])
     return scaled_dot_product_attention(
         query,
-        torch.cat([prefix_key, key], dim=2),
-        torch.cat([prefix_value, value], dim=2),
+        _expand_heads(query, torch.cat([prefix_key, key], dim=2)),
+        _expand_heads(query, torch.cat([prefix_value, value], dim=2)),
         attn_mask=torch.cat([prefix, own], dim=1),
         scale=scaling,
     )
@@ -216,9 +220,13 @@ class _Cascade(torch.autograd.Function):
         lengths: tuple[int, ...],
         scaling: float,
     ) -> Tensor:
-        to_prefix, prefix_lse = _FLASH(query, prefix_key, prefix_value, scale=scaling)
-        padded = (_unpack(x, lengths) for x in (query, key, value))
-        to_self, self_lse = _FLASH(*padded, is_causal=True, scale=scaling)
+        stacked = _stack_heads(query, prefix_key)
+        to_prefix, prefix_lse = _over_all(stacked, prefix_key, prefix_value, scaling)
+        to_prefix, prefix_lse = to_prefix.reshape(query.shape), prefix_lse.reshape(query.shape[:3])
+        own = (query, _expand_heads(query, key), _expand_heads(query, value))
+        to_self, self_lse = _FLASH(
+            *(_unpack(x, lengths) for x in own), is_causal=True, scale=scaling
+        )
         to_self, self_lse = _repack(to_self, lengths), _repack(self_lse[..., None], lengths)
         prefix_lse = prefix_lse[..., None]
         lse = torch.logaddexp(prefix_lse, self_lse)
@@ -233,13 +241,92 @@ class _Cascade(torch.autograd.Function):
         query, prefix_key, prefix_value, key, value, output, lse = ctx.saved_tensors
         lengths, scaling = ctx.lengths, ctx.scaling
         grad = grad_outputs[0].contiguous()
-        d_query, d_prefix_key, d_prefix_value = _FLASH_BACKWARD(
-            grad, query, prefix_key, prefix_value, output, lse[..., 0], 0.0, False, scale=scaling
-        )
-        g, q, k, v, o, s = (_unpack(x, lengths) for x in (grad, query, key, value, output, lse))
+        stacked = (_stack_heads(x, prefix_key) for x in (grad, query, output, lse))
+        d_prefix = _over_all_backward(*stacked, prefix_key, prefix_value, scaling)
+        own = (grad, query, _expand_heads(query, key), _expand_heads(query, value), output, lse)
+        g, q, k, v, o, s = (_unpack(x, lengths) for x in own)
         d_own = _FLASH_BACKWARD(g, q, k, v, o, s[..., 0], 0.0, True, scale=scaling)
         d_own_query, d_key, d_value = (_repack(x, lengths) for x in d_own)
-        return d_query + d_own_query, d_prefix_key, d_prefix_value, d_key, d_value, None, None
+        d_query = d_prefix[0].reshape(query.shape) + d_own_query
+        d_key, d_value = _sum_heads(d_key, key), _sum_heads(d_value, value)
+        return d_query, d_prefix[1], d_prefix[2], d_key, d_value, None, None
+
+
+def _over_all(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, and its log-sum-exp in float32.
+
+    In bfloat16 the flash kernel for CPUs runs its products at the rate of float32; plain ones
+    take a third of its time, and round the scores as transformers' eager attention does.
+
+    Args:
+        query: (rows, heads, n, width).
+        key: (rows, heads, m, width); value likewise.
+
+    Returns:
+        (rows, heads, n, width) and (rows, heads, n).
+    """
+    if query.dtype != torch.bfloat16:
+        return _FLASH(query, key, value, scale=scaling)
+    outputs, sums = [], []
+    for part in query.split(_rows_at_once(key), dim=2):
+        weights, top = _weights(part, key, scaling)
+        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
+        outputs.append((weights @ value / total).to(value.dtype))
+        sums.append((total.log() + top)[..., 0])
+    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+
+
+def _over_all_backward(
+    grad: Tensor,
+    query: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of a part, given the output and the log-sum-exp of the
+    whole, (rows, heads, n, 1); other arguments as in ``_over_all``."""
+    if query.dtype != torch.bfloat16:
+        arguments = (grad, query, key, value, output, lse[..., 0], 0.0, False)
+        return _FLASH_BACKWARD(*arguments, scale=scaling)
+    d_queries, d_key, d_value = [], torch.zeros_like(key), torch.zeros_like(value)
+    rows = _rows_at_once(key)
+    for g, q, o, s in zip(*(x.split(rows, dim=2) for x in (grad, query, output, lse)), strict=True):
+        weights, top = _weights(q, key, scaling)
+        # The weights' share in the whole goes to the gradient, which is the smaller factor.
+        g = g * (top - s).exp()
+        mean = (g * o).sum(-1, keepdim=True)
+        g = g.to(weights.dtype)
+        d_value += weights.mT @ g
+        d_scores = (g @ value.mT).sub_(mean).mul_(weights)
+        d_queries.append(d_scores @ key * scaling)
+        d_key += d_scores.mT @ (q * scaling)
+    return torch.cat(d_queries, dim=2), d_key, d_value
+
+
+def _weights(query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """``exp(scores - top)``, (rows, heads, n, m), and the largest score of each query."""
+    scores = (query * scaling) @ key.mT
+    top = scores.amax(-1, keepdim=True)
+    return scores.sub_(top).exp_(), top
+
+
+def _rows_at_once(key: Tensor) -> int:
+    """Queries whose scores are held at once."""
+    return max(1, SCORES_AT_ONCE // (key.shape[1] * key.shape[2]))
+
+
+def _stack_heads(rows: Tensor, key: Tensor) -> Tensor:
+    """Queries (1, heads, n, width) that share a key head, as rows of one matrix."""
+    return rows.reshape(rows.shape[0], key.shape[1], -1, rows.shape[-1])
+
+
+def _sum_heads(grad: Tensor, key: Tensor) -> Tensor:
+    """The gradient of repeated keys, as that of the keys."""
+    if grad.shape == key.shape:
+        return grad
+    return grad.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
 
 
 def _unpack(packed: Tensor, lengths: tuple[int, ...]) -> Tensor:
