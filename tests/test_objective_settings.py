@@ -92,6 +92,10 @@ def test_refusals_name_the_remedy(fields, remedy):
             },
             "gradient is not exact",
         ),
+        (
+            {"beta": 0.1, "reference_refresh_every": 5, "sampler_correction": "token"},
+            "weights the policy's loss alone",
+        ),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "same gradient as dapo"),
         ({"normalize_each_reward": True, "advantage_estimator": "rloo"}, "hence not unbiased"),
         ({"sampler_correction_cap": 2.0}, "unused"),

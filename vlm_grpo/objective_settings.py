@@ -242,6 +242,11 @@ class ObjectiveSettings(BaseModel):
                     "use_bias_correction_kl=false: k3 alone follows the gradient of "
                     "KL(reference ‖ policy), not of KL(policy ‖ reference)"
                 )
+        if self.kl_in == "loss" and self.sampler_correction != "none":
+            notes.append(
+                "sampler_correction weights the policy's loss alone: the KL is that at the tokens "
+                "which the sampler's distribution gave"
+            )
         if self.kl_in == "loss" and self.importance_sampling_level == "sequence":
             notes.append(
                 "importance_sampling_level=sequence: the KL is weighted by the completion's ratio, "
