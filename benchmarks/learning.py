@@ -56,8 +56,12 @@ TWINS = {"bnpo": "dapo", "cispo": "dapo", "gspo": "grpo"}
 """With one update these are one computation under two names. The first seed shows that they agree
 in every number; the others are run under one name."""
 VARIANTS = {name: changes for panel in PANELS.values() for name, changes in panel.items()}
-LABELS = {("the reference, loss_type = grpo", "grpo"): "k = 1, or beta = 0"}
-"""With one update and k = 1 the KL and its gradient are 0: it is the run without a KL."""
+LABELS = {
+    ("loss types, num_iterations = 1", "grpo"): "grpo = gspo",
+    ("loss types, num_iterations = 1", "dapo"): "dapo = bnpo = cispo",
+    # With one update and k = 1 the KL and its gradient are 0: it is the run without a KL.
+    ("the reference, loss_type = grpo", "grpo"): "k = 1, or beta = 0",
+}
 
 
 def train(variant: str, seed: int, folder: str) -> dict:
@@ -134,6 +138,13 @@ def check_twins(runs: list[dict]) -> None:
             raise SystemExit(f"{variant} and {TWINS[variant]} differ with seed {seed}")
 
 
+def measured(runs: list[dict]) -> dict[str, list[str]]:
+    """The panels that say something, with the runs that they show; twins under one name."""
+    known = {run["variant"] for run in runs} - set(TWINS)
+    panels = {title: [v for v in panel if v in known] for title, panel in PANELS.items()}
+    return {title: panel for title, panel in panels.items() if len(panel) > 1}
+
+
 def table(runs: list[dict]) -> str:
     """Held-out accuracy at the end, in percent: mean over seeds and the range of them."""
     rows = [
@@ -141,12 +152,10 @@ def table(runs: list[dict]) -> str:
         "largest gradient norm |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for title, panel in PANELS.items():
+    for title, panel in measured(runs).items():
         rows.append(f"| *{title}* | | | | | |")
         for variant in panel:
             found = [run for run in runs if run["variant"] == variant]
-            if not found:
-                continue
             last = [100 * run["held_out"][-1][1] for run in found]
             reward = statistics.fmean(statistics.fmean(run["reward"][-20:]) for run in found)
             rows.append(
@@ -161,12 +170,12 @@ def draw(runs: list[dict]) -> None:
     """One column for each panel: held-out accuracy above, the training reward below."""
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
-    figure, axes = plt.subplots(2, len(PANELS), figsize=(13, 6.6), sharex=True, sharey="row")
-    for (above, below), (title, panel) in zip(axes.T, PANELS.items(), strict=True):
+    panels = measured(runs)
+    size = (4.4 * len(panels), 6.6)
+    figure, axes = plt.subplots(2, len(panels), figsize=size, sharex=True, sharey="row")
+    for (above, below), (title, panel) in zip(axes.T, panels.items(), strict=True):
         for variant in panel:
             found = [run for run in runs if run["variant"] == variant]
-            if not found:
-                continue
             steps = [step for step, _ in found[0]["held_out"]]
             curves = [[value for _, value in run["held_out"]] for run in found]
             mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
