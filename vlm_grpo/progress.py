@@ -1,13 +1,13 @@
-"""What a run says in the terminal: what it will do, how far it is, what it came to."""
+"""How far a run is: two live lines in a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,60 +18,37 @@ from rich.progress import (
 from rich.progress import (
     Progress as Bar,
 )
+from rich.text import Text
 
 from vlm_grpo.config import Settings
-from vlm_grpo.task import Task
+from vlm_grpo.timing import Stopwatch
 
 PLAIN_SECONDS = 15.0
 """Between two lines where the output is no terminal."""
 
 
-def describe_run(settings: Settings, policy, task: Task, held_out: int) -> Iterator[str]:
-    """The first lines of a run."""
-    weights = [weight.numel() for _, weight in policy.trainable()]
-    total = sum(weight.numel() for weight in policy.model.parameters())
-    kind = "LoRA" if policy.adapters is not None else "full weights"
-    yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
-    yield f"task       {settings.task}, trained on {settings.data.train}, {held_out} held out"
-    rewards = ", ".join(f"{name} × {w:g}" for name, w in task.reward_weights().items() if w)
-    yield f"rewards    {rewards}"
-    form = "one prompt pass per group" if policy.shared else "one prompt pass per completion"
-    rollout, optim = settings.rollout, settings.optim
-    yield (
-        f"step       {optim.prompts_per_step} prompts × {rollout.num_generations} completions, "
-        f"{form}, on {policy.device}"
-    )
-    for note in settings.objective.notes():
-        yield f"note       {note}"
-    yield f"run folder {settings.run_dir}"
-
-
 class Progress:
-    """A live bar in a terminal, a line now and then elsewhere.
+    """Shows a run's progress on stderr.
 
     Args:
-        total: steps of the run.
+        settings: the run's.
+        headline: of the task; its held-out value is shown once there is one.
+        stopwatch: knows the phase that is going on.
         done: steps done before.
         enabled: False on all ranks but the first.
     """
 
-    def __init__(self, total: int, done: int, enabled: bool) -> None:
-        self.total, self.done, self.enabled = total, done, enabled
+    def __init__(
+        self, settings: Settings, headline: str, stopwatch: Stopwatch, done: int, enabled: bool
+    ) -> None:
+        self.total, self.done, self.first = settings.optim.max_steps, done, done
+        self.completions = settings.optim.prompts_per_step * settings.rollout.num_generations
+        self.headline, self.stopwatch, self.enabled = headline, stopwatch, enabled
         self.started = self.last_line = time.monotonic()
-        self.first = done
+        self.note, self.held_out = "", ""
         console = Console(stderr=True)
-        self.bar = Bar(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not (enabled and console.is_terminal),
-        )
-        self.row = self.bar.add_task("train", total=total, completed=done, note="")
+        self.bar = _TwoLines(self, console, disable=not (enabled and console.is_terminal))
+        self.row = self.bar.add_task("train", total=self.total, completed=done)
 
     def __enter__(self) -> Progress:
         self.bar.start()
@@ -88,13 +65,47 @@ class Progress:
     def advance(self, metrics: Mapping[str, float]) -> None:
         """One step more, with its metrics."""
         self.done += 1
-        note = f"reward {metrics['reward']:.3f}  length {metrics['completions/mean_length']:.1f}"
+        if (value := metrics.get(f"eval/{self.headline}")) is not None:
+            self.held_out = f"  held-out {self.headline} {value:.3f}"
+        self.note = (
+            f"reward {metrics['reward']:.3f}{self.held_out}"
+            f"  length {metrics['completions/mean_length']:.1f}"
+            f"  {self.completions / metrics['time/step']:.3g} samples/s"
+            f"  {self._memory(metrics)}"
+        )
         if not self.bar.disable:
-            self.bar.update(self.row, completed=self.done, note=note)
+            self.bar.update(self.row, completed=self.done)
             return
         now = time.monotonic()
         if self.enabled and (now - self.last_line > PLAIN_SECONDS or self.done == self.total):
             self.last_line = now
             left = (now - self.started) / (self.done - self.first) * (self.total - self.done)
-            line = f"step {self.done}/{self.total}  {note}  {left:.0f} s left"
+            line = f"step {self.done}/{self.total}  {self.note}  {left:.0f} s left"
             print(line, file=sys.stderr, flush=True)
+
+    def _memory(self, metrics: Mapping[str, float]) -> str:
+        on_device = metrics.get("memory/cuda_peak")
+        held = metrics["memory/resident"] if on_device is None else on_device
+        return f"{held:.1f} GiB"
+
+
+class _TwoLines(Bar):
+    """The bar, and below it the phase and the last step's numbers."""
+
+    def __init__(self, progress: Progress, console: Console, disable: bool) -> None:
+        self.progress = progress
+        super().__init__(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=disable,
+        )
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        phase = self.progress.stopwatch.phase or ""
+        yield Text(f"{phase:<10} {self.progress.note}", no_wrap=True, overflow="ellipsis")

@@ -18,21 +18,25 @@ class Stopwatch:
 
     Attributes:
         seconds: seconds spent in each phase since the last ``reset``.
+        phase: the innermost phase that is going on; None between phases.
         wait: called at the beginning and the end of each phase; a benchmark on an accelerator
             lets it wait for the device, without which only the host's time is seen.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    phase: str | None = None
     wait: Callable[[], None] = lambda: None
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         self.wait()
         started = time.perf_counter()
+        outer, self.phase = self.phase, phase
         try:
             yield
         finally:
             self.wait()
+            self.phase = outer
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def reset(self) -> None:

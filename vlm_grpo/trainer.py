@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from transformers.utils.logging import disable_progress_bar
 
+from vlm_grpo.announce import TrainResult, describe_run
 from vlm_grpo.checkpoint import Moment, checkpoints, newest_checkpoint
 from vlm_grpo.config import Settings
 from vlm_grpo.credit import step_advantages
@@ -28,7 +29,7 @@ from vlm_grpo.objective import Advantages
 from vlm_grpo.optimizer import build_optimizer, build_scheduler
 from vlm_grpo.overflow import Overflows
 from vlm_grpo.policy import Counters, Policy, load_policy
-from vlm_grpo.progress import Progress, describe_run
+from vlm_grpo.progress import Progress
 from vlm_grpo.ranks import any_rank, build_accelerator
 from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
@@ -43,34 +44,6 @@ from vlm_grpo.types import Example
 from vlm_grpo.update import Updater, step_batch
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run came to.
-
-    Attributes:
-        before: held-out evaluation of the model as it was loaded; None without held-out data.
-        after: the same after the last step.
-        checkpoint: the last checkpoint's folder.
-        run_dir: the run's folder.
-    """
-
-    before: Evaluation | None
-    after: Evaluation | None
-    checkpoint: Path
-    run_dir: Path
-
-    def __str__(self) -> str:
-        lines = []
-        if self.before is not None:
-            lines.append(f"before     {self.before}")
-        if self.after is not None:
-            lines.append(f"after      {self.after}")
-        lines.append(f"report     {self.run_dir / 'report.html'}")
-        lines.append(f"samples    {self.run_dir / 'samples'}")
-        lines.append(f"checkpoint {self.checkpoint}")
-        return "\n".join(lines)
 
 
 def train(settings: Settings) -> TrainResult:
@@ -181,14 +154,16 @@ class Trainer:
     def run(self) -> TrainResult:
         """All steps that are left, with the evaluations and checkpoints due among them."""
         settings, last = self.settings, self.settings.optim.max_steps
-        is_main = self.accelerator.is_main_process
         self.folder.open(self.step)
-        for line in describe_run(settings, self.policy, self.task, len(self.held_out)):
+        train = self.roll.loader.stream.examples
+        for line in describe_run(settings, self.policy, self.task, train, self.held_out):
             self.accelerator.print(line)
         before = None if self.restored else self._evaluate()
         after = None
         stop = StopRequest(settings.checkpoint.max_hours)
-        with stop, Progress(last, self.step, is_main) as progress, closing(self.roll):
+        is_main = self.accelerator.is_main_process
+        progress = Progress(settings, self.task.headline, self.stopwatch, self.step, is_main)
+        with stop, progress, closing(self.roll):
             while self.step < last and not any_rank(self.accelerator, stop.reason is not None):
                 self.stopwatch.reset()
                 metrics = self.run_step()
@@ -211,7 +186,7 @@ class Trainer:
             where = f"after step {self.step} of {last}; saved in {checkpoint}"
             reason = stop.reason or "another process"
             raise Stopped(f"stopped by {reason} {where}; resume=true goes on", stop.status)
-        return TrainResult(before, after, checkpoint, settings.run_dir)
+        return TrainResult(before, after, self.best, checkpoint, settings.run_dir)
 
     def run_step(self) -> dict[str, float]:
         """One rollout and its update."""
@@ -325,7 +300,8 @@ class Trainer:
         best = None
         if self.settings.checkpoint.keep_best and self.best_step is not None:
             best = Moment(self.best_step)
-        self.saver.save(self.moment, numbers, best)
+        with self.stopwatch("saving"):
+            self.saver.save(self.moment, numbers, best)
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint whose weights the policy was loaded with."""

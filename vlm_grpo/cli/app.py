@@ -298,6 +298,14 @@ def tasks() -> None:
         typer.echo(f"  {name}")
 
 
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to what stderr is now: a live display shows what it gets above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The program: exit status 0, 2 for what the user can mend, 130 when interrupted.
 
@@ -305,7 +313,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: those of the command line; None: the process's own.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handlers = [_CurrentStderr()]
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s: %(message)s", handlers=handlers
+    )
     try:
         app(args=[word for word in given if word != "--debug"], prog_name="vlm-grpo")
     except (UserError, ValidationError) as error:
