@@ -241,8 +241,8 @@ class _Cascade(torch.autograd.Function):
         query, prefix_key, prefix_value, key, value, output, lse = ctx.saved_tensors
         lengths, scaling = ctx.lengths, ctx.scaling
         grad = grad_outputs[0].contiguous()
-        stacked = (_stack_heads(x, prefix_key) for x in (grad, query, output, lse))
-        d_prefix = _over_all_backward(*stacked, prefix_key, prefix_value, scaling)
+        g, q, o, s = (_stack_heads(x, prefix_key) for x in (grad, query, output, lse))
+        d_prefix = _over_all_backward(g, q, o, s, prefix_key, prefix_value, scaling)
         own = (grad, query, _expand_heads(query, key), _expand_heads(query, value), output, lse)
         g, q, k, v, o, s = (_unpack(x, lengths) for x in own)
         d_own = _FLASH_BACKWARD(g, q, k, v, o, s[..., 0], 0.0, True, scale=scaling)
