@@ -54,6 +54,6 @@ def test_packed_attention_is_the_masked_one(
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = results(plain, exact)
     packed = Packed(SPANS)
-    found = results(lambda *x: packed(0, *x, SCALING), tensors)
+    found = results(lambda q, k, v: packed(0, q, k, v, SCALING), tensors)
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.double() - theirs).norm() / theirs.norm() < bound
