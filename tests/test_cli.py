@@ -11,7 +11,7 @@ import pytest
 
 from vlm_grpo import cli
 from vlm_grpo.cli.validation import exploits
-from vlm_grpo.config import recipe_names
+from vlm_grpo.config import load_settings, recipe_names
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.made import write_examples
 from vlm_grpo.registry import load_task, task_names
@@ -382,3 +382,34 @@ def test_a_predictions_file_that_is_not_there_is_named(capsys, data):
     given = ["counting", "--data", data, "--predictions", "none.jsonl"]
 
     assert "none.jsonl cannot be read" in fails(capsys, "score", *given)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "model has no value: add model="),
+        (["--frame", "permille"], "--frame goes with --predictions"),
+        (["--task", "ocr"], "a benchmark has its own task"),
+        (["--predictions", "p.jsonl", "checkpoint=runs"], "leave out checkpoint="),
+        (["--predictions", "p.jsonl", "--frame", "permil"], "did you mean permille"),
+        (["model=embedded", "checkpoint=nowhere"], "nowhere is no folder"),
+        (["model=embedded", "task_options.tagz=true"], "unknown option tagz"),
+    ],
+)
+def test_evaluating_a_benchmark_says_what_does_not_go_together(capsys, more, message):
+    assert message in fails(capsys, "evaluate", "tallyqa", "--data", "embedded:counting", *more)
+
+
+def test_a_checkpoint_says_which_model_it_is_of_and_how_it_was_asked(tmp_path, capsys, monkeypatch):
+    checkpoint = tmp_path / "step-3"
+    trained = ["model=a/model", "task_options.tags=true", "policy.max_pixels=5000"]
+    load_settings("counting", trained).save(checkpoint / "config.yaml")
+    seen = []
+    monkeypatch.setattr("vlm_grpo.evaluate.evaluate_benchmark", lambda *given: seen.append(given))
+    rows = ["evaluate", "tallyqa", "--data", "embedded:counting", f"checkpoint={checkpoint}"]
+    run(capsys, *rows, "policy.dtype=float32")
+    (_, settings, where, _) = seen[0]
+    assert where == checkpoint
+    assert (settings.model, settings.task_options) == ("a/model", {"tags": True})
+    assert (settings.policy.max_pixels, settings.policy.dtype) == (5000, "float32")
+    assert (settings.name, settings.data.eval) == ("benchmark-tallyqa", "embedded:counting")
