@@ -23,7 +23,14 @@ from vlm_grpo.families import load_family
 from vlm_grpo.loading import LoadedModel, adapt, load_model, model_source
 from vlm_grpo.plan import Planner, lines, memory, named_device, this_device
 from vlm_grpo.plan.devices import GIB, Device
-from vlm_grpo.plan.memory import cache_bytes, kept_casts, kept_per_patch, kept_per_token, memory_of
+from vlm_grpo.plan.memory import (
+    cache_bytes,
+    kept_casts,
+    kept_per_patch,
+    kept_per_prompt_token,
+    kept_per_token,
+    memory_of,
+)
 from vlm_grpo.plan.plan import changed
 from vlm_grpo.plan.seconds import completion_flops, prompt_flops, seconds_of, vision_flops
 from vlm_grpo.plan.shape import read_shape
@@ -111,7 +118,9 @@ def test_a_decoder_layer_keeps_what_the_formula_says(family: str, name: str) -> 
         found[layers] = kept(policy, batch)
     shape, _ = read_shape(policy.model.config, policy_settings)
     # To the byte: the third layer's share is the difference.
-    assert found[3] - found[2] == batch.tokens * kept_per_token(shape) + kept_casts(shape)
+    expected = batch.tokens * kept_per_token(shape) + kept_casts(shape)
+    expected += len(prompt.token_ids) * kept_per_prompt_token(shape)
+    assert found[3] - found[2] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

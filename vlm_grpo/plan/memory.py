@@ -3,19 +3,19 @@
 What a layer keeps for its backward pass is counted operation by operation in the models' code and
 in ours (``engine/attention.py``), and held against autograd's own count by the tests. With h the
 hidden width, q and k the widths of all queries and of all keys, m the intermediate width, a the
-heads, r the rank, one token keeps in one decoder layer (numbers; b = 4 or 2 bytes each):
+heads, r the rank, one token keeps in one decoder layer, in bytes:
 
 =============  ===============================================================================
-LoRA, float32  4 · (4h + 5q + 4m + 7r + a + 2)
-full, float32  4 · (6h + 5q + 4m + a + 2)
-LoRA, bf16     4 · (2h + a + 2) + 2 · (2h + 5q + 4m + 7r), and a cast of each adapter
-full, bf16     4 · (4h + a + 2) + 2 · (5h + 5q + 4m), and a cast of each linear weight
+LoRA, float32  4 · (4h + 3q + 2k + 4m + 7r + a + 2)
+full, float32  4 · (6h + 3q + 2k + 4m + a + 2)
+LoRA, bf16     4 · (2h + a + 2) + 2 · (2h + 3q + 2k + 4m + 7r), and a cast of each adapter
+full, bf16     4 · (4h + a + 2) + 2 · (5h + 3q + 2k + 4m), and a cast of each linear weight
 =============  ===============================================================================
 
 In each: two residual streams and two normalised ones (h; two more where a norm's weight is
-trained), queries, expanded keys and values and the output of attention (q each), the output map's
-input (q), and gate, its activation, up and their product (m). A norm on queries and keys adds
-q + k.
+trained), queries, the output of attention and the output map's input (q each), keys and values (k
+each), and gate, its activation, up and their product (m). A norm on queries and keys adds q + k.
+Where query heads share key heads, a prompt's token keeps keys and values repeated too: 2q.
 
 A peak adds what lives for a moment only: the temporaries of one layer, logits of one chunk.
 """
@@ -128,20 +128,27 @@ def _folded(model: ModelShape, on_cpu: bool) -> int:
 def kept_per_token(model: ModelShape) -> int:
     """Bytes that one token keeps in one decoder layer for the backward pass."""
     t = model.text
-    h, q, m = t.hidden, t.query, t.intermediate
+    h, m = t.hidden, t.intermediate
+    attention = 3 * t.query + 2 * t.key
     small = t.heads + 2
     if model.rank:
         ranks = LINEARS * model.rank
         if model.precision == "float32":
-            kept = 4 * (4 * h + 5 * q + 4 * m + ranks + small)
+            kept = 4 * (4 * h + attention + 4 * m + ranks + small)
         else:
-            kept = 4 * (2 * h + small) + 2 * (2 * h + 5 * q + 4 * m + ranks)
+            kept = 4 * (2 * h + small) + 2 * (2 * h + attention + 4 * m + ranks)
         return kept + (4 * _head_norms(t, 1) if t.normed_heads else 0)
     if model.precision == "float32":
-        kept = 4 * (6 * h + 5 * q + 4 * m + small)
+        kept = 4 * (6 * h + attention + 4 * m + small)
         return kept + (4 * _head_norms(t, 2) if t.normed_heads else 0)
-    kept = 4 * (4 * h + small) + 2 * (5 * h + 5 * q + 4 * m)
+    kept = 4 * (4 * h + small) + 2 * (5 * h + attention + 4 * m)
     return kept + (4 * _head_norms(t, 1) + 2 * (t.query + t.key) if t.normed_heads else 0)
+
+
+def kept_per_prompt_token(model: ModelShape) -> int:
+    """What a prompt's token keeps besides: keys and values, repeated for the heads sharing them."""
+    text = model.text
+    return 0 if text.heads == text.key_heads else 2 * text.query * model.value_bytes
 
 
 def _head_norms(text: TextShape, copies: int) -> int:
@@ -170,6 +177,7 @@ def activation_bytes(model: ModelShape, work: Work) -> int:
     text, vision = model.text, model.vision
     tokens, patches = work.micro_tokens, work.micro_patches
     layer = tokens * kept_per_token(model) + kept_casts(model)
+    layer += work.micro_prompt_tokens * kept_per_prompt_token(model)
     width = 2 if model.precision == "bfloat16" else 4  # of the residual stream
     kept = text.layers * layer
     if model.checkpointing:

@@ -72,6 +72,11 @@ class Work:
         return self.pieces_together * self._piece[0]
 
     @property
+    def micro_prompt_tokens(self) -> int:
+        """Those of them that are prompts'."""
+        return self.pieces_together * self.prompt
+
+    @property
     def micro_batches(self) -> int:
         return math.ceil(self.prompts * self._piece[1] / self.pieces_together)
 

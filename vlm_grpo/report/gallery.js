@@ -138,9 +138,12 @@ function layers(entry) {
     if (uri) made.push(element("img", { src: uri, alt: "", class: kind }));
   };
   if (state.layers.predicted) {
-    const drawn = entry.answers.filter((a) => a.marks && a !== state.answer);
-    for (const answer of drawn) add(answer.marks, state.answer ? "soft" : "");
-    if (state.answer) add(state.answer.marks, "");
+    // The evaluations' answers to one question follow each other: the last one stands out.
+    const last = entry.view === "held-out" ? entry.answers.at(-1) : null;
+    const first = state.answer ?? (last?.marks ? last : null);
+    const rest = entry.answers.filter((a) => a.marks && a !== first);
+    for (const answer of rest) add(answer.marks, first ? "soft" : "");
+    if (first) add(first.marks, "");
   }
   if (state.layers.gold) add(entry.goldMarks, made.length ? "striped" : "");
   return made;
