@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=2, help="prompts of a step")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
     parser.add_argument("--tokens", type=int, default=16, help="tokens of a completion")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps, after one more")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after one more")
     parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--weights", choices=WEIGHTS, help=argparse.SUPPRESS)
