@@ -43,10 +43,11 @@ TWICE = ["num_iterations=2"]
 """Where the loss types clip, and so differ."""
 PANELS: dict[str, dict[str, list[str]]] = {
     "loss types, num_iterations = 1": LOSSES,
-    "the reference, loss_type = grpo": {
+    "grpo: the reference, two updates": {
         "grpo": [],
         "k = 10, beta = 0.04": ["beta=0.04", "reference_refresh_every=10"],
         "never, beta = 0.04": ["beta=0.04", "reference_refresh_every=never"],
+        "grpo, twice": TWICE,
     },
     "loss types, num_iterations = 2": {
         f"{name}, twice": [*changes, *TWICE] for name, changes in LOSSES.items() if name != "bnpo"
@@ -60,7 +61,7 @@ LABELS = {
     ("loss types, num_iterations = 1", "grpo"): "grpo = gspo",
     ("loss types, num_iterations = 1", "dapo"): "dapo = bnpo = cispo",
     # With one update and k = 1 the KL and its gradient are 0: it is the run without a KL.
-    ("the reference, loss_type = grpo", "grpo"): "k = 1, or beta = 0",
+    ("grpo: the reference, two updates", "grpo"): "k = 1, or beta = 0",
 }
 
 
