@@ -18,7 +18,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.evaluate import summarise, write_predictions
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.tracking import MetricsLog, step_metrics, write_held_out, write_samples
+from vlm_grpo.tracking import MetricsLog, step_tally, write_held_out, write_samples
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
 GROUP_SIZE = 8
@@ -77,7 +77,7 @@ def make_run(
         advantages = [_advantages(g) for g in groups]
         if step % samples_every == 0:
             write_samples(samples, step, groups, advantages, task)
-        log.write(step, step_metrics(groups) | _other_metrics(groups, step, chance))
+        log.write(step, step_tally(groups).values() | _other_metrics(groups, step, chance))
     return settings.run_dir
 
 

@@ -35,7 +35,7 @@ def step_advantages(
     if penalties is not None:
         weights = torch.cat([weights, weights.new_tensor([-1.0])])
         rewards = torch.cat([rewards, penalties[:, None].to(rewards.dtype)], dim=1)
-    sizes = torch.tensor([len(group.completions) for group in groups])
+    sizes = torch.tensor([len(group.completions) for group in groups], dtype=torch.int64)
     rank, world = accelerator.process_index, accelerator.num_processes
     # Group g of rank r is g * world + r everywhere, so that no two groups share a number.
     ids = torch.arange(len(groups)).repeat_interleave(sizes) * world + rank

@@ -110,6 +110,16 @@ class Policy:
         )
         return replace(example, images=images)
 
+    def expected_tokens(self, example: Example, task: Task) -> int:
+        """About how many tokens the example's prompt has, without reading its images.
+
+        Image tokens are counted exactly where the family's resize is known; a token of text is
+        taken to have three characters.
+        """
+        seen = self.with_seen_sizes(example).images
+        images = sum(self.family.image_tokens(image.seen, self.processor) for image in seen)
+        return images + len(task.prompt(example)) // 3
+
     def prompt(self, example: Example, task: Task) -> Prompt:
         """The example as this model reads it: its images are decoded and preprocessed here.
 

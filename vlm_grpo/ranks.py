@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import Tensor
 
 from vlm_grpo.config import Settings
 from vlm_grpo.errors import UserError
 
 DATA_PARALLEL = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+BUCKET_BYTES = 256 * 2**20
+"""Gradients that are added up by one collective: enough to fill a link, little beside a model."""
 
 
 def build_accelerator(settings: Settings) -> Accelerator:
@@ -39,3 +45,54 @@ def any_rank(accelerator: Accelerator, flag: bool) -> bool:
         return flag
     flags = torch.tensor(float(flag), device=accelerator.device)
     return bool(accelerator.reduce(flags, "sum") > 0)  # type: ignore[operator]
+
+
+def share_evenly(costs: Sequence[int], world: int) -> list[list[int]]:
+    """The items of each of ``world`` ranks, so that their costs are about equal.
+
+    The dearest item left goes to the rank with the least so far (Graham's longest-processing-time
+    rule: at most 4/3 of the best cut). All ranks come to the same shares without speaking.
+
+    Args:
+        costs: of each item, at least 0.
+        world: how many ranks.
+
+    Returns:
+        For each rank its items' places in ``costs``, ascending.
+    """
+    shares: list[list[int]] = [[] for _ in range(world)]
+    loads = [(0, 0, rank) for rank in range(world)]
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        cost, count, rank = min(loads)
+        shares[rank].append(place)
+        loads[rank] = (cost + costs[place], count + 1, rank)
+    return [sorted(share) for share in shares]
+
+
+def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by its sum over all ranks, many tensors in one collective.
+
+    One collective for each tensor would spend its time on latency: an adapter has hundreds of
+    small ones. Every rank calls it with tensors of the same shapes in the same order.
+    """
+    if accelerator.num_processes == 1:
+        return
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        torch.distributed.all_reduce(flat)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors in order, in runs of one type and at most ``BUCKET_BYTES`` or one tensor."""
+    buckets: list[list[Tensor]] = []
+    room, dtype = 0, None
+    for tensor in tensors:
+        if tensor.nbytes > room or tensor.dtype != dtype:
+            buckets.append([])
+            room, dtype = BUCKET_BYTES, tensor.dtype
+        buckets[-1].append(tensor)
+        room -= tensor.nbytes
+    return buckets

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+
+from accelerate.utils import gather_object
 
 from vlm_grpo.config import DataSettings, Settings
 from vlm_grpo.credit import has_spread
@@ -15,6 +17,7 @@ from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.judge import Judge
 from vlm_grpo.memory import is_out_of_memory
 from vlm_grpo.policy import Policy, sampling_of
+from vlm_grpo.ranks import share_evenly
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
@@ -72,7 +75,9 @@ class PromptLoader:
         return [one.prompt for one in loaded]
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin with prompts that ``take`` is likely to ask for."""
+        """Begin with the prompts that ``take`` is likely to ask for, and drop any others."""
+        for index in self._ahead.keys() - set(indices):
+            self._ahead.pop(index).cancel()
         for index in indices:
             self._start(index)
 
@@ -105,7 +110,8 @@ class Rollout:
 
     Attributes:
         groups: scored groups.
-        resampled: groups that were replaced because their rewards were all equal.
+        resampled: groups of all ranks that were drawn in place of some whose rewards were all
+            equal.
     """
 
     groups: tuple[Group, ...]
@@ -121,7 +127,8 @@ class Roller:
         stream: where examples come from.
         settings: the run's.
         position: how many examples earlier steps have drawn.
-        rank: this process's index among ``world`` processes; each takes every world-th prompt.
+        rank: this process's index among ``world`` processes; they share each step's prompts so that
+            their tokens are about equal.
         world: number of processes.
     """
 
@@ -149,41 +156,63 @@ class Roller:
 
     def __call__(self, progress: float) -> Rollout:
         """One step's groups; ``progress`` (0 to 1) is how far the training has come."""
-        rollout = self.settings.rollout
-        wanted = self._mine(self.settings.optim.prompts_per_step)
-        groups = self._groups(wanted, progress)
+        rollout, wanted = self.settings.rollout, self.settings.optim.prompts_per_step
+        groups = self._round(wanted, progress)
         if not rollout.dynamic_sampling:
-            return Rollout(tuple(groups))
+            return Rollout(tuple(groups.values()))
         kept, idle = self._sorted_by_spread(groups)
         resampled = 0
         for _ in range(rollout.max_resample or 3):
-            if not idle:
+            missing = wanted - len(kept)
+            if not missing:
                 break
-            fresh = self._groups(self._mine(len(idle) * self.world), progress)
-            resampled += len(fresh)
+            fresh = self._round(missing, progress)
+            resampled += missing
             kept += self._sorted_by_spread(fresh)[0]
-            idle = idle[: len(wanted) - len(kept)]
-        return Rollout((*kept, *idle), resampled)
+            groups |= fresh
+        chosen = [*kept, *idle[: wanted - len(kept)]]
+        return Rollout(tuple(groups[index] for index in chosen if index in groups), resampled)
 
-    def _sorted_by_spread(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-        """The groups whose rewards differ, and those that have nothing to compare."""
-        weights, kept, idle = self.task.reward_weights(), [], []
-        for group in groups:
-            useful = has_spread(group, weights, self.settings.objective)
-            (kept if useful else idle).append(group)
-        return kept, idle
+    def _sorted_by_spread(self, groups: Mapping[int, Group]) -> tuple[list[int], list[int]]:
+        """The indices of all ranks' groups whose rewards differ, and of those with nothing to
+        compare."""
+        weights, objective = self.task.reward_weights(), self.settings.objective
+        own = [(i, has_spread(group, weights, objective)) for i, group in groups.items()]
+        every = sorted(gather_object(own))
+        return [i for i, useful in every if useful], [i for i, useful in every if not useful]
 
-    def _mine(self, count: int) -> list[int]:
-        """This rank's share of the next ``count`` indices of the stream."""
+    def _round(self, count: int, progress: float) -> dict[int, Group]:
+        """This rank's groups of the stream's next ``count`` examples, by index.
+
+        Raises:
+            UserError: on all ranks, where one of them could not make its groups.
+        """
         start, self.position = self.position, self.position + count
-        return list(range(start + self.rank, self.position, self.world))
+        indices = self._mine(start, count)
+        groups, failure = [], None
+        try:
+            groups = self._groups(indices, progress)
+        except UserError as error:
+            failure = error
+        if any(gather_object([failure is not None])):
+            raise failure or UserError("another process could not go on")
+        return dict(zip(indices, groups, strict=True))
+
+    def _mine(self, start: int, count: int) -> list[int]:
+        """This rank's share of the ``count`` indices from ``start`` on."""
+        if self.world == 1:
+            return list(range(start, start + count))
+        examples = (self.loader.stream[index] for index in range(start, start + count))
+        costs = [self.policy.expected_tokens(example, self.task) for example in examples]
+        return [start + place for place in share_evenly(costs, self.world)[self.rank]]
 
     def _groups(self, indices: list[int], progress: float) -> list[Group]:
         stopwatch = self.policy.stopwatch
         with stopwatch("prompts"):
             prompts = self.loader.take(indices)
-        ahead = range(self.position, self.position + self.settings.optim.prompts_per_step)
-        self.loader.prefetch(ahead[self.rank :: self.world])
+        self.loader.prefetch(self._mine(self.position, self.settings.optim.prompts_per_step))
+        if not prompts:
+            return []
         with stopwatch("rollout"):
             completions = self._sample(prompts, indices)
         task = self.task.at(progress)

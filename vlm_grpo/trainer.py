@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from vlm_grpo.saving import Saver
 from vlm_grpo.stopping import StopRequest
 from vlm_grpo.task import Task
 from vlm_grpo.trackers import check_installed
-from vlm_grpo.tracking import HELD_OUT_SHOWN, step_metrics
+from vlm_grpo.tracking import HELD_OUT_SHOWN, Tally, step_tally
 from vlm_grpo.types import Example
 from vlm_grpo.update import Updater, step_batch
 
@@ -194,8 +194,6 @@ class Trainer:
         decodes, replaced = self.roll.loader.decodes, self.roll.loader.replaced
         started = time.perf_counter()
         rollout = self._rollout()
-        # Ranks that replaced more groups have drawn further; all go on from the furthest.
-        self.roll.position = max(gather_object([self.roll.position]))
         self.reference.refresh(self.step)
         with self.stopwatch("reference"):
             reference, penalties = self.update.reference_pass(rollout.groups)
@@ -212,22 +210,21 @@ class Trainer:
             self.folder.write_samples(self.step, rollout.groups, mine)
         self.overflows.note(self.step, bool(metrics["skipped_updates"]), rollout.groups, mine)
         self.stopwatch.seconds["step"] = time.perf_counter() - started
-        metrics["work/image_decodes"] = self.roll.loader.decodes - decodes
-        metrics["replaced_prompts"] = self.roll.loader.replaced - replaced
-        return metrics | self._metrics(rollout, advantages)
+        done = {
+            **{f"work/{name}": count for name, count in vars(self.policy.counters).items()},
+            "work/image_decodes": self.roll.loader.decodes - decodes,
+            "replaced_prompts": self.roll.loader.replaced - replaced,
+        }
+        return metrics | self._metrics(rollout, advantages, done)
 
     def _rollout(self) -> Rollout:
         """The step's groups. Where one cannot be made, the run is saved as it was before."""
-        position, failure = self.roll.position, None
-        rollout = Rollout(())
+        position = self.roll.position
         try:
-            rollout = self.roll(progress=self.step / self.settings.optim.max_steps)
-        except UserError as error:
-            failure = error
-        if any_rank(self.accelerator, failure is not None):
+            return self.roll(progress=self.step / self.settings.optim.max_steps)
+        except UserError as failure:  # on all ranks, whichever of them it came from
             self.roll.position = position
-            self._save_before(failure or UserError("another process could not go on"))
-        return rollout
+            self._save_before(failure)
 
     def _save_before(self, failure: UserError) -> NoReturn:
         """Save what has been learned so far, and end the run with the failure."""
@@ -236,11 +233,13 @@ class Trainer:
             self.saver.writer.wait()
         raise failure
 
-    def _metrics(self, rollout: Rollout, advantages: Advantages) -> dict[str, Any]:
-        own = step_metrics(rollout.groups)
-        counters = vars(self.policy.counters)
+    def _metrics(
+        self, rollout: Rollout, advantages: Advantages, done: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Means and counts over all ranks; times and memory are the first rank's."""
+        every = gather_object([step_tally(rollout.groups) + Tally(sums=done)])
         return {
-            **own,
+            **sum(every, Tally()).values(),
             "reward_std": advantages.group_stds.nanmean().item(),
             "frac_reward_zero_std": advantages.frac_reward_zero_std,
             "unscorable": advantages.unscorable,
@@ -248,7 +247,6 @@ class Trainer:
             "learning_rate": self.scheduler.get_last_lr()[0],
             **memory_metrics(self.accelerator.device),
             **{f"time/{name}": seconds for name, seconds in self.stopwatch.seconds.items()},
-            **{f"work/{name}": count for name, count in counters.items()},
         }
 
     def _evaluate_step(self, metrics: dict[str, float]) -> Evaluation | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from vlm_grpo.config import Settings
@@ -26,6 +27,7 @@ from vlm_grpo.objective import (
     policy_loss,
 )
 from vlm_grpo.policy import Policy
+from vlm_grpo.ranks import sum_over_ranks
 from vlm_grpo.reference import Reference
 from vlm_grpo.types import Group
 
@@ -86,14 +88,14 @@ def step_batch(
         reference_logprobs: by completion; empty where no reference is kept.
     """
     completions = [c for group in groups for c in group.completions]
-    lengths = torch.tensor([len(c.token_ids) for c in completions])
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     active = torch.ones(len(completions), dtype=torch.bool)
     if settings.objective.mask_truncated_completions:
-        active = torch.tensor([c.stop != "length" for c in completions])
+        active = torch.tensor([c.stop != "length" for c in completions], dtype=torch.bool)
     counts = StepTotals.of(lengths, active, settings.rollout.max_completion_length)
     sums = torch.tensor([counts.completions, counts.active_tokens], device=accelerator.device)
-    sums = accelerator.reduce(sums, "sum").tolist()  # type: ignore[union-attr]
-    totals = StepTotals(sums[0], sums[1], counts.max_completion_length)
+    sum_over_ranks(accelerator, [sums])
+    totals = StepTotals(int(sums[0]), int(sums[1]), counts.max_completion_length)
     useful = needs_update(advantages, active, settings.objective)
     return StepBatch(
         slices_of(groups, useful.tolist()),
@@ -126,7 +128,7 @@ class Updater:
     max_tokens: int
 
     def __call__(self, batch: StepBatch) -> dict[str, float]:
-        """``num_iterations`` updates on one step's completions; returns their metrics."""
+        """``num_iterations`` updates on one step's completions; their metrics over all ranks."""
         objective = self.settings.objective
         old: dict[int, Tensor] = {}  # filled by the first iteration, read by the others
         metrics, losses, norms = Metrics(), [], []
@@ -135,11 +137,13 @@ class Updater:
             norms.append(self._apply())
             losses.append(loss)
             metrics = metrics + more
+        every = gather_object([(sum(losses), metrics.on_host())])
+        metrics = sum((more for _, more in every), Metrics())
         skipped = sum(not math.isfinite(norm) for norm in norms)
         if skipped < len(norms):  # the schedule counts updates that were made
             self.scheduler.step()
         return {
-            "loss": sum(losses) / len(losses),
+            "loss": sum(loss for loss, _ in every) / objective.num_iterations,
             "grad_norm": norms[-1],
             "skipped_updates": skipped,
             **metrics.values(),
@@ -157,7 +161,7 @@ class Updater:
         return norm
 
     def _exchange(self, weights: Sequence[nn.Parameter]) -> None:
-        """The mean of all ranks' gradients, in every rank.
+        """The sum of all ranks' gradients, in every rank.
 
         Ranks have different numbers of micro-batches, or none, and not every one of them has an
         image; an exchange after the last of them cannot hang on that. A weight without a gradient
@@ -167,9 +171,7 @@ class Updater:
         for weight in weights:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-        if self.accelerator.num_processes > 1:
-            for weight in weights:
-                weight.grad = self.accelerator.reduce(weight.grad, "mean")  # type: ignore[assignment]
+        sum_over_ranks(self.accelerator, [weight.grad for weight in weights])  # type: ignore[misc]
 
     def _accumulate(
         self, batch: StepBatch, old: dict[int, Tensor], first: bool
@@ -215,8 +217,7 @@ class Updater:
         if first and objective.needs_old_logprobs:
             old |= _by_row(micro, scores.logprobs.detach())
         output = policy_loss(tokens, batch.totals, objective)
-        # Ranks' gradients are averaged; the totals are already those of all ranks.
-        self.accelerator.backward(output.loss * self.accelerator.num_processes)
+        output.loss.backward()
         return output.loss.item(), output.metrics
 
     def _token_batch(
@@ -264,10 +265,13 @@ class Updater:
         objective = self.settings.objective
         if not objective.needs_reference:
             return {}, None
-        slices = slices_of(groups, [True] * sum(len(group.completions) for group in groups))
+        count = sum(len(group.completions) for group in groups)
+        slices = slices_of(groups, [True] * count)
         reference = self.reference_logprobs(slices)
         if objective.kl_in == "loss":
             return reference, None
+        if not count:
+            return reference, torch.zeros(0)
         old = self.logprobs(slices)
         rows = range(len(old))
         lengths = torch.tensor([len(old[row]) for row in rows])

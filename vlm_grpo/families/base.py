@@ -59,6 +59,10 @@ class Family:
         """Width and height in pixels at which the model sees an image of ``size``."""
         return size
 
+    def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
+        """Tokens of an image that the model sees at ``size``; 0 where all have equally many."""
+        return 0
+
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
         """The processor's own budget, or None where the family resizes to a fixed size."""
         return None

@@ -48,6 +48,9 @@ class QwenVL(Family):
         )
         return width, height
 
+    def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
+        return size[0] * size[1] // _token_edge(processor) ** 2
+
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
         source = {
             "image": image,

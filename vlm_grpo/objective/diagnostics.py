@@ -36,6 +36,11 @@ class Metrics:
             maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return Metrics(means, maxima)
 
+    def on_host(self) -> Metrics:
+        """The same in the host's memory, to be sent to other ranks."""
+        means = {name: (total.cpu(), count.cpu()) for name, (total, count) in self.means.items()}
+        return Metrics(means, {name: value.cpu() for name, value in self.maxima.items()})
+
     def values(self) -> dict[str, float]:
         """Every metric as a number; a mean over nothing is left out."""
         found = {
