@@ -315,7 +315,7 @@ class Tally:
             found[f"rewards/{name}/mean"] = statistics.fmean(values) if values else math.nan
             spread = statistics.stdev(values) if len(values) > 1 else math.nan
             found[f"rewards/{name}/std"] = spread
-        return found | self.sums
+        return {**found, **self.sums}
 
 
 def step_tally(groups: Sequence[Group]) -> Tally:
