@@ -1,4 +1,4 @@
-"""Two processes give the gradients, the rewards and the held-out answers of one."""
+"""Two and four processes make the steps of one, wherever the weights lie."""
 
 from __future__ import annotations
 
@@ -10,28 +10,77 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-STEPS = 4
+from vlm_grpo import ranks
+from vlm_grpo.ranks import share_evenly
+
+PROGRAM = Path(__file__).with_name("rank_cases.py")
+LAUNCHES = ["replicas-2", "replicas-4", "streamed-2", "streamed-4", "held-2"]
+
+Step = dict[str, Any]
+Found = dict[str, dict[str, list[Step]]]
 
 
-def run(folder: Path, name: str, processes: int, *overrides: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each case found in each launch; the program ends those that hang."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launches = ["replicas-1", *LAUNCHES]
+    command = [sys.executable, str(PROGRAM), str(folder), *launches]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in launches}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """‖a − b‖ / ‖a‖ over all weights' gradients."""
+    assert a.keys() == b.keys()
+    error = sum(float((a[name] - b[name]).double().square().sum()) for name in a)
+    norm = sum(float(value.double().square().sum()) for value in a.values())
+    assert norm > 0
+    return (error / norm) ** 0.5
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_processes_make_the_steps_of_one(found: Found, launch: str) -> None:
+    alone, together = found["replicas-1"], found[launch]
+    assert len(alone) == 9
+    assert alone.keys() == together.keys()
+    for case, steps in alone.items():
+        for a, b in zip(steps, together[case], strict=True):
+            # Float32 sums in another order; in ten steps Adam makes it about 5e-6 at most here.
+            assert distance(a["grads"], b["grads"]) < 1e-5, case
+            for name in ("reward", "reward_std", "frac_reward_zero_std", "loss", "entropy"):
+                expected = pytest.approx(a["metrics"][name], rel=1e-4, abs=1e-6)
+                assert b["metrics"][name] == expected, (case, name)
+
+
+def test_the_cases_are_uneven(found: Found) -> None:
+    steps = [step["metrics"] for steps in found["replicas-1"].values() for step in steps]
+    # Groups with and without spread in one step: on four ranks some rank has no useful group.
+    assert any(0 < metrics["frac_reward_zero_std"] < 1 for metrics in steps)
+    lengths = [m["completions/max_length"] - m["completions/min_length"] for m in steps]
+    assert max(lengths) > 0  # else all kinds of loss would be one
+    rewards = {metrics["reward"] for metrics in steps}
+    assert len(rewards) > 3
+
+
+def launch(folder: Path, name: str, processes: int, *overrides: str) -> list[dict[str, Any]]:
+    """A run of the command line as users launch it; its metrics by step."""
+    file = Path(__file__).parents[1] / "configs" / "accelerate" / "cpu.yaml"
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"),
-        *("--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"),
+        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)),
+        *("--num_processes", str(processes), "--main_process_port", "0"),
         *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
-        *(f"optim.max_steps={STEPS}", "optim.prompts_per_step=4", "evaluation.every=0"),
-        *(
-            "data.eval=null",
-            "data.eval_limit=null",
-            "checkpoint.every=2",
-            "optim.warmup_steps=0",
-            *overrides,
-        ),
+        *("optim.max_steps=2", "optim.prompts_per_step=4", "evaluation.every=0"),
+        *("optim.warmup_steps=0", *overrides),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    # A rank that waits for another for ever would run into this limit.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
@@ -39,29 +88,18 @@ def run(folder: Path, name: str, processes: int, *overrides: str) -> list[dict[s
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+def test_the_launcher_divides_an_evaluation(tmp_path: Path) -> None:
     # 70 held-out examples are two parts of an evaluation, of which each rank takes one.
     held_out = ("data.eval=embedded:counting", "data.eval_limit=70")
-    one, two = run(tmp_path, "one", 1, *held_out), run(tmp_path, "two", 2, *held_out)
-    assert len(one) == len(two) == STEPS
+    one, two = launch(tmp_path, "one", 1, *held_out), launch(tmp_path, "two", 2, *held_out)
     for a, b in zip(one, two, strict=True):
-        # The normalisers and the spread are those of all ranks; rounding differs by their cut.
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-        assert b["frac_reward_zero_std"] == a["frac_reward_zero_std"]
-        assert b["reward_std"] == pytest.approx(a["reward_std"], abs=1e-6)
+        assert b["reward"] == pytest.approx(a["reward"], abs=1e-6)
     before = [tmp_path / name / "evaluation" / "step-000000.jsonl" for name in ("one", "two")]
     rows = [path.read_text() for path in before]
     assert rows[0] == rows[1]
     assert len(rows[0].splitlines()) == 70
     assert two[-1]["eval/exact"] == pytest.approx(one[-1]["eval/exact"], abs=0.03)  # two of 70
-
-
-@pytest.mark.slow
-def test_ranks_without_a_useful_group_do_not_hang(tmp_path: Path) -> None:
-    # With one prompt a rank, a step in which one rank's group has no spread is sure to come.
-    rows = run(tmp_path, "thin", 2, "optim.prompts_per_step=2", "optim.max_steps=8")
-    assert any(0 < row["frac_reward_zero_std"] < 1 for row in rows)
-    assert len(rows) == 8
 
 
 @pytest.mark.slow
@@ -72,3 +110,41 @@ def test_an_evaluation_that_was_killed_goes_on_with_other_ranks() -> None:
     done = subprocess.run(line, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resumed on 2 ranks: the same to the byte" in done.stdout
+
+
+@given(
+    costs=st.lists(st.integers(1, 5000), max_size=60),
+    world=st.integers(1, 9),
+)
+def test_shares_are_even(costs: list[int], world: int) -> None:
+    shares = share_evenly(costs, world)
+    assert sorted(place for share in shares for place in share) == list(range(len(costs)))
+    loads = [sum(costs[place] for place in share) for share in shares]
+    # Graham 1969: the longest-processing-time rule is at most 4/3 of the best cut, which is at
+    # least the mean and at least the dearest item.
+    best = max([sum(costs) / world, *costs, 0])
+    pairs = sorted(costs, reverse=True)
+    if len(costs) > world:  # two of the world + 1 dearest items share a rank
+        best = max(best, pairs[world - 1] + pairs[world])
+    assert max(loads) <= 4 / 3 * best + 1e-9
+    if len(costs) >= world:
+        assert all(shares)
+
+
+def test_buckets_hold_every_tensor_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+
+    def double(flat: torch.Tensor) -> None:  # what two ranks with the same values add up to
+        sent.append(flat.clone())
+        flat *= 2
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", double)
+    monkeypatch.setattr(ranks, "BUCKET_BYTES", 40)  # ten float32
+    sizes = [(2, 3), (4,), (1,), (30,), (2,)]
+    tensors = [torch.randn(size) for size in sizes] + [torch.ones(3, dtype=torch.float64)]
+    before = [tensor.clone() for tensor in tensors]
+    two = type("Two", (), {"num_processes": 2})()
+    ranks.sum_over_ranks(two, tensors)
+    assert [len(flat) for flat in sent] == [10, 1, 30, 2, 3]
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, 2 * old)

@@ -11,6 +11,7 @@ from transformers import get_scheduler
 
 from vlm_grpo.config import OptimSettings
 from vlm_grpo.errors import UserError
+from vlm_grpo.shards import cut_like
 
 
 def build_optimizer(weights: Sequence[nn.Parameter], optim: OptimSettings) -> torch.optim.AdamW:
@@ -68,15 +69,16 @@ def load_optimizer_tensors(
     names = _names_in_order(optimizer, trainable)
     state: dict[int, dict[str, torch.Tensor]] = {}
     places = {name: index for index, name in enumerate(names)}
-    shapes = {name: weight.shape for name, weight in trainable}
+    held = dict(trainable)
     for key, value in tensors.items():
         name, _, what = key.rpartition("/")
-        if name not in places or (value.dim() and value.shape != shapes[name]):
+        if name not in places or (value.dim() and value.shape != held[name].shape):
             raise UserError(
                 f"the checkpoint's optimizer state {key} of shape {list(value.shape)} fits no "
                 "weight that these settings train: resume with the settings that wrote it"
             )
-        state.setdefault(places[name], {})[what] = value
+        whole = not value.dim()  # the count of updates
+        state.setdefault(places[name], {})[what] = value if whole else cut_like(value, held[name])
     missing = sorted(set(names) - {names[index] for index in state})
     if missing:
         raise UserError(

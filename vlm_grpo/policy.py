@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vlm_grpo.config import RolloutSettings, Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
-from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
 from vlm_grpo.engine.logprobs import TokenScores
@@ -60,6 +60,8 @@ class Policy:
         counters: work done since they were last replaced.
         stopwatch: seconds by phase of sampling and scoring.
         image_decodes: images read and resized since the policy was made.
+        run: calls what passes through the model; a placement that cuts the weights over ranks
+            puts in its place what gathers them first.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Policy:
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
         self.restriction, self.chunk_tokens = restriction, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
+        self.run: Callable[[Callable[[], Any]], Any] = _directly
         self.image_decodes = 0
         # Several questions about one image in one step decode it once.
         self._image = lru_cache(maxsize=RECENT_IMAGES)(self._decode)
@@ -187,20 +190,23 @@ class Policy:
         ]
         draws = Draws(torch.stack(streams).to(self.device), rollout, self._has_stop(rollout))
         with _evaluating(self.model), self._precision(), rollout_weights(self.model):
-            if self.shared:
-                prefixes = self._prefix_inputs(prompts, self._encode(prompts))
-                self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
-                decoder = SharedDecoder(self.family, self.model, max_tokens, self.stopwatch)
-                decoder(prefixes, draws)
-            else:
-                repeated = [p for p in prompts for _ in range(group)]
-                self.counters.prefill_tokens += sum(len(p.token_ids) for p in repeated)
-                self.counters.encoder_passes += sum(len(p.example.images) for p in repeated)
-                sample_repeated(self.model, prompts, draws, max_tokens, self._pad)
+            self.run(lambda: self._draw(prompts, draws, group, max_tokens))
         completions = [self._completion(draws, row) for row in range(len(draws.lengths))]
         return [
             tuple(completions[start : start + group]) for start in range(0, len(completions), group)
         ]
+
+    def _draw(self, prompts: Sequence[Prompt], draws: Draws, group: int, max_tokens: int) -> None:
+        if self.shared:
+            prefixes = self._prefix_inputs(prompts, self._encode(prompts))
+            self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
+            decoder = SharedDecoder(self.family, self.model, max_tokens, self.stopwatch)
+            decoder(prefixes, draws)
+        else:
+            repeated = [p for p in prompts for _ in range(group)]
+            self.counters.prefill_tokens += sum(len(p.token_ids) for p in repeated)
+            self.counters.encoder_passes += sum(len(p.example.images) for p in repeated)
+            sample_repeated(self.model, prompts, draws, max_tokens, self._pad)
 
     def _completion(self, draws: Draws, row: int) -> Completion:
         length = int(draws.lengths[row])
@@ -238,9 +244,15 @@ class Policy:
     def score(self, batch: MicroBatch, with_entropy: bool = False) -> TokenScores:
         """Log-probabilities of the batch's completion tokens, with gradient where it is enabled."""
         with self._precision():
-            return self._score(batch, with_entropy)
+            logprobs, entropies = self.run(lambda: self._score(batch, with_entropy))
+        return TokenScores(logprobs, entropies)
 
-    def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
+    def _score(self, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities and entropies; a plain tuple, in which ``run`` finds the tensors."""
+        scores = self._scores(batch, with_entropy)
+        return scores.logprobs, scores.entropies
+
+    def _scores(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
         if not self.shared:
             rows = [piece.prompt for piece in batch.slices for _ in piece.rows]
             self.counters.encoder_passes += sum(len(p.example.images) for p in rows)
@@ -259,6 +271,11 @@ class Policy:
             self.chunk_tokens,
             with_entropy,
         )
+
+    def idle_batch(self) -> MicroBatch:
+        """The least that goes through every layer: one token of prompt and one of completion."""
+        prompt = Prompt(Example("idle", (), "", None), "", self.restriction.eos[:1], {})
+        return MicroBatch((GroupSlice(prompt, (self.restriction.eos[:1],), (0,)),))
 
     def _precision(self) -> contextlib.AbstractContextManager:
         """Computation in bfloat16 on float32 weights, each cast once inside, where asked for."""
@@ -342,6 +359,10 @@ class Policy:
     ) -> list[PrefixInputs]:
         per_prompt = [[features[image] for image in p.example.images] for p in prompts]
         return prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
+
+
+def _directly(call: Callable[[], Any]) -> Any:
+    return call()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,12 @@ from torch import Tensor
 from vlm_grpo.config import Settings
 from vlm_grpo.errors import UserError
 
-DATA_PARALLEL = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+SUPPORTED = (
+    DistributedType.NO,
+    DistributedType.MULTI_GPU,
+    DistributedType.MULTI_CPU,
+    DistributedType.FSDP,
+)
 
 BUCKET_BYTES = 256 * 2**20
 """Gradients that are added up by one collective: enough to fill a link, little beside a model."""
@@ -26,10 +31,10 @@ def build_accelerator(settings: Settings) -> Accelerator:
     """
     # The policy sets its own precision, for rollout and update alike.
     accelerator = Accelerator(mixed_precision="no")
-    if accelerator.distributed_type not in (DistributedType.NO, *DATA_PARALLEL):
+    if accelerator.distributed_type not in SUPPORTED:
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
-            "parallelism (accelerate launch --multi_gpu)"
+            "parallelism or FSDP2, whose settings lie in configs/accelerate"
         )
     if settings.optim.prompts_per_step < accelerator.num_processes:
         raise UserError(

@@ -14,9 +14,11 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.objective_settings import ObjectiveSettings
+from vlm_grpo.shards import cut_like, joined_like, own_part
 
 
 class Reference:
@@ -41,7 +43,7 @@ class Reference:
         self.on_host = objective.reference_device == "cpu"
         self.snapshot: dict[str, torch.Tensor] | None = None
         if objective.needs_reference:
-            policy = ((name, weight.detach()) for name, weight in self.trainable.items())
+            policy = ((name, own_part(weight.detach())) for name, weight in trainable)
             self.snapshot = {name: self._keep(weight) for name, weight in policy}
 
     def refresh(self, step: int) -> bool:
@@ -51,7 +53,7 @@ class Reference:
         due = step % self.every == 0
         if due:
             for name, weight in self.trainable.items():
-                self.snapshot[name].copy_(weight.detach())
+                self.snapshot[name].copy_(own_part(weight.detach()))
         return due
 
     @contextlib.contextmanager
@@ -59,18 +61,19 @@ class Reference:
         """The policy's weights are the reference's inside."""
         if self.snapshot is None:
             raise RuntimeError("these settings keep no reference policy")
-        policy = {name: weight.data for name, weight in self.trainable.items()}
+        policy = {name: _taken(weight) for name, weight in self.trainable.items()}
         try:
             for name, weight in self.trainable.items():
-                weight.data = self.snapshot[name].to(weight.device)
+                _put(weight, self.snapshot[name].to(weight.device))
             yield
         finally:
             for name, weight in self.trainable.items():
-                weight.data = policy[name]
+                _put(weight, policy[name])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The snapshot, empty where there is none."""
-        return dict(self.snapshot or {})
+        snapshot = self.snapshot or {}
+        return {name: joined_like(part, self.trainable[name]) for name, part in snapshot.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take a saved snapshot.
@@ -78,7 +81,7 @@ class Reference:
         Raises:
             UserError: it does not hold the weights that these settings train.
         """
-        held = {name: weight.shape for name, weight in (self.snapshot or {}).items()}
+        held = {name: self.trainable[name].shape for name in self.snapshot or ()}
         if {name: weight.shape for name, weight in state.items()} != held:
             raise UserError(
                 "the checkpoint's reference policy does not fit: it holds other weights than "
@@ -86,8 +89,22 @@ class Reference:
             )
         if self.snapshot is not None:
             for name, weight in state.items():
-                self.snapshot[name].copy_(weight)
+                self.snapshot[name].copy_(own_part(cut_like(weight, self.trainable[name])))
 
     def _keep(self, weight: torch.Tensor) -> torch.Tensor:
         """A copy of the weight where snapshots are kept."""
         return weight.to("cpu", copy=True) if self.on_host else weight.clone()
+
+
+def _taken(weight: nn.Parameter) -> torch.Tensor:
+    """This rank's values of the weight, which ``_put`` leaves as they are."""
+    return own_part(weight.detach()).clone() if isinstance(weight, DTensor) else weight.data
+
+
+@torch.no_grad()
+def _put(weight: nn.Parameter, part: torch.Tensor) -> None:
+    """Give the weight other values: by reference where it is whole; a shard stays in its place."""
+    if isinstance(weight, DTensor):
+        own_part(weight).copy_(part)
+    else:
+        weight.data = part

@@ -24,6 +24,7 @@ from vlm_grpo.config import Settings
 from vlm_grpo.optimizer import load_optimizer_tensors, optimizer_tensors, set_rates
 from vlm_grpo.policy import Policy
 from vlm_grpo.randomness import random_states, restore_random_states
+from vlm_grpo.shards import whole
 from vlm_grpo.update import Updater
 
 LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
@@ -64,7 +65,7 @@ class Saver:
             Damaged: it reads back other than it was written.
         """
         settings = self.settings.checkpoint
-        contents, weights = self._collect(numbers), self.policy.weights()
+        contents, weights = self._collect(numbers), self.update.placement.weights()
         if settings.asynchronous:
             tensors = {name: _on_host(held) for name, held in contents.tensors.items()}
             contents, weights = Contents(contents.numbers, tensors), _on_host(weights)
@@ -86,7 +87,8 @@ class Saver:
 
     def _collect(self, numbers: Mapping[str, Any]) -> Contents:
         """What goes beside the weights; the ranks' parts are gathered here."""
-        update = self.update
+        update, is_main = self.update, self.update.accelerator.is_main_process
+        trainable = update.placement.trainable
         states = gather_object([random_states()])
         return Contents(
             numbers={
@@ -96,8 +98,8 @@ class Saver:
                 "versions": versions(),
             },
             tensors={
-                "optimizer": optimizer_tensors(update.optimizer, self.policy.trainable()),
-                "reference": update.reference.state_dict(),
+                "optimizer": whole(optimizer_tensors(update.optimizer, trainable), is_main),
+                "reference": whole(update.reference.state_dict(), is_main),
             },
         )
 
@@ -111,7 +113,7 @@ class Saver:
         """
         update, numbers = self.update, read_numbers(checkpoint)
         tensors = read_tensors(checkpoint, "optimizer")
-        load_optimizer_tensors(update.optimizer, self.policy.trainable(), tensors)
+        load_optimizer_tensors(update.optimizer, update.placement.trainable, tensors)
         update.scheduler.load_state_dict(numbers["scheduler"])
         set_rates(update.optimizer, update.scheduler, self.settings.optim)
         update.reference.load_state_dict(read_tensors(checkpoint, "reference"))

@@ -28,6 +28,7 @@ from vlm_grpo.memory import memory_metrics
 from vlm_grpo.objective import Advantages
 from vlm_grpo.optimizer import build_optimizer, build_scheduler
 from vlm_grpo.overflow import Overflows
+from vlm_grpo.placement import place
 from vlm_grpo.policy import Counters, Policy, load_policy
 from vlm_grpo.progress import Progress
 from vlm_grpo.ranks import any_rank, build_accelerator
@@ -118,14 +119,15 @@ class Trainer:
         train_examples = seeable(policy, train_examples, settings.data)
         self.held_out_task = held_out_task(settings, self.task)
         self.accelerator = accelerator or build_accelerator(settings)
-        policy.model.to(self.accelerator.device)
-        weights = [weight for _, weight in policy.trainable()]
+        self.placement = place(policy, self.accelerator)
+        weights = [weight for _, weight in self.placement.trainable]
         optimizer = build_optimizer(weights, settings.optim)
         self.scheduler = build_scheduler(optimizer, settings.optim)
         self.update = Updater(
             policy,
-            Reference(policy.trainable(), settings.objective),
-            self.accelerator.prepare(optimizer),
+            self.placement,
+            Reference(self.placement.trainable, settings.objective),
+            optimizer,
             self.scheduler,
             self.accelerator,
             settings,
@@ -221,7 +223,8 @@ class Trainer:
         """The step's groups. Where one cannot be made, the run is saved as it was before."""
         position = self.roll.position
         try:
-            return self.roll(progress=self.step / self.settings.optim.max_steps)
+            with self.placement.gathered():
+                return self.roll(progress=self.step / self.settings.optim.max_steps)
         except UserError as failure:  # on all ranks, whichever of them it came from
             self.roll.position = position
             self._save_before(failure)
@@ -263,7 +266,7 @@ class Trainer:
     def _evaluate(self) -> Evaluation | None:
         if not self.held_out:
             return None
-        with self.stopwatch("evaluation"):
+        with self.stopwatch("evaluation"), self.placement.gathered():
             found = evaluate_policy(
                 self.policy, self.held_out_task, self.held_out, self.settings, self.roll.judge
             )

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from vlm_grpo.config import Settings
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
@@ -26,6 +27,7 @@ from vlm_grpo.objective import (
     needs_update,
     policy_loss,
 )
+from vlm_grpo.placement import Replicas
 from vlm_grpo.policy import Policy
 from vlm_grpo.ranks import sum_over_ranks
 from vlm_grpo.reference import Reference
@@ -113,6 +115,7 @@ class Updater:
 
     Attributes:
         policy: what is trained.
+        placement: where its weights lie.
         reference: the reference policy.
         optimizer: over the policy's trainable weights.
         scheduler: its learning rate, one tick a step.
@@ -120,6 +123,7 @@ class Updater:
     """
 
     policy: Policy
+    placement: Replicas
     reference: Reference
     optimizer: Any
     scheduler: Any
@@ -151,27 +155,15 @@ class Updater:
 
     def _apply(self) -> float:
         """One optimizer step on the accumulated gradient; skipped where it is not finite."""
-        weights = [weight for _, weight in self.policy.trainable()]
-        self._exchange(weights)
+        self.placement.finish()
+        weights = [weight for _, weight in self.placement.trainable]
         limit = self.settings.optim.max_grad_norm or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(weights, limit))  # type: ignore[arg-type]
+        norm = nn.utils.clip_grad_norm_(weights, limit)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def _exchange(self, weights: Sequence[nn.Parameter]) -> None:
-        """The sum of all ranks' gradients, in every rank.
-
-        Ranks have different numbers of micro-batches, or none, and not every one of them has an
-        image; an exchange after the last of them cannot hang on that. A weight without a gradient
-        has the gradient 0: skipping groups must change nothing, and AdamW moves weights whose
-        gradient is 0 but not those that have none.
-        """
-        for weight in weights:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-        sum_over_ranks(self.accelerator, [weight.grad for weight in weights])  # type: ignore[misc]
 
     def _accumulate(
         self, batch: StepBatch, old: dict[int, Tensor], first: bool
@@ -186,7 +178,10 @@ class Updater:
             try:
                 loss, metrics = 0.0, Metrics()
                 with self.policy.encoding_once() as finish:
-                    for count, micro in enumerate(batches, 1):
+                    for count, micro in enumerate(self.placement.passes(batches), 1):
+                        if micro is None:
+                            self.placement.idle_loss().backward()
+                            continue
                         share, more = self._backward(micro, batch, old, first)
                         loss, metrics = loss + share, metrics + more
                         finish({image for later in batches[count:] for image in later.images})
@@ -194,6 +189,12 @@ class Updater:
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
                     raise
+                if not self.placement.may_retry:
+                    raise UserError(
+                        f"out of memory on a micro-batch of {micro.tokens} tokens, and ranks that "
+                        "share their weights cannot begin a step anew one by one: lower "
+                        "optim.max_tokens_per_batch and resume"
+                    ) from error
             self.optimizer.zero_grad(set_to_none=True)
             if len(micro.rows) == 1:
                 raise UserError(
@@ -256,8 +257,11 @@ class Updater:
 
     def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """The same under the reference policy."""
-        with self.reference.in_place():
-            return self.logprobs(slices)
+        self.placement.release()
+        with self.reference.in_place(), self.placement.gathered():
+            found = self.logprobs(slices)
+            self.placement.release()
+        return found
 
     def reference_pass(self, groups: Sequence[Group]) -> tuple[dict[int, Tensor], Tensor | None]:
         """Log-probs under the reference policy by completion, empty where none is kept; and,
@@ -270,9 +274,10 @@ class Updater:
         reference = self.reference_logprobs(slices)
         if objective.kl_in == "loss":
             return reference, None
+        with self.placement.gathered():
+            old = self.logprobs(slices)
         if not count:
             return reference, torch.zeros(0)
-        old = self.logprobs(slices)
         rows = range(len(old))
         lengths = torch.tensor([len(old[row]) for row in rows])
         penalties = kl_penalties(

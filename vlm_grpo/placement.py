@@ -1,0 +1,258 @@
+"""Where a run's weights lie: whole on every rank, or cut into shards and gathered for use.
+
+Both placements make the same step. Each rank takes whole groups and runs as many micro-batches as
+they make; what the ranks exchange is one sum of gradients a step, after the last micro-batch, and
+with shards the weights themselves. Nothing of a rollout, an evaluation or a reference pass is
+collective, so ranks with more, fewer or no groups, or without an image, never wait for each other
+in the middle of a pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, gather_object
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.errors import UserError
+from vlm_grpo.policy import Policy
+from vlm_grpo.ranks import sum_over_ranks
+from vlm_grpo.shards import whole
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """Every rank holds all weights; gradients are added up after a step's last micro-batch.
+
+    Args:
+        policy: its model is moved to the accelerator's device.
+        accelerator: the ranks.
+
+    Attributes:
+        trainable: names and weights that the optimizer holds.
+        may_retry: a rank that runs out of memory may begin its micro-batches anew by itself.
+    """
+
+    may_retry = True
+
+    def __init__(self, policy: Policy, accelerator: Accelerator) -> None:
+        self.policy, self.accelerator = policy, accelerator
+        self._place()
+        self.trainable = policy.trainable()
+
+    def _place(self) -> None:
+        self.policy.model.to(self.accelerator.device)
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, passes without gradient need no other rank. All ranks enter and leave."""
+        yield
+
+    def release(self) -> None:
+        """Drop gathered copies: the weights have changed, or are about to."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model, as ``Policy.weights``; whole on the first rank."""
+        return self.policy.weights()
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
+        """The micro-batches to run forward and backward; None stands for an idle pass.
+
+        The gradients' sum over all ranks is in ``trainable`` only after ``finish``.
+        """
+        yield from batches
+
+    def idle_loss(self) -> Tensor:
+        """The loss of an idle pass: 0, with a gradient of 0 in every weight."""
+        raise RuntimeError("weights that are not cut need no idle pass")
+
+    def finish(self) -> None:
+        """Add the gradients up over all ranks.
+
+        A weight without a gradient has the gradient 0: skipping groups must change nothing, and
+        AdamW moves weights whose gradient is 0 but not those that have none.
+        """
+        for _, weight in self.trainable:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        grads = [weight.grad for _, weight in self.trainable]
+        sum_over_ranks(self.accelerator, [g for g in grads if not isinstance(g, DTensor)])  # type: ignore[misc]
+
+
+class _Scope(nn.Module):
+    """The root that FSDP2 gathers around: everything done with the model is a call inside it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], T]) -> T:
+        return call()
+
+
+class Shards(Replicas):
+    """Every rank keeps 1/R of each weight, of its gradient and of the optimizer's state (FSDP2).
+
+    For rollouts, evaluations and reference passes the weights are gathered once, so that decoding
+    a token needs no other rank. In the update, with ``stream``, each layer of the language model
+    is gathered when it is needed and dropped after, so that all ranks make as many passes as the
+    one with the most micro-batches, the others idle ones; without, they stay gathered until the
+    step's last pass. The embeddings, the head and a trained vision tower stay gathered in either
+    case, and their gradients are added up in one last idle pass that all ranks make together: not
+    every rank has an image in every pass.
+
+    Adapters, and a vision tower that is frozen, are small and stay whole on every rank.
+
+    Args:
+        policy: as for ``Replicas``; its model is cut.
+        accelerator: the ranks.
+        stream: drop a layer's weights after each use in the update.
+
+    Raises:
+        UserError: the model's layers are not known.
+    """
+
+    may_retry = False
+
+    def __init__(self, policy: Policy, accelerator: Accelerator, stream: bool) -> None:
+        self.stream = stream
+        super().__init__(policy, accelerator)
+        policy.run = self.scope
+
+    def _place(self) -> None:
+        policy, model = self.policy, self.policy.model
+        why_not = policy.family.why_not_shared(model.config)
+        if why_not is not None:
+            raise UserError(
+                f"FSDP needs to know the model's layers, and does not: {why_not}; launch with "
+                "plain data parallelism"
+            )
+        vision = model.get_submodule(policy.family.parts["vision"][0].rstrip("."))
+        ignored = set()
+        if policy.adapters is not None:
+            ignored = {weight for _, weight in policy.trainable()}
+        if all(w in ignored or not w.requires_grad for w in vision.parameters()):
+            ignored |= set(vision.parameters())
+        options: dict[str, Any] = {
+            "mesh": init_device_mesh(
+                self.accelerator.device.type, (self.accelerator.num_processes,)
+            ),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16 if policy.autocast else None,
+                reduce_dtype=torch.float32 if policy.autocast else None,
+                cast_forward_inputs=False,  # autocast does
+            ),
+            "ignored_params": ignored,
+        }
+        layers = list(policy.family.language_model(model).layers)
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=self.stream, **options)
+        whole: list[Any] = [_Scope(model)]
+        if not ignored.issuperset(vision.parameters()):
+            whole.append(vision)
+        for module in reversed(whole):  # the root last
+            fully_shard(module, reshard_after_forward=False, **options)
+        model.to(self.accelerator.device)  # buffers, and what is not cut
+        self.scope = whole[0]
+        self.streamed = layers if self.stream else []
+        self.held = whole if self.stream else [*whole, *layers]
+        for module in self._modules:
+            # Losses are divided by the totals of all ranks: gradients are summed, not averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    @property
+    def _modules(self) -> list[FSDPModule]:
+        return [*self.held, *self.streamed]
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        for module in self._modules:
+            module.unshard()
+        for layer in self.streamed:
+            layer.set_reshard_after_forward(False)
+        try:
+            yield
+        finally:
+            for layer in self.streamed:
+                layer.set_reshard_after_forward(True)
+            if self.stream:
+                self.release()
+
+    def release(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def weights(self) -> dict[str, Tensor]:
+        if self.policy.adapters is not None:  # adapters are not cut
+            return self.policy.weights()
+        self.release()
+        # A tied weight has several names and one tensor, which it keeps in the file.
+        tied = dict(self.policy.model.named_parameters(remove_duplicate=False))
+        held = {name: tied.get(name, value) for name, value in self.policy.weights().items()}
+        return whole(held, keep=self.accelerator.is_main_process)
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
+        for module in self.held:
+            module.unshard()
+            self._reduces(module, False)
+        rounds = max(gather_object([len(batches)])) if self.stream else len(batches)
+        yield from batches
+        yield from [None] * (rounds - len(batches))
+        if any(isinstance(weight, DTensor) for _, weight in self.trainable):
+            for module in self.held:
+                self._reduces(module, True)
+            yield None
+
+    @staticmethod
+    def _reduces(module: FSDPModule, now: bool) -> None:
+        """Whether the next backward pass adds the module's gradients up and cuts it again."""
+        module.set_requires_gradient_sync(now, recurse=False)
+        module.set_reshard_after_backward(now, recurse=False)
+
+    def idle_loss(self) -> Tensor:
+        loss = self.policy.score(self.policy.idle_batch()).logprobs.sum()
+        for weight in self.scope.parameters():
+            if weight.requires_grad and not isinstance(weight, DTensor):
+                loss = loss + weight.sum()
+        return 0 * loss
+
+
+def place(policy: Policy, accelerator: Accelerator) -> Replicas:
+    """The placement that the launch asks for.
+
+    Raises:
+        UserError: it asks for one that is not supported.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    # accelerate knows FSDP on accelerators alone; the same launch is to run on a CPU for trying.
+    on_cpu = accelerator.distributed_type == DistributedType.MULTI_CPU
+    if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        plugin = FullyShardedDataParallelPlugin()
+    if plugin is None:
+        return Replicas(policy, accelerator)
+    problems = {
+        "fsdp_version must be 2": plugin.fsdp_version != 2,
+        "fsdp_offload_params must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_activation_checkpointing must be false: set policy.gradient_checkpointing=true": (
+            plugin.activation_checkpointing
+        ),
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
+    return Shards(policy, accelerator, stream=bool(plugin.reshard_after_forward))
