@@ -37,7 +37,12 @@ from vlm_grpo.trainer import Trainer
 SECONDS = 240
 """After which a launch counts as hanging: about ten times what it takes on a busy machine."""
 
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
 PLACEMENTS = {
     "replicas": {},
     "streamed": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},

@@ -10,27 +10,21 @@ in the middle of a pass.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedType, gather_object
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import UserError
 from vlm_grpo.policy import Policy
-from vlm_grpo.ranks import sum_over_ranks
+from vlm_grpo.ranks import fsdp_of, sum_over_ranks
 from vlm_grpo.shards import whole
 
 T = TypeVar("T")
@@ -234,25 +228,8 @@ class Shards(Replicas):
 
 
 def place(policy: Policy, accelerator: Accelerator) -> Replicas:
-    """The placement that the launch asks for.
-
-    Raises:
-        UserError: it asks for one that is not supported.
-    """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    # accelerate knows FSDP on accelerators alone; the same launch is to run on a CPU for trying.
-    on_cpu = accelerator.distributed_type == DistributedType.MULTI_CPU
-    if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        plugin = FullyShardedDataParallelPlugin()
+    """The placement that the launch asks for."""
+    plugin = fsdp_of(accelerator)
     if plugin is None:
         return Replicas(policy, accelerator)
-    problems = {
-        "fsdp_version must be 2": plugin.fsdp_version != 2,
-        "fsdp_offload_params must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
-        "fsdp_activation_checkpointing must be false: set policy.gradient_checkpointing=true": (
-            plugin.activation_checkpointing
-        ),
-    }
-    if found := [problem for problem, is_there in problems.items() if is_there]:
-        raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
     return Shards(policy, accelerator, stream=bool(plugin.reshard_after_forward))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
 from vlm_grpo.config import Settings
 from vlm_grpo.errors import UserError
@@ -30,18 +32,51 @@ def build_accelerator(settings: Settings) -> Accelerator:
         UserError: the launch is of a kind that is not supported, or has too many processes.
     """
     # The policy sets its own precision, for rollout and update alike.
-    accelerator = Accelerator(mixed_precision="no")
+    # Without an accelerator accelerate would leave several processes to themselves, unless told.
+    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
             "parallelism or FSDP2, whose settings lie in configs/accelerate"
         )
+    fsdp_of(accelerator)
     if settings.optim.prompts_per_step < accelerator.num_processes:
         raise UserError(
             f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the number of "
             f"processes, {accelerator.num_processes}: each needs a prompt"
         )
     return accelerator
+
+
+def fsdp_of(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
+    """The launch's FSDP settings; None where it asks for none.
+
+    Raises:
+        UserError: they ask for what is not supported.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    # accelerate knows FSDP on accelerators alone; on a CPU the same launch is to be tried out.
+    on_cpu = accelerator.distributed_type == DistributedType.MULTI_CPU
+    if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        plugin = FullyShardedDataParallelPlugin()
+    if plugin is None:
+        return None
+    wrong = {
+        "fsdp_version must be 2": plugin.fsdp_version != 2,
+        "fsdp_offload_params must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_activation_checkpointing must be false (policy.gradient_checkpointing does it)": (
+            plugin.activation_checkpointing
+        ),
+        "fsdp_cpu_ram_efficient_loading must be false: each process reads the model": (
+            plugin.cpu_ram_efficient_loading
+        ),
+        "fsdp_state_dict_type must be FULL_STATE_DICT: the first process writes checkpoints": (
+            plugin.state_dict_type != StateDictType.FULL_STATE_DICT
+        ),
+    }
+    if found := [problem for problem, is_there in wrong.items() if is_there]:
+        raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
+    return plugin
 
 
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:
