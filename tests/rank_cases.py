@@ -111,7 +111,7 @@ def settings_of(folder: Path, name: str, **changes: Any) -> Settings:
         # Stop strings make the lengths differ, and with them the kinds of loss.
         "rollout": {"num_generations": 4, "max_completion_length": 8, "stop": list("aeiourstln")},
         # Five prompts are uneven on two and on four ranks; micro-batches hold one or two groups.
-        "optim": {"lr": 3e-5, "prompts_per_step": 5, "max_steps": 3, "max_tokens_per_batch": 100},
+        "optim": {"lr": 1e-5, "prompts_per_step": 5, "max_steps": 3, "max_tokens_per_batch": 100},
         "logging": {"samples_every": 0, "trackers": []},
     }
     for block, held in changes.items():
@@ -180,7 +180,8 @@ def _rank(folder: Path, launch: str, rank: int, world: int, port: int) -> None:
 
 
 def main(folder: Path, launches: list[str]) -> None:
-    prepare(folder)
+    if not (folder / "rows.jsonl").exists():
+        prepare(folder)
     fork = multiprocessing.get_context("fork")
     for launch in launches:
         world = int(launch.split("-")[1])
