@@ -19,20 +19,25 @@ SIDE = 84
 QUESTION = "How many hours are there?"
 
 
+def _grey(rng: random.Random) -> tuple[int, int, int]:
+    """A middle grey with a tint, another each time: no two clocks are one picture."""
+    red, green, blue = (rng.randint(88, 152) for _ in range(3))
+    return red, green, blue
+
+
 def clock(hour: int, rng: random.Random) -> Image.Image:
     """A dial with twelve marks, a short red hour hand and a long white minute hand, at twelve."""
-    shade = rng.randint(108, 132)
-    image = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
+    image = Image.new("RGB", (SIDE, SIDE), _grey(rng))
     pen = ImageDraw.Draw(image)
-    radius = rng.uniform(0.36, 0.46) * SIDE
-    middle = SIDE / 2 + rng.uniform(-4, 4), SIDE / 2 + rng.uniform(-4, 4)
+    radius = rng.uniform(0.32, 0.46) * SIDE
+    middle = SIDE / 2 + rng.uniform(-6, 6), SIDE / 2 + rng.uniform(-6, 6)
 
     def at(turn: float, length: float) -> tuple[float, float]:
         angle = 2 * math.pi * turn
         x, y = middle
         return x + length * radius * math.sin(angle), y - length * radius * math.cos(angle)
 
-    pen.circle(middle, radius, outline="black", width=2)
+    pen.circle(middle, radius, fill=_grey(rng), outline="black", width=2)
     for mark in range(12):
         pen.line([at(mark / 12, 0.85), at(mark / 12, 0.97)], fill="black", width=2)
     pen.line([middle, at(0, 0.8)], fill="white", width=2)
