@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vlm_grpo import cli
+from vlm_grpo.cli import validation
 from vlm_grpo.cli.validation import exploits
 from vlm_grpo.config import load_settings, recipe_names
 from vlm_grpo.data_scripts import make_shapes
@@ -266,7 +267,33 @@ def test_exploits_with_tags_hold_the_gold_answer_outside_of_them():
     assert texts["an unclosed tag"] == f"<answer>{first.answer}"
 
 
+def test_a_reward_that_hangs_is_told(capsys, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(validation, "REWARD_TIMEOUT", 0.1)
+    task = TASK.format(parse="return text", right="time.sleep(60)")
+    (tmp_path / "hangs.py").write_text(task.replace("return answer", "return str(answer)"))
+    status, _, message = run(capsys, "validate", tmp_path / "hangs.py", "--data", data)
+    assert status == 2
+    assert "right failed on example 'r3'" in message
+    assert "longer than its limit of 0.1 s" in message
+
+
+def test_an_answer_that_is_written_as_no_text_is_told(capsys, data, tmp_path):
+    (tmp_path / "number.py").write_text(TASK.format(parse="return text", right="return 1.0"))
+    message = fails(capsys, "validate", tmp_path / "number.py", "--data", data)
+    assert "2 gold answers of which write makes no text:\n  - r3: 3" in message
+
+
+def test_a_task_that_is_not_there_is_named_before_its_data(capsys):
+    assert "there is no task file nope.py" in fails(capsys, "validate", "nope.py")
+
+
 # score
+
+
+@pytest.mark.parametrize("option", ["tags=true", "frame=permille"])
+def test_what_a_flag_says_is_no_option(capsys, data, option):
+    given = ["counting", option, "--data", data, "--predictions", "x"]
+    assert f"{option.partition('=')[0]} is no option" in fails(capsys, "score", *given)
 
 
 def test_score_prints_a_row_for_each_example_and_the_total(capsys, data, tmp_path):

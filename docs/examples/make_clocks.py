@@ -21,7 +21,7 @@ QUESTION = "How many hours are there?"
 
 def _grey(rng: random.Random) -> tuple[int, int, int]:
     """A middle grey with a tint, another each time: no two clocks are one picture."""
-    red, green, blue = (rng.randint(88, 152) for _ in range(3))
+    red, green, blue = (rng.randint(100, 140) for _ in range(3))
     return red, green, blue
 
 
@@ -29,8 +29,8 @@ def clock(hour: int, rng: random.Random) -> Image.Image:
     """A dial with twelve marks, a short red hour hand and a long white minute hand, at twelve."""
     image = Image.new("RGB", (SIDE, SIDE), _grey(rng))
     pen = ImageDraw.Draw(image)
-    radius = rng.uniform(0.32, 0.46) * SIDE
-    middle = SIDE / 2 + rng.uniform(-6, 6), SIDE / 2 + rng.uniform(-6, 6)
+    radius = rng.uniform(0.36, 0.46) * SIDE
+    middle = SIDE / 2 + rng.uniform(-4, 4), SIDE / 2 + rng.uniform(-4, 4)
 
     def at(turn: float, length: float) -> tuple[float, float]:
         angle = 2 * math.pi * turn

@@ -205,11 +205,12 @@ def validate(
     vlm-grpo validate counting
     vlm-grpo validate my_task.py tags=true --data train.jsonl
     """
+    loaded = load_task(task, **_options(options))
     source = data or f"embedded:{task}"
     if data is None and task not in ("counting", "grounding", "ocr"):
         raise UserError(f"there is no embedded data for task {task}: give it by --data")
     settings = DataSettings(train=source, image_root=image_root)
-    for line in validate_task(load_task(task, **_options(options)), source, settings):
+    for line in validate_task(loaded, source, settings):
         typer.echo(line)
 
 
@@ -256,7 +257,11 @@ def score(
         raise UserError(
             f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
         )
-    loaded = load_task(task, **{**_options(options), "tags": tags, "frame": _frame(frame)})
+    given = _options(options)
+    for name, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
+        if name in given:
+            raise UserError(f"{name} is no option of score's task: give it by {flag}")
+    loaded = load_task(task, **given, tags=tags, frame=_frame(frame))
     settings = DataSettings(train=data, image_root=image_root)
     scored = score_predictions(loaded, data, predictions, settings, layout)
     (print_json if as_json else print_table)(scored)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from vlm_grpo.config import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.task import Rule, Task
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.judge import REWARD_TIMEOUT
+from vlm_grpo.task import FAILURES, Rule, Task
+from vlm_grpo.timing import can_interrupt, time_limit
+from vlm_grpo.types import Example, ImageRef, Score
 
 _ROUNDING = 1e-6
 """Of floating-point numbers, in a reward between 0 and 1."""
@@ -62,6 +66,9 @@ def validate_task(task: Task, source: str, data: DataSettings) -> Iterator[str]:
     _raise("images that cannot be decoded", _undecodable(images.values()))
     yield f"{source}: {len(examples)} examples with {len(images)} images, all well-formed"
 
+    written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
+    wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
+    _raise("gold answers of which write makes no text", wrong)
     full = _full_reward(task)
     if full <= 0:
         raise UserError("no reward has a positive weight: nothing would be learned")
@@ -116,13 +123,23 @@ def exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
     return found
 
 
+def _score(task: Task, text: str, example: Example) -> Score:
+    with _limited() as call:
+        return task.score(text, example, call=call)
+
+
+def _limited() -> AbstractContextManager[Callable[..., Any]]:
+    """The time limit of training's rewards, where one can be kept."""
+    return time_limit(REWARD_TIMEOUT if can_interrupt() else None)
+
+
 def _share(task: Task, text: str, example: Example, full: float) -> float:
     """What the text earns, as a share of the full reward."""
-    score = task.score(text, example)
+    score = _score(task, text, example)
     if score.failures:
         trace = next(iter(score.failures.values()))
         raise UserError(
-            f"{', '.join(score.failures)} raised on example {example.id!r} and the text "
+            f"{', '.join(score.failures)} failed on example {example.id!r} and the text "
             f"{text[:60]!r}:\n{trace}"
         )
     return (score.total or 0.0) / full
@@ -145,7 +162,7 @@ def _bad_golds(task: Task, examples: Sequence[Example]) -> list[str]:
     problems = []
     for example in examples:
         text = task.gold(example)
-        score = task.score(text, example)
+        score = _score(task, text, example)
         least = task.gold_reward(example)
         short = {
             name: value
@@ -194,8 +211,9 @@ def _parser_problems(task: Task, example: Example) -> list[str]:
         for _ in range(3):  # the fastest of three: the machine may have been busy
             start = time.perf_counter()
             try:
-                task.read(text, example)
-            except Exception as error:  # a user's parser may raise anything; that it does is news
+                with _limited() as call:
+                    call(task.read, text, example)
+            except FAILURES as error:  # a user's parser may raise anything; that it does is news
                 problems.append(f"{name}: it raised {type(error).__name__}: {error}")
                 break
             times.append(time.perf_counter() - start)

@@ -74,13 +74,15 @@ class ImageReader:
         if "\x00" in name:
             raise ValueError(f"image {name!r} cannot be read: its path holds a zero byte")
         if self.root is None:
-            raise ValueError(f"image {name} is a path: set data.image_root to its folder")
+            raise ValueError(
+                f"image {name} is a path: set data.image_root (--image-root) to its folder"
+            )
         try:
             path = (self.root / name).resolve()
             if not path.is_relative_to(self.root):
                 raise ValueError(
                     f"image {name} leaves the image folder {self.root}: "
-                    "set data.image_root to a folder that holds all images"
+                    "set data.image_root (--image-root) to a folder that holds all images"
                 )
             if not path.is_file():
                 raise ValueError(f"image {name} is missing in {self.root}")

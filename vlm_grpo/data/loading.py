@@ -66,7 +66,8 @@ def load_examples(
     if problems and (data.on_bad_row == "error" or not examples):
         raise UserError(
             f"{source} holds {_bad_rows(len(problems))} (good ones: {len(examples)}):\n"
-            f"{bullets(problems, _SHOWN)}\nmend them, or leave them out by data.on_bad_row=skip"
+            f"{bullets(problems, _SHOWN)}\n"
+            "mend them; training can leave them out by data.on_bad_row=skip"
         )
     if problems:
         logger.warning(
