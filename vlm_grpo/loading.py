@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from vlm_grpo.config import LoraSettings, PolicySettings, Settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, PixelBudget, load_family
+
+logger = logging.getLogger(__name__)
 
 EMBEDDED_MODEL = "tiny-vlm"
 
@@ -181,6 +184,10 @@ def _load_pretrained(
     """The model in ``source`` and the processor in ``reader``."""
     if source.startswith((".", "/", "~")) and not Path(source).is_dir():
         raise UserError(f"model {source}: there is no such folder")
+    if settings.policy.trust_remote_code:
+        logger.warning(
+            "policy.trust_remote_code=true: Python code that %s brings along is run", source
+        )
     common: dict[str, Any] = {
         "trust_remote_code": settings.policy.trust_remote_code,
         "revision": settings.model_revision or "main",
@@ -196,7 +203,12 @@ def _load_pretrained(
             )
         auto: Any = AutoModelForImageTextToText
         model, loaded = auto.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **common
+            source,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=True,  # the other format is pickle
+            **common,
         )
         _refuse_mismatch(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
         processor = AutoProcessor.from_pretrained(reader, **common)
