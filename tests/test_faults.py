@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import shutil
@@ -325,3 +326,33 @@ def test_a_disk_that_fills_up_between_steps_leaves_whole_files(
         disk.make_room()
         train(run.model_copy(update={"resume": True}))
         assert len(metrics_of(run)) == 4
+
+
+# Memory.
+
+
+def held() -> tuple[int, int]:
+    """Number and bytes of all tensors that are alive."""
+    gc.collect()
+    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    return len(tensors), sum(tensor.nbytes for tensor in tensors)
+
+
+def test_what_a_run_holds_does_not_grow(settings: Any) -> None:
+    """Tensors after 4 steps and after 16, by when every image has been seen twice over."""
+    run = settings(optim={"max_steps": 20}, rollout={"max_completion_length": 6})
+    trainer = trainer_for(run)
+    trainer.folder.open(0)
+
+    def steps(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            trainer.folder.write_metrics(trainer.step, trainer.run_step())
+            trainer.step += 1
+        trainer.roll.loader.take(range(trainer.roll.position, trainer.roll.position + 2))
+        return held()
+
+    first, later = steps(4), steps(12)
+    # Every prompt has as many tensors, of the same sizes, and none is prepared at this point.
+    assert later == first
+    trainer.folder.close()
+    trainer.roll.close()
