@@ -2,153 +2,55 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
-import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_runs
 import torch
 from safetensors.torch import load_file, save_file
+from small_runs import (
+    LORA,
+    TASK,
+    assert_same_run,
+    save_tiny_model,
+    sign,
+    small_run,
+    trainer_for,
+    weights_of,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_models import tiny_model
 from transformers import Qwen2Config
 
 from vlm_grpo.checkpoint import checkpoints
 from vlm_grpo.config import Settings
-from vlm_grpo.data import load_examples
-from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.errors import UserError
 from vlm_grpo.loading import load_model
-from vlm_grpo.policy import load_policy
-from vlm_grpo.registry import load_task
-from vlm_grpo.trainer import Trainer, train
-
-TASK = '''
-from vlm_grpo.task import Task, metric, reward
-
-class Letters(Task):
-    """Write many different small letters: a reward that a random model meets now and then."""
-
-    headline = "letters"
-
-    def parse(self, text, example):
-        return text
-
-    def write(self, answer, example):
-        return answer
-
-    @reward()
-    def letters(self, answer, example):
-        return len(set(answer) & set("abcdefghijklmnopqrstuvwxyz")) / 26
-'''
+from vlm_grpo.trainer import train
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    model, processor = tiny_model("qwen2_5_vl")
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def settings(model_folder: Path, tmp_path: Path) -> Any:
-    task = tmp_path / "letters.py"
-    task.write_text(TASK)
-
-    def build(**changes: Any) -> Settings:
-        values: dict[str, Any] = {
-            "name": "run",
-            "task": str(task),
-            "model": str(model_folder),
-            "output_dir": str(tmp_path / "runs"),
-            "data": {"train": "embedded:ocr", "train_limit": 12},
-            "policy": {"dtype": "float32"},
-            "rollout": {"num_generations": 4, "max_completion_length": 6},
-            "optim": {"lr": 1e-2, "prompts_per_step": 3, "max_steps": 4},
-            "logging": {"samples_every": 1},
-        }
-        for name, value in changes.items():
-            held = values.get(name)
-            values[name] = {**held, **value} if isinstance(held, dict) else value
-        return Settings.model_validate(values)
-
-    return build
+    return partial(small_run, tmp_path, model_folder)
 
 
 def metrics_of(settings: Settings) -> list[dict[str, Any]]:
-    lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "memory/"))} for row in rows
-    ]
-
-
-def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(checkpoint.glob("*model.safetensors")))
-
-
-def trainer_for(settings: Settings) -> Trainer:
-    task = load_task(settings.task)
-    examples = load_examples(settings.data.train, task, settings.data, "train")
-    return Trainer(settings, load_policy(settings), task, examples, [])
-
-
-def sign(checkpoint: Path) -> None:
-    """Make the manifest fit the files, so that what a test has changed is not taken for damage."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    for name, measured in manifest["files"].items():
-        data = (checkpoint / name).read_bytes()
-        measured |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-LORA = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}}
-
-
-@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("iterations", [1, 2])
-@pytest.mark.parametrize("reference", [1, 2, "never"])
-def test_a_resumed_run_equals_an_unbroken_one(
-    settings: Any, policy: dict, iterations: int, reference: Any
-) -> None:
-    objective = {
-        "num_iterations": iterations,
-        "beta": 0.1,
-        "reference_refresh_every": reference,
-    }
-    common = {"policy": policy, "objective": objective}
-    unbroken = settings(name="unbroken", **common)
-    train(unbroken)
-
-    # Steps counted by the schedule are those of the whole run, so it is stopped by hand.
-    broken = settings(name="broken", checkpoint={"every": 1, "keep_last": 0}, **common)
-    first = train(broken.model_copy(update={"optim": broken.optim}))
-    for late in (3, 4):
-        folder = first.run_dir / "checkpoints" / f"step-{late}"
-        for file in sorted(folder.rglob("*"), reverse=True):
-            file.unlink()
-        folder.rmdir()
-    result = train(broken.model_copy(update={"resume": True}))
-
-    expected = weights_of(unbroken.run_dir / "checkpoints" / "step-4")
-    found = weights_of(result.checkpoint)
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert metrics_of(broken) == metrics_of(unbroken)
+    return small_runs.metrics_of(settings.run_dir)
 
 
 def test_the_same_settings_give_the_same_run(settings: Any) -> None:
     runs = [settings(name=name) for name in ("a", "b")]
     for run in runs:
         train(run)
-    assert metrics_of(runs[0]) == metrics_of(runs[1])
-    a, b = (weights_of(run.run_dir / "checkpoints" / "step-4") for run in runs)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_run(runs[0].run_dir, runs[1].run_dir)
 
 
 def test_frozen_parts_stay_bit_identical_and_others_move(settings: Any, model_folder: Path) -> None:
@@ -361,39 +263,6 @@ def test_the_best_checkpoint_is_kept(settings: Any) -> None:
     # The model as loaded (step 0) may be the best of all; it has no checkpoint.
     assert kept in ({best, 6}, {6})
     assert (run.run_dir / "report.html").is_file()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(
-    settings: Any, number: signal.Signals
-) -> None:
-    unbroken = settings(name="unbroken")
-    train(unbroken)
-    run = settings(name="stopped")
-    trainer = trainer_for(run)
-    step = trainer.run_step
-
-    def interrupted() -> dict[str, float]:
-        if trainer.step == 1:
-            os.kill(os.getpid(), number)
-        return step()
-
-    trainer.run_step = interrupted
-    with pytest.raises(Stopped, match=rf"{number.name} after step 2 of 4.*resume=true") as stopped:
-        trainer.run()
-    assert stopped.value.status == 128 + number
-    result = train(run.model_copy(update={"resume": True}))
-    assert metrics_of(run) == metrics_of(unbroken)
-    expected = weights_of(unbroken.run_dir / "checkpoints" / "step-4")
-    found = weights_of(result.checkpoint)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_time_limit_ends_the_run(settings: Any) -> None:
-    run = settings(checkpoint={"max_hours": 1e-9})
-    with pytest.raises(Stopped, match="time limit") as stopped:
-        train(run)
-    assert stopped.value.status == 75
 
 
 def test_interruption_while_a_checkpoint_is_written_leaves_the_last_one(

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from types import TracebackType
+
+logger = logging.getLogger(__name__)
 
 
 class Background:
     """Runs jobs in a thread, one after the other; what a job raises comes up in the caller.
 
-    The thread does not keep the process alive: who must not lose the last job calls ``wait``.
+    A context: leaving it waits for the last job, unless the user interrupts. The thread itself
+    does not keep the process alive.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.wait()
+        elif issubclass(kind, Exception):  # what ended the caller is told, this beside it
+            try:
+                self.wait()
+            except Exception:
+                logger.exception("the work in the background failed too")
 
     def start(self, job: Callable[[], object]) -> None:
         """Wait for the job before, then begin with this one.

@@ -94,7 +94,9 @@ def _plain(model: str, overrides: Sequence[str]) -> Settings:
 
 
 def _of_run(run: Path, overrides: Sequence[str], step: int | str | None) -> ModelChoice:
-    found = dict(checkpoints(run / "checkpoints"))
+    # Of two checkpoints after one step, the one in the middle of the next stands aside.
+    kept = reversed(checkpoints(run / "checkpoints"))
+    found = dict(sorted({moment.steps: path for moment, path in kept}.items()))
     if not found:
         raise UserError(f"{run} has no complete checkpoint: go on with the run by resume=true")
     if step is None:

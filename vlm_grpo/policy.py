@@ -298,6 +298,13 @@ class Policy:
         (self.adapters or self.model).save_pretrained(str(folder), state_dict=weights)
         self.processor.save_pretrained(folder)
 
+    @torch.no_grad()
+    def see(self, prompts: Sequence[Prompt]) -> None:
+        """Encode the prompts' images as ``sample`` does, where a frozen tower's features stay."""
+        if self.shared and not self.trains_vision:
+            with _evaluating(self.model), self._precision(), rollout_weights(self.model):
+                self._encode(prompts)
+
     def forget_images(self) -> None:
         """Drop the vision features kept for this step."""
         self._features.clear()

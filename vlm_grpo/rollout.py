@@ -112,10 +112,12 @@ class Rollout:
         groups: scored groups.
         resampled: groups of all ranks that were drawn in place of some whose rewards were all
             equal.
+        rounds: the indices of the stream that this rank sampled together, of replaced groups too.
     """
 
     groups: tuple[Group, ...]
     resampled: int = 0
+    rounds: tuple[tuple[int, ...], ...] = ()
 
 
 class Roller:
@@ -159,7 +161,8 @@ class Roller:
         rollout, wanted = self.settings.rollout, self.settings.optim.prompts_per_step
         groups = self._round(wanted, progress)
         if not rollout.dynamic_sampling:
-            return Rollout(tuple(groups.values()))
+            return Rollout(tuple(groups.values()), rounds=(tuple(groups),))
+        rounds = [tuple(groups)]
         kept, idle = self._sorted_by_spread(groups)
         resampled = 0
         for _ in range(rollout.max_resample or 3):
@@ -170,8 +173,10 @@ class Roller:
             resampled += missing
             kept += self._sorted_by_spread(fresh)[0]
             groups |= fresh
+            rounds.append(tuple(fresh))
         chosen = [*kept, *idle[: wanted - len(kept)]]
-        return Rollout(tuple(groups[index] for index in chosen if index in groups), resampled)
+        own = tuple(groups[index] for index in chosen if index in groups)
+        return Rollout(own, resampled, tuple(rounds))
 
     def _sorted_by_spread(self, groups: Mapping[int, Group]) -> tuple[list[int], list[int]]:
         """The indices of all ranks' groups whose rewards differ, and of those with nothing to

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,19 @@ from vlm_grpo.checkpoint import (
     write_checkpoint,
 )
 from vlm_grpo.config import Settings
+from vlm_grpo.errors import UserError
 from vlm_grpo.optimizer import load_optimizer_tensors, optimizer_tensors, set_rates
 from vlm_grpo.policy import Policy
 from vlm_grpo.randomness import random_states, restore_random_states
+from vlm_grpo.resuming import (
+    plain_settings,
+    refuse_other_rows,
+    refuse_other_settings,
+    row_digests,
+    warn_of_other_versions,
+)
 from vlm_grpo.shards import whole
+from vlm_grpo.types import Example
 from vlm_grpo.update import Updater
 
 LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
@@ -41,23 +51,27 @@ class Saver:
         settings: the run's.
         policy: its weights and processor.
         update: its optimizer, schedule and reference policy.
+        examples: those that are trained on; a checkpoint keeps their fingerprints.
 
     Attributes:
         saved: the moment of the last checkpoint that this process began to write; None before any.
     """
 
-    def __init__(self, settings: Settings, policy: Policy, update: Updater) -> None:
+    def __init__(
+        self, settings: Settings, policy: Policy, update: Updater, examples: Sequence[Example]
+    ) -> None:
+        self.rows = row_digests(examples)
         self.settings, self.policy, self.update = settings, policy, update
         self.folder = settings.run_dir / "checkpoints"
         self.writer = Background()
         self.saved: Moment | None = None
 
-    def save(self, moment: Moment, numbers: Mapping[str, Any], best: Moment | None) -> None:
+    def save(self, moment: Moment, rest: Contents, best: Moment | None) -> None:
         """Write a checkpoint and remove those that are not to be kept.
 
         Args:
             moment: where the run stands.
-            numbers: what JSON can hold of the run's other parts.
+            rest: what else of the run goes into it, the same on all ranks.
             best: the checkpoint that is kept besides the newest ones.
 
         Raises:
@@ -65,7 +79,7 @@ class Saver:
             Damaged: it reads back other than it was written.
         """
         settings = self.settings.checkpoint
-        contents, weights = self._collect(numbers), self.update.placement.weights()
+        contents, weights = self._collect(rest), self.update.placement.weights()
         if settings.asynchronous:
             tensors = {name: _on_host(held) for name, held in contents.tensors.items()}
             contents, weights = Contents(contents.numbers, tensors), _on_host(weights)
@@ -85,14 +99,16 @@ class Saver:
                 write()
         self.saved = moment
 
-    def _collect(self, numbers: Mapping[str, Any]) -> Contents:
+    def _collect(self, rest: Contents) -> Contents:
         """What goes beside the weights; the ranks' parts are gathered here."""
         update, is_main = self.update, self.update.accelerator.is_main_process
         trainable = update.placement.trainable
         states = gather_object([random_states()])
         return Contents(
             numbers={
-                **numbers,
+                **rest.numbers,
+                "settings": plain_settings(self.settings),
+                "pixel_budget": _plain_budget(self.policy),
                 "scheduler": update.scheduler.state_dict(),
                 "random": states,
                 "versions": versions(),
@@ -100,6 +116,8 @@ class Saver:
             tensors={
                 "optimizer": whole(optimizer_tensors(update.optimizer, trainable), is_main),
                 "reference": whole(update.reference.state_dict(), is_main),
+                "data": {"train": self.rows},
+                **rest.tensors,
             },
         )
 
@@ -112,6 +130,12 @@ class Saver:
             UserError: the checkpoint cannot be read or does not fit.
         """
         update, numbers = self.update, read_numbers(checkpoint)
+        budget = _plain_budget(self.policy)
+        if budget != numbers["pixel_budget"]:
+            raise UserError(
+                f"{checkpoint} was trained with the pixel budget {numbers['pixel_budget']}, the "
+                f"model now has {budget}: put its processor's files back as they were"
+            )
         tensors = read_tensors(checkpoint, "optimizer")
         load_optimizer_tensors(update.optimizer, update.placement.trainable, tensors)
         update.scheduler.load_state_dict(numbers["scheduler"])
@@ -120,6 +144,24 @@ class Saver:
         states = numbers["random"]
         restore_random_states(states[update.accelerator.process_index % len(states)])
         return numbers
+
+
+def refuse_unfit(checkpoint: Path, settings: Settings, examples: Sequence[Example]) -> None:
+    """Find what keeps a run from going on from a checkpoint, before the model is loaded.
+
+    Raises:
+        UserError: settings or training examples are not those that it was written with.
+    """
+    numbers = read_numbers(checkpoint)
+    saved, name = numbers["settings"], checkpoint.name
+    refuse_other_settings(saved, settings, "open_step" in numbers, name)
+    rows = read_tensors(checkpoint, "data")["train"]
+    refuse_other_rows(rows, saved["data.train"], examples, settings, name)
+    warn_of_other_versions(numbers["versions"], versions())
+
+
+def _plain_budget(policy: Policy) -> dict[str, int] | None:
+    return None if policy.budget is None else dataclasses.asdict(policy.budget)
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Ending a run on request: signals and time limits, taken note of and obeyed between two steps."""
+"""Ending a run on request: signals and time limits, noted at once, obeyed between two updates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(
-            f"\n{self.signal.name}: finishing this step and saving; once more to stop at once",
+            f"\n{self.signal.name}: finishing this update and saving; once more to stop at once",
             file=sys.stderr,
             flush=True,
         )

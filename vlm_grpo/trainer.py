@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +12,17 @@ from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.announce import TrainResult, describe_run
-from vlm_grpo.checkpoint import Moment, checkpoints, newest_checkpoint
+from vlm_grpo.checkpoint import (
+    Contents,
+    Moment,
+    checkpoints,
+    newest_checkpoint,
+    read_tensors,
+)
 from vlm_grpo.config import Settings
 from vlm_grpo.credit import step_advantages
 from vlm_grpo.data import load_examples
@@ -25,7 +32,7 @@ from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluate import Evaluation, evaluate_policy, held_out_task
 from vlm_grpo.files import told_if_full
 from vlm_grpo.memory import memory_metrics
-from vlm_grpo.objective import Advantages
+from vlm_grpo.open_step import OpenStep, packed_step, restored_step
 from vlm_grpo.optimizer import build_optimizer, build_scheduler
 from vlm_grpo.overflow import Overflows
 from vlm_grpo.placement import place
@@ -36,7 +43,7 @@ from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
 from vlm_grpo.rollout import Roller, Rollout, seeable
 from vlm_grpo.run_folder import RunFolder
-from vlm_grpo.saving import Saver
+from vlm_grpo.saving import Saver, refuse_unfit
 from vlm_grpo.stopping import StopRequest
 from vlm_grpo.task import Task
 from vlm_grpo.trackers import check_installed
@@ -55,6 +62,7 @@ def train(settings: Settings) -> TrainResult:
     Raises:
         UserError: with what is wrong and the remedy.
     """
+    stop = StopRequest(settings.checkpoint.max_hours)
     disable_progress_bar()
     check_installed(settings.logging.trackers)
     task = load_task(settings.task, **settings.task_options)
@@ -66,13 +74,15 @@ def train(settings: Settings) -> TrainResult:
         warn_of_shared_images(train_examples, held_out)
     accelerator = build_accelerator(settings)
     resume_from = _checkpoint_to_resume(settings, accelerator)
+    if resume_from is not None:
+        refuse_unfit(resume_from, settings, train_examples)
     set_seed(settings.seed)
     policy = load_policy(settings, resume_from)
     trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
     if resume_from is not None:
         trainer.restore(resume_from)
     with told_if_full(settings.run_dir):
-        result = trainer.run()
+        result = trainer.run(stop)
     trainer.accelerator.print(result)
     return result
 
@@ -89,6 +99,10 @@ def _checkpoint_to_resume(settings: Settings, accelerator: Accelerator) -> Path 
         return None
     found = [newest_checkpoint(folder) if accelerator.is_main_process else None]
     return broadcast_object_list(found)[0]
+
+
+class LeftOpen(Exception):
+    """A stop request was obeyed in the middle of a step."""
 
 
 class Trainer:
@@ -116,7 +130,7 @@ class Trainer:
         limit = settings.rollout.max_completion_length
         self.task = replace(task, frame=policy.frame, token_limit=limit)
         self.held_out = seeable(policy, held_out, settings.data)
-        train_examples = seeable(policy, train_examples, settings.data)
+        shown = seeable(policy, train_examples, settings.data)
         self.held_out_task = held_out_task(settings, self.task)
         self.accelerator = accelerator or build_accelerator(settings)
         self.placement = place(policy, self.accelerator)
@@ -136,62 +150,95 @@ class Trainer:
         self.roll = Roller(
             policy,
             self.task,
-            ExampleStream(train_examples, settings.seed),
+            ExampleStream(shown, settings.seed),
             settings,
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
         )
         self.folder = RunFolder(settings, self.task, self.accelerator.is_main_process)
-        self.saver = Saver(settings, policy, self.update)
+        self.saver = Saver(settings, policy, self.update, train_examples)
         self.stopwatch = policy.stopwatch
         self.step = 0
         self.best: tuple[float, int] | None = None
         self.overflows = Overflows(settings.run_dir, self.accelerator.process_index)
         self.restored = False
+        self.open: OpenStep | None = None
+        self.stop = StopRequest()
 
     @property
     def reference(self) -> Reference:
         return self.update.reference
 
-    def run(self) -> TrainResult:
-        """All steps that are left, with the evaluations and checkpoints due among them."""
+    def run(self, stop: StopRequest | None = None) -> TrainResult:
+        """All steps that are left, with the evaluations and checkpoints due among them.
+
+        Args:
+            stop: ends the run; None: signals do, and the time limit, which counts from here.
+
+        Raises:
+            Stopped: the run has ended on request, its state saved.
+        """
         settings, last = self.settings, self.settings.optim.max_steps
+        self.stop = stop or StopRequest(settings.checkpoint.max_hours)
         self.folder.open(self.step)
         train = self.roll.loader.stream.examples
         for line in describe_run(settings, self.policy, self.task, train, self.held_out):
             self.accelerator.print(line)
         before = None if self.restored else self._evaluate()
         after = None
-        stop = StopRequest(settings.checkpoint.max_hours)
         is_main = self.accelerator.is_main_process
         progress = Progress(settings, self.task.headline, self.stopwatch, self.step, is_main)
-        with stop, progress, closing(self.roll):
-            while self.step < last and not any_rank(self.accelerator, stop.reason is not None):
+        with closing(self.roll), self.stop, self.saver.writer, progress:
+            while self.step < last and not self._stopping():
                 self.stopwatch.reset()
-                metrics = self.run_step()
+                try:
+                    metrics = self.run_step()
+                except LeftOpen:
+                    break
                 self.step += 1
-                if self._due(settings.evaluation.every) or self.step == last:
+                if self._evaluation_due(self.step):
                     after = self._evaluate_step(metrics)
                 self.folder.write_metrics(self.step - 1, metrics)
                 progress.advance(metrics)
+                self.saver.writer.check()
                 is_best = settings.checkpoint.keep_best and self.best_step == self.step
-                if is_best or self._due(settings.checkpoint.every) or self.step == last:
+                is_due = _divides(settings.checkpoint.every, self.step)
+                if is_best or is_due or self.step == last:
                     self._save()
                 self.folder.refresh_report()
             if self.step < last and self.saver.saved != self.moment:
                 self._save()
-            self.saver.writer.wait()
         self.folder.close()
         self.accelerator.end_training()
         checkpoint = self.saver.folder / self.moment.name
         if self.step < last:
-            where = f"after step {self.step} of {last}; saved in {checkpoint}"
-            reason = stop.reason or "another process"
-            raise Stopped(f"stopped by {reason} {where}; resume=true goes on", stop.status)
+            raise Stopped(
+                f"stopped by {self.stop.reason or 'another process'} {self._where()}; saved in "
+                f"{checkpoint}; resume=true goes on",
+                self.stop.status,
+            )
         return TrainResult(before, after, self.best, checkpoint, settings.run_dir)
 
     def run_step(self) -> dict[str, float]:
-        """One rollout and its update."""
+        """One rollout and its updates; returns their metrics.
+
+        Raises:
+            LeftOpen: a stop was asked for, and updates or an evaluation are still to be made.
+        """
+        step = self.open = self.open or self._begin_step()
+        with self.stopwatch("update"):
+            self.policy.model.train()
+            while step.updates.count < self.settings.objective.num_iterations:
+                if self._stopping():
+                    raise LeftOpen
+                self.update(step.batch, step.updates)
+        if self._evaluation_due(self.step + 1) and self._stopping():
+            raise LeftOpen
+        self.open = None
+        return self._end_step(step)
+
+    def _begin_step(self) -> OpenStep:
+        """The step's groups and what each completion is worth."""
         self.policy.counters = Counters()
         decodes, replaced = self.roll.loader.decodes, self.roll.loader.replaced
         started = time.perf_counter()
@@ -203,21 +250,42 @@ class Trainer:
         advantages, mine = step_advantages(
             rollout.groups, weights, penalties, self.settings.objective, self.accelerator
         )
-        with self.stopwatch("update"):
-            self.policy.model.train()
-            batch = step_batch(rollout.groups, mine, reference, self.settings, self.accelerator)
-            metrics = self.update(batch)
+        batch = step_batch(rollout.groups, mine, reference, self.settings, self.accelerator)
+        metrics = {
+            **sum(gather_object([step_tally(rollout.groups)]), Tally()).values(),
+            "reward_std": advantages.group_stds.nanmean().item(),
+            "frac_reward_zero_std": advantages.frac_reward_zero_std,
+            "unscorable": advantages.unscorable,
+            "resampled_groups": rollout.resampled,
+        }
+        return OpenStep(rollout, batch, metrics, decodes, replaced, started)
+
+    def _end_step(self, step: OpenStep) -> dict[str, float]:
+        """What the step came to, once its updates are made."""
+        metrics = self.update.finish(step.updates)
         self.policy.forget_images()
         if self.folder.samples_due(self.step) or metrics["skipped_updates"]:
-            self.folder.write_samples(self.step, rollout.groups, mine)
-        self.overflows.note(self.step, bool(metrics["skipped_updates"]), rollout.groups, mine)
-        self.stopwatch.seconds["step"] = time.perf_counter() - started
+            self.folder.write_samples(self.step, step.rollout.groups, step.batch.advantages)
+        groups, skipped = step.rollout.groups, bool(metrics["skipped_updates"])
+        self.overflows.note(self.step, skipped, groups, step.batch.advantages)
+        self.stopwatch.seconds["step"] = time.perf_counter() - step.started
         done = {
             **{f"work/{name}": count for name, count in vars(self.policy.counters).items()},
-            "work/image_decodes": self.roll.loader.decodes - decodes,
-            "replaced_prompts": self.roll.loader.replaced - replaced,
+            "work/image_decodes": self.roll.loader.decodes - step.decodes,
+            "replaced_prompts": self.roll.loader.replaced - step.replaced,
         }
-        return metrics | self._metrics(rollout, advantages, done)
+        return {
+            **metrics,
+            **step.metrics,
+            **sum(gather_object([Tally(sums=done)]), Tally()).values(),
+            "learning_rate": self.scheduler.get_last_lr()[0],
+            **memory_metrics(self.accelerator.device),
+            **{f"time/{name}": seconds for name, seconds in self.stopwatch.seconds.items()},
+        }
+
+    def _stopping(self) -> bool:
+        """Whether any rank was asked to stop; all of them learn it here together."""
+        return any_rank(self.accelerator, self.stop.reason is not None)
 
     def _rollout(self) -> Rollout:
         """The step's groups. Where one cannot be made, the run is saved as it was before."""
@@ -235,22 +303,6 @@ class Trainer:
             self._save()
             self.saver.writer.wait()
         raise failure
-
-    def _metrics(
-        self, rollout: Rollout, advantages: Advantages, done: Mapping[str, int]
-    ) -> dict[str, Any]:
-        """Means and counts over all ranks; times and memory are the first rank's."""
-        every = gather_object([step_tally(rollout.groups) + Tally(sums=done)])
-        return {
-            **sum(every, Tally()).values(),
-            "reward_std": advantages.group_stds.nanmean().item(),
-            "frac_reward_zero_std": advantages.frac_reward_zero_std,
-            "unscorable": advantages.unscorable,
-            "resampled_groups": rollout.resampled,
-            "learning_rate": self.scheduler.get_last_lr()[0],
-            **memory_metrics(self.accelerator.device),
-            **{f"time/{name}": seconds for name, seconds in self.stopwatch.seconds.items()},
-        }
 
     def _evaluate_step(self, metrics: dict[str, float]) -> Evaluation | None:
         """Evaluate after a step and put the result among its metrics."""
@@ -281,33 +333,63 @@ class Trainer:
         """The step after which the held-out headline was best; None before any evaluation."""
         return None if self.best is None else self.best[1]
 
-    def _due(self, every: int) -> bool:
-        return bool(every) and self.step % every == 0
+    def _evaluation_due(self, step: int) -> bool:
+        is_last = step == self.settings.optim.max_steps
+        return bool(self.held_out) and (is_last or _divides(self.settings.evaluation.every, step))
 
     # Checkpoints.
 
     @property
     def moment(self) -> Moment:
         """Where the run stands."""
-        return Moment(self.step)
+        return (
+            Moment(self.step) if self.open is None else Moment(self.step, self.open.updates.count)
+        )
+
+    def _where(self) -> str:
+        """The same in words."""
+        where = f"after step {self.step} of {self.settings.optim.max_steps}"
+        if self.open is None:
+            return where
+        of = self.settings.objective.num_iterations
+        return f"{where} and {self.open.updates.count} of {of} updates of the next"
 
     def _save(self) -> None:
-        numbers = {
+        numbers: dict[str, Any] = {
             "step": self.step,
             "position": self.roll.position,
             "best": self.best,
             "overflows": self.overflows.count,
         }
+        tensors: dict[str, dict[str, Tensor]] = {}
+        if self.open is not None:
+            numbers["open_step"], tensors["open_step"] = packed_step(
+                self.open, self.policy, self.roll
+            )
         best = None
         if self.settings.checkpoint.keep_best and self.best_step is not None:
             best = Moment(self.best_step)
         with self.stopwatch("saving"):
-            self.saver.save(self.moment, numbers, best)
+            self.saver.save(self.moment, Contents(numbers, tensors), best)
 
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint whose weights the policy was loaded with."""
+        """Go on from a checkpoint whose weights the policy was loaded with.
+
+        Raises:
+            UserError: it cannot be read, or does not fit settings, data or model.
+        """
         numbers = self.saver.restore(checkpoint)
         self.step, self.roll.position = numbers["step"], numbers["position"]
         self.best = tuple(numbers["best"]) if numbers["best"] is not None else None
         self.overflows.count = numbers["overflows"]
+        if "open_step" in numbers:
+            tensors = read_tensors(checkpoint, "open_step")
+            with self.placement.gathered():
+                self.open = restored_step(
+                    numbers["open_step"], tensors, self.roll, self.settings, self.accelerator
+                )
         self.restored = True
+
+
+def _divides(every: int, step: int) -> bool:
+    return bool(every) and step % every == 0

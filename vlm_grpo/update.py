@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -110,6 +110,31 @@ def step_batch(
 
 
 @dataclass
+class Updates:
+    """The updates made so far on one step's completions.
+
+    Attributes:
+        count: how many.
+        old_logprobs: by completion, (T,) its tokens' log-probs before the first of them; kept
+            where there are several.
+        losses: of each.
+        norms: the gradient's in each.
+        metrics: of all of them together.
+    """
+
+    count: int = 0
+    old_logprobs: dict[int, Tensor] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=Metrics)
+
+    @property
+    def skipped(self) -> int:
+        """How many were left out because their gradient was not finite."""
+        return sum(not math.isfinite(norm) for norm in self.norms)
+
+
+@dataclass
 class Updater:
     """Runs a step's updates.
 
@@ -131,26 +156,28 @@ class Updater:
     settings: Settings
     max_tokens: int
 
-    def __call__(self, batch: StepBatch) -> dict[str, float]:
-        """``num_iterations`` updates on one step's completions; their metrics over all ranks."""
-        objective = self.settings.objective
-        old: dict[int, Tensor] = {}  # filled by the first iteration, read by the others
-        metrics, losses, norms = Metrics(), [], []
-        for iteration in range(objective.num_iterations):
-            loss, more = self._accumulate(batch, old, first=iteration == 0)
-            norms.append(self._apply())
-            losses.append(loss)
-            metrics = metrics + more
-        every = gather_object([(sum(losses), metrics.on_host())])
-        metrics = sum((more for _, more in every), Metrics())
-        skipped = sum(not math.isfinite(norm) for norm in norms)
-        if skipped < len(norms):  # the schedule counts updates that were made
+    def __call__(self, batch: StepBatch, done: Updates) -> None:
+        """One more update on a step's completions, noted in ``done``.
+
+        The schedule ticks after the last of them, unless none of them could be made.
+        """
+        loss, metrics = self._accumulate(batch, done.old_logprobs, first=done.count == 0)
+        done.norms.append(self._apply())
+        done.losses.append(loss)
+        done.metrics = done.metrics + metrics
+        done.count += 1
+        is_last = done.count == self.settings.objective.num_iterations
+        if is_last and done.skipped < done.count:
             self.scheduler.step()
+
+    def finish(self, done: Updates) -> dict[str, float]:
+        """The metrics of a step's updates over all ranks, after the last of them."""
+        every = gather_object([(sum(done.losses), done.metrics.on_host())])
         return {
-            "loss": sum(loss for loss, _ in every) / objective.num_iterations,
-            "grad_norm": norms[-1],
-            "skipped_updates": skipped,
-            **metrics.values(),
+            "loss": sum(loss for loss, _ in every) / done.count,
+            "grad_norm": done.norms[-1],
+            "skipped_updates": done.skipped,
+            **sum((more for _, more in every), Metrics()).values(),
         }
 
     def _apply(self) -> float:

@@ -1,0 +1,129 @@
+"""A run that is stopped between two updates of one rollout goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from small_runs import LORA, StopAt, assert_same_run, save_tiny_model, small_run
+
+from vlm_grpo import trainer as trainer_module
+from vlm_grpo.config import Settings
+from vlm_grpo.data_scripts import make_words
+from vlm_grpo.data_scripts.made import write_examples
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.trainer import train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def stopped_again_and_again(
+    run: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Train in several processes' worth of calls, each stopped at the n-th question; returns the
+    checkpoints that they stopped at."""
+    stops = []
+    for count in asked:
+        monkeypatch.setattr(trainer_module, "StopRequest", lambda *_, n=count: StopAt(n))
+        with pytest.raises(Stopped) as stopped:
+            train(run.model_copy(update={"resume": True}))
+        stops.append(str(stopped.value).partition("checkpoints/")[2].partition(";")[0])
+    monkeypatch.undo()
+    train(run.model_copy(update={"resume": True}))
+    return stops
+
+
+REFERENCES = [
+    {"beta": 0.0},
+    {"beta": 0.1, "reference_refresh_every": 1},
+    {"beta": 0.1, "reference_refresh_every": 2},
+    {"beta": 0.1, "reference_refresh_every": "never"},
+]
+
+
+@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("reference", REFERENCES, ids=["none", "k1", "k2", "never"])
+def test_stops_in_the_middle_of_steps_change_nothing(
+    tmp_path: Path,
+    model: Path,
+    policy: dict,
+    iterations: int,
+    reference: dict,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more: dict[str, Any] = {
+        "policy": policy,
+        "objective": {"num_iterations": iterations, **reference},
+        "optim": {"max_steps": 3},
+    }
+    whole = small_run(tmp_path, model, name="whole", **more)
+    train(whole)
+    broken = small_run(tmp_path, model, name="broken", **more)
+    # Asked before each step and before each update; a resumed run asks before its first step too.
+    asked, expected = {
+        1: ([2, 3, 4], ["step-0-0", "step-1", "step-2-0"]),
+        2: ([3, 3, 6], ["step-0-1", "step-1", "step-2-1"]),
+    }[iterations]
+    assert stopped_again_and_again(broken, asked, monkeypatch) == expected
+    assert_same_run(broken.run_dir, whole.run_dir, "step-3")
+
+
+@pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=["trained", "frozen"])
+def test_every_point_of_a_run_can_be_stopped_at(
+    tmp_path: Path, model: Path, freeze: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With replaced groups, an evaluation in between, and features of frozen images."""
+    more: dict[str, Any] = {
+        "policy": {"freeze": freeze},
+        "objective": {"num_iterations": 2},
+        "data": {"eval": "embedded:ocr", "eval_limit": 3},
+        "evaluation": {"every": 1},
+        "optim": {"max_steps": 2},
+        # Two letters at most: some groups of two have equal rewards.
+        "rollout": {
+            "num_generations": 2,
+            "max_completion_length": 2,
+            "dynamic_sampling": True,
+        },
+    }
+    whole = small_run(tmp_path, model, name="whole", **more)
+    train(whole)
+    broken = small_run(tmp_path, model, name="broken", **more)
+    # Asked before each step, each update and each evaluation: one thing is done between two stops.
+    stops = stopped_again_and_again(broken, [2, 3, 3, 3, 3, 3], monkeypatch)
+    expected = ["step-0-0", "step-0-1", "step-0-2", "step-1", "step-1-1", "step-1-2"]
+    assert stops == expected
+    assert_same_run(broken.run_dir, whole.run_dir, "step-2")
+    rows = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert any(row["resampled_groups"] for row in rows)
+
+
+def test_an_image_that_changed_meanwhile_is_named(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_examples(make_words.examples("ocr", 4), tmp_path / "data", "rows.jsonl")
+    run = small_run(tmp_path, model, data={"train": str(rows)})
+    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(2))
+    with pytest.raises(Stopped):
+        train(run)
+    monkeypatch.undo()
+    # The rows' fingerprints hold names and sizes of the images: this comes after they were read.
+    read = trainer_module.load_examples
+
+    def read_then_change(*arguments: Any) -> Any:
+        examples = read(*arguments)
+        for path in (tmp_path / "data").rglob("*.png"):
+            with Image.open(path) as image:
+                image.resize((image.width * 2, image.height * 2)).save(path)
+        return examples
+
+    monkeypatch.setattr(trainer_module, "load_examples", read_then_change)
+    with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
+        train(run.model_copy(update={"resume": True}))
