@@ -165,6 +165,7 @@ def model_source(name: str) -> str:
 def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
     """The adapter in a checkpoint's folder on its base model; every weight must be used."""
     with _quiet_peft():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error, below
         adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
     saved = set(load_file(checkpoint / "adapter_model.safetensors"))
     _refuse_mismatch(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
