@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
-from small_runs import LORA, StopAt, assert_same_run, save_tiny_model, small_run
+from small_runs import LORA, TASK, StopAt, assert_same_run, save_tiny_model, small_run
 
 from vlm_grpo import trainer as trainer_module
 from vlm_grpo.config import Settings
-from vlm_grpo.data_scripts import make_words
-from vlm_grpo.data_scripts.made import write_examples
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.trainer import train
 
@@ -105,25 +102,15 @@ def test_every_point_of_a_run_can_be_stopped_at(
     assert any(row["resampled_groups"] for row in rows)
 
 
-def test_an_image_that_changed_meanwhile_is_named(
+def test_a_prompt_that_changed_meanwhile_is_named(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = write_examples(make_words.examples("ocr", 4), tmp_path / "data", "rows.jsonl")
-    run = small_run(tmp_path, model, data={"train": str(rows)})
+    run = small_run(tmp_path, model)
     monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(2))
     with pytest.raises(Stopped):
         train(run)
     monkeypatch.undo()
-    # The rows' fingerprints hold names and sizes of the images: this comes after they were read.
-    read = trainer_module.load_examples
-
-    def read_then_change(*arguments: Any) -> Any:
-        examples = read(*arguments)
-        for path in (tmp_path / "data").rglob("*.png"):
-            with Image.open(path) as image:
-                image.resize((image.width * 2, image.height * 2)).save(path)
-        return examples
-
-    monkeypatch.setattr(trainer_module, "load_examples", read_then_change)
+    question = '    def question(self, example):\n        return "Write letters, please."\n'
+    Path(run.task).write_text(f"{TASK}\n{question}")
     with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
         train(run.model_copy(update={"resume": True}))

@@ -241,8 +241,8 @@ def _group(saved: _SavedGroup, prompt: Prompt | None, task: Task) -> Group:
     if prompt is None or tokens != numbers["prompt_tokens"]:
         raise UserError(
             f"example {numbers['id']}: its prompt had {numbers['prompt_tokens']} tokens when the "
-            f"step was sampled and has {tokens} now: its image has changed; put it back as it "
-            "was, or begin anew with another name=…"
+            f"step was sampled and has {tokens} now: its image or the task's words have changed; "
+            "put them back as they were, or begin anew with another name=…"
         )
     completions, scores = [], []
     for held, row in zip(numbers["completions"], saved.rows, strict=True):

@@ -360,6 +360,8 @@ class Trainer:
             "position": self.roll.position,
             "best": self.best,
             "overflows": self.overflows.count,
+            # Lower than the settings' where memory ran out; another cut rounds otherwise.
+            "max_tokens": [self.roll.max_tokens, self.update.max_tokens],
         }
         tensors: dict[str, dict[str, Tensor]] = {}
         if self.open is not None:
@@ -382,6 +384,12 @@ class Trainer:
         self.step, self.roll.position = numbers["step"], numbers["position"]
         self.best = tuple(numbers["best"]) if numbers["best"] is not None else None
         self.overflows.count = numbers["overflows"]
+        sampled, updated = numbers["max_tokens"]
+        before, now = numbers["settings"], self.settings
+        if before["rollout.max_tokens_per_batch"] == now.rollout.max_tokens_per_batch:
+            self.roll.max_tokens = sampled
+        if before["optim.max_tokens_per_batch"] == now.optim.max_tokens_per_batch:
+            self.update.max_tokens = updated
         if "open_step" in numbers:
             tensors = read_tensors(checkpoint, "open_step")
             with self.placement.gathered():
