@@ -199,7 +199,7 @@ def _updates(
     for _, tensors in mine:
         means = {name: (pair[0], pair[1]) for name, pair in _named(tensors, "mean/", device)}
         metrics = metrics + Metrics(means, dict(_named(tensors, "maximum/", device)))
-    losses = [sum(held["losses"][k] for held, _ in mine) for k in range(first["updates"])]
+    losses = [float(sum(held["losses"][k] for held, _ in mine)) for k in range(first["updates"])]
     return Updates(first["updates"], old, losses, list(first["norms"]), metrics)
 
 
