@@ -25,7 +25,14 @@ BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
 
 SHORT = {
     "make_clocks.py": ["--train", "20", "--test", "8"],
-    "train": ["optim.max_steps=2", "optim.prompts_per_step=2"],
+    "train": [
+        "optim.max_steps=2",
+        "optim.prompts_per_step=2",
+        "optim.warmup_steps=0",
+        "data.eval_limit=8",
+        "evaluation.every=1",
+    ],
+    "plan": ["data.train_limit=20"],
 }
 """What is put behind a command of a guide so that a test has time for it; the last value wins."""
 
@@ -62,6 +69,28 @@ def test_the_guide_to_a_task_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for line in lines:
         run(line, step=2)
     assert Path("runs/clock/report.html").is_file()
+
+
+def test_the_guide_to_a_first_run_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("docs").symlink_to(ROOT / "docs")
+    lines = [
+        line
+        for line in shell_lines(ROOT / "docs" / "first-run.md")
+        if not line.startswith("source ")
+    ]
+    assert len(lines) == 9  # train, resume, predict, export twice; tasks, plan, train, doctor
+    for line in lines:
+        run(line, step=2)
+    assert Path("runs/second/report.html").is_file()
+    assert Path("circles-answer.png").is_file()
+    assert Path("exported/model.safetensors").is_file()
+
+
+def test_the_guide_to_planning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in shell_lines(ROOT / "docs" / "planning.md"):
+        run(line, step=2)
 
 
 def test_the_example_task_is_short() -> None:

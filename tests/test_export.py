@@ -124,7 +124,7 @@ def trained(folder: Path, original: Path, policy_settings: dict[str, Any]) -> tu
     with torch.no_grad():
         for _, weight in policy.trainable():
             weight.add_(0.1 * weight.std() * torch.randn_like(weight) + 0.01)
-    policy.save(folder)
+    policy.save(folder, policy.weights())
     settings.save(folder / "config.yaml")
     # Asked as evaluations ask: loaded again, in the precision of the settings.
     return folder, load_policy(settings, folder, training=False)

@@ -256,7 +256,7 @@ def test_changes_are_valid_and_make_it_fit(planner: Planner) -> None:
     values = ["rollout.num_generations=64", "rollout.max_completion_length=64"]
     overrides = ["data.train_limit=30", "objective.beta=0.1", *values]
     overrides += ["objective.reference_refresh_every=never"]
-    tight = Planner(load_settings("counting", overrides), Device("small", 150 << 20, is_cpu=True))
+    tight = Planner(load_settings("counting", overrides), Device("small", 210 << 20, is_cpu=True))
     assert not tight.fits(tight.settings)
     peaks = []
     for text, step in tight.remedies():

@@ -14,14 +14,15 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
 
-from vlm_grpo.config import Settings
+from vlm_grpo.config import PILLOW_WARNS_AT, Settings
+from vlm_grpo.data.images import ImageReader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.loading import load_model
 from vlm_grpo.policy import Policy, restriction_of
 from vlm_grpo.task import Task
-from vlm_grpo.types import Completion, Example, ImageRef, Prompt
+from vlm_grpo.types import Completion, Example, Prompt
 
 QUESTION = "What is in the image? Describe every object in a few words."
 GENERATIONS = 4
@@ -115,12 +116,11 @@ def _example(image: Path | None) -> Example:
             name, data = str(image), image.read_bytes()
         except OSError as error:
             raise UserError(f"image {image} cannot be read: {error}") from error
-    reference = ImageRef(name, (1, 1), (1, 1), data=data)
     try:
-        size = reference.load().size
+        reference = ImageReader(None, PILLOW_WARNS_AT).read(data, name)
     except ValueError as error:
         raise UserError(str(error)) from error
-    return Example("doctor", (ImageRef(name, size, size, data=data),), QUESTION, "")
+    return Example("doctor", (reference,), QUESTION, "")
 
 
 def _rollout(policy: Policy, prompt: Prompt) -> tuple[float, tuple[Completion, ...]]:

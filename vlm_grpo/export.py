@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -191,8 +192,8 @@ def _results(choice: ModelChoice) -> _Results:
     if choice.run is None or choice.checkpoint is None:
         return _Results(None, None)
     run = read_run(choice.run)
-    step = int(choice.checkpoint.name.removeprefix("step-"))
-    change = run.change(until=step)
+    whole = re.fullmatch(r"step-(\d+)", choice.checkpoint.name)
+    change = run.change(until=int(whole[1])) if whole is not None else None
     if change is None:
         return _Results(run.headline, None)
     first, last = (e for e in run.evaluations if e.step in change.steps)

@@ -30,6 +30,9 @@ from vlm_grpo.plan.work import Work
 ENCODER_PATCHES = 65_536  # engine.vision.ENCODER_PATCHES: patches encoded at once
 RECENT_IMAGES = 64  # policy.RECENT_IMAGES: decoded images that are kept
 LINEARS = 7  # linear maps of a decoder layer
+LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
+"""Bytes that libraries take on a CPU once they are used, whatever the model: code, buffers, and in
+bfloat16 the kernels that oneDNN makes for every shape. Fitted to ``benchmarks/plan_check.py``."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Memory:
         optimizer: AdamW's two moments.
         reference: the reference policy's snapshot.
         gradients: of the trained weights.
+        libraries: what they take of a CPU's memory beside tensors.
         inputs: pixel values and decoded images, in the main memory of a machine with a GPU.
         features: what a frozen vision tower made of the step's images.
         folded: copies of weights that decoding is faster with.
@@ -54,6 +58,7 @@ class Memory:
     optimizer: int
     reference: int
     gradients: int
+    libraries: int
     inputs: int
     features: int
     folded: int
@@ -65,7 +70,8 @@ class Memory:
     @property
     def resting(self) -> int:
         """What is held all the time."""
-        return self.weights + self.optimizer + self.reference + self.features
+        held = self.weights + self.optimizer + self.reference
+        return held + self.features + self.libraries
 
     @property
     def rollout(self) -> int:
@@ -103,6 +109,7 @@ def memory_of(model: ModelShape, work: Work, on_cpu: bool = False) -> Memory:
         reference=4 * model.trained if work.reference else 0,
         # With a single micro-batch gradients come into being while activations go.
         gradients=4 * model.trained if several else 0,
+        libraries=LIBRARIES[_arithmetic(model)] if on_cpu else 0,
         inputs=inputs,
         features=features + (inputs if on_cpu else 0),
         folded=_folded(model, on_cpu),
@@ -111,6 +118,10 @@ def memory_of(model: ModelShape, work: Work, on_cpu: bool = False) -> Memory:
         activations=activation_bytes(model, work),
         update=_update(model, work, several),
     )
+
+
+def _arithmetic(model: ModelShape) -> str:
+    return "float32" if model.precision == "float32" else "bfloat16"
 
 
 def _weights(model: ModelShape) -> int:

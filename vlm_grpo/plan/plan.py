@@ -256,7 +256,7 @@ def _memory_lines(step: Step, device: Device) -> Iterator[str]:
     memory = step.memory
     yield "memory     GiB, where every prompt is as long as the longest"
     for name in (
-        "weights", "optimizer", "reference", "features", "folded", "cache", "sampling",
+        "weights", "optimizer", "reference", "libraries", "features", "folded", "cache", "sampling",
         "gradients", "activations", "update",
     ):  # fmt: skip
         value = getattr(memory, name)
@@ -271,6 +271,7 @@ _MEANING = {
     "weights": "model and adapters",
     "optimizer": "AdamW's moments",
     "reference": "the reference policy",
+    "libraries": "what they take beside tensors",
     "features": "images, as the frozen vision tower sees them",
     "folded": "rollout: copies of weights that decoding is faster with",
     "cache": "rollout: keys and values",
