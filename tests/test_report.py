@@ -439,3 +439,10 @@ def test_example_without_an_image(tmp_path: Path) -> None:
     assert skipped == 0
     assert entry["pictures"] == []
     assert build_report(tmp_path).is_file()
+
+
+def test_a_mean_error_below_one_is_no_share(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "counting", steps=4, skill=(0.8, 0.9))
+    shares = {chart.title: chart.share for chart in charts(read_run(run))}
+    assert shares["Held out: exact"]
+    assert not shares["Held out: absolute error"]  # single counts are off by 1 or 2

@@ -116,7 +116,7 @@ def memory_of(model: ModelShape, work: Work, on_cpu: bool = False) -> Memory:
         cache=cache_bytes(model, work),
         sampling=max(_encoding(model, work), _prefilling(model, work), _decoding(model, work)),
         activations=activation_bytes(model, work),
-        update=_update(model, work, several),
+        update=_update(model, work),
     )
 
 
@@ -187,19 +187,24 @@ def activation_bytes(model: ModelShape, work: Work) -> int:
     """What the largest micro-batch keeps for its backward pass."""
     text, vision = model.text, model.vision
     tokens, patches = work.micro_tokens, work.micro_patches
-    layer = tokens * kept_per_token(model) + kept_casts(model)
-    layer += work.micro_prompt_tokens * kept_per_prompt_token(model)
     width = 2 if model.precision == "bfloat16" else 4  # of the residual stream
-    kept = text.layers * layer
-    if model.checkpointing:
-        kept = text.layers * tokens * text.hidden * width + layer
+    inputs = tokens * text.hidden * width
+    kept = text.layers * (inputs if model.checkpointing else _kept_layer(model, work))
     if model.trains_vision:
-        block = patches * kept_per_patch(model) + _autocasts(model, vision)
         inputs = patches * vision.hidden * model.value_bytes
-        kept += vision.layers * (inputs if model.checkpointing else block)
+        kept += vision.layers * (inputs if model.checkpointing else _kept_block(model, work))
         kept += 3 * patches * vision.hidden * 4  # the merger
     # The embedded row, its final norm, and the predicting states.
     return kept + 4 * tokens * text.hidden * 4
+
+
+def _kept_layer(model: ModelShape, work: Work) -> int:
+    kept = work.micro_tokens * kept_per_token(model) + kept_casts(model)
+    return kept + work.micro_prompt_tokens * kept_per_prompt_token(model)
+
+
+def _kept_block(model: ModelShape, work: Work) -> int:
+    return work.micro_patches * kept_per_patch(model) + _autocasts(model, model.vision)
 
 
 def kept_casts(model: ModelShape) -> int:
@@ -213,16 +218,20 @@ def _autocasts(model: ModelShape, part: TextShape | VisionShape) -> int:
     return 2 * part.layer_weights if model.precision == "autocast" else 0
 
 
-def _update(model: ModelShape, work: Work, several: bool) -> int:
-    """The largest of what lives for a moment: the head's logits, one layer's gradients, or the
-    gradients that come into being while activations go."""
+def _update(model: ModelShape, work: Work) -> int:
+    """The largest of what lives for a moment: the head's logits, or one layer's gradients, with
+    its activations where they are computed again."""
     text = model.text
     rows = min(work.chunk or work.micro_completion_tokens, work.micro_completion_tokens)
     logits = rows * text.vocabulary * (12 if model.head_frozen else 20)
-    # Gradients of gate, activation, up and product, of queries, keys and values, of the stream.
-    layer = work.micro_tokens * (4 * text.intermediate + 6 * text.query + 4 * text.hidden)
-    layer = layer * model.value_bytes + 4 * max(text.layer_weights if not model.rank else 0, 0)
+    # Gradients of the product, of the activation and of up, of the stream and of its norm: what
+    # was kept for them goes as those of the attention come.
+    layer = work.micro_tokens * (3 * text.intermediate + 4 * text.hidden)
+    layer = layer * model.value_bytes + (0 if model.rank else 4 * text.layer_weights)
     encoding = _encoding(model, work) if model.trains_vision else 0
+    if model.checkpointing:
+        layer += _kept_layer(model, work)
+        encoding += _kept_block(model, work) if model.trains_vision else 0
     return max(logits, layer, encoding)
 
 

@@ -156,13 +156,19 @@ def _held_out(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
         # Intervals of the headline alone: resampling thousands of examples takes its time.
         first = name in headlines
         lines = [_evaluated(label or name, name, run, interval=first) for label, run in runs]
-        everything = [value for line in lines for value in (*line.y, *(line.low or ()))]
+        # Of each example: a mean error below 1 is no share.
+        every = [
+            value
+            for _, run in runs
+            for evaluation in run.evaluations
+            for value in evaluation.values.get(name, {}).values()
+        ]
         n = max(evaluation.n for _, run in runs for evaluation in run.evaluations)
         yield Chart(
             f"Held out: {visible(name, 60).replace('_', ' ')}",
             f"Mean over {n} held-out examples{', with its 95 % interval' if first else ''}.",
             lines,
-            share=all(0.0 <= value <= 1.0 for value in everything),
+            share=all(0.0 <= value <= 1.0 for value in every),
             measured=True,
         )
 
