@@ -212,6 +212,15 @@ class TestBadModels:
         with pytest.raises(UserError, match="qwen2 model, which takes no images"):
             train(settings(model=str(tmp_path / "text")))
 
+    def test_a_model_without_a_chat_template(
+        self, settings: Any, model_folder: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "base"
+        shutil.copytree(model_folder, folder)
+        (folder / "chat_template.jinja").unlink()
+        with pytest.raises(UserError, match="no chat template.*instruction-tuned"):
+            train(settings(model=str(folder)))
+
     def test_a_prompt_longer_than_the_context(
         self, settings: Any, model_folder: Path, tmp_path: Path
     ) -> None:

@@ -215,6 +215,11 @@ def _load_pretrained(
         processor = AutoProcessor.from_pretrained(reader, **common)
     except (OSError, ValueError) as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error
+    if not (processor.chat_template or processor.tokenizer.chat_template):
+        raise UserError(
+            f"model {source} has no chat template: it was not taught to follow instructions; name "
+            "its instruction-tuned version"
+        )
     return model, processor
 
 
