@@ -14,6 +14,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.drawing import captioned
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluate import evaluate_policy
+from vlm_grpo.judge import Judge
 from vlm_grpo.policy import load_policy
 from vlm_grpo.predict import Question, predict
 from vlm_grpo.registry import load_task
@@ -46,7 +47,7 @@ def test_the_answer_is_the_evaluations(name: str) -> None:
     settings = load_settings(name, ["data.eval_limit=1"])
     policy = load_policy(settings, training=False)
     task = load_task(name, frame=policy.frame)
-    (row,) = evaluate_policy(policy, task, [example_of(name)], settings).rows
+    (row,) = evaluate_policy(policy, task, [example_of(name)], settings, Judge()).rows
     assert found.completion.text == row["output"]
     assert found.answer == row["answer"]
 
