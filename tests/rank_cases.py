@@ -2,8 +2,8 @@
 
 ``python tests/rank_cases.py FOLDER LAUNCH…`` imports everything, then makes the processes of one
 launch after the other by forking, so that their number costs no imports. A launch is
-``PLACEMENT:PROCESSES``; its first process leaves ``PLACEMENT-PROCESSES.pt`` in the folder, with
-what each case found.
+``PLACEMENT-PROCESSES``, with ``-rest`` or ``-whole`` for runs alone; its first process leaves what
+each case found in a file of the launch's name.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,15 @@ from PIL import Image
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.policy import load_policy
 from vlm_grpo.ranks import build_accelerator
 from vlm_grpo.registry import load_task
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.trainer import Trainer, train
 
 SECONDS = 240
 """After which a launch counts as hanging: about ten times what it takes on a busy machine."""
@@ -81,6 +85,28 @@ LOSSES = {
     "cispo": {"epsilon_high": 5.0},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
 }
+UNEVEN: dict[str, dict[str, Any]] = {
+    "resampled groups": {"rollout": {"dynamic_sampling": True, "num_generations": 2}},
+    "a reference and two updates": {
+        "objective": {"beta": 0.05, "reference_refresh_every": 2, "num_iterations": 2}
+    },
+    "a reference in the reward": {
+        "objective": {"beta": 0.05, "reference_refresh_every": "never", "kl_in": "reward"}
+    },
+    # The first row has no image, so no rank ever has one; every rank has the same example.
+    "one example": {"data": {"train_limit": 1}},
+    # Completions of one token that stop at once earn the same: no group has an advantage.
+    "nothing to learn": {"rollout": {"max_completion_length": 1, "temperature": 0.01}},
+}
+BEGUN_BY = {
+    "replicas-2-rest": "replicas-1",
+    "streamed-2-rest": "replicas-2",
+    "held-2-rest": "streamed-2",
+    "replicas-1-rest": "held-2",
+    "replicas-4-rest": "streamed-2",
+    "streamed-4-rest": "replicas-1",
+}
+"""Whose run of two steps a launch goes on with."""
 
 
 def prepare(folder: Path) -> None:
@@ -120,13 +146,17 @@ def settings_of(folder: Path, name: str, **changes: Any) -> Settings:
     return Settings.model_validate(values)
 
 
-def steps(settings: Settings, count: int) -> list[dict[str, Any]]:
-    """So many steps; for each its metrics, and the gradient after the exchange."""
+def build(settings: Settings) -> Trainer:
     task = load_task(settings.task)
     examples = load_examples(str(settings.data.train), task, settings.data, "train")
     accelerator = build_accelerator(settings)
     torch.manual_seed(0)
-    trainer = Trainer(settings, load_policy(settings), task, examples, [], accelerator)
+    return Trainer(settings, load_policy(settings), task, examples, [], accelerator)
+
+
+def steps(settings: Settings, count: int) -> list[dict[str, Any]]:
+    """So many steps; for each its metrics, and the gradient after the exchange."""
+    trainer = build(settings)
     placement, found, grads = trainer.placement, [], {}
     finish = placement.finish
 
@@ -148,20 +178,107 @@ def _whole(grad: Tensor | None) -> Tensor:
     return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
 
+class Traffic(TorchDispatchMode):
+    """Counts what collectives are given inside: calls and bytes by the collective's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if namespace == "c10d":
+            # The whole tensor of a gather or a scatter is the largest one among its arguments.
+            sizes = [t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor)]
+            self.calls[name] += 1
+            self.bytes[name] += max(sizes, default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(settings: Settings) -> list[dict[str, Any]]:
+    """What the ranks exchange in one step, and what the estimate is made of."""
+    trainer = build(settings)
+    trainer.run_step()  # gathers for the first time, and makes the optimizer's state
+    passes = []
+    run = trainer.placement.passes
+
+    def counted(batches: Any) -> Iterator[Any]:
+        for batch in run(batches):
+            passes.append(batch)
+            yield batch
+
+    trainer.placement.passes = counted  # type: ignore[method-assign]
+    with Traffic() as seen:
+        trainer.run_step()
+    trainer.roll.close()
+    placement, model = trainer.placement, trainer.policy.model
+    # With adapters the vision tower is frozen and, like the adapters, never cut.
+    whole = {id(weight) for _, weight in placement.trainable} if trainer.policy.adapters else set()
+    parts = list(model.model.visual.parameters()) if whole else []
+    whole |= {id(weight) for weight in parts}
+    layers = trainer.policy.family.language_model(model).layers
+
+    def count(weights: Iterable[Tensor]) -> int:
+        return sum(weight.numel() for weight in weights if id(weight) not in whole)
+
+    return [
+        {
+            "calls": dict(seen.calls),
+            "bytes": dict(seen.bytes),
+            "passes": len(passes),
+            "trained": sum(weight.numel() for _, weight in placement.trainable),
+            "base": count(model.parameters()),
+            "layers": count(layers.parameters()),
+        }
+    ]
+
+
+def rest_of(folder: Path, launch: str) -> list[float]:
+    """The rest of a run of four steps whose first two another launch has made."""
+    settings = settings_of(folder, launch, resume=True, optim={"max_steps": 4})
+    accelerator = build_accelerator(settings)
+    if accelerator.is_main_process:
+        shutil.copytree(settings.output_dir / BEGUN_BY[launch], settings.run_dir)
+    accelerator.wait_for_everyone()
+    return rewards(settings)
+
+
+def rewards(settings: Settings) -> list[float]:
+    """Of each step of a run; the run ends the process group, so a launch makes one at most."""
+    train(settings)
+    lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward"] for line in lines]
+
+
 def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """By name, what all processes of a launch do together."""
+    if launch == "replicas-1-whole":
+        settings = settings_of(folder, launch, optim={"max_steps": 4})
+        yield "rewards", lambda: rewards(settings)
+        return
+    if launch in BEGUN_BY:
+        yield "rewards", lambda: rest_of(folder, launch)
+        return
     for kind, policy in WEIGHTS.items():
-        settings = settings_of(folder, f"{launch}-{kind}", policy={"dtype": "float32", **policy})
+        settings = settings_of(folder, launch, policy=policy)
         yield f"ten steps, {kind}", lambda settings=settings: steps(settings, 10)
     for loss, objective in LOSSES.items():
         objective = {"loss_type": loss, **objective}
-        settings = settings_of(folder, f"{launch}-{loss}", objective=objective)
+        settings = settings_of(folder, launch, objective=objective)
         yield f"loss {loss}", lambda settings=settings: steps(settings, 1)
+    for name, changes in UNEVEN.items():
+        settings = settings_of(folder, launch, **changes)
+        yield name, lambda settings=settings: steps(settings, 3)
+    for kind in ("full", "lora"):
+        settings = settings_of(folder, launch, policy=WEIGHTS[kind])
+        yield f"traffic, {kind}", lambda settings=settings: traffic(settings)
+    settings = settings_of(folder, launch, optim={"max_steps": 2})
+    yield "two steps", lambda: rewards(settings)
 
 
 def _rank(folder: Path, launch: str, rank: int, world: int, port: int) -> None:
-    placement = launch.split("-")[0]
-    os.environ |= PLACEMENTS[placement]
+    os.environ |= PLACEMENTS[launch.split("-")[0]]
     if world > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

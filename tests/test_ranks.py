@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,9 +23,10 @@ from vlm_grpo.ranks import share_evenly
 
 PROGRAM = Path(__file__).with_name("rank_cases.py")
 TWO, FOUR = ["replicas-2", "streamed-2", "held-2"], ["replicas-4", "streamed-4"]
+RESUMED = ["replicas-2-rest", "streamed-2-rest", "held-2-rest", "replicas-1-rest"]
 
 Step = dict[str, Any]
-Found = dict[str, dict[str, list[Step]]]
+Found = dict[str, dict[str, list[Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +48,23 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     error = sum(float((a[name] - b[name]).double().square().sum()) for name in a)
     norm = sum(float(value.double().square().sum()) for value in a.values())
-    assert norm > 0
-    return (error / norm) ** 0.5
+    return (error / norm) ** 0.5 if norm else error
+
+
+def steps_of(found: dict[str, Any]) -> dict[str, list[Step]]:
+    """The cases that note each step's metrics and gradients."""
+    return {case: steps for case, steps in found.items() if "grads" in steps[0]}
 
 
 def compare(found: Found) -> None:
-    alone = found.pop("replicas-1")
-    assert len(alone) == 9
-    for launch, together in found.items():
+    alone = steps_of(found["replicas-1"])
+    assert len(alone) == 14
+    for launch in found.keys() - {"replicas-1"}:
+        together = steps_of(found[launch])
         assert alone.keys() == together.keys()
         for case, steps in alone.items():
             for a, b in zip(steps, together[case], strict=True):
-                # Float32 sums in another order; ten steps of Adam make it about 2e-6 here.
+                # Float32 sums in another order; a few steps of Adam make it 5e-6 at most here.
                 assert distance(a["grads"], b["grads"]) < 1e-5, (launch, case)
                 for name in ("reward", "reward_std", "frac_reward_zero_std", "loss", "entropy"):
                     expected = pytest.approx(a["metrics"][name], rel=1e-4, abs=1e-6)
@@ -65,6 +75,37 @@ def test_two_processes_make_the_steps_of_one(folder: Path) -> None:
     compare(launched(folder, ["replicas-1", *TWO]))
 
 
+def test_a_run_goes_on_with_any_number_of_processes(folder: Path) -> None:
+    launched(folder, ["replicas-1", *TWO])  # each leaves a run of two steps
+    whole = launched(folder, ["replicas-1-whole"])["replicas-1-whole"]["rewards"]
+    assert len(whole) == 4
+    for name, found in launched(folder, RESUMED).items():
+        assert found["rewards"] == pytest.approx(whole, abs=1e-6), name
+
+
+def test_what_is_exchanged_is_what_the_guide_says(folder: Path) -> None:
+    found = launched(folder, ["replicas-1", *TWO])
+    for kind in ("full", "lora"):
+        seen = {name: found[name][f"traffic, {kind}"][0] for name in found}
+        assert not seen["replicas-1"]["calls"]
+        small = 20_000  # pickled rewards, metrics and agreements
+        for launch in ("replicas-2", "streamed-2", "held-2"):
+            t = seen[launch]
+            trained, base = t["trained"], t["base"]
+            layers, held = t["layers"], base - t["layers"]
+            full, streamed = kind == "full", launch == "streamed-2"
+            passes = t["passes"] if streamed else 0
+            gathered = base + (held + 2 * passes * layers if streamed else 0)
+            if launch == "replicas-2" or (launch == "held-2" and not full):
+                gathered = 0  # never cut, or never changed since the first step
+            cut = full and launch != "replicas-2"
+            scattered = (passes * layers + held if streamed else base) if cut else 0
+            added = 0 if cut else trained
+            assert 0 <= t["bytes"].get("_allgather_base_", 0) - 4 * gathered < small, launch
+            assert t["bytes"].get("_reduce_scatter_base_", 0) == 4 * scattered, launch
+            assert t["bytes"]["allreduce_"] == 4 * added + 16, launch  # and the step's totals
+
+
 @pytest.mark.slow
 def test_four_processes_make_the_steps_of_one(folder: Path) -> None:
     compare(launched(folder, ["replicas-1", *FOUR]))
@@ -72,31 +113,75 @@ def test_four_processes_make_the_steps_of_one(folder: Path) -> None:
 
 def test_the_cases_are_uneven(folder: Path) -> None:
     alone = launched(folder, ["replicas-1"])["replicas-1"]
-    steps = [step["metrics"] for steps in alone.values() for step in steps]
+    steps = [step["metrics"] for steps in steps_of(alone).values() for step in steps]
     # Groups with and without spread in one step: on four ranks some rank has no useful group.
     assert any(0 < metrics["frac_reward_zero_std"] < 1 for metrics in steps)
+    assert any(metrics["frac_reward_zero_std"] == 1 for metrics in steps)
+    assert any(metrics["resampled_groups"] for metrics in steps)
     lengths = [m["completions/max_length"] - m["completions/min_length"] for m in steps]
     assert max(lengths) > 0  # else all kinds of loss would be one
     assert len({metrics["reward"] for metrics in steps}) > 3
 
 
+LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")
+FILES = Path(__file__).parents[1] / "configs" / "accelerate"
+
+
+def command(folder: Path, name: str, processes: int, *overrides: str, restarts: int = 0) -> Any:
+    """The arguments of a run as users launch it."""
+    file = FILES / "cpu.yaml"
+    return {
+        "args": [
+            *(*LAUNCHER, "--config_file", str(file), "--num_processes", str(processes)),
+            *("--main_process_port", "0", "--max_restarts", str(restarts)),
+            *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
+            *("optim.prompts_per_step=4", "evaluation.every=0", "optim.warmup_steps=0"),
+            *overrides,
+        ],
+        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def launch(folder: Path, name: str, processes: int, *overrides: str) -> list[dict[str, Any]]:
-    """A run of the command line as users launch it; its metrics by step."""
-    file = Path(__file__).parents[1] / "configs" / "accelerate" / "cpu.yaml"
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)),
-        *("--num_processes", str(processes), "--main_process_port", "0"),
-        *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
-        *("optim.max_steps=2", "optim.prompts_per_step=4", "evaluation.every=0"),
-        *("optim.warmup_steps=0", *overrides),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+    """A run of two steps; its metrics by step."""
+    call = command(folder, name, processes, "optim.max_steps=2", *overrides)
+    done = subprocess.run(**call, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return metrics_of(folder / name)
+
+
+@pytest.mark.slow
+def test_after_a_killed_process_the_launcher_goes_on(tmp_path: Path) -> None:
+    settings = ("data.eval=null", "data.eval_limit=null", "checkpoint.keep_best=false")
+    settings += ("optim.max_steps=6", "checkpoint.every=2", "resume=true")
+    call = command(tmp_path, "killed", 2, *settings, restarts=1)
+    with subprocess.Popen(**call) as launcher:
+        checkpoints = tmp_path / "killed" / "checkpoints"
+        while not (checkpoints / "step-2").exists():
+            assert launcher.poll() is None
+            time.sleep(0.2)
+        ranks = psutil.Process(launcher.pid).children()
+        assert len(ranks) == 2
+        ranks[1].kill()
+        _, told = launcher.communicate(timeout=400)
+    assert "another process of this run has died" in told
+    assert launcher.returncode == 0
+    assert [row["step"] for row in metrics_of(tmp_path / "killed")] == list(range(6))
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]
+
+
+def test_launch_files_are_accelerates() -> None:
+    guide = (FILES.parents[1] / "docs" / "scaling.md").read_text()
+    named = set(re.findall(r"configs/accelerate/(\w+\.yaml)", guide))
+    assert named == {path.name for path in FILES.glob("*.yaml")}
+    for name in named:  # an unknown key is an error
+        assert load_config_from_file(str(FILES / name)).mixed_precision == "no"
 
 
 @pytest.mark.slow

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -77,6 +78,25 @@ def fsdp_of(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
     if found := [problem for problem, is_there in wrong.items() if is_there]:
         raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
     return plugin
+
+
+@contextlib.contextmanager
+def telling_of_a_dead_process() -> Iterator[None]:
+    """Say plainly that another process has died, where a collective finds it gone.
+
+    Raises:
+        UserError: in place of the connection's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+        if not lost:
+            raise
+        raise UserError(
+            "another process of this run has died: the launcher's report tells which and how. "
+            "Finished checkpoints are whole: resume=true goes on from the newest"
+        ) from error
 
 
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:

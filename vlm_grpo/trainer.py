@@ -38,7 +38,7 @@ from vlm_grpo.overflow import Overflows
 from vlm_grpo.placement import place
 from vlm_grpo.policy import Counters, Policy, load_policy
 from vlm_grpo.progress import Progress
-from vlm_grpo.ranks import any_rank, build_accelerator
+from vlm_grpo.ranks import any_rank, build_accelerator, telling_of_a_dead_process
 from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
 from vlm_grpo.rollout import Roller, Rollout, seeable
@@ -81,7 +81,7 @@ def train(settings: Settings) -> TrainResult:
     trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
     if resume_from is not None:
         trainer.restore(resume_from)
-    with told_if_full(settings.run_dir):
+    with told_if_full(settings.run_dir), telling_of_a_dead_process():
         result = trainer.run(stop)
     trainer.accelerator.print(result)
     return result
