@@ -106,7 +106,8 @@ def test_what_is_exchanged_is_what_the_guide_says(folder: Path) -> None:
             added = 0 if cut else trained
             assert 0 <= t["bytes"].get("_allgather_base_", 0) - 4 * gathered < small, launch
             assert t["bytes"].get("_reduce_scatter_base_", 0) == 4 * scattered, launch
-            assert t["bytes"]["allreduce_"] == 4 * added + 16, launch  # and the step's totals
+            # Besides, the step's totals and flags that say whether to go on.
+            assert 0 <= t["bytes"]["allreduce_"] - 4 * added < 100, launch
 
 
 @pytest.mark.slow

@@ -309,8 +309,9 @@ class Tally:
             name: total / count if count else math.nan
             for name, (total, count) in self.means.items()
         }
-        shortest, longest = self.lengths or (math.nan, math.nan)
-        found |= {"completions/min_length": shortest, "completions/max_length": longest}
+        if self.lengths is not None:
+            shortest, longest = self.lengths
+            found |= {"completions/min_length": shortest, "completions/max_length": longest}
         for name, values in self.rewards.items():
             found[f"rewards/{name}/mean"] = statistics.fmean(values) if values else math.nan
             spread = statistics.stdev(values) if len(values) > 1 else math.nan
