@@ -2,6 +2,7 @@
 #
 #   make quickstart   install what a run needs, fine-tune the embedded model, show before and after
 #   make test         install the rest and run the tests, with the pure modules' coverage
+#   make crash        kill a training run fifty times, and compare it with one left alone
 #   make check        lint, format, types, import floors, doctests
 #   make clean        remove what these made (not your runs/)
 #
@@ -22,7 +23,7 @@ PURE := types parsing scoring coordinates task errors
 PURE_FILES = $(wildcard $(PURE:%=vlm_grpo/%.py) vlm_grpo/objective*)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test check clean
+.PHONY: quickstart test crash check clean
 
 quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
@@ -30,6 +31,9 @@ quickstart: $(VENV)/runtime.stamp
 test: $(VENV)/dev.stamp
 	$(PYTEST) -m "not slow" --cov --cov-report=term-missing
 	$(PYTEST) -m slow
+
+crash: $(VENV)/dev.stamp
+	$(BIN)/python tests/crash.py --kills 50
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -47,14 +47,15 @@ def save_tiny_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
     return folder
 
 
-def small_run(folder: Path, model: Path, **changes: Any) -> Settings:
-    """Settings of four steps of three prompts; ``changes`` go over them, block by block."""
+def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
+    """Settings of four steps of three prompts with the model in ``source``; ``changes`` go over
+    them, block by block."""
     task = folder / "letters.py"
     task.write_text(TASK)
     values: dict[str, Any] = {
         "name": "run",
         "task": str(task),
-        "model": str(model),
+        "model": str(source),
         "output_dir": str(folder / "runs"),
         "data": {"train": "embedded:ocr", "train_limit": 12},
         "policy": {"dtype": "float32"},

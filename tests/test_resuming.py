@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ def test_every_name_of_the_lists_is_a_setting() -> None:
     names = [*MAY_CHANGE, *MAY_CHANGE_BETWEEN_STEPS, *BY_ROWS]
     assert set(names) <= set(known_keys(Settings))
     assert len(names) == len(set(names))
+    guide = (Path(__file__).parents[1] / "docs/reliability.md").read_text("utf-8")
+    rows = [row for row in guide.splitlines() if row.startswith(("| always", "| unless", "| as"))]
+    told = [re.findall(r"`([a-z_.]+)`", row) for row in rows]
+    assert told == [list(MAY_CHANGE), list(MAY_CHANGE_BETWEEN_STEPS), list(BY_ROWS)]
 
 
 @pytest.mark.parametrize(

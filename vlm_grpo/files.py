@@ -27,12 +27,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Append to a file; where that fails, the file is as it was."""
+    """Append to a file and bring it to the disk; where that fails, the file is as it was."""
     with path.open("ab", buffering=0) as file:  # a buffer would be written again on closing
         start = file.seek(0, os.SEEK_END)
         try:
             while content:
                 content = content[file.write(content) :]
+            os.fsync(file.fileno())  # no checkpoint may outlive the lines before it
         except OSError:
             file.truncate(start)
             raise

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 
 from vlm_grpo.background import Background
 from vlm_grpo.checkpoint import (
     Contents,
     Moment,
+    checkpoints,
+    newest_checkpoint,
     prune,
     read_numbers,
     read_tensors,
@@ -116,7 +119,7 @@ class Saver:
             tensors={
                 "optimizer": whole(optimizer_tensors(update.optimizer, trainable), is_main),
                 "reference": whole(update.reference.state_dict(), is_main),
-                "data": {"train": self.rows},
+                "examples": {"train": self.rows},
                 **rest.tensors,
             },
         )
@@ -146,6 +149,35 @@ class Saver:
         return numbers
 
 
+def checkpoint_to_resume(settings: Settings, accelerator: Accelerator) -> Path | None:
+    """The run's newest whole checkpoint, found by the first rank for all; None to begin anew.
+
+    Raises:
+        UserError: on all ranks, where there is a run that is not to be resumed, or all of its
+            checkpoints are damaged.
+    """
+    folder = settings.run_dir / "checkpoints"
+    found: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            found = [newest_checkpoint(folder) if settings.resume else _refuse_second(settings)]
+        except UserError as error:
+            found = [error]
+    answer = broadcast_object_list(found)[0]
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def _refuse_second(settings: Settings) -> None:
+    """Keep a new run from writing among the checkpoints of another."""
+    if found := checkpoints(settings.run_dir / "checkpoints"):
+        raise UserError(
+            f"{settings.run_dir} holds a run with checkpoints up to step {found[-1][0].steps}: "
+            "set resume=true to go on with it, or name=… for a new one"
+        )
+
+
 def refuse_unfit(checkpoint: Path, settings: Settings, examples: Sequence[Example]) -> None:
     """Find what keeps a run from going on from a checkpoint, before the model is loaded.
 
@@ -155,7 +187,7 @@ def refuse_unfit(checkpoint: Path, settings: Settings, examples: Sequence[Exampl
     numbers = read_numbers(checkpoint)
     saved, name = numbers["settings"], checkpoint.name
     refuse_other_settings(saved, settings, "open_step" in numbers, name)
-    rows = read_tensors(checkpoint, "data")["train"]
+    rows = read_tensors(checkpoint, "examples")["train"]
     refuse_other_rows(rows, saved["data.train"], examples, settings, name)
     warn_of_other_versions(numbers["versions"], versions())
 

@@ -11,18 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.announce import TrainResult, describe_run
-from vlm_grpo.checkpoint import (
-    Contents,
-    Moment,
-    checkpoints,
-    newest_checkpoint,
-    read_tensors,
-)
+from vlm_grpo.checkpoint import Contents, Moment, read_tensors
 from vlm_grpo.config import Settings
 from vlm_grpo.credit import step_advantages
 from vlm_grpo.data import load_examples
@@ -43,7 +37,7 @@ from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
 from vlm_grpo.rollout import Roller, Rollout, seeable
 from vlm_grpo.run_folder import RunFolder
-from vlm_grpo.saving import Saver, refuse_unfit
+from vlm_grpo.saving import Saver, checkpoint_to_resume, refuse_unfit
 from vlm_grpo.stopping import StopRequest
 from vlm_grpo.task import Task
 from vlm_grpo.trackers import check_installed
@@ -73,7 +67,7 @@ def train(settings: Settings) -> TrainResult:
         held_out = load_examples(settings.data.eval, asked, settings.data, "eval")
         warn_of_shared_images(train_examples, held_out)
     accelerator = build_accelerator(settings)
-    resume_from = _checkpoint_to_resume(settings, accelerator)
+    resume_from = checkpoint_to_resume(settings, accelerator)
     if resume_from is not None:
         refuse_unfit(resume_from, settings, train_examples)
     set_seed(settings.seed)
@@ -85,20 +79,6 @@ def train(settings: Settings) -> TrainResult:
         result = trainer.run(stop)
     trainer.accelerator.print(result)
     return result
-
-
-def _checkpoint_to_resume(settings: Settings, accelerator: Accelerator) -> Path | None:
-    """The newest whole checkpoint, found by the first rank for all."""
-    folder = settings.run_dir / "checkpoints"
-    if not settings.resume:
-        if found := checkpoints(folder):
-            raise UserError(
-                f"{settings.run_dir} holds a run with checkpoints up to step {found[-1][0].steps}: "
-                "set resume=true to go on with it, or name=… for a new one"
-            )
-        return None
-    found = [newest_checkpoint(folder) if accelerator.is_main_process else None]
-    return broadcast_object_list(found)[0]
 
 
 class LeftOpen(Exception):
