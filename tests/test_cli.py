@@ -223,7 +223,7 @@ def test_a_task_that_pays_for_hedging_is_told(capsys, letters):
 def test_a_reward_that_raises_is_told_with_its_traceback(capsys, letters):
     _, _, err = run(capsys, "validate", *letters(right="return 1 / 0"))
 
-    assert "right raised on example 'a'" in err
+    assert "right failed on example 'a'" in err
     assert "ZeroDivisionError" in err
 
 

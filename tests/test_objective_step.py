@@ -15,11 +15,12 @@ from torch import Tensor
 
 from vlm_grpo.config import Settings
 from vlm_grpo.engine.batch import pack
+from vlm_grpo.placement import Replicas
 from vlm_grpo.policy import Policy
 from vlm_grpo.reference import Reference
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Group, Prompt, Score
-from vlm_grpo.update import StepBatch, Updater, slices_of, step_batch
+from vlm_grpo.update import StepBatch, Updater, Updates, slices_of, step_batch
 
 LENGTHS = ((9, 1, 4, 7), (2, 9, 3, 5))
 LONGEST = 9
@@ -132,7 +133,10 @@ def gradients(settings: Settings, count: int, order: int | None = None) -> list[
     move(weights, seed=3)  # the policy is no longer the reference
     optimizer = Recorder(weights)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    updater = Updater(policy, reference, optimizer, constant, accelerator, settings, 10_000)
+    placement = Replicas(policy, accelerator)
+    updater = Updater(
+        policy, placement, reference, optimizer, constant, accelerator, settings, 10_000
+    )
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(sum(len(part) for part in LENGTHS), generator=generator)
     groups = make_groups(policy)
@@ -143,7 +147,9 @@ def gradients(settings: Settings, count: int, order: int | None = None) -> list[
     references, _ = updater.reference_pass(groups)
     batch = step_batch(groups, advantages, references, settings, accelerator)
     updater.max_tokens = budget_for(batch, count)
-    updater(batch)
+    updates = Updates()
+    for _ in range(settings.objective.num_iterations):
+        updater(batch, updates)
     return optimizer.gradients
 
 
