@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import LORA, TASK, StopAt, assert_same_run, save_tiny_model, small_run
+from open_step_ranks import ranks_run
+from small_runs import (
+    LORA,
+    TASK,
+    StopAt,
+    assert_same_run,
+    metrics_of,
+    save_tiny_model,
+    small_run,
+)
 
 from vlm_grpo import trainer as trainer_module
 from vlm_grpo.config import Settings
@@ -114,3 +127,32 @@ def test_a_prompt_that_changed_meanwhile_is_named(
     Path(run.task).write_text(f"{TASK}\n{question}")
     with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
         train(run.model_copy(update={"resume": True}))
+
+
+def launch(folder: Path, model: Path, asked: int, name: str) -> None:
+    """Two processes of ``open_step_ranks.py``."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
+        *("--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"),
+        *(str(Path(__file__).with_name("open_step_ranks.py")), folder, model, name, str(asked)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_ranks_that_stop_within_a_step_go_on_in_any_number(tmp_path: Path, model: Path) -> None:
+    launch(tmp_path, model, 0, "whole")
+    launch(tmp_path, model, 3, "two")
+    runs = tmp_path / "runs"
+    assert [path.name for path in (runs / "two" / "checkpoints").iterdir()] == ["step-0-1"]
+    shutil.copytree(runs / "two", runs / "one")
+    launch(tmp_path, model, 0, "two")
+    assert_same_run(runs / "whole", runs / "two", "step-3")
+    train(ranks_run(tmp_path, model, "one"))
+    for one, two in zip(metrics_of(runs / "one"), metrics_of(runs / "whole"), strict=True):
+        # Sums over ranks come in another order; six letters' log-probs lose no more than this.
+        assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
