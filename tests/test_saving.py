@@ -100,7 +100,9 @@ def test_a_checkpoint_names_what_it_was_made_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
-def test_writing_in_the_background_writes_the_same(tmp_path: Path, policy: dict) -> None:
+def test_writing_in_the_background_writes_the_same(
+    tmp_path: Path, policy: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = save_tiny_model(tmp_path / "model")
     more: Any = {"policy": policy, "checkpoint": {"every": 1, "keep_last": 0}}
     more["objective"] = {"beta": 0.1, "reference_refresh_every": 2}
@@ -108,7 +110,9 @@ def test_writing_in_the_background_writes_the_same(tmp_path: Path, policy: dict)
     more["checkpoint"] |= {"asynchronous": True}
     behind = small_run(tmp_path, model, name="behind", **more)
     train(plain)
+    assert "asynchronous" not in capsys.readouterr().out
     train(behind)
+    assert "a crash while a checkpoint is being written goes back" in capsys.readouterr().out
     for step in range(1, 5):
         a, b = (run.run_dir / "checkpoints" / f"step-{step}" for run in (plain, behind))
         for path in a.glob("*.safetensors"):

@@ -46,6 +46,11 @@ def describe_run(
     yield f"reference  {_reference(settings.objective)}"
     for note in settings.objective.notes():
         yield f"note       {note}"
+    if settings.checkpoint.asynchronous:
+        yield (
+            "note       checkpoint.asynchronous: a crash while a checkpoint is being written goes "
+            "back to the one before"
+        )
     yield f"run folder {settings.run_dir}"
 
 
