@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
 from vlm_grpo.config import Settings
@@ -26,6 +26,28 @@ BUCKET_BYTES = 256 * 2**20
 """Gradients that are added up by one collective: enough to fill a link, little beside a model."""
 
 
+def join_after_restart() -> None:
+    """Meet the other ranks under a prefix of this attempt, where a launcher has started them anew.
+
+    Launchers keep one key-value store for all attempts. There the ranks would find the addresses
+    of processes that are dead, and wait for them.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt or distributed.is_initialized():
+        return
+    world = int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank = int(os.environ["RANK"])
+    store = distributed.TCPStore(address, port, world, is_master=not hosted and rank == 0)
+    distributed.init_process_group(
+        "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
+        store=distributed.PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=world,
+    )
+
+
 def build_accelerator(settings: Settings) -> Accelerator:
     """Devices and processes.
 
@@ -34,6 +56,7 @@ def build_accelerator(settings: Settings) -> Accelerator:
     """
     # The policy sets its own precision, for rollout and update alike.
     # Without an accelerator accelerate would leave several processes to themselves, unless told.
+    join_after_restart()
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(
