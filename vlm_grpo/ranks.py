@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch import Tensor, distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
 from vlm_grpo.config import Settings
@@ -39,10 +40,10 @@ def join_after_restart() -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank = int(os.environ["RANK"])
-    store = distributed.TCPStore(address, port, world, is_master=not hosted and rank == 0)
+    store = TCPStore(address, port, world, is_master=not hosted and rank == 0)
     distributed.init_process_group(
         "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
-        store=distributed.PrefixStore(f"attempt-{attempt}", store),
+        store=PrefixStore(f"attempt-{attempt}", store),
         rank=rank,
         world_size=world,
     )
