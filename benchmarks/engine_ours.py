@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vlm_grpo.config import Settings
 from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.engine.sampling import restriction_of
 from vlm_grpo.families import load_family
 from vlm_grpo.loading import LoadedModel, adapt
-from vlm_grpo.policy import Policy, restriction_of
+from vlm_grpo.policy import Policy
 from vlm_grpo.task import Task, reward
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef

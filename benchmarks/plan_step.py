@@ -20,11 +20,12 @@ from PIL import Image
 
 from vlm_grpo.config import Settings
 from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.engine.sampling import restriction_of
 from vlm_grpo.loading import LoadedModel, adapt, checkpoint_activations
 from vlm_grpo.plan.memory import memory_of
 from vlm_grpo.plan.shape import read_shape
 from vlm_grpo.plan.work import work_of
-from vlm_grpo.policy import Policy, restriction_of
+from vlm_grpo.policy import Policy
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 

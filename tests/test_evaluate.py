@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from vlm_grpo import asking
+from vlm_grpo.benchmarks import held_out_task
 from vlm_grpo.config import Settings, load_settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
@@ -22,7 +23,6 @@ from vlm_grpo.evaluate import (
     evaluate,
     evaluate_benchmark,
     evaluate_policy,
-    held_out_task,
     score_benchmark,
 )
 from vlm_grpo.intervals import bootstrap_interval

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from vlm_grpo.data.loading import load_examples
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import Restriction
 from vlm_grpo.export import PREPROCESSOR, export
+from vlm_grpo.model_choice import choose_model
 from vlm_grpo.policy import Policy, load_policy
 from vlm_grpo.predict import Question, predict
 from vlm_grpo.registry import load_task
@@ -281,6 +283,20 @@ def test_the_card_tells_the_steps_own_figures(finished: Path, tmp_path: Path, st
     assert f"after step {expected}" in text
     assert "n = 40" in text or "On 40 held-out examples" in text
     assert "LoRA, r 8" in text
+
+
+def test_the_best_of_an_error_is_the_least(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    benchmark = tmp_path / "far.yaml"
+    benchmark.write_text("title: Far\ntask: counting\nmetric: absolute_error\nsplits: {test: 40}\n")
+    settings = load_settings(str(run / "config.yaml"), [f"evaluation.benchmark={benchmark}"])
+    settings.save(run / "config.yaml")
+    # The errors fall and rise again; the shares of exact answers would choose another step.
+    rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
+    lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert choose_model(str(run), step="best").checkpoint == run / "checkpoints" / "step-2"
 
 
 def test_a_run_is_asked_as_it_was_trained(finished: Path, tmp_path: Path) -> None:

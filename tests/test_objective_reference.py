@@ -15,10 +15,11 @@ import torch
 
 from vlm_grpo.config import load_settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.engine.sampling import restriction_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.loading import LoadedModel, largest_dropout, load_model, model_source
 from vlm_grpo.objective_settings import ObjectiveSettings
-from vlm_grpo.policy import Policy, restriction_of
+from vlm_grpo.policy import Policy
 from vlm_grpo.reference import Reference
 from vlm_grpo.registry import load_task
 from vlm_grpo.trainer import Trainer, train

@@ -14,14 +14,14 @@ from test_cli import fails, run
 from tiny_models import FAMILIES, noise_example, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from vlm_grpo.config import PolicySettings, Settings, load_settings
+from vlm_grpo.config import Settings, load_settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
-from vlm_grpo.engine.vision import ENCODER_PATCHES
+from vlm_grpo.engine.sampling import restriction_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import load_family
 from vlm_grpo.loading import LoadedModel, adapt, load_model, model_source
-from vlm_grpo.plan import Planner, lines, memory, named_device, this_device
+from vlm_grpo.plan import Planner, lines, named_device, this_device
 from vlm_grpo.plan.devices import GIB, Device
 from vlm_grpo.plan.memory import (
     cache_bytes,
@@ -35,7 +35,8 @@ from vlm_grpo.plan.plan import changed
 from vlm_grpo.plan.seconds import completion_flops, prompt_flops, seconds_of, vision_flops
 from vlm_grpo.plan.shape import read_shape
 from vlm_grpo.plan.work import Work, work_of
-from vlm_grpo.policy import RECENT_IMAGES, Policy, restriction_of
+from vlm_grpo.policy import Policy
+from vlm_grpo.policy_settings import PolicySettings
 from vlm_grpo.task import Task
 from vlm_grpo.types import Prompt
 
@@ -215,11 +216,6 @@ def test_the_cache_is_the_decoders() -> None:
     assert work.slots == 2
     # 3 layers, keys and values, 2 key heads of 16, 4 bytes.
     assert cache_bytes(shape, work) == 2 * 50 * 3 * 2 * 32 * 4
-
-
-def test_constants_are_the_engines() -> None:
-    assert memory.ENCODER_PATCHES == ENCODER_PATCHES
-    assert memory.RECENT_IMAGES == RECENT_IMAGES
 
 
 @pytest.fixture(scope="module")

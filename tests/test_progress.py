@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pty
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +110,11 @@ def test_the_reference_is_told(every: str, said: str) -> None:
     assert lines["reference"] == said
 
 
-def evaluation(*values: float | None) -> Any:
+def evaluation(*values: float | None, mean: float = 0.5, lower_is_better: bool = False) -> Any:
     rows = tuple(
         {"id": str(n), "rewards": {"exact": value}, "metrics": {}} for n, value in enumerate(values)
     )
-    return Evaluation("exact", len(rows), {"exact": 0.5}, (0.4, 0.6), rows)
+    return Evaluation("exact", len(rows), {"exact": mean}, (0.4, 0.6), rows, lower_is_better)
 
 
 def test_the_change_is_paired_by_example() -> None:
@@ -124,7 +126,16 @@ def test_the_change_is_paired_by_example() -> None:
     first = [0.0, 0.5] * 10
     better = change_line(evaluation(*first), evaluation(*(value + 0.1 for value in first)))
     assert better == "+10.0 points [+10.0, +10.0]"
-    assert change_line(evaluation(None), evaluation(1)) == "no example was scored both times"
+    undefined = evaluation(None, mean=math.nan)
+    assert change_line(undefined, evaluation(1)) == "no example was scored both times"
+
+
+def test_an_error_changes_in_its_own_unit_and_a_metric_of_the_set_as_a_whole() -> None:
+    before, after = evaluation(3, 2, lower_is_better=True), evaluation(1, 0, lower_is_better=True)
+    assert change_line(before, after) == "-2.000 [-2.000, -2.000]"
+    assert str(after) == "exact 0.500 [0.400, 0.600] (n = 2)"
+    whole, later = evaluation(None, mean=0.25), evaluation(None, mean=0.5)
+    assert change_line(whole, later) == "+25.0 points"
 
 
 @pytest.mark.parametrize(
@@ -141,3 +152,5 @@ def test_the_best_is_told_with_where_it_is(step: int, said: str, tmp_path: Path)
     result = TrainResult(None, None, (0.9, step), checkpoint, tmp_path)
     best = str(result).splitlines()[0]
     assert best == "best       " + said.replace("CHECKPOINTS", str(tmp_path))
+    error = replace(result, lower_is_better=True)
+    assert str(error).splitlines()[0] == best.replace("90.0%", "0.900")

@@ -188,6 +188,18 @@ def test_launch_files_are_accelerates() -> None:
         assert load_config_from_file(str(FILES / name)).mixed_precision == "no"
 
 
+def test_processes_without_an_accelerator_find_each_other(tmp_path: Path) -> None:
+    # On its own accelerate's state leaves the processes of a launch on CPUs to themselves.
+    script = tmp_path / "who.py"
+    script.write_text(
+        "from vlm_grpo.ranks import join\nstate = join()\n"
+        f"open({str(tmp_path)!r} + f'/{{state.process_index}}-of-{{state.num_processes}}', 'w')\n"
+    )
+    line = [*LAUNCHER, "--config_file", str(FILES / "cpu.yaml"), "--num_processes", "2"]
+    subprocess.run([*line, "--main_process_port", "0", str(script)], check=True, timeout=200)
+    assert {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-2", "1-of-2"}
+
+
 @pytest.mark.slow
 def test_the_launcher_divides_an_evaluation(tmp_path: Path) -> None:
     # 70 held-out examples are two parts of an evaluation, of which each rank takes one.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vlm_grpo.config import Settings
-from vlm_grpo.evaluate import Evaluation
+from vlm_grpo.evaluate import Evaluation, shown
 from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.objective_settings import ObjectiveSettings
 from vlm_grpo.plan.tokens import Prompts
@@ -88,6 +89,7 @@ class TrainResult:
         best: the best held-out value with its step, the loaded model's included; None without.
         checkpoint: the last checkpoint's folder.
         run_dir: the run's folder.
+        lower_is_better: the held-out headline is an error.
     """
 
     before: Evaluation | None
@@ -95,6 +97,7 @@ class TrainResult:
     best: tuple[float, int] | None
     checkpoint: Path
     run_dir: Path
+    lower_is_better: bool = False
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -107,7 +110,8 @@ class TrainResult:
         if self.before is not None and self.after is not None:
             yield f"change     {change_line(self.before, self.after)}"
         if self.best is not None:
-            yield f"best       {self._best(*self.best)}"
+            value, step = self.best
+            yield f"best       {shown(value, self.lower_is_better)}, {self._where(step)}"
         yield f"report     {self.run_dir / 'report.html'}"
         yield f"samples    {self.run_dir / 'samples'}"
         yield f"checkpoint {self.checkpoint}"
@@ -115,28 +119,34 @@ class TrainResult:
         yield f"next       vlm-grpo evaluate {config} checkpoint={self.checkpoint}"
         yield f"           vlm-grpo export {self.checkpoint} exported"
 
-    def _best(self, value: float, step: int) -> str:
+    def _where(self, step: int) -> str:
         checkpoint = self.checkpoint.with_name(f"step-{step}")
         if step == 0:
-            where = "the model as it was loaded"
-        elif checkpoint.is_dir():
-            where = str(checkpoint)
-        else:
-            where = f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
-        return f"{value:.1%}, {where}"
+            return "the model as it was loaded"
+        if checkpoint.is_dir():
+            return str(checkpoint)
+        return f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
 
 
 def change_line(before: Evaluation, after: Evaluation) -> str:
-    """The headline's mean change with its 95 % interval, paired by example."""
+    """The headline's mean change with its 95 % interval, paired by example.
+
+    A metric of the whole set has its change alone: no example has a value of its own.
+    """
     first = {row["id"]: _value(row, before.headline) for row in before.rows}
     pairs = [(first.get(row["id"]), _value(row, after.headline)) for row in after.rows]
     changes = [b - a for a, b in pairs if a is not None and b is not None]
+    scale, form, unit = (1, "{:+.3f}", "") if after.lower_is_better else (100, "{:+.1f}", " points")
     if not changes:
-        return "no example was scored both times"
+        change = after.value - before.value
+        if math.isnan(change):
+            return "no example was scored both times"
+        return form.format(scale * change) + unit
     low, high = bootstrap_interval(changes, seed=0)
     mean = sum(changes) / len(changes)
     verdict = "" if low > 0 or high < 0 else ", which may be chance"
-    return f"{100 * mean:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]{verdict}"
+    told, least, most = (form.format(scale * change) for change in (mean, low, high))
+    return f"{told}{unit} [{least}, {most}]{verdict}"
 
 
 def _value(row: Mapping[str, Any], name: str) -> float | None:

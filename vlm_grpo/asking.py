@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,8 +15,9 @@ from vlm_grpo.config import Settings
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.policy import Policy
 from vlm_grpo.predictions import PredictionLog
+from vlm_grpo.ranks import join
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Completion, Example, Prompt
 
 PART_PIXELS = 2**24
 """Pixels, as the model sees them, that are in memory at once: 0.4 GB in the Qwen families, which
@@ -76,7 +76,7 @@ def ask(
     Returns:
         The examples, their images' ``seen`` sizes set, and an output for each.
     """
-    state = PartialState()
+    state = join()
     seen = [policy.with_seen_sizes(example) for example in examples]
     todo = parts(seen)
     outputs: dict[str, str] = {}
@@ -89,7 +89,9 @@ def ask(
     shown = state.is_main_process and log is not None
     for part in _with_progress(mine, len(examples) // state.num_processes, shown):
         chunk = seen[part.start : part.stop]
-        texts = _complete(policy, task, chunk, settings, part.start)
+        prompts = [policy.prompt(example, task) for example in chunk]
+        seeds = [(settings.seed, "evaluation", place) for place in part]
+        texts = [drawn.text for drawn in complete(policy, prompts, settings, seeds)]
         outputs |= {example.id: text for example, text in zip(chunk, texts, strict=True)}
         if log is not None:
             log.add(chunk, texts)
@@ -102,18 +104,26 @@ def ask(
     return seen, texts
 
 
-def _complete(
-    policy: Policy, task: Task, chunk: Sequence[Example], settings: Settings, start: int
-) -> list[str]:
-    """Outputs for the examples from place ``start`` on."""
+def complete(
+    policy: Policy,
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    seeds: Sequence[Sequence[int | str]],
+) -> list[Completion]:
+    """One completion of each prompt at ``evaluation.temperature``.
+
+    Args:
+        policy: what answers.
+        prompts: as the policy made them.
+        settings: the run's.
+        seeds: for each prompt, what names its stream of random numbers.
+    """
     evaluation, rollout = settings.evaluation, settings.rollout
     restriction = replace(policy.restriction, temperature=evaluation.temperature)
     sampling = SamplingSettings(restriction, rollout.max_completion_length, rollout.stop)
-    prompts = [policy.prompt(example, task) for example in chunk]
-    seeds = [(settings.seed, "evaluation", start + i) for i in range(len(chunk))]
     drawn = policy.sample(prompts, sampling, 1, seeds, evaluation.max_tokens_per_batch)
     policy.forget_images()
-    return [members[0].text for members in drawn]
+    return [completion for (completion,) in drawn]
 
 
 def _with_progress(todo: Sequence[range], total: int, shown: bool) -> Iterator[range]:

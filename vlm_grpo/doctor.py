@@ -17,10 +17,10 @@ from torch import Tensor
 from vlm_grpo.config import PILLOW_WARNS_AT, Settings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import SamplingSettings
+from vlm_grpo.engine.sampling import SamplingSettings, restriction_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.loading import load_model
-from vlm_grpo.policy import Policy, restriction_of
+from vlm_grpo.policy import Policy
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Prompt
 

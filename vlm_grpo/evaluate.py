@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import PartialState
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.asking import ask
-from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.benchmarks import held_out_task, load_benchmark
 from vlm_grpo.config import Settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
@@ -34,6 +33,7 @@ from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.judge import Judge
 from vlm_grpo.policy import Policy, load_policy
 from vlm_grpo.predictions import PredictionLog, read_predictions
+from vlm_grpo.ranks import join
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Example, Score
@@ -80,32 +80,14 @@ class Evaluation:
         return self.value < other if self.lower_is_better else self.value > other
 
     def __str__(self) -> str:
-        form = "{:.3f}" if self.lower_is_better else "{:.1%}"
-        low, high = (form.format(bound) for bound in self.interval)
+        value, low, high = (shown(v, self.lower_is_better) for v in (self.value, *self.interval))
         interval = "" if math.isnan(self.interval[0]) else f" [{low}, {high}]"
-        return f"{self.headline} {form.format(self.value)}{interval} (n = {self.n})"
+        return f"{self.headline} {value}{interval} (n = {self.n})"
 
 
-def held_out_task(settings: Settings, task: Task) -> Task:
-    """The task that held-out examples are scored by: the run's own, or a benchmark's.
-
-    A benchmark is asked with the run's task options where it is of the same task, and otherwise
-    with those that every task has, so that the policy is asked as it was trained.
-
-    Args:
-        settings: the run's.
-        task: the run's task, with the frame of the policy.
-
-    Raises:
-        UserError: ``evaluation.benchmark`` names none.
-    """
-    if settings.evaluation.benchmark is None:
-        return task
-    benchmark = load_benchmark(settings.evaluation.benchmark)
-    options = settings.task_options
-    if benchmark.task != settings.task:
-        options = {name: options[name] for name in ("tags", "thinking") if name in options}
-    return benchmark.load_task(task.frame, **options)
+def shown(value: float, lower_is_better: bool) -> str:
+    """A headline's value for people: a share in percent, an error as it is."""
+    return f"{value:.3f}" if lower_is_better else f"{value:.1%}"
 
 
 def evaluate_policy(
@@ -178,7 +160,7 @@ def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
     task = held_out_task(settings, own)
     examples = load_examples(settings.data.eval, task, settings.data, "eval")
     policy = load_policy(settings, checkpoint, training=False)
-    state = PartialState()
+    state = join()
     policy.model.to(state.device)
     task = held_out_task(settings, replace(own, frame=policy.frame))
     with _judge(settings) as judge:
@@ -223,7 +205,7 @@ def evaluate_benchmark(
     """
     disable_progress_bar()
     _refuse_no_folder(checkpoint)
-    state = PartialState()
+    state = join()
     benchmark = load_benchmark(name)
     reports: dict[str, Report] = {}
     for title, weights in {"the model": None, "the checkpoint": checkpoint}.items():

@@ -22,10 +22,11 @@ from transformers import (
     AutoProcessor,
 )
 
-from vlm_grpo.config import LoraSettings, PolicySettings, Settings
+from vlm_grpo.config import Settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, PixelBudget, load_family
+from vlm_grpo.policy_settings import LoraSettings, PolicySettings
 
 logger = logging.getLogger(__name__)
 

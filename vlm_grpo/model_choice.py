@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from vlm_grpo.benchmarks import held_out_task
 from vlm_grpo.checkpoint import checkpoints
 from vlm_grpo.config import RUNS, Settings, build_settings, load_settings
 from vlm_grpo.errors import UserError, nearest
@@ -129,12 +130,13 @@ def held_out_values(run: Path, metric: str) -> dict[int, float]:
 def _best(run: Path, steps: Sequence[int]) -> int:
     """The step among those of the checkpoints with the best held-out headline, the later of two."""
     settings = load_settings(str(run / "config.yaml"))
-    headline = load_task(settings.task, **settings.task_options).headline
-    values = held_out_values(run, headline)
+    task = held_out_task(settings, load_task(settings.task, **settings.task_options))
+    values = held_out_values(run, task.headline)
     known = [step for step in steps if step in values]
     if not known:
         raise UserError(
             f"no checkpoint of {run} was evaluated, so none is the best: train with data.eval and "
             "evaluation.every, or give the step"
         )
-    return max(known, key=lambda step: (values[step], step))
+    sign = -1 if task.lower_is_better else 1
+    return max(known, key=lambda step: (sign * values[step], step))

@@ -12,18 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vlm_grpo.config import RolloutSettings, Settings
+from vlm_grpo.config import Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.engine.repeated import sample_repeated, score_repeated
-from vlm_grpo.engine.sampling import Draws, Restriction, SamplingSettings, uniforms
+from vlm_grpo.engine.sampling import (
+    Draws,
+    Restriction,
+    SamplingSettings,
+    restriction_of,
+    uniforms,
+)
 from vlm_grpo.engine.shared import score_shared
 from vlm_grpo.engine.vision import CutFeatures, encoder_passes
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import Family, ImageFeatures
+from vlm_grpo.families import ImageFeatures
 from vlm_grpo.loading import LoadedModel, load_model
 from vlm_grpo.task import Task
 from vlm_grpo.timing import Stopwatch
@@ -390,27 +396,3 @@ def load_policy(
     loaded = load_model(settings, checkpoint, training)
     restriction = restriction_of(loaded.model, loaded.family, settings.rollout)
     return Policy(loaded, restriction, settings.policy.head_chunk_tokens)
-
-
-def restriction_of(model: Any, family: Family, rollout: RolloutSettings) -> Restriction:
-    """The model's banned and end tokens with the recipe's temperature."""
-    eos = model.generation_config.eos_token_id
-    eos = model.config.get_text_config().eos_token_id if eos is None else eos
-    return Restriction(
-        temperature=rollout.temperature,
-        banned=family.banned_token_ids(model.config),
-        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
-        min_new_tokens=rollout.min_new_tokens,
-    )
-
-
-def sampling_of(restriction: Restriction, rollout: RolloutSettings) -> SamplingSettings:
-    """How the recipe's rollout draws completions under ``restriction``."""
-    return SamplingSettings(
-        restriction,
-        rollout.max_completion_length,
-        rollout.stop,
-        rollout.top_k,
-        rollout.top_p,
-        rollout.min_p or 0.0,
-    )

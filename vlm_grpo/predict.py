@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
+from vlm_grpo.asking import complete
 from vlm_grpo.config import Settings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.drawing import PREDICTED_COLOR, captioned
-from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model_choice import NO_TASK, choose_model
-from vlm_grpo.policy import Policy, load_policy
+from vlm_grpo.policy import load_policy
+from vlm_grpo.ranks import join
 from vlm_grpo.registry import load_task
-from vlm_grpo.task import Task
+from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Completion, Example, ImageRef
 
 
@@ -87,32 +86,21 @@ def predict(question: Question) -> Prediction:
     task = _task(question.task, choice.settings)
     images = tuple(_image(path, choice.settings.data.max_image_pixels) for path in question.images)
     policy = load_policy(choice.settings, choice.checkpoint, training=False)
-    policy.model.to(Accelerator().device)
+    policy.model.to(join().device)
     task = replace(task, frame=policy.frame)
     try:
         example = policy.with_seen_sizes(Example("question", images, question.text, None))
     except ValueError as error:
         raise UserError(f"image {images[0].name} cannot be seen by the model: {error}") from error
     prompt = policy.prompt(example, task)
-    completion = _ask(policy, prompt, choice.settings)
+    (completion,) = complete(policy, [prompt], choice.settings, [(choice.settings.seed, "predict")])
     try:
         answer = task.read(completion.text, example)
-    except Exception as error:  # a user's parser may raise anything
+    except FAILURES as error:  # a user's parser may raise anything
         raise UserError(f"the task's parser failed on {completion.text!r}: {error!r}") from error
     _picture(task, example, answer, completion.text).save(out)
     reads = not isinstance(task, _Ask)
     return Prediction(completion, reads, answer, tuple(i.seen for i in example.images), out)
-
-
-def _ask(policy: Policy, prompt: Any, settings: Settings) -> Completion:
-    restriction = replace(policy.restriction, temperature=settings.evaluation.temperature)
-    rollout = settings.rollout
-    sampling = SamplingSettings(restriction, rollout.max_completion_length, rollout.stop)
-    seeds: Sequence[Sequence[int | str]] = [(settings.seed, "predict")]
-    ((completion,),) = policy.sample(
-        [prompt], sampling, 1, seeds, settings.evaluation.max_tokens_per_batch
-    )
-    return completion
 
 
 def _task(name: str | None, settings: Settings) -> Task:

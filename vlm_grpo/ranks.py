@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -27,7 +27,14 @@ BUCKET_BYTES = 256 * 2**20
 """Gradients that are added up by one collective: enough to fill a link, little beside a model."""
 
 
-def join_after_restart() -> None:
+def join() -> PartialState:
+    """This process among those of its launch, which meet here the first time it is asked."""
+    _join_after_restart()
+    # Without an accelerator accelerate would leave several processes to themselves, unless told.
+    return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def _join_after_restart() -> None:
     """Meet the other ranks under a prefix of this attempt, where a launcher has started them anew.
 
     Launchers keep one key-value store for all attempts. There the ranks would find the addresses
@@ -55,9 +62,8 @@ def build_accelerator(settings: Settings) -> Accelerator:
     Raises:
         UserError: the launch is of a kind that is not supported, or has too many processes.
     """
+    join()
     # The policy sets its own precision, for rollout and update alike.
-    # Without an accelerator accelerate would leave several processes to themselves, unless told.
-    join_after_restart()
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(

@@ -13,10 +13,11 @@ from accelerate.utils import gather_object
 from vlm_grpo.config import DataSettings, Settings
 from vlm_grpo.credit import has_spread
 from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.engine.sampling import sampling_of
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.judge import Judge
 from vlm_grpo.memory import is_out_of_memory
-from vlm_grpo.policy import Policy, sampling_of
+from vlm_grpo.policy import Policy
 from vlm_grpo.ranks import share_evenly
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Group, Prompt

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.announce import TrainResult, describe_run
+from vlm_grpo.benchmarks import held_out_task
 from vlm_grpo.checkpoint import Contents, Moment, read_tensors
 from vlm_grpo.config import Settings
 from vlm_grpo.credit import step_advantages
@@ -23,7 +24,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data.care import warn_of_shared_images
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.evaluate import Evaluation, evaluate_policy, held_out_task
+from vlm_grpo.evaluate import Evaluation, evaluate_policy
 from vlm_grpo.files import told_if_full
 from vlm_grpo.memory import memory_metrics
 from vlm_grpo.open_step import OpenStep, packed_step, restored_step
@@ -167,7 +168,9 @@ class Trainer:
         before = None if self.restored else self._evaluate()
         after = None
         is_main = self.accelerator.is_main_process
-        progress = Progress(settings, self.task.headline, self.stopwatch, self.step, is_main)
+        progress = Progress(
+            settings, self.held_out_task.headline, self.stopwatch, self.step, is_main
+        )
         with closing(self.roll), self.stop, self.saver.writer, progress:
             while self.step < last and not self._stopping():
                 self.stopwatch.reset()
@@ -197,7 +200,14 @@ class Trainer:
                 f"{checkpoint}; resume=true goes on",
                 self.stop.status,
             )
-        return TrainResult(before, after, self.best, checkpoint, settings.run_dir)
+        return TrainResult(
+            before,
+            after,
+            self.best,
+            checkpoint,
+            settings.run_dir,
+            self.held_out_task.lower_is_better,
+        )
 
     def run_step(self) -> dict[str, float]:
         """One rollout and its updates; returns their metrics.

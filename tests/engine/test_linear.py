@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from vlm_grpo.engine import linear
 from vlm_grpo.engine.linear import AdaptedLinear, Linear, rollout_weights, use_fast_linears
 
 IN, OUT, RANK = 24, 40, 4
@@ -133,3 +134,23 @@ def test_disabled_adapters_give_the_base_model() -> None:
     for layer in (net.up, net.down):
         layer.enable_adapters(False)  # type: ignore[operator]
     assert relative(net(x), base(x)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "copied"), [(torch.float64, False), (torch.float32, True), (torch.bfloat16, False)]
+)
+def test_only_float32_adapters_are_copied_where_weights_have_no_layout(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copied: bool
+) -> None:
+    """As on a GPU, where a copy of every weight would be the size of the model again."""
+    monkeypatch.setattr(linear, "_ONEDNN", False)
+    net = adapted(dtype)
+    use_fast_linears(net)
+    x = torch.randn(6, IN, dtype=dtype)
+    with torch.no_grad(), rollout_weights(net):
+        held = net(x)
+        for layer in (net.up, net.down):
+            assert isinstance(layer, AdaptedLinear)
+            assert layer.held is None
+            assert (layer.get_base_layer().held is not None) == copied
+    assert relative(held, net(x)) < 1e-2  # 8 bits

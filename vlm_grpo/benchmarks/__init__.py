@@ -6,6 +6,7 @@ from vlm_grpo.benchmarks.definition import (
     benchmark_names,
     load_benchmark,
 )
+from vlm_grpo.benchmarks.held_out import held_out_task
 from vlm_grpo.benchmarks.rules import group_of, rule_values
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Published",
     "benchmark_names",
     "group_of",
+    "held_out_task",
     "load_benchmark",
     "rule_values",
 ]

@@ -102,22 +102,23 @@ class AdaptedLinear(lora.Linear):
 def rollout_weights(model: nn.Module) -> Iterator[None]:
     """Inside, nothing is trained, and linear layers hold their weights as decoding wants them.
 
-    On the CPU they are rearranged once. An adapted float32 layer holds ``W + ΔW`` and skips its
-    adapter, whose two thin products cost more for a handful of rows than the wide one they stand
-    beside. A layer in a shorter format keeps its adapter: there ``ΔW`` is far below the spacing
-    of ``W`` and would be rounded away, and the sampler would not be the policy.
+    An adapted float32 layer holds ``W + ΔW`` and skips its adapter, whose two thin products cost
+    more for a handful of rows than the wide one they stand beside. A layer in a shorter format
+    keeps its adapter: there ``ΔW`` is far below the spacing of ``W`` and would be rounded away,
+    and the sampler would not be the policy. Under autocast the weights are cast once. On the CPU
+    all of them are rearranged once; elsewhere nothing else is copied, for memory is dear there.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     try:
         for layer in adapted:
             base = _base(layer)
-            if base.weight.dtype != torch.float32:
+            if base.weight.dtype == torch.float32:
+                (name,) = layer.active_adapters
+                base.held = _rearranged(base.weight + layer.get_delta_weight(name))
+                layer.merged_adapters.append(name)
+            elif _has_layout(base.weight):
                 layer.hold()
-                continue
-            (name,) = layer.active_adapters
-            base.held = _rearranged(base.weight + layer.get_delta_weight(name))
-            layer.merged_adapters.append(name)
         bases = {_base(layer) for layer in adapted}
         for layer in layers:
             if layer not in bases:
@@ -161,9 +162,14 @@ def _rearranged(weight: Tensor) -> Tensor:
     weight = weight.detach()  # a parameter would be registered with the module that holds it
     if torch.is_autocast_enabled(weight.device.type):
         weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    if not _ONEDNN or weight.device.type != "cpu" or weight.dtype == torch.float64:
+    if not _has_layout(weight):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
+
+
+def _has_layout(weight: Tensor) -> bool:
+    """Whether oneDNN has a layout of its own for these weights."""
+    return _ONEDNN and weight.device.type == "cpu" and weight.dtype != torch.float64
 
 
 def _with_held(input: Tensor, held: Tensor, bias: Tensor | None) -> Tensor:

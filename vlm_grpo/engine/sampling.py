@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from vlm_grpo.families import Family
+from vlm_grpo.policy_settings import RolloutSettings
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,30 @@ class SamplingSettings:
     def truncates(self) -> bool:
         """Whether the sampler draws from fewer tokens than are scored."""
         return bool(self.top_k or self.min_p or self.top_p < 1)
+
+
+def restriction_of(model: Any, family: Family, rollout: RolloutSettings) -> Restriction:
+    """The model's banned and end tokens with the recipe's temperature."""
+    eos = model.generation_config.eos_token_id
+    eos = model.config.get_text_config().eos_token_id if eos is None else eos
+    return Restriction(
+        temperature=rollout.temperature,
+        banned=family.banned_token_ids(model.config),
+        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        min_new_tokens=rollout.min_new_tokens,
+    )
+
+
+def sampling_of(restriction: Restriction, rollout: RolloutSettings) -> SamplingSettings:
+    """How the recipe's rollout draws completions under ``restriction``."""
+    return SamplingSettings(
+        restriction,
+        rollout.max_completion_length,
+        rollout.stop,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p or 0.0,
+    )
 
 
 def uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:

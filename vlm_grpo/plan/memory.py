@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vlm_grpo.engine.vision import ENCODER_PATCHES
 from vlm_grpo.plan.shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.plan.work import Work
+from vlm_grpo.policy import RECENT_IMAGES
 
-ENCODER_PATCHES = 65_536  # engine.vision.ENCODER_PATCHES: patches encoded at once
-RECENT_IMAGES = 64  # policy.RECENT_IMAGES: decoded images that are kept
 LINEARS = 7  # linear maps of a decoder layer
 LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
 """Bytes that libraries take on a CPU once they are used, whatever the model: code, buffers, and in
@@ -130,10 +130,11 @@ def _weights(model: ModelShape) -> int:
 
 
 def _folded(model: ModelShape, on_cpu: bool) -> int:
-    """Copies for sampling (``engine/linear.py``): weights with their adapters folded in or joined
-    to them, and autocast's casts; on the CPU of every linear map, for oneDNN's own layout."""
-    copied = model.linear if on_cpu or model.precision == "autocast" else model.adapted
-    return copied * model.value_bytes
+    """Copies for sampling (``engine/linear.py``): float32 weights with their adapters folded in,
+    and autocast's casts; on the CPU every linear map, in oneDNN's own layout."""
+    if on_cpu or model.precision == "autocast":
+        return model.linear * model.value_bytes
+    return model.adapted * model.value_bytes if model.precision == "float32" else 0
 
 
 def kept_per_token(model: ModelShape) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoProcessor
 
-from vlm_grpo.config import LoraSettings, Settings
+from vlm_grpo.config import Settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.families import PixelBudget
@@ -19,6 +19,7 @@ from vlm_grpo.plan.seconds import Phases, seconds_of
 from vlm_grpo.plan.shape import ModelShape, load_config, read_shape
 from vlm_grpo.plan.tokens import Prompts, PromptSize
 from vlm_grpo.plan.work import Work, work_of
+from vlm_grpo.policy_settings import LoraSettings
 from vlm_grpo.registry import load_task
 
 MOST_GENERATIONS = 1024
