@@ -25,6 +25,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CP
 import numpy as np
 import torch
 from PIL import Image
+from small_runs import TASK
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -53,24 +54,6 @@ PLACEMENTS = {
     "held": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"},
 }
 
-TASK = '''
-from vlm_grpo.task import Task, reward
-
-class Letters(Task):
-    """Write many different small letters: a reward that a random model meets now and then."""
-
-    headline = "letters"
-
-    def parse(self, text, example):
-        return text
-
-    def write(self, answer, example):
-        return answer
-
-    @reward()
-    def letters(self, answer, example):
-        return len(set(answer) & set("abcdefghijklmnopqrstuvwxyz")) / 26
-'''
 
 WEIGHTS = {
     "full": {},

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from small_disk import small_disk
+from small_runs import TASK
 from tiny_models import tiny_model
 
 from vlm_grpo.checkpoint import checkpoints, verify
@@ -27,25 +28,6 @@ from vlm_grpo.policy import load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.rollout import REPLACEMENTS, PromptLoader
 from vlm_grpo.trainer import Trainer, train
-
-TASK = '''
-from vlm_grpo.task import Task, reward
-
-class Letters(Task):
-    """Write many different small letters: a reward that a random model meets now and then."""
-
-    headline = "letters"
-
-    def parse(self, text, example):
-        return text
-
-    def write(self, answer, example):
-        return answer
-
-    @reward()
-    def letters(self, answer, example):
-        return len(set(answer) & set("abcdefghijklmnopqrstuvwxyz")) / 26
-'''
 
 
 @pytest.fixture(scope="module")
