@@ -120,7 +120,7 @@ def test_a_decoder_layer_keeps_what_the_formula_says(family: str, name: str) -> 
     shape, _ = read_shape(policy.model.config, policy_settings)
     # To the byte: the third layer's share is the difference.
     expected = batch.tokens * kept_per_token(shape) + kept_casts(shape)
-    expected += len(prompt.token_ids) * kept_per_prompt_token(shape)
+    expected += len(prompt.token_ids) * kept_per_prompt_token(shape, on_cpu=True)
     assert found[3] - found[2] == expected
 
 
@@ -201,11 +201,13 @@ def test_the_cut_is_the_updates(
         GroupSlice(made, ((1,) * completion,) * group, tuple(range(group))) for _ in range(prompts)
     ]
     batches = pack(slices, budget)
-    largest = max(batch.tokens for batch in batches)
-    # A group whose size is no power of two is cut unevenly, which the plan rounds up.
-    assert largest <= work.micro_tokens <= max(largest * 1.6, largest + completion)
-    if work.update_tokens == prompts * (prompt + group * (completion - 1)):
-        assert work.micro_batches == len(batches)
+    assert work.micro_tokens == max(batch.tokens for batch in batches)
+    assert work.micro_batches == len(batches)
+    assert work.update_tokens == sum(batch.tokens for batch in batches)
+    most = max(sum(map(len, batch.completions)) for batch in batches)
+    assert work.micro_completion_tokens == most
+    most = max(sum(len(piece.prompt.token_ids) for piece in batch.slices) for batch in batches)
+    assert work.micro_prompt_tokens == most
 
 
 def test_the_cache_is_the_decoders() -> None:

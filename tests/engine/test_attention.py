@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlm_grpo.engine import attention
+from vlm_grpo.engine import kernels
 from vlm_grpo.engine.attention import GroupSpan, Packed
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
@@ -49,11 +49,36 @@ def results(attend, tensors: list[Tensor]) -> list[Tensor]:
 def test_packed_attention_is_the_masked_one(
     dtype: torch.dtype, bound: float, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(kernels, "SCORES_AT_ONCE", at_once)
     tensors = inputs(dtype)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = results(plain, exact)
     packed = Packed(SPANS)
     found = results(lambda q, k, v: packed(0, q, k, v, SCALING), tensors)
     for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.double() - theirs).norm() / theirs.norm() < bound
+
+
+# Bounds as above; 11 queries are one block, or three of which the last is shorter.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize("block", [4, 128])
+def test_prompts_attend_causally(
+    dtype: torch.dtype, bound: float, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "CAUSAL_BLOCK", block)
+    torch.manual_seed(0)
+    shapes = [(3, heads, 11, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+
+    def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (key, value))
+        later = torch.ones(11, 11, dtype=torch.bool).triu(1)
+        scores = (query @ key.mT * SCALING).masked_fill(later, -torch.inf)
+        return scores.softmax(-1) @ value
+
+    expected = results(masked, exact)
+    found = results(lambda q, k, v: kernels.causal(q, k, v, SCALING), tensors)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == dtype
         assert (mine.double() - theirs).norm() / theirs.norm() < bound

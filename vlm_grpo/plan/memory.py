@@ -115,8 +115,8 @@ def memory_of(model: ModelShape, work: Work, on_cpu: bool = False) -> Memory:
         folded=_folded(model, on_cpu),
         cache=cache_bytes(model, work),
         sampling=max(_encoding(model, work), _prefilling(model, work), _decoding(model, work)),
-        activations=activation_bytes(model, work),
-        update=_update(model, work),
+        activations=activation_bytes(model, work, on_cpu),
+        update=_update(model, work, on_cpu),
     )
 
 
@@ -157,9 +157,12 @@ def kept_per_token(model: ModelShape) -> int:
     return kept + (4 * _head_norms(t, 1) + 2 * (t.query + t.key) if t.normed_heads else 0)
 
 
-def kept_per_prompt_token(model: ModelShape) -> int:
-    """What a prompt's token keeps besides: keys and values, repeated for the heads sharing them."""
+def kept_per_prompt_token(model: ModelShape, on_cpu: bool = False) -> int:
+    """What a prompt's token keeps besides: keys and values, repeated for the heads sharing them,
+    but for bfloat16 on the CPU, where no kernel needs them (``engine/kernels.py``)."""
     text = model.text
+    if on_cpu and _arithmetic(model) == "bfloat16":
+        return 0
     return 0 if text.heads == text.key_heads else 2 * text.query * model.value_bytes
 
 
@@ -184,13 +187,13 @@ def kept_per_patch(model: ModelShape) -> int:
     return 4 * sums + 2 * (11 * v.hidden + feed)
 
 
-def activation_bytes(model: ModelShape, work: Work) -> int:
+def activation_bytes(model: ModelShape, work: Work, on_cpu: bool = False) -> int:
     """What the largest micro-batch keeps for its backward pass."""
     text, vision = model.text, model.vision
     tokens, patches = work.micro_tokens, work.micro_patches
     width = 2 if model.precision == "bfloat16" else 4  # of the residual stream
     inputs = tokens * text.hidden * width
-    kept = text.layers * (inputs if model.checkpointing else _kept_layer(model, work))
+    kept = text.layers * (inputs if model.checkpointing else _kept_layer(model, work, on_cpu))
     if model.trains_vision:
         inputs = patches * vision.hidden * model.value_bytes
         kept += vision.layers * (inputs if model.checkpointing else _kept_block(model, work))
@@ -199,9 +202,9 @@ def activation_bytes(model: ModelShape, work: Work) -> int:
     return kept + 4 * tokens * text.hidden * 4
 
 
-def _kept_layer(model: ModelShape, work: Work) -> int:
+def _kept_layer(model: ModelShape, work: Work, on_cpu: bool) -> int:
     kept = work.micro_tokens * kept_per_token(model) + kept_casts(model)
-    return kept + work.micro_prompt_tokens * kept_per_prompt_token(model)
+    return kept + work.micro_prompt_tokens * kept_per_prompt_token(model, on_cpu)
 
 
 def _kept_block(model: ModelShape, work: Work) -> int:
@@ -219,7 +222,7 @@ def _autocasts(model: ModelShape, part: TextShape | VisionShape) -> int:
     return 2 * part.layer_weights if model.precision == "autocast" else 0
 
 
-def _update(model: ModelShape, work: Work) -> int:
+def _update(model: ModelShape, work: Work, on_cpu: bool) -> int:
     """The largest of what lives for a moment: the head's logits, or one layer's gradients, with
     its activations where they are computed again."""
     text = model.text
@@ -231,7 +234,7 @@ def _update(model: ModelShape, work: Work) -> int:
     layer = layer * model.value_bytes + (0 if model.rank else 4 * text.layer_weights)
     encoding = _encoding(model, work) if model.trains_vision else 0
     if model.checkpointing:
-        layer += _kept_layer(model, work)
+        layer += _kept_layer(model, work, on_cpu)
         encoding += _kept_block(model, work) if model.trains_vision else 0
     return max(logits, layer, encoding)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from vlm_grpo.config import Settings
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.types import Example, Prompt
 
 
 @dataclass(frozen=True)
@@ -49,54 +52,46 @@ class Work:
         """Prompts whose one pass is made together."""
         return min(self.slots, max(1, self.rollout_budget // self.prompt))
 
-    @property
-    def _piece(self) -> tuple[int, int]:
-        """Tokens of a group's packed row, halved until it fits, and in how many it is cut."""
-        held, pieces = self.group, 1
-        while self._row(held) > self.update_budget and held > 1:
-            held, pieces = math.ceil(held / 2), pieces * 2
-        return self._row(held), min(pieces, self.group)
-
-    def _row(self, completions: int) -> int:
-        return self.prompt + completions * (self.completion - 1)
+    @cached_property
+    def _batches(self) -> list[MicroBatch]:
+        """The micro-batches that the update will make."""
+        prompt = Prompt(Example("", (), "", None), "", (0,) * self.prompt, {})
+        rows = tuple(range(self.group))
+        piece = GroupSlice(prompt, ((0,) * self.completion,) * self.group, rows)
+        return pack([piece] * self.prompts, self.update_budget)
 
     @property
-    def pieces_together(self) -> int:
-        """Pieces of groups in a micro-batch."""
-        tokens, pieces = self._piece
-        return min(self.prompts * pieces, max(1, self.update_budget // tokens))
+    def micro_batches(self) -> int:
+        return len(self._batches)
 
     @property
     def micro_tokens(self) -> int:
         """Tokens of the largest micro-batch."""
-        return self.pieces_together * self._piece[0]
+        return max(batch.tokens for batch in self._batches)
 
     @property
     def micro_prompt_tokens(self) -> int:
-        """Those of them that are prompts'."""
-        return self.pieces_together * self.prompt
+        """The most prompt tokens of a micro-batch."""
+        return self._prompts_together * self.prompt
 
     @property
-    def micro_batches(self) -> int:
-        return math.ceil(self.prompts * self._piece[1] / self.pieces_together)
+    def micro_patches(self) -> int:
+        """The most patches of a micro-batch's images."""
+        return self._prompts_together * self.patches
+
+    @property
+    def micro_completion_tokens(self) -> int:
+        """The most completion tokens of a micro-batch."""
+        return max(len(batch.rows) for batch in self._batches) * self.completion
 
     @property
     def update_tokens(self) -> int:
         """Tokens of all micro-batches; a group that is cut repeats its prompt."""
-        tokens, pieces = self._piece
-        return self.prompts * pieces * tokens
+        return sum(batch.tokens for batch in self._batches)
 
     @property
-    def micro_completion_tokens(self) -> int:
-        """Completion tokens of the largest micro-batch."""
-        pieces = self._piece[1]
-        held = math.ceil(self.group / pieces)
-        return self.pieces_together * held * self.completion
-
-    @property
-    def micro_patches(self) -> int:
-        """Patches of the largest micro-batch's images."""
-        return self.pieces_together * self.patches
+    def _prompts_together(self) -> int:
+        return max(len(batch.slices) for batch in self._batches)
 
 
 def work_of(
