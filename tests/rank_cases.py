@@ -32,8 +32,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vlm_grpo.checkpoint import Contents, Moment
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
+from vlm_grpo.parts import write_in_parts
 from vlm_grpo.policy import load_policy
 from vlm_grpo.ranks import build_accelerator
 from vlm_grpo.registry import load_task
@@ -82,12 +85,11 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "nothing to learn": {"rollout": {"max_completion_length": 1, "temperature": 0.01}},
 }
 BEGUN_BY = {
-    "replicas-2-rest": "replicas-1",
-    "streamed-2-rest": "replicas-2",
-    "held-2-rest": "streamed-2",
+    "replicas-2-rest": "streamed-2",
+    "streamed-2-rest": "held-2",
+    "held-2-rest": "replicas-1",
     "replicas-1-rest": "held-2",
-    "replicas-4-rest": "streamed-2",
-    "streamed-4-rest": "replicas-1",
+    "streamed-4-rest": "held-2",
 }
 """Whose run of two steps a launch goes on with."""
 
@@ -217,31 +219,59 @@ def traffic(settings: Settings) -> list[dict[str, Any]]:
     ]
 
 
-def rest_of(folder: Path, launch: str) -> list[float]:
+def run_of(folder: Path, launch: str, steps: int, **changes: Any) -> Settings:
+    """A run whose steps depend on all that a checkpoint holds: the weights, the optimizer's state
+    and the first weights as the reference. Held weights are saved in parts."""
+    return settings_of(
+        folder,
+        launch,
+        objective={"beta": 0.1, "reference_refresh_every": "never"},
+        optim={"lr": 1e-3, "max_steps": steps},
+        checkpoint={"sharded": launch.startswith("held")},
+        **changes,
+    )
+
+
+def rest_of(folder: Path, launch: str) -> list[dict[str, float]]:
     """The rest of a run of four steps whose first two another launch has made."""
-    settings = settings_of(folder, launch, resume=True, optim={"max_steps": 4})
+    settings = run_of(folder, launch, 4, resume=True)
     accelerator = build_accelerator(settings)
     if accelerator.is_main_process:
         shutil.copytree(settings.output_dir / BEGUN_BY[launch], settings.run_dir)
     accelerator.wait_for_everyone()
-    return rewards(settings)
+    return rows(settings)
 
 
-def rewards(settings: Settings) -> list[float]:
-    """Of each step of a run; the run ends the process group, so a launch makes one at most."""
+def rows(settings: Settings) -> list[dict[str, float]]:
+    """A run's metrics; it ends the process group, so a launch makes one at most."""
     train(settings)
-    lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["reward"] for line in lines]
+    return [json.loads(line) for line in (settings.run_dir / "metrics.jsonl").open()]
+
+
+def one_fails(folder: Path, launch: str) -> list[Any]:
+    """What the first rank is told where the last cannot write its part, and what is left of it."""
+    accelerator = build_accelerator(settings_of(folder, launch))
+    place = folder / "failed"
+
+    def write_weights(part: Path) -> None:
+        (part / "weights").touch()
+        if accelerator.is_last_process:
+            raise OSError("no space")
+
+    try:
+        write_in_parts(accelerator, place, Moment(1), Contents({}, {}), write_weights)
+    except (OSError, UserError) as error:
+        return [str(error), [path.name for path in place.iterdir()]]
+    return []
 
 
 def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """By name, what all processes of a launch do together."""
     if launch == "replicas-1-whole":
-        settings = settings_of(folder, launch, optim={"max_steps": 4})
-        yield "rewards", lambda: rewards(settings)
+        yield "run", lambda: rows(run_of(folder, launch, 4))
         return
     if launch in BEGUN_BY:
-        yield "rewards", lambda: rest_of(folder, launch)
+        yield "run", lambda: rest_of(folder, launch)
         return
     for kind, policy in WEIGHTS.items():
         settings = settings_of(folder, launch, policy=policy)
@@ -256,8 +286,9 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     for kind in ("full", "lora"):
         settings = settings_of(folder, launch, policy=WEIGHTS[kind])
         yield f"traffic, {kind}", lambda settings=settings: traffic(settings)
-    settings = settings_of(folder, launch, optim={"max_steps": 2})
-    yield "two steps", lambda: rewards(settings)
+    if launch == "held-2":
+        yield "one fails", lambda: one_fails(folder, launch)
+    yield "two steps", lambda: rows(run_of(folder, launch, 2))
 
 
 def _rank(folder: Path, launch: str, rank: int, world: int, port: int) -> None:

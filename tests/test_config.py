@@ -136,6 +136,8 @@ def test_all_problems_are_told_at_once():
         (["data.eval=null", "data.eval_limit=5"], ["eval_limit", "data.eval"]),
         (["data.image_root=x"], ["image_root", "embedded"]),
         (["checkpoint.keep_best=true", "checkpoint.keep_last=0"], ["keep_best", "keep_last"]),
+        (["checkpoint.sharded=true", "checkpoint.asynchronous=true"], ["exclude each other"]),
+        (["checkpoint.sharded=true", "policy.lora={}"], ["checkpoint.sharded", "adapters"]),
         (["model_revision=main"], ["model_revision", "embedded"]),
         (["objective.epsilon=0.3"], ["epsilon", "num_iterations"]),
     ],
@@ -194,7 +196,13 @@ def test_an_override_without_a_key_is_named():
 
 
 SWITCHES = {"resume", "trust_remote_code", "gradient_checkpointing", "dynamic_sampling"}
-SWITCHES |= {"asynchronous", "keep_best", "normalize_each_reward", "mask_truncated_completions"}
+SWITCHES |= {
+    "asynchronous",
+    "sharded",
+    "keep_best",
+    "normalize_each_reward",
+    "mask_truncated_completions",
+}
 
 
 def described(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -2,8 +2,8 @@
 
 A checkpoint is ``step-12`` after twelve steps, or ``step-12-1`` after the first update of the
 thirteenth. It holds the weights with the processor, ``config.yaml``, ``state.json`` for numbers,
-a safetensors file for each kind of tensors, and ``manifest.json`` with the size and SHA-256 of
-every other file. Nothing in it is unpickled.
+a safetensors file for each kind of tensors (several, where each rank has written its part), and
+``manifest.json`` with the size and SHA-256 of every other file. Nothing in it is unpickled.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from vlm_grpo.errors import UserError
 
@@ -30,7 +30,12 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 """Raised when older programs could no longer read what this one writes, or it them."""
 MANIFEST, STATE = "manifest.json", "state.json"
+INDEX = "model.safetensors.index.json"
+"""Which file holds which weight, where there are several; transformers' name."""
+Sums = dict[str, dict[str, Any]]
+"""By a file's name its ``size`` in bytes and its ``sha256``."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+_PART = re.compile(r"-\d+-of-\d+$")
 
 
 @dataclass(frozen=True, order=True)
@@ -85,15 +90,61 @@ def write_checkpoint(
     Raises:
         Damaged: what the disk gives back is not what was written.
     """
-    target, aside = folder / moment.name, folder / f".{moment.name}.tmp"
-    for left_over in folder.glob(".step-*"):  # of a run that was killed while it wrote
-        shutil.rmtree(left_over, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside = begin(folder, moment)
     try:
-        _write(aside, contents, write_weights)
+        sums = write_files(aside, contents, write_weights)
+        return complete(folder, moment, sums)
     except BaseException:  # what was begun would only take the room that is missing
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def aside_of(folder: Path, moment: Moment) -> Path:
+    """Where a checkpoint is written before it is one."""
+    return folder / f".{moment.name}.tmp"
+
+
+def begin(folder: Path, moment: Moment) -> Path:
+    """An empty folder to write a checkpoint into; what was left over there is removed."""
+    for left_over in folder.glob(".step-*"):  # of a run that was killed while it wrote
+        shutil.rmtree(left_over, ignore_errors=True)
+    aside = aside_of(folder, moment)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def write_files(folder: Path, contents: Contents, write_weights: Callable[[Path], None]) -> Sums:
+    """Write, flush and read back a checkpoint's files; returns their sizes and sums.
+
+    Raises:
+        Damaged: what the disk gives back is not what was written.
+    """
+    write_weights(folder)
+    for name, tensors in contents.tensors.items():
+        if tensors:
+            plain = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+            save_file(plain, folder / f"{name}.safetensors")
+    numbers = {"format": FORMAT, **contents.numbers}
+    (folder / STATE).write_text(json.dumps(numbers), encoding="utf-8")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in files:
+        _flush(path)
+    _compare(folder, contents)
+    return {str(path.relative_to(folder)): _measure(path) for path in files}
+
+
+def complete(folder: Path, moment: Moment, sums: Sums) -> Path:
+    """Make a checkpoint of what lies aside: write the manifest, flush, rename.
+
+    Args:
+        folder: the run's ``checkpoints``.
+        moment: names it.
+        sums: of all files that belong to it.
+    """
+    target, aside = folder / moment.name, aside_of(folder, moment)
+    (aside / MANIFEST).write_text(json.dumps({"files": sums}, indent=1), encoding="utf-8")
+    for path in [aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside]:
+        _flush(path)
     if target.exists():  # a run resumed from an earlier checkpoint comes by here again
         old = _set_aside(target)
         aside.rename(target)
@@ -104,23 +155,40 @@ def write_checkpoint(
     return target
 
 
-def _write(aside: Path, contents: Contents, write_weights: Callable[[Path], None]) -> None:
-    """Write, flush and read back the files of a checkpoint."""
-    write_weights(aside)
-    for name, tensors in contents.tensors.items():
-        if tensors:
-            plain = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-            save_file(plain, aside / f"{name}.safetensors")
-    numbers = {"format": FORMAT, **contents.numbers}
-    (aside / STATE).write_text(json.dumps(numbers), encoding="utf-8")
-    files = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-    for path in files:
-        _flush(path)
-    _compare(aside, contents)
-    sums = {str(path.relative_to(aside)): _measure(path) for path in files}
-    (aside / MANIFEST).write_text(json.dumps({"files": sums}, indent=1), encoding="utf-8")
-    for path in [aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside]:
-        _flush(path)
+def join_parts(aside: Path, parts: Mapping[str, Sums]) -> Sums:
+    """Make one checkpoint of the folders into which several processes have written their parts.
+
+    The files take the names that transformers gives a model in several files; with the index
+    that it writes beside them every program reads them as one model.
+
+    Args:
+        aside: holds the parts' folders, which are gone afterwards.
+        parts: the sums of each folder's files, by its name such as ``00001-of-00002``. What is
+            not a file of tensors is taken from the first.
+
+    Returns:
+        The sums of the files that are in ``aside`` now.
+    """
+    sums: Sums = {}
+    for place, (part, measured) in enumerate(parts.items()):
+        for name, measure in measured.items():
+            stem, _, suffix = name.rpartition(".")
+            new = f"{stem}-{part}.{suffix}" if suffix == "safetensors" else name
+            if new != name or place == 0:
+                (aside / new).parent.mkdir(exist_ok=True)
+                (aside / part / name).rename(aside / new)
+                sums[new] = measure
+        shutil.rmtree(aside / part)
+    weight_map, size = {}, 0
+    for path in sorted(aside.glob("model-*.safetensors")):
+        with safe_open(path, "pt") as file:
+            weight_map |= dict.fromkeys(file.keys(), path.name)
+            size += sum(file.get_tensor(name).nbytes for name in set(file.keys()))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    path = aside / INDEX
+    path.write_text(json.dumps(index, indent=1), encoding="utf-8")
+    _flush(path)
+    return {**sums, INDEX: _measure(path)}
 
 
 def _flush(path: Path) -> None:
@@ -259,10 +327,36 @@ def read_numbers(checkpoint: Path) -> dict[str, Any]:
     return numbers
 
 
-def read_tensors(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of one file of a checkpoint, on the CPU; empty where it has no such file."""
-    path = checkpoint / f"{name}.safetensors"
-    return load_file(path) if path.is_file() else {}
+class _Stored(Mapping[str, torch.Tensor]):
+    """Tensors in files, each read from the disk when it is asked for."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            file: Any = safe_open(path, "pt")
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def read_tensors(checkpoint: Path, name: str) -> Mapping[str, torch.Tensor]:
+    """The tensors of one kind, on the CPU; empty where the checkpoint has none of it.
+
+    Whether one process has written them or several is not seen.
+    """
+    return _Stored([p for p in checkpoint.iterdir() if _kind(p) == name])
+
+
+def _kind(path: Path) -> str | None:
+    """What tensors a file of a checkpoint holds, such as ``optimizer``; None: not a file of any."""
+    return _PART.sub("", path.stem) if path.suffix == ".safetensors" else None
 
 
 def prune(folder: Path, keep_last: int, keep: Collection[Moment] = ()) -> None:

@@ -147,6 +147,9 @@ class CheckpointSettings(Frozen):
     asynchronous: bool = False
     """Copy the state to host memory and write it while training goes on; a crash meanwhile goes
     back to the checkpoint before. False: training waits while it is written."""
+    sharded: bool = False
+    """Of weights that are cut over processes (FSDP2) each process writes a part, as a model in
+    several files. False: the first one gathers and writes all of them. Either resumes anywhere."""
     keep_best: bool = False
     """Keep the checkpoint with the best held-out headline value besides (with
     ``evaluation.benchmark`` its official metric; the least one where that is an error)."""
@@ -208,6 +211,10 @@ class Settings(Frozen):
             problems.append("checkpoint.keep_best needs data.eval to tell which is best")
         if self.checkpoint.keep_best and not self.checkpoint.keep_last:
             problems.append("checkpoint.keep_best has no effect where keep_last=0 keeps them all")
+        if self.checkpoint.sharded and self.checkpoint.asynchronous:
+            problems.append("checkpoint.sharded and checkpoint.asynchronous exclude each other")
+        if self.checkpoint.sharded and self.policy.lora is not None:
+            problems.append("checkpoint.sharded has no effect on adapters, which are never cut")
         if self.model == "embedded" and self.model_revision is not None:
             problems.append("model_revision has no effect on the embedded model")
         problems += self._overlong_problems()

@@ -25,7 +25,6 @@ from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import UserError
 from vlm_grpo.policy import Policy
 from vlm_grpo.ranks import fsdp_of, sum_over_ranks
-from vlm_grpo.shards import whole
 
 T = TypeVar("T")
 
@@ -61,7 +60,7 @@ class Replicas:
         """Drop gathered copies: the weights have changed, or are about to."""
 
     def weights(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model, as ``Policy.weights``; whole on the first rank."""
+        """What a checkpoint holds of the model, as ``Policy.weights``; cut, where weights are."""
         return self.policy.weights()
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
@@ -196,10 +195,9 @@ class Shards(Replicas):
         if self.policy.adapters is not None:  # adapters are not cut
             return self.policy.weights()
         self.release()
-        # A tied weight has several names and one tensor, which it keeps in the file.
+        # A tied weight has several names and one tensor, which is written once.
         tied = dict(self.policy.model.named_parameters(remove_duplicate=False))
-        held = {name: tied.get(name, value) for name, value in self.policy.weights().items()}
-        return whole(held, keep=self.accelerator.is_main_process)
+        return {name: tied.get(name, value) for name, value in self.policy.weights().items()}
 
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
         for module in self.held:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config import Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
@@ -303,6 +305,18 @@ class Policy:
             self.family.set_pixel_budget(self.processor, self.budget)
         (self.adapters or self.model).save_pretrained(str(folder), state_dict=weights)
         self.processor.save_pretrained(folder)
+
+    def save_part(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        """Write some of the full weights under the names that ``save`` gives them.
+
+        transformers writes on the first process alone, and the others have weights too.
+        """
+        once: dict[int, tuple[str, Tensor]] = {}  # a file holds a tied weight under one name
+        for name, weight in weights.items():
+            once.setdefault(id(weight), (name, weight))
+        named = revert_weight_conversion(self.model, dict(once.values()))
+        plain = {name: weight.contiguous() for name, weight in named.items()}
+        save_file(plain, folder / "model.safetensors", {"format": "pt"})
 
     @torch.no_grad()
     def see(self, prompts: Sequence[Prompt]) -> None:

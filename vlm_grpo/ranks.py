@@ -70,7 +70,12 @@ def build_accelerator(settings: Settings) -> Accelerator:
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
             "parallelism or FSDP2, whose settings lie in configs/accelerate"
         )
-    fsdp_of(accelerator)
+    is_cut = fsdp_of(accelerator) is not None
+    if settings.checkpoint.sharded and not is_cut:
+        raise UserError(
+            "checkpoint.sharded=true has no effect on weights that are whole on each process: set "
+            "it to false, or launch with FSDP2 (a run resumes from checkpoints of either kind)"
+        )
     if settings.optim.prompts_per_step < accelerator.num_processes:
         raise UserError(
             f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the number of "
@@ -101,7 +106,7 @@ def fsdp_of(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
         "fsdp_cpu_ram_efficient_loading must be false: each process reads the model": (
             plugin.cpu_ram_efficient_loading
         ),
-        "fsdp_state_dict_type must be FULL_STATE_DICT: the first process writes checkpoints": (
+        "fsdp_state_dict_type must be FULL_STATE_DICT (checkpoint.sharded says who writes)": (
             plugin.state_dict_type != StateDictType.FULL_STATE_DICT
         ),
     }
@@ -127,6 +132,25 @@ def telling_of_a_dead_process() -> Iterator[None]:
             "another process of this run has died: the launcher's report tells which and how. "
             "Finished checkpoints are whole: resume=true goes on from the newest"
         ) from error
+
+
+@contextlib.contextmanager
+def together(accelerator: Accelerator) -> Iterator[None]:
+    """What each rank does by itself inside succeeds on all of them, or all raise.
+
+    Raises:
+        UserError: it failed on another rank, which raises what went wrong.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failed = any_rank(accelerator, failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise UserError("another process of this run has failed, and says above or below why")
 
 
 def any_rank(accelerator: Accelerator, flag: bool) -> bool:

@@ -9,7 +9,7 @@ the host, so that the accelerator holds it only during that pass, when there are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -75,7 +75,7 @@ class Reference:
         snapshot = self.snapshot or {}
         return {name: joined_like(part, self.trainable[name]) for name, part in snapshot.items()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take a saved snapshot.
 
         Raises:

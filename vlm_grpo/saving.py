@@ -27,6 +27,7 @@ from vlm_grpo.checkpoint import (
 from vlm_grpo.config import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.optimizer import load_optimizer_tensors, optimizer_tensors, set_rates
+from vlm_grpo.parts import own_names, write_in_parts
 from vlm_grpo.policy import Policy
 from vlm_grpo.randomness import random_states, restore_random_states
 from vlm_grpo.resuming import (
@@ -46,9 +47,9 @@ LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
 class Saver:
     """Collects a run's state from its parts, and gives it back to them.
 
-    All ranks call ``save`` together: what they hold is gathered, and the first of them writes. On
-    ``restore`` each reads for itself. Nothing in a checkpoint depends on the number of ranks but
-    the random states, of which each rank has its own.
+    All ranks call ``save`` together: what they hold is gathered, and the first of them writes, or
+    with ``checkpoint.sharded`` each a part. On ``restore`` each reads for itself. Nothing in a
+    checkpoint depends on the number of ranks but the random states, of which each rank has its own.
 
     Args:
         settings: the run's.
@@ -81,32 +82,50 @@ class Saver:
             OSError: it could not be written, or (in the background) the one before could not.
             Damaged: it reads back other than it was written.
         """
-        settings = self.settings.checkpoint
-        contents, weights = self._collect(rest), self.update.placement.weights()
+        settings, accelerator = self.settings.checkpoint, self.update.accelerator
+        contents, weights = self._collect(rest), self._kept(self.update.placement.weights())
         if settings.asynchronous:
             tensors = {name: _on_host(held) for name, held in contents.tensors.items()}
             contents, weights = Contents(contents.numbers, tensors), _on_host(weights)
 
         def write_weights(aside: Path) -> None:
+            if not accelerator.is_main_process:
+                self.policy.save_part(aside, weights)
+                return
             self.policy.save(aside, weights)
             self.settings.save(aside / "config.yaml")
 
         def write() -> None:
             write_checkpoint(self.folder, moment, contents, write_weights)
+            remove_old()
+
+        def remove_old() -> None:
             prune(self.folder, settings.keep_last, {best} if best is not None else ())
 
-        if self.update.accelerator.is_main_process:
-            if settings.asynchronous:
+        if settings.sharded:
+            write_in_parts(accelerator, self.folder, moment, contents, write_weights)
+        if accelerator.is_main_process:
+            if settings.sharded:
+                remove_old()
+            elif settings.asynchronous:
                 self.writer.start(write)
             else:
                 write()
         self.saved = moment
 
+    def _kept(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank writes of tensors that all ranks have, whole; all ranks call it."""
+        accelerator = self.update.accelerator
+        if self.settings.checkpoint.sharded:
+            return whole(tensors, own_names(accelerator, tensors))
+        return whole(tensors, tensors.keys() if accelerator.is_main_process else ())
+
     def _collect(self, rest: Contents) -> Contents:
         """What goes beside the weights; the ranks' parts are gathered here."""
-        update, is_main = self.update, self.update.accelerator.is_main_process
+        update = self.update
         trainable = update.placement.trainable
         states = gather_object([random_states()])
+        shared = {"examples": {"train": self.rows}, **rest.tensors}
         return Contents(
             numbers={
                 **rest.numbers,
@@ -117,10 +136,9 @@ class Saver:
                 "versions": versions(),
             },
             tensors={
-                "optimizer": whole(optimizer_tensors(update.optimizer, trainable), is_main),
-                "reference": whole(update.reference.state_dict(), is_main),
-                "examples": {"train": self.rows},
-                **rest.tensors,
+                "optimizer": self._kept(optimizer_tensors(update.optimizer, trainable)),
+                "reference": self._kept(update.reference.state_dict()),
+                **(shared if update.accelerator.is_main_process else {}),
             },
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -36,22 +36,19 @@ def joined_like(part: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def whole(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+def whole(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str, Tensor]:
     """The tensors without cuts, those that were cut in the host's memory.
 
     All ranks call it with the same names. One tensor at a time is whole on the device.
 
     Args:
         tensors: by name; names of one tensor share it in the result, too.
-        keep: whether this rank wants the result; elsewhere nothing stands for cut tensors.
+        keep: names that this rank wants; the result holds no others.
     """
     made: dict[int, Tensor] = {}
-    for tensor in tensors.values():
-        if id(tensor) in made:
-            continue
-        made[id(tensor)] = tensor
-        if isinstance(tensor, DTensor):
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and id(tensor) not in made:
             with torch.no_grad():
                 full = tensor.full_tensor()
-            made[id(tensor)] = full.cpu() if keep else torch.empty(0)
-    return {name: made[id(tensor)] for name, tensor in tensors.items()}
+            made[id(tensor)] = full.cpu() if name in keep else torch.empty(0)
+    return {name: made.get(id(it), it) for name, it in tensors.items() if name in keep}
