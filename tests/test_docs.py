@@ -1,96 +1,25 @@
-"""The guides say what there is: their commands, settings, files and tests exist, and one is run."""
+"""The guides say what there is: their commands, settings, files and tests exist."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer
+from guide_worlds import GUIDES, ROOT, shell_lines
 from trl.trainer.grpo_config import GRPOConfig
 
-from vlm_grpo import cli
 from vlm_grpo.cli.app import app
 from vlm_grpo.config import Settings, load_settings, recipe_names
 from vlm_grpo.settings_base import known_keys
 
-ROOT = Path(__file__).parents[1]
-GUIDES = sorted((ROOT / "docs").glob("*.md"))
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
 
-SHORT = {
-    "make_clocks.py": ["--train", "20", "--test", "8"],
-    "train": [
-        "optim.max_steps=2",
-        "optim.prompts_per_step=2",
-        "optim.warmup_steps=0",
-        "data.eval_limit=8",
-        "evaluation.every=1",
-    ],
-    "plan": ["data.train_limit=20"],
-}
-"""What is put behind a command of a guide so that a test has time for it; the last value wins."""
-
 guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
-
-
-def shell_lines(guide: Path) -> list[str]:
-    """The commands of the guide's ``sh`` blocks, comments left out."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
-
-
-def run(line: str, step: int) -> None:
-    """One command of a guide, in short form, in the current folder."""
-    program, *arguments = shlex.split(line)
-    arguments = [argument.replace("step-300", f"step-{step}") for argument in arguments]
-    arguments += next((more for word, more in SHORT.items() if f"{word} " in line), [])
-    if program == "vlm-grpo":
-        with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
-        assert caught.value.code == 0, line
-        return
-    assert program == "python"
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-
-
-def test_the_guide_to_a_task_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("docs").symlink_to(ROOT / "docs")
-    lines = shell_lines(ROOT / "docs" / "your-own-task.md")
-    assert len(lines) == 8  # make, new-task and its test, validate, check, train, report, evaluate
-    for line in lines:
-        run(line, step=2)
-    assert Path("runs/clock/report.html").is_file()
-
-
-def test_the_guide_to_a_first_run_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("docs").symlink_to(ROOT / "docs")
-    lines = [
-        line
-        for line in shell_lines(ROOT / "docs" / "first-run.md")
-        if not line.startswith("source ")
-    ]
-    assert len(lines) == 9  # train, resume, predict, export twice; tasks, plan, train, doctor
-    for line in lines:
-        run(line, step=2)
-    assert Path("runs/second/report.html").is_file()
-    assert Path("circles-answer.png").is_file()
-    assert Path("exported/model.safetensors").is_file()
-
-
-def test_the_guide_to_planning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for line in shell_lines(ROOT / "docs" / "planning.md"):
-        run(line, step=2)
 
 
 def test_the_example_task_is_short() -> None:
@@ -116,9 +45,11 @@ def test_recipes_exist(guide: Path) -> None:
 def test_train_commands_have_sound_settings(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the guides name files as they lie in the checkout
     for line in shell_lines(guide):
-        _, found, rest = line.partition("vlm-grpo train ")
-        if found:
-            recipe, *overrides = shlex.split(rest.partition(";")[0])
+        found = re.search(r"(?:vlm-grpo|vlm_grpo\.cli) train (.*)", line)
+        if found is not None:
+            recipe, *overrides = shlex.split(found[1].partition(";")[0])
+            if recipe == "fingers.py":  # the reader writes it
+                continue
             load_settings(recipe, overrides)
 
 

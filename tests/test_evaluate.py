@@ -138,6 +138,8 @@ def test_other_rows_are_not_taken_for_answered_ones(
 ) -> None:
     settings = settings_for(rows, tmp_path)
     evaluate_benchmark(benchmark, settings)
+    often = settings.evaluation.model_copy(update={"every": 5})  # when, but not what
+    evaluate_benchmark(benchmark, settings.model_copy(update={"evaluation": often}))
     rows.write_text(rows.read_text().replace("How many", "Say how many"))
     with pytest.raises(UserError, match=r"questions was .* and is"):
         evaluate_benchmark(benchmark, settings)

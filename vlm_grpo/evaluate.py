@@ -40,8 +40,8 @@ from vlm_grpo.types import Example, Score
 
 logger = logging.getLogger(__name__)
 
-_DECISIVE = {"model", "model_revision", "seed", "task_options", "policy", "rollout", "evaluation"}
-"""Settings that have a say in what is written."""
+_DECISIVE = {"model", "model_revision", "seed", "task_options", "policy", "rollout"}
+"""Settings that have a say in what is written, besides those of ``evaluation`` but when it is."""
 
 
 @dataclass(frozen=True)
@@ -278,6 +278,7 @@ def _request(
 ) -> dict[str, Any]:
     """What decides the outputs: settings, weights and questions."""
     chosen = settings.model_dump(mode="json", include=_DECISIVE)
+    chosen["evaluation"] = settings.evaluation.model_dump(mode="json", exclude={"every"})
     chosen["data"] = {"eval": settings.data.eval, "eval_limit": settings.data.eval_limit}
     asked = hashlib.sha256()
     for example in examples:
