@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from vlm_grpo.config import DataSettings, load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.evaluate import summarise, write_predictions
+from vlm_grpo.evaluate import summarise, write_predictions, write_summary
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
 from vlm_grpo.tracking import MetricsLog, step_tally, write_held_out, write_samples
@@ -66,7 +66,9 @@ def make_run(
                 task.score(text, example) for text, example in zip(texts, examples, strict=True)
             ]
             found = summarise(task, examples, texts, scores, seed)
-            write_predictions(settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl", found)
+            path = settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl"
+            write_predictions(path, found)
+            write_summary(path.with_suffix(".json"), found)
             write_held_out(samples, step, task, examples, found.rows)
         if step == steps:
             break

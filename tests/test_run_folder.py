@@ -24,7 +24,8 @@ def row(step: int) -> dict[str, float]:
 
 
 def folder_of(settings: Settings) -> RunFolder:
-    return RunFolder(settings, load_task("counting"), is_main=True)
+    task = load_task("counting")
+    return RunFolder(settings, task, task, is_main=True)
 
 
 def write(settings: Settings, start: int, stop: int) -> None:
@@ -77,7 +78,8 @@ def test_an_alarm_is_a_line_in_the_log(settings: Any, caplog: pytest.LogCaptureF
 
 
 def test_other_ranks_write_nothing(settings: Any) -> None:
-    folder = RunFolder(settings("run"), load_task("counting"), is_main=False)
+    task = load_task("counting")
+    folder = RunFolder(settings("run"), task, task, is_main=False)
     folder.open(0)
     folder.write_metrics(0, row(0))
     folder.close()

@@ -332,3 +332,15 @@ def write_predictions(path: Path, evaluation: Evaluation) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in evaluation.rows)
     write_whole(path, "".join(lines).encode())
+
+
+def write_summary(path: Path, evaluation: Evaluation) -> None:
+    """Its headline and every finite metric, those of the whole set too, which no line has."""
+    summary = {
+        "headline": evaluation.headline,
+        "lower_is_better": evaluation.lower_is_better,
+        "n": evaluation.n,
+        "metrics": {k: v for k, v in evaluation.metrics.items() if math.isfinite(v)},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(summary, indent=1).encode())

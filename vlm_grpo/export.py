@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -170,6 +171,7 @@ def model_card(choice: ModelChoice, adapter: bool) -> str:
         adapter=adapter,
         step=step,
         found=found,
+        intervals=found.change is not None and not math.isnan(found.change.before_interval[0]),
         versions={name: version(name) for name in LIBRARIES},
         has_task=settings.task != NO_TASK,
     )
@@ -197,5 +199,5 @@ def _results(choice: ModelChoice) -> _Results:
     if change is None:
         return _Results(run.headline, None)
     first, last = (e for e in run.evaluations if e.step in change.steps)
-    rows = tuple((name, first.mean(name), last.mean(name)) for name in last.values)
+    rows = tuple((name, first.mean(name), last.mean(name)) for name in last.names)
     return _Results(run.headline, change, rows)

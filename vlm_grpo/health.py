@@ -49,11 +49,13 @@ class Trained:
         weights: of the task's rewards by name.
         headline: name of the reward or metric by which models are compared.
         completions: of one step.
+        lower_is_better: the headline is an error.
     """
 
     weights: Mapping[str, float]
     headline: str
     completions: int
+    lower_is_better: bool = False
 
 
 @dataclass
@@ -80,9 +82,14 @@ class History:
         if len(self.last) < WINDOW:
             return
         headline = self.headline
-        if headline > self.peak.get("headline", -math.inf):
+        if math.isfinite(headline) and not self.worse_than_peak() >= 0.0:
             rewards = {name: self.recent(f"rewards/{name}/mean") for name in self.trained.weights}
             self.peak = {**rewards, "headline": headline}
+
+    def worse_than_peak(self) -> float:
+        """How much worse than at its best the headline is; NaN before it had a best."""
+        fall = self.peak.get("headline", math.nan) - self.headline
+        return -fall if self.trained.lower_is_better else fall
 
     def recent(self, name: str, steps: int = WINDOW) -> float:
         """Mean over the last ``steps`` rows; NaN where less than half of them have a value."""
@@ -221,9 +228,8 @@ def _dominance(history: History) -> float:
 
 
 def _divergence(history: History) -> float:
-    """How far the headline has fallen from its best while another trained reward has risen."""
-    fall = history.peak.get("headline", math.nan) - history.headline
-    return fall if _risen(history) else 0.0
+    """How much worse than its best the headline is while another trained reward has risen."""
+    return history.worse_than_peak() if _risen(history) else 0.0
 
 
 def _risen(history: History) -> list[str]:
@@ -268,7 +274,7 @@ def _say_dominance(history: History) -> str:
 def _say_divergence(history: History) -> str:
     rising = ", ".join(_risen(history))
     return (
-        f"{history.trained.headline} fell from {history.peak['headline']:.2f} to "
+        f"{history.trained.headline} went from {history.peak['headline']:.2f} to "
         f"{history.headline:.2f} while {rising} rose"
     )
 

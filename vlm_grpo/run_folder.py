@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from vlm_grpo.config import Settings
-from vlm_grpo.evaluate import Evaluation, write_predictions
+from vlm_grpo.evaluate import Evaluation, write_predictions, write_summary
 from vlm_grpo.health import Health, Trained
 from vlm_grpo.report import build_report
 from vlm_grpo.settings_base import flattened
@@ -38,12 +38,16 @@ class RunFolder:
     Args:
         settings: the run's.
         task: draws the answers.
+        held_out: the task that held-out examples are scored by.
         is_main: whether this is the first rank.
     """
 
-    def __init__(self, settings: Settings, task: Task, is_main: bool) -> None:
+    def __init__(self, settings: Settings, task: Task, held_out: Task, is_main: bool) -> None:
         self.path: Path = settings.run_dir
         self.settings, self.task, self.is_main = settings, task, is_main
+        # The sampled completions are watched by the held-out headline, if they have values of it.
+        sampled = {**task.rules("reward"), **task.rules("metric")}
+        self.watched = held_out if held_out.headline in sampled else task
         self.trackers = Trackers((), settings.run_dir, {})
         self.reported = time.monotonic()
 
@@ -57,8 +61,9 @@ class RunFolder:
         self.log = MetricsLog(self.path / "metrics.jsonl", resume_at=step)
         self.alarms = MetricsLog(self.path / "alarms.jsonl", resume_at=step)
         completions = settings.optim.prompts_per_step * settings.rollout.num_generations
-        weights = self.task.reward_weights()
-        self.health = Health(Trained(weights, self.task.headline, completions))
+        weights, watched = self.task.reward_weights(), self.watched
+        trained = Trained(weights, watched.headline, completions, watched.lower_is_better)
+        self.health = Health(trained)
         for row in self.log.read():  # so that no alarm is raised twice, and none is missed
             self.health.step(row["step"], row)
         config = {key: str(value) for key, value in flattened(settings.model_dump()).items()}
@@ -109,11 +114,13 @@ class RunFolder:
     def write_evaluation(
         self, step: int, task: Task, found: Evaluation, shown: Sequence[Example]
     ) -> None:
-        """All predictions; and the first ones, those for the examples ``shown``, with pictures
-        drawn by the task that scored them."""
+        """All predictions and what they come to; and the first ones, those for the examples
+        ``shown``, with pictures drawn by the task that scored them."""
         if not self.is_main:
             return
-        write_predictions(self.path / "evaluation" / f"step-{step:06d}.jsonl", found)
+        path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
+        write_predictions(path, found)
+        write_summary(path.with_suffix(".json"), found)
         write_held_out(self.path / "samples", step, task, shown, found.rows[: len(shown)])
 
     def refresh_report(self, now: bool = False) -> None:

@@ -136,7 +136,8 @@ class Trainer:
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
         )
-        self.folder = RunFolder(settings, self.task, self.accelerator.is_main_process)
+        is_main = self.accelerator.is_main_process
+        self.folder = RunFolder(settings, self.task, self.held_out_task, is_main)
         self.saver = Saver(settings, policy, self.update, train_examples)
         self.stopwatch = policy.stopwatch
         self.step = 0

@@ -91,7 +91,7 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], shown: Ga
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["percent"] = percent
+    environment.filters["figure"] = figure
     data = {
         "entries": shown.entries,
         "pictures": shown.pictures,
@@ -123,6 +123,7 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], shown: Ga
 def _head(label: str, run: Run) -> dict[str, Any]:
     """What the top of the page says of a run."""
     steps, of = run.steps_done, run.max_steps
+    change = run.change()
     state = f"{steps} steps" if of is None or steps >= of else f"step {steps} of {of}, not finished"
     return {
         "label": label,
@@ -130,22 +131,29 @@ def _head(label: str, run: Run) -> dict[str, Any]:
         "model": run.model,
         "state": state,
         "headline": (run.headline or "").replace("_", " "),
-        "change": run.change(),
-        "verdict": _verdict(run.change()),
+        "change": change,
+        "verdict": _verdict(change),
+        "intervals": change is not None and not math.isnan(change.before_interval[0]),
+        "shares": change is not None and _shares(change),
         "tiles": _tiles(run),
     }
 
 
+def _shares(change: Change) -> bool:
+    """Whether both values lie on a scale from nothing to all."""
+    return not change.lower_is_better and 0 <= change.before <= 1 and 0 <= change.after <= 1
+
+
 def _verdict(change: Change | None) -> str:
-    """The change in words; the interval is of the paired difference."""
+    """The change in words, "" where none was measured; the interval is of the paired difference."""
     if change is None:
         return ""
     low, high = change.difference_interval
     if math.isnan(low):
-        return "no example was asked both times"
+        return ""
     if low <= 0.0 <= high:
         return "no clear change, for 0 is within it"
-    return "a clear change"
+    return "clearly better" if (low > 0.0) != change.lower_is_better else "clearly worse"
 
 
 def _tiles(run: Run) -> list[Tile]:
@@ -192,6 +200,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def percent(value: float) -> str:
-    """A share of 1 as a percentage, another number as it is."""
+def figure(value: float, error: bool = False) -> str:
+    """A share of 1 as a percentage; an error, or another number, as it is."""
+    if error:
+        return f"{value:.3f}"
     return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if -1.0 <= value <= 1.0 else f"{value:.3g}"

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.entries import visible
-from vlm_grpo.report.run import Run, is_number
+from vlm_grpo.report.run import HeldOut, Run, is_number
 
 OUTER_PHASES = ("step", "rollout", "evaluation")
 """Phases that hold other phases, or that are no part of a step."""
+MOST_PARTS = 8
+"""Lines of a chart of a metric's parts: as many as there are colours."""
 
 
 @dataclass(frozen=True)
@@ -149,38 +150,63 @@ def comparison(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
 
 
 def _held_out(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
-    """The headline with its interval, then every other metric of the held-out examples."""
+    """The headline with its interval, then every other metric of the held-out examples; what a
+    metric comes to on parts of them, as ``exact_of_3``, is in one chart, and of one run alone."""
     headlines = {run.headline for _, run in runs}
-    names = {name for _, run in runs for found in run.evaluations for name in found.values}
-    for name in sorted(names, key=lambda name: (name not in headlines, name)):
+    found = [evaluation for _, run in runs for evaluation in run.evaluations]
+    names = {name: None for evaluation in found for name in evaluation.names}
+    parts = {name: _whole_of(name, found) for name in names if name not in headlines}
+    alone = [name for name in names if parts.get(name) is None]
+    n = max((evaluation.n for evaluation in found), default=0)
+    for name in sorted(alone, key=lambda name: (name not in headlines, name)):
         # Intervals of the headline alone: resampling thousands of examples takes its time.
         first = name in headlines
-        lines = [_evaluated(label or name, name, run, interval=first) for label, run in runs]
-        # Of each example: a mean error below 1 is no share.
-        every = [
-            value
-            for _, run in runs
-            for evaluation in run.evaluations
-            for value in evaluation.values.get(name, {}).values()
-        ]
-        n = max(evaluation.n for _, run in runs for evaluation in run.evaluations)
+        whole = any(name in e.whole for e in found)
+        error = any(e.lower_is_better and e.headline == name for e in found)
+        notes = ", with its 95 % interval" if first and not whole else ""
+        notes += "; less is better" if error else ""
         yield Chart(
             f"Held out: {visible(name, 60).replace('_', ' ')}",
-            f"Mean over {n} held-out examples{', with its 95 % interval' if first else ''}.",
-            lines,
-            share=all(0.0 <= value <= 1.0 for value in every),
+            f"{'Of the whole of' if whole else 'Mean over'} {n} held-out examples{notes}.",
+            [_evaluated(label or name, name, run, interval=first) for label, run in runs],
+            share=not error and (first or not whole) and _shares(name, found),
             measured=True,
         )
+        pieces = [part for part, of in parts.items() if of == name] if len(runs) == 1 else []
+        if pieces:
+            lines = [_evaluated(p.removeprefix(f"{name}_"), p, runs[0][1], False) for p in pieces]
+            yield Chart(
+                f"Held out: {visible(name, 60).replace('_', ' ')}, by part",
+                "The same of some of the examples, or by a stricter rule.",
+                lines[:MOST_PARTS],
+                share=_shares(name, found) and all(_shares(part, found) for part in pieces),
+                measured=True,
+            )
+
+
+def _whole_of(name: str, found: Sequence[HeldOut]) -> str | None:
+    """The metric of whose parts one is: ``exact`` of ``exact_of_3``; None: of none."""
+    if not any(name in evaluation.whole for evaluation in found):
+        return None
+    others = {other for e in found for other in e.names if name.startswith(f"{other}_")}
+    return min(others, key=len, default=None)
+
+
+def _shares(name: str, found: Sequence[HeldOut]) -> bool:
+    """Whether all its values, of each example where they are known, lie between 0 and 1."""
+    # A mean error below 1 is no share.
+    values = [value for e in found for value in e.values.get(name, {}).values()]
+    values += [e.whole[name] for e in found if name in e.whole]
+    return all(0.0 <= value <= 1.0 for value in values)
 
 
 def _evaluated(label: str, name: str, run: Run, interval: bool) -> Line:
-    found = [evaluation for evaluation in run.evaluations if name in evaluation.values]
+    found = [evaluation for evaluation in run.evaluations if name in evaluation.names]
     steps = [evaluation.step for evaluation in found]
     line = Line(visible(label, 60), steps, [evaluation.mean(name) for evaluation in found])
-    if not interval or not found:
+    if not interval or not any(name in evaluation.values for evaluation in found):
         return line
-    values = [list(evaluation.values[name].values()) for evaluation in found]
-    lows, highs = zip(*(bootstrap_interval(v, run.seed) for v in values), strict=True)
+    lows, highs = zip(*(e.interval(name, run.seed) for e in found), strict=True)
     return replace(line, low=lows, high=highs)
 
 

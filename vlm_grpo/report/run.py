@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -27,24 +27,45 @@ class HeldOut:
     Attributes:
         step: updates that the policy had seen.
         values: for each reward and metric by name, its value by example id where it is defined.
+        whole: metrics that are no mean over the examples, as AP or RMSE.
+        headline: name of the metric by which models are compared; None where nothing tells.
+        lower_is_better: the headline is an error.
     """
 
     step: int
     values: Mapping[str, Mapping[str, float]]
+    whole: Mapping[str, float] = field(default_factory=dict)
+    headline: str | None = None
+    lower_is_better: bool = False
 
     @property
     def n(self) -> int:
         return max((len(values) for values in self.values.values()), default=0)
 
+    @property
+    def names(self) -> list[str]:
+        """Of all rewards and metrics."""
+        return [*self.values, *self.whole]
+
     def mean(self, name: str) -> float:
-        """The metric's mean; NaN where it is defined for no example."""
+        """The metric over all examples; NaN where it is defined for none."""
+        if name in self.whole:
+            return self.whole[name]
         values = self.values.get(name, {})
         return float(np.mean(list(values.values()))) if values else math.nan
+
+    def interval(self, name: str, seed: int) -> tuple[float, float]:
+        """Its 95 % bootstrap interval; NaN for a metric of the whole set."""
+        return bootstrap_interval(list(self.values.get(name, {}).values()), seed)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A metric on the same held-out examples before and after; values and 95 % intervals."""
+    """A metric on the same held-out examples before and after; values and 95 % intervals.
+
+    A metric of the whole set has no interval: its intervals are NaN. ``lower_is_better``: it is an
+    error.
+    """
 
     before: float
     before_interval: tuple[float, float]
@@ -53,6 +74,7 @@ class Change:
     difference_interval: tuple[float, float]
     n: int
     steps: tuple[int, int]
+    lower_is_better: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +126,8 @@ class Run:
     @property
     def headline(self) -> str | None:
         """Name of the metric by which models are compared; None where nothing tells."""
+        if self.evaluations and self.evaluations[-1].headline is not None:
+            return self.evaluations[-1].headline
         for row in self.samples:
             if isinstance(row.get("headline"), str):
                 return row["headline"]
@@ -120,18 +144,20 @@ class Run:
         if last is None or last is self.evaluations[0] or (name := self.headline) is None:
             return None
         first = self.evaluations[0]
-        before, after = first.values.get(name, {}), last.values.get(name, {})
-        if not before or not after:
+        before, after = first.mean(name), last.mean(name)
+        if math.isnan(before) or math.isnan(after):
             return None
-        differences = [after[i] - before[i] for i in before if i in after]
+        each, later = first.values.get(name, {}), last.values.get(name, {})
+        differences = [later[i] - each[i] for i in each if i in later]
         return Change(
-            first.mean(name),
-            bootstrap_interval(list(before.values()), self.seed),
-            last.mean(name),
-            bootstrap_interval(list(after.values()), self.seed),
+            before,
+            first.interval(name, self.seed),
+            after,
+            last.interval(name, self.seed),
             bootstrap_interval(differences, self.seed),
-            len(after),
+            len(later) or last.n,
             (first.step, last.step),
+            last.lower_is_better,
         )
 
     @property
@@ -209,7 +235,28 @@ def _evaluations(folder: Path, reader: _Reader) -> Iterator[HeldOut]:
                 for name, value in columns.items() if isinstance(columns, dict) else ():
                     if is_number(value):
                         values.setdefault(name, {})[str(row.get("id"))] = float(value)
-        yield HeldOut(int(match[1]), values)
+        yield _summarised(HeldOut(int(match[1]), values), path.with_suffix(".json"))
+
+
+def _summarised(found: HeldOut, path: Path) -> HeldOut:
+    """With what the evaluation itself says of the whole, where it can be read."""
+    try:
+        summary = json.loads(path.read_text("utf-8", errors="replace"))
+        headline, metrics = summary["headline"], summary["metrics"]
+        if not isinstance(headline, str):
+            return found
+        numbers = {name: float(value) for name, value in metrics.items() if is_number(value)}
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return found
+    whole = {
+        name: value
+        for name, value in numbers.items()
+        if name not in ("answered", "unscorable")
+        and not math.isclose(found.mean(name), value, abs_tol=1e-9)
+    }
+    values = {name: column for name, column in found.values.items() if name not in whole}
+    lower = summary.get("lower_is_better") is True
+    return HeldOut(found.step, values, whole, headline, lower)
 
 
 def _mapping(text: str) -> dict[str, Any]:
