@@ -8,6 +8,7 @@ each case found in a file of the launch's name.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ import torch
 from PIL import Image
 from small_runs import TASK
 from tiny_models import tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,10 +52,15 @@ FSDP = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
+DEEPSPEED = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+}
 PLACEMENTS = {
     "replicas": {},
     "streamed": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
     "held": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"},
+    "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
 }
 
 
@@ -90,6 +96,7 @@ BEGUN_BY = {
     "held-2-rest": "replicas-1",
     "replicas-1-rest": "held-2",
     "streamed-4-rest": "held-2",
+    "zero2-2-rest": "replicas-1",
 }
 """Whose run of two steps a launch goes on with."""
 
@@ -147,7 +154,7 @@ def steps(settings: Settings, count: int) -> list[dict[str, Any]]:
 
     def finish_and_note() -> None:
         finish()
-        grads.update({name: _whole(weight.grad) for name, weight in placement.trainable})
+        grads.update({name: _gradient(weight) for name, weight in placement.trainable})
 
     placement.finish = finish_and_note  # type: ignore[method-assign]
     for _ in range(count):
@@ -158,7 +165,11 @@ def steps(settings: Settings, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def _whole(grad: Tensor | None) -> Tensor:
+def _gradient(weight: nn.Parameter) -> Tensor:
+    """The whole gradient, wherever a placement keeps it."""
+    grad = weight.grad
+    if grad is None:  # DeepSpeed's
+        grad = importlib.import_module("deepspeed.utils").safe_get_full_grad(weight)
     assert grad is not None
     return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
 
@@ -283,7 +294,7 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     for name, changes in UNEVEN.items():
         settings = settings_of(folder, launch, **changes)
         yield name, lambda settings=settings: steps(settings, 3)
-    for kind in ("full", "lora"):
+    for kind in ("full", "lora") if "zero" not in launch else ():
         settings = settings_of(folder, launch, policy=WEIGHTS[kind])
         yield f"traffic, {kind}", lambda settings=settings: traffic(settings)
     if launch == "held-2":
@@ -293,6 +304,9 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _rank(folder: Path, launch: str, rank: int, world: int, port: int) -> None:
     os.environ |= PLACEMENTS[launch.split("-")[0]]
+    if "ACCELERATE_USE_DEEPSPEED" in os.environ:
+        # It would compile, for a minute, an exchange through shared memory that is not used here.
+        importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
     if world > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

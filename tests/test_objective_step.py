@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,9 +135,8 @@ def gradients(settings: Settings, count: int, order: int | None = None) -> list[
     optimizer = Recorder(weights)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     placement = Replicas(policy, accelerator)
-    updater = Updater(
-        policy, placement, reference, optimizer, constant, accelerator, settings, 10_000
-    )
+    placement.take(optimizer, max_norm=math.inf)
+    updater = Updater(policy, placement, reference, constant, accelerator, settings, 10_000)
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(sum(len(part) for part in LENGTHS), generator=generator)
     groups = make_groups(policy)

@@ -66,27 +66,48 @@ def load_optimizer_tensors(
     """
     if not tensors:  # saved before the first update
         return
-    names = _names_in_order(optimizer, trainable)
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    places = {name: index for index, name in enumerate(names)}
     held = dict(trainable)
+    state = state_by_weight(tensors, {name: weight.shape for name, weight in trainable})
+    places = {name: index for index, name in enumerate(_names_in_order(optimizer, trainable))}
+    cut = {
+        places[name]: {
+            what: cut_like(value, held[name]) if value.dim() else value  # the count of updates
+            for what, value in values.items()
+        }
+        for name, values in state.items()
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": cut, "param_groups": groups})
+
+
+def state_by_weight(
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What ``optimizer_tensors`` gave, by weight and then by what it is.
+
+    Args:
+        tensors: the state.
+        shapes: by name, of the weights that are trained.
+
+    Raises:
+        UserError: it is the state of other weights.
+    """
+    state: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         name, _, what = key.rpartition("/")
-        if name not in places or (value.dim() and value.shape != held[name].shape):
+        if name not in shapes or (value.dim() and value.shape != shapes[name]):
             raise UserError(
                 f"the checkpoint's optimizer state {key} of shape {list(value.shape)} fits no "
                 "weight that these settings train: resume with the settings that wrote it"
             )
-        whole = not value.dim()  # the count of updates
-        state.setdefault(places[name], {})[what] = value if whole else cut_like(value, held[name])
-    missing = sorted(set(names) - {names[index] for index in state})
+        state.setdefault(name, {})[what] = value
+    missing = sorted(shapes.keys() - state.keys())
     if missing:
         raise UserError(
             f"the checkpoint holds no optimizer state for {len(missing)} of the weights that these "
             f"settings train, such as {missing[0]}: resume with the settings that wrote it"
         )
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return state
 
 
 def _names_in_order(optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

@@ -1,6 +1,6 @@
 """Where a run's weights lie: whole on every rank, or cut into shards and gathered for use.
 
-Both placements make the same step. Each rank takes whole groups and runs as many micro-batches as
+All placements make the same step. Each rank takes whole groups and runs as many micro-batches as
 they make; what the ranks exchange is one sum of gradients a step, after the last micro-batch, and
 with shards the weights themselves. Nothing of a rollout, an evaluation or a reference pass is
 collective, so ranks with more, fewer or no groups, or without an image, never wait for each other
@@ -10,7 +10,8 @@ in the middle of a pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import UserError
+from vlm_grpo.optimizer import load_optimizer_tensors, optimizer_tensors
 from vlm_grpo.policy import Policy
-from vlm_grpo.ranks import fsdp_of, sum_over_ranks
+from vlm_grpo.ranks import sum_over_ranks
 
 T = TypeVar("T")
 
@@ -37,7 +39,8 @@ class Replicas:
         accelerator: the ranks.
 
     Attributes:
-        trainable: names and weights that the optimizer holds.
+        trainable: names and weights that are trained.
+        optimizer: over them, once ``take`` was called.
         may_retry: a rank that runs out of memory may begin its micro-batches anew by itself.
     """
 
@@ -50,6 +53,15 @@ class Replicas:
 
     def _place(self) -> None:
         self.policy.model.to(self.accelerator.device)
+
+    def take(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Train with an optimizer over ``trainable``.
+
+        Args:
+            optimizer: has made no step yet.
+            max_norm: to which the gradient's norm over all weights is clipped; infinite: not.
+        """
+        self.optimizer, self.max_norm = optimizer, max_norm
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -85,6 +97,37 @@ class Replicas:
                 weight.grad = torch.zeros_like(weight)
         grads = [weight.grad for _, weight in self.trainable]
         sum_over_ranks(self.accelerator, [g for g in grads if not isinstance(g, DTensor)])  # type: ignore[misc]
+
+    def step(self) -> float:
+        """One step of the optimizer on the gradients of all ranks, which are dropped then.
+
+        Returns:
+            The norm they had before clipping. Where it is not finite, no weight has changed.
+        """
+        self.finish()
+        norm = nn.utils.clip_grad_norm_([weight for _, weight in self.trainable], self.max_norm)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if math.isfinite(norm):
+            self.optimizer.step()
+        self.drop_gradients()
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Forget this rank's gradients so far."""
+        for _, weight in self.trainable:
+            weight.grad = None
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's state, as the function of that name has it."""
+        return optimizer_tensors(self.optimizer, self.trainable)
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what ``optimizer_tensors`` gave on any placement; every rank has it whole.
+
+        Raises:
+            UserError: it is the state of other weights.
+        """
+        load_optimizer_tensors(self.optimizer, self.trainable, tensors)
 
 
 class _Scope(nn.Module):
@@ -223,11 +266,3 @@ class Shards(Replicas):
             if weight.requires_grad and not isinstance(weight, DTensor):
                 loss = loss + weight.sum()
         return 0 * loss
-
-
-def place(policy: Policy, accelerator: Accelerator) -> Replicas:
-    """The placement that the launch asks for."""
-    plugin = fsdp_of(accelerator)
-    if plugin is None:
-        return Replicas(policy, accelerator)
-    return Shards(policy, accelerator, stream=bool(plugin.reshard_after_forward))

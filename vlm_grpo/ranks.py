@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType
+from accelerate import (
+    Accelerator,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    PartialState,
+)
+from accelerate.utils import DistributedType, is_deepspeed_available
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
@@ -21,6 +27,7 @@ SUPPORTED = (
     DistributedType.MULTI_GPU,
     DistributedType.MULTI_CPU,
     DistributedType.FSDP,
+    DistributedType.DEEPSPEED,
 )
 
 BUCKET_BYTES = 256 * 2**20
@@ -64,11 +71,12 @@ def build_accelerator(settings: Settings) -> Accelerator:
     """
     join()
     # The policy sets its own precision, for rollout and update alike.
+    refuse_missing_deepspeed()
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
-            "parallelism or FSDP2, whose settings lie in configs/accelerate"
+            "parallelism, FSDP2 or DeepSpeed, whose settings lie in configs/accelerate"
         )
     is_cut = fsdp_of(accelerator) is not None
     if settings.checkpoint.sharded and not is_cut:
@@ -76,6 +84,7 @@ def build_accelerator(settings: Settings) -> Accelerator:
             "checkpoint.sharded=true has no effect on weights that are whole on each process: set "
             "it to false, or launch with FSDP2 (a run resumes from checkpoints of either kind)"
         )
+    deepspeed_of(accelerator)
     if settings.optim.prompts_per_step < accelerator.num_processes:
         raise UserError(
             f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the number of "
@@ -113,6 +122,63 @@ def fsdp_of(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
     if found := [problem for problem, is_there in wrong.items() if is_there]:
         raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
     return plugin
+
+
+def asks_for_deepspeed() -> bool:
+    """Whether the launcher said so."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+
+
+def refuse_missing_deepspeed() -> None:
+    """Find a launch with DeepSpeed where it is not installed.
+
+    Raises:
+        UserError: it is.
+    """
+    if asks_for_deepspeed() and not is_deepspeed_available():
+        raise UserError(
+            "this launch asks for DeepSpeed, which is not installed: pip install "
+            "'vlm-grpo[deepspeed]', or launch with configs/accelerate/fsdp2.yaml"
+        )
+
+
+def deepspeed_of(accelerator: Accelerator) -> dict[str, Any] | None:
+    """The launch's settings for DeepSpeed, in its own words; None where it asks for none.
+
+    Raises:
+        UserError: they ask for what is not supported.
+    """
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    # As with FSDP: accelerate knows DeepSpeed on accelerators alone.
+    if accelerator.distributed_type == DistributedType.MULTI_CPU and asks_for_deepspeed():
+        plugin = DeepSpeedPlugin()
+    if plugin is None:
+        return None
+    config: dict[str, Any] = plugin.deepspeed_config
+    zero = config["zero_optimization"]
+    offloads = ("offload_optimizer", "offload_param")
+    wrong = {
+        "zero_stage must be 2": zero["stage"] != 2,
+        "offload_optimizer_device and offload_param_device must be none": any(
+            (zero.get(part) or {}).get("device", "none") != "none" for part in offloads
+        ),
+        "zero3_init_flag must be false: each process reads the model": plugin.zero3_init_flag,
+        "fp16 and bf16 must be off: policy.dtype says how the model computes": any(
+            config.get(dtype, {}).get("enabled") for dtype in ("fp16", "bf16")
+        ),
+        "optimizer and scheduler must be left out: the recipe's optim has them": (
+            "optimizer" in config or "scheduler" in config
+        ),
+        "gradient_clipping must be left out: the recipe's optim.max_grad_norm says it": (
+            config.get("gradient_clipping", "auto") != "auto"
+        ),
+        "gradient_accumulation_steps must be 1: the recipe's optim cuts the step": (
+            config.get("gradient_accumulation_steps", "auto") not in ("auto", 1)
+        ),
+    }
+    if found := [problem for problem, is_there in wrong.items() if is_there]:
+        raise UserError(f"accelerate's DeepSpeed settings: {'; '.join(found)}")
+    return config
 
 
 @contextlib.contextmanager

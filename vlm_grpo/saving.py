@@ -26,7 +26,7 @@ from vlm_grpo.checkpoint import (
 )
 from vlm_grpo.config import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.optimizer import load_optimizer_tensors, optimizer_tensors, set_rates
+from vlm_grpo.optimizer import set_rates
 from vlm_grpo.parts import own_names, write_in_parts
 from vlm_grpo.policy import Policy
 from vlm_grpo.randomness import random_states, restore_random_states
@@ -123,7 +123,6 @@ class Saver:
     def _collect(self, rest: Contents) -> Contents:
         """What goes beside the weights; the ranks' parts are gathered here."""
         update = self.update
-        trainable = update.placement.trainable
         states = gather_object([random_states()])
         shared = {"examples": {"train": self.rows}, **rest.tensors}
         return Contents(
@@ -136,7 +135,7 @@ class Saver:
                 "versions": versions(),
             },
             tensors={
-                "optimizer": self._kept(optimizer_tensors(update.optimizer, trainable)),
+                "optimizer": self._kept(update.placement.optimizer_tensors()),
                 "reference": self._kept(update.reference.state_dict()),
                 **(shared if update.accelerator.is_main_process else {}),
             },
@@ -158,9 +157,9 @@ class Saver:
                 f"model now has {budget}: put its processor's files back as they were"
             )
         tensors = read_tensors(checkpoint, "optimizer")
-        load_optimizer_tensors(update.optimizer, update.placement.trainable, tensors)
+        update.placement.load_optimizer_tensors(tensors)
         update.scheduler.load_state_dict(numbers["scheduler"])
-        set_rates(update.optimizer, update.scheduler, self.settings.optim)
+        set_rates(update.placement.optimizer, update.scheduler, self.settings.optim)
         update.reference.load_state_dict(read_tensors(checkpoint, "reference"))
         states = numbers["random"]
         restore_random_states(states[update.accelerator.process_index % len(states)])

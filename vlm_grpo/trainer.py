@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -30,7 +31,7 @@ from vlm_grpo.memory import memory_metrics
 from vlm_grpo.open_step import OpenStep, packed_step, restored_step
 from vlm_grpo.optimizer import build_optimizer, build_scheduler
 from vlm_grpo.overflow import Overflows
-from vlm_grpo.placement import place
+from vlm_grpo.placing import place
 from vlm_grpo.policy import Counters, Policy, load_policy
 from vlm_grpo.progress import Progress
 from vlm_grpo.ranks import any_rank, build_accelerator, telling_of_a_dead_process
@@ -117,12 +118,12 @@ class Trainer:
         self.placement = place(policy, self.accelerator)
         weights = [weight for _, weight in self.placement.trainable]
         optimizer = build_optimizer(weights, settings.optim)
+        self.placement.take(optimizer, settings.optim.max_grad_norm or math.inf)
         self.scheduler = build_scheduler(optimizer, settings.optim)
         self.update = Updater(
             policy,
             self.placement,
             Reference(self.placement.trainable, settings.objective),
-            optimizer,
             self.scheduler,
             self.accelerator,
             settings,

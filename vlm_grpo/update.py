@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from vlm_grpo.config import Settings
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
@@ -140,17 +139,15 @@ class Updater:
 
     Attributes:
         policy: what is trained.
-        placement: where its weights lie.
+        placement: where its weights lie, and their optimizer.
         reference: the reference policy.
-        optimizer: over the policy's trainable weights.
-        scheduler: its learning rate, one tick a step.
+        scheduler: the optimizer's learning rate, one tick a step.
         max_tokens: tokens of a micro-batch; halved when memory runs out.
     """
 
     policy: Policy
     placement: Replicas
     reference: Reference
-    optimizer: Any
     scheduler: Any
     accelerator: Accelerator
     settings: Settings
@@ -162,7 +159,7 @@ class Updater:
         The schedule ticks after the last of them, unless none of them could be made.
         """
         loss, metrics = self._accumulate(batch, done.old_logprobs, first=done.count == 0)
-        done.norms.append(self._apply())
+        done.norms.append(self.placement.step())
         done.losses.append(loss)
         done.metrics = done.metrics + metrics
         done.count += 1
@@ -179,18 +176,6 @@ class Updater:
             "skipped_updates": done.skipped,
             **sum((more for _, more in every), Metrics()).values(),
         }
-
-    def _apply(self) -> float:
-        """One optimizer step on the accumulated gradient; skipped where it is not finite."""
-        self.placement.finish()
-        weights = [weight for _, weight in self.placement.trainable]
-        limit = self.settings.optim.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(weights, limit)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
 
     def _accumulate(
         self, batch: StepBatch, old: dict[int, Tensor], first: bool
@@ -222,7 +207,7 @@ class Updater:
                         "share their weights cannot begin a step anew one by one: lower "
                         "optim.max_tokens_per_batch and resume"
                     ) from error
-            self.optimizer.zero_grad(set_to_none=True)
+            self.placement.drop_gradients()
             if len(micro.rows) == 1:
                 raise UserError(
                     f"out of memory on a single completion of {micro.tokens} tokens: lower "

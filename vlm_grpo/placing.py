@@ -1,0 +1,22 @@
+"""Which placement a launch asks for."""
+
+from __future__ import annotations
+
+import importlib
+
+from accelerate import Accelerator
+
+from vlm_grpo.placement import Replicas, Shards
+from vlm_grpo.policy import Policy
+from vlm_grpo.ranks import deepspeed_of, fsdp_of
+
+
+def place(policy: Policy, accelerator: Accelerator) -> Replicas:
+    """The policy's weights, placed as the launch asks for."""
+    zero = deepspeed_of(accelerator)
+    if zero is not None:  # an extra, and slow to import: for those alone who use it
+        return importlib.import_module("vlm_grpo.zero").Zero2(policy, accelerator, zero)
+    fsdp = fsdp_of(accelerator)
+    if fsdp is not None:
+        return Shards(policy, accelerator, stream=bool(fsdp.reshard_after_forward))
+    return Replicas(policy, accelerator)

@@ -1,0 +1,127 @@
+"""Weights whose gradients and optimizer are DeepSpeed's, cut over the ranks (ZeRO)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import Accelerator
+from deepspeed.utils import (
+    logger,
+    safe_get_full_optimizer_state,
+    safe_set_full_optimizer_state,
+)
+from torch import Tensor
+
+from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.optimizer import state_by_weight
+from vlm_grpo.placement import Replicas
+from vlm_grpo.policy import Policy
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each weight, besides the count of its steps."""
+
+
+class Zero2(Replicas):
+    """Every rank holds all weights, and 1/R of the optimizer's state (ZeRO-2).
+
+    The micro-batches' gradients stay whole on their rank until the step's last one, whose end
+    adds them up and cuts them, each rank keeping its part; a step of the optimizer on the parts,
+    and the weights are gathered again. So ranks with more, fewer or no micro-batches never wait
+    for each other in the middle of a step.
+
+    Args:
+        policy: as for ``Replicas``.
+        accelerator: the ranks.
+        config: DeepSpeed's settings.
+    """
+
+    def __init__(self, policy: Policy, accelerator: Accelerator, config: dict[str, Any]) -> None:
+        super().__init__(policy, accelerator)
+        self.config = config
+        self.accumulating: contextlib.ExitStack | None = None
+
+    def take(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        super().take(optimizer, max_norm)
+        logger.setLevel(logging.WARNING)
+        world = self.accelerator.num_processes
+        sizes = {"train_batch_size": world, "train_micro_batch_size_per_gpu": 1}
+        config = {
+            **self.config,
+            **sizes,  # which it asks for and does not use: the trainer makes the micro-batches
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": max_norm if max_norm < float("inf") else 0.0,
+            "zero_allow_untested_optimizer": True,
+        }
+        self.engine: Any = deepspeed.initialize(
+            model=self.policy.model, optimizer=optimizer, config=config
+        )[0]
+        for group in optimizer.param_groups:
+            for part in group["params"]:  # DeepSpeed's, of this rank
+                # It finds states where they are at the end of the first group's first step alone.
+                moments = {moment: torch.zeros_like(part) for moment in MOMENTS}
+                steps = torch.zeros((), dtype=torch.float32, device=part.device)
+                optimizer.state[part] = {"step": steps, **moments}
+
+    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
+        if self.accumulating is None:  # else memory ran out, and the step begins anew
+            self.accumulating = contextlib.ExitStack()
+            self.accumulating.enter_context(self.engine.coalesce_grad_reduction())
+        yield from batches
+
+    def finish(self) -> None:
+        for _, weight in self.trainable:
+            if weight.grad is None:  # the ranks add up the same weights in the same order
+                weight.grad = torch.zeros_like(weight)
+            else:  # DeepSpeed takes the mean over the ranks where the sum is asked for
+                weight.grad *= self.accelerator.num_processes
+        if self.accumulating is not None:
+            self.accumulating.close()  # the exchange
+        self.accumulating = None
+
+    def step(self) -> float:
+        self.finish()
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm())
+
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        (steps,) = {float(state["step"]) for state in self.optimizer.state.values()}
+        if not steps:
+            return {}
+        is_main = self.accelerator.is_main_process
+        found = {}
+        for name, weight in self.trainable:
+            found[f"{name}/step"] = torch.tensor(steps)
+            for moment in MOMENTS:
+                value: Any = safe_get_full_optimizer_state(weight, moment)
+                found[f"{name}/{moment}"] = value.cpu() if is_main else torch.empty(0)
+        return found
+
+    def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            return
+        shapes = {name: weight.shape for name, weight in self.trainable}
+        state = state_by_weight(tensors, shapes)
+        self._make_state()
+        for name, weight in self.trainable:
+            for moment in MOMENTS:
+                value = state[name][moment].to(weight.device)
+                safe_set_full_optimizer_state(weight, value, moment)
+        steps = state[self.trainable[0][0]]["step"]
+        for held in self.optimizer.state.values():
+            held["step"].copy_(steps)
+
+    def _make_state(self) -> None:
+        """A step that changes no weight: DeepSpeed has no place for a state before the first."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in self.passes([]):
+            pass
+        self.step()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
