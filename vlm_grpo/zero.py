@@ -21,6 +21,7 @@ from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.optimizer import state_by_weight
 from vlm_grpo.placement import Replicas
 from vlm_grpo.policy import Policy
+from vlm_grpo.ranks import BUCKET_BYTES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each weight, besides the count of its steps."""
@@ -50,8 +51,10 @@ class Zero2(Replicas):
         logger.setLevel(logging.WARNING)
         world = self.accelerator.num_processes
         sizes = {"train_batch_size": world, "train_micro_batch_size_per_gpu": 1}
+        zero = {"reduce_bucket_size": BUCKET_BYTES // 4, **self.config["zero_optimization"]}
         config = {
             **self.config,
+            "zero_optimization": zero,
             **sizes,  # which it asks for and does not use: the trainer makes the micro-batches
             "gradient_accumulation_steps": 1,
             "gradient_clipping": max_norm if max_norm < float("inf") else 0.0,
