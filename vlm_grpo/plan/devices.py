@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vlm_grpo.engine.linear import product
 from vlm_grpo.errors import UserError, nearest
 
 GIB = 1 << 30
@@ -107,19 +108,20 @@ def this_device() -> Device:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rates = {"float32": _matmul_rate(torch.float32), "bfloat16": _matmul_rate(torch.bfloat16)}
     threads = torch.get_num_threads()
-    # Shares as measured on two cores with a model of 36 million weights (benchmarks/README.md):
-    # long passes at 0.65 of the product's rate, products of 32 rows at a third.
+    # As measured on two cores with a model of 36 million weights (benchmarks/README.md): long
+    # passes at 0.39 to 0.66 of the product's rate; a layer of 32 rows at 0.28 in float32, and
+    # bound by its many small operations, 1.6 ms a layer, in bfloat16.
     return Device(
-        f"this CPU ({threads} threads)", memory, rates, 1e12, 1e-4, 0.65, 0.33, is_cpu=True
+        f"this CPU ({threads} threads)", memory, rates, 1e12, 1.6e-3, 0.43, 0.28, is_cpu=True
     )
 
 
-def _matmul_rate(dtype: torch.dtype, edge: int = 1024) -> float:
-    """FLOP/s of a product of two matrices of this edge; the best of five."""
+def _matmul_rate(dtype: torch.dtype, edge: int = 2048) -> float:
+    """FLOP/s of a product of two matrices of this edge as the engine multiplies; the best of 5."""
     a = torch.ones(edge, edge, dtype=dtype)
     best = 0.0
     for _ in range(5):
         started = time.perf_counter()
-        torch.mm(a, a)
+        product(a, a)
         best = max(best, 2 * edge**3 / (time.perf_counter() - started))
     return best
