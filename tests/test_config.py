@@ -198,6 +198,7 @@ def test_an_override_without_a_key_is_named():
 SWITCHES = {"resume", "trust_remote_code", "gradient_checkpointing", "dynamic_sampling"}
 SWITCHES |= {
     "asynchronous",
+    "cuda_graphs",
     "sharded",
     "keep_best",
     "normalize_each_reward",

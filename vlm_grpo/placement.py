@@ -160,12 +160,17 @@ class Shards(Replicas):
         stream: drop a layer's weights after each use in the update.
 
     Raises:
-        UserError: the model's layers are not known.
+        UserError: the model's layers are not known, or ``rollout.cuda_graphs`` is set.
     """
 
     may_retry = False
 
     def __init__(self, policy: Policy, accelerator: Accelerator, stream: bool) -> None:
+        if policy.record is not None:
+            raise UserError(
+                "rollout.cuda_graphs=true is not supported where weights are cut over ranks: "
+                "leave it out"
+            )
         self.stream = stream
         super().__init__(policy, accelerator)
         policy.run = self.scope

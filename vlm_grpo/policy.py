@@ -18,6 +18,7 @@ from vlm_grpo.config import Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
+from vlm_grpo.engine.graphs import Record, recording_of
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.engine.repeated import sample_repeated, score_repeated
@@ -63,6 +64,7 @@ class Policy:
         loaded: the model and what belongs to it.
         restriction: what is never sampled, and the temperature at which tokens are scored.
         chunk_tokens: tokens whose logits are held at once in scoring; 0: all.
+        record: what decoding steps from shared prompts are recorded by; None: they are not.
 
     Attributes:
         counters: work done since they were last replaced.
@@ -73,15 +75,19 @@ class Policy:
     """
 
     def __init__(
-        self, loaded: LoadedModel, restriction: Restriction, chunk_tokens: int = 0
+        self,
+        loaded: LoadedModel,
+        restriction: Restriction,
+        chunk_tokens: int = 0,
+        record: Record | None = None,
     ) -> None:
-        self.autocast = loaded.autocast
         self.model: Any = loaded.model
         use_fast_linears(loaded.model)
         self.processor, self.family = loaded.processor, loaded.family
         self.decode = self.family.decoder(self.processor.tokenizer)
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
-        self.restriction, self.chunk_tokens = restriction, chunk_tokens
+        self.autocast = loaded.autocast
+        self.restriction, self.chunk_tokens, self.record = restriction, chunk_tokens, record
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.run: Callable[[Callable[[], Any]], Any] = _directly
         self.image_decodes = 0
@@ -208,8 +214,8 @@ class Policy:
         if self.shared:
             prefixes = self._prefix_inputs(prompts, self._encode(prompts))
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
-            decoder = SharedDecoder(self.family, self.model, max_tokens, self.stopwatch)
-            decoder(prefixes, draws)
+            rest = (max_tokens, self.stopwatch, self.record)
+            SharedDecoder(self.family, self.model, *rest)(prefixes, draws)
         else:
             repeated = [p for p in prompts for _ in range(group)]
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in repeated)
@@ -406,7 +412,8 @@ def _evaluating(model: Any) -> Iterator[None]:
 def load_policy(
     settings: Settings, checkpoint: Path | None = None, training: bool = True
 ) -> Policy:
-    """The policy of a run; arguments and errors as in ``load_model``."""
+    """The policy of a run; arguments and errors as in ``load_model`` and ``recording_of``."""
     loaded = load_model(settings, checkpoint, training)
     restriction = restriction_of(loaded.model, loaded.family, settings.rollout)
-    return Policy(loaded, restriction, settings.policy.head_chunk_tokens)
+    record = recording_of(settings.rollout, loaded.shared)
+    return Policy(loaded, restriction, settings.policy.head_chunk_tokens, record)

@@ -101,6 +101,8 @@ class RolloutSettings(Frozen):
     """Strings after which a completion ends; empty: the end-of-sequence token alone ends it."""
     max_tokens_per_batch: int = Field(default=65_536, ge=1)
     """Tokens, prompts and completions, that are generated at once."""
+    cuda_graphs: bool = False
+    """Start all kernels of a decoding step at once; False: one by one from Python."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal by groups of fresh prompts."""
     max_resample: int | None = Field(default=None, ge=1)

@@ -18,10 +18,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vlm_grpo.engine.attention import Prefill
+from vlm_grpo.engine.graphs import Record, Recorded
 from vlm_grpo.engine.sampling import Draws
 from vlm_grpo.families import Family, ImageFeatures
 from vlm_grpo.timing import Stopwatch
 from vlm_grpo.types import Prompt
+
+ROOM = 64
+"""A recorded step looks at a multiple of so many places of each completion."""
 
 
 @dataclass(frozen=True)
@@ -77,34 +81,34 @@ class Slots:
         self.shape = (slots, prompt_length, completion_length)
         self.prefix: list[tuple[Tensor, Tensor]] = []
         self.own: list[tuple[Tensor, Tensor]] = []
-        self.prompt_lengths = [0] * slots
+        self.ends = torch.zeros(slots, dtype=torch.int64)
 
     def fill(self, slots: Sequence[int], lengths: Sequence[int], prefill: Prefill) -> None:
         """Put prefilled prompts into slots."""
         if not self.prefix:
             self._allocate(prefill.cache)
-        where = torch.tensor(slots, device=prefill.cache[0][0].device)
+        where = torch.tensor(slots, device=self.ends.device)
         for held, new in zip(self.prefix, prefill.cache, strict=True):
             for mine, theirs in zip(held, new, strict=True):
                 mine[where, :, : theirs.shape[2]] = theirs
-        for slot, length in zip(slots, lengths, strict=True):
-            self.prompt_lengths[slot] = length
+        self.ends[where] = torch.tensor(lengths, device=self.ends.device)
 
     def keep(self, slots: Sequence[int]) -> None:
         """Drop all but these slots, and the room that no prompt among them needs."""
-        where = torch.tensor(slots, device=self.prefix[0][0].device)
-        self.prompt_lengths = [self.prompt_lengths[slot] for slot in slots]
-        longest = max(self.prompt_lengths)
+        where = torch.tensor(slots, device=self.ends.device)
+        self.ends = self.ends[where]
+        longest = int(self.ends.max())
         self.prefix = [(k[where, :, :longest], v[where, :, :longest]) for k, v in self.prefix]
         self.own = [(k[where], v[where]) for k, v in self.own]
         self.shape = (len(slots), longest, self.shape[2])
 
     def _allocate(self, like: list[tuple[Tensor, Tensor]]) -> None:
         slots, prompt, completion = self.shape
+        self.ends = self.ends.to(like[0][0].device)
         for key, _ in like:
             _, heads, _, width = key.shape
             shared = (slots, heads, prompt, width)
-            own = (slots, self.group, heads, completion, width)
+            own = (slots, heads, self.group, completion, width)
             self.prefix.append((key.new_zeros(shared), key.new_zeros(shared)))
             self.own.append((key.new_zeros(own), key.new_zeros(own)))
 
@@ -118,20 +122,26 @@ class Decode:
         slots: the keys and values.
         rows: (n,) active completions, as slot × G + index in the group.
         lengths: (n,) how many tokens each has fed before this one.
+        room: how far a completion's past is looked at, at least the greatest length + 1; None: no
+            further than that, which is read from the device first.
     """
 
-    def __init__(self, slots: Slots, rows: Tensor, lengths: Tensor) -> None:
-        self.slots, self.rows, self.lengths = slots, rows, lengths
+    def __init__(
+        self, slots: Slots, rows: Tensor, lengths: Tensor, room: int | None = None
+    ) -> None:
         count, prompt, _ = slots.shape
-        self.seen = int(lengths.max()) + 1
+        self.slots, self.rows, self.lengths = slots, rows, lengths
+        self.where = (rows // slots.group, rows % slots.group)
+        self.all_active = len(rows) == count * slots.group
+        self.seen = int(lengths.max()) + 1 if room is None else room
         every = torch.zeros(count * slots.group, dtype=torch.int64, device=rows.device)
         every[rows] = lengths
-        own = torch.arange(self.seen, device=rows.device) > every[:, None]
-        ends = torch.tensor(slots.prompt_lengths, device=rows.device)
-        prefix = torch.arange(prompt, device=rows.device) >= ends[:, None]
-        hidden = torch.cat([prefix.repeat_interleave(slots.group, 0), own], dim=1)
-        self.hidden = hidden[:, None] if bool(hidden.any()) else None
-        self.all_active = len(rows) == count * slots.group
+        own = torch.arange(self.seen, device=rows.device) > every.view(count, -1, 1)
+        prefix = torch.arange(prompt, device=rows.device) >= slots.ends[:, None, None]
+        hidden = torch.cat([prefix.expand(-1, slots.group, -1), own], dim=2)
+        self.hidden: Tensor | None = hidden[:, None, :, None]
+        if room is None and not bool(hidden.any()):
+            self.hidden = None
 
     def __call__(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -140,32 +150,29 @@ class Decode:
         heads, width = query.shape[1], query.shape[3]
         shared, times = key.shape[1], query.shape[1] // key.shape[1]
         prefix_key, prefix_value = self.slots.prefix[layer]
-        own_key, own_value = (x.flatten(0, 1) for x in self.slots.own[layer])
-        own_key[self.rows, :, self.lengths] = key[:, :, 0]
-        own_value[self.rows, :, self.lengths] = value[:, :, 0]
+        own_key, own_value = self.slots.own[layer]
+        slot, index = self.where
+        own_key[slot, :, index, self.lengths] = key[:, :, 0]
+        own_value[slot, :, index, self.lengths] = value[:, :, 0]
 
+        query = query[:, :, 0] * scaling
         if not self.all_active:
-            every = query.new_zeros(slots * group, heads, 1, width)
+            every = query.new_zeros(slots * group, heads, width)
             every[self.rows] = query
             query = every
-        query = query.view(slots, group, shared, times, width) * scaling
-        by_prompt = query.transpose(1, 2).reshape(slots, shared, group * times, width)
-        to_prefix = (by_prompt @ prefix_key.transpose(2, 3)).view(slots, shared, group, times, -1)
-        by_row = query.view(slots * group, shared, times, width)
-        to_own = by_row @ own_key[:, :, :seen].transpose(2, 3)
-        scores = torch.cat(
-            [to_prefix.transpose(1, 2).reshape(slots * group, heads, -1), to_own.flatten(1, 2)], -1
-        )
+        # Rows and scores lie as (slots, key heads, G, queries of a key head, …).
+        query = query.view(slots, group, shared, times, width).transpose(1, 2).contiguous()
+        stacked = query.view(slots, shared, group * times, width)
+        to_prefix = (stacked @ prefix_key.mT).view(slots, shared, group, times, -1)
+        to_own = query @ own_key[:, :, :, :seen].mT
+        scores = torch.cat([to_prefix, to_own], -1)
         if self.hidden is not None:
             scores = scores.masked_fill(self.hidden, -torch.inf)
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        weights = weights.to(query.dtype)
-        on_prefix, on_own = weights.split([weights.shape[-1] - seen, seen], -1)
-        on_prefix = on_prefix.view(slots, group, shared, times, -1).transpose(1, 2)
-        from_prefix = on_prefix.reshape(slots, shared, group * times, -1) @ prefix_value
-        from_prefix = from_prefix.view(slots, shared, group, times, width).transpose(1, 2)
-        from_own = on_own.reshape(slots * group, shared, times, seen) @ own_value[:, :, :seen]
-        output = from_prefix.reshape(slots * group, heads, width) + from_own.flatten(1, 2)
+        on_prefix, on_own = weights.to(query.dtype).split([weights.shape[-1] - seen, seen], -1)
+        output = on_own @ own_value[:, :, :, :seen]
+        output += (on_prefix.flatten(2, 3) @ prefix_value).view_as(output)
+        output = output.transpose(1, 2).reshape(slots * group, heads, width)
         if not self.all_active:
             output = output[self.rows]
         return output[:, None]
@@ -179,11 +186,21 @@ class SharedDecoder:
         model: the bare transformers model.
         max_tokens: the most tokens, of prompts and completions, held or prefilled at once.
         stopwatch: times the phases ``prefill`` and ``decode``.
+        record: makes a call that can be repeated of one that computes a step's logits, see
+            ``engine/graphs.py``; None: every step is computed as it comes.
     """
 
-    def __init__(self, family: Family, model: Any, max_tokens: int, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self,
+        family: Family,
+        model: Any,
+        max_tokens: int,
+        stopwatch: Stopwatch,
+        record: Record | None = None,
+    ) -> None:
         self.family, self.model, self.max_tokens = family, model, max_tokens
-        self.stopwatch = stopwatch
+        self.stopwatch, self.record = stopwatch, record
+        self.recorded: tuple[Any, Recorded] | None = None
         self.language = family.language_model(model)
         self.head: Any = model.get_output_embeddings()
 
@@ -252,17 +269,46 @@ class SharedDecoder:
 
     def _step(self, held: Tensor, live: Tensor, slots: Slots, draws: Draws, starts: Tensor) -> None:
         """One token more for every live completion: feed its newest, draw its next."""
-        rows = _rows_of(held, slots.group)[live]
-        fed = draws.lengths[rows] - 1
-        newest = draws.tokens[rows, fed]
-        positions = (starts[rows // slots.group] + fed)[None, :, None].expand(3, -1, 1)
+        rows = _rows_of(held, slots.group)
+        if self.record is None:
+            rows = rows[live]
+            fed = draws.lengths[rows] - 1
+            attend = Decode(slots, live.nonzero()[:, 0], fed)
+            draws.take(self._logits(*_newest(rows, fed, slots, draws, starts), attend), rows)
+            return
+        # All rows, so that nothing but their contents changes from step to step; what is computed
+        # for a row without a live completion is not looked at.
+        every = rows.clamp(min=0)
+        fed = draws.lengths[every] - 1
+        room = min(-(-int(fed[live].max() + 1) // ROOM) * ROOM, slots.shape[2])
+        fed = fed.clamp(0, room - 1)
+        inputs = (*_newest(every, fed, slots, draws, starts), fed)
+        if self.recorded is None or self.recorded[0] != (slots.shape, room):
+            self.recorded = None  # frees the memory of the one before
+
+            def step(tokens: Tensor, positions: Tensor, fed: Tensor) -> Tensor:
+                order = torch.arange(len(fed), device=fed.device)
+                return self._logits(tokens, positions, Decode(slots, order, fed, room))
+
+            self.recorded = (slots.shape, room), self.record(step, inputs)
+        draws.take(self.recorded[1](*inputs)[live], rows[live])
+
+    def _logits(self, tokens: Tensor, positions: Tensor, attend: Decode) -> Tensor:
+        """What follows each of the tokens, (n,) to (n, vocabulary)."""
         hidden = self.language(
-            inputs_embeds=self.model.get_input_embeddings()(newest[:, None]),
-            position_ids=positions,
-            attend=Decode(slots, live.nonzero()[:, 0], fed),
+            inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
+            position_ids=positions[None, :, None].expand(3, -1, 1),
+            attend=attend,
             use_cache=False,
         ).last_hidden_state
-        draws.take(self.head(hidden[:, 0]), rows)
+        return self.head(hidden[:, 0])
+
+
+def _newest(
+    rows: Tensor, fed: Tensor, slots: Slots, draws: Draws, starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The newest token of each completion and its position, both (n,)."""
+    return draws.tokens[rows, fed], starts[rows // slots.group] + fed
 
 
 def _rows_of(prompts: Tensor, group: int) -> Tensor:
