@@ -55,7 +55,8 @@ def test_the_page_leads_with_the_error(judged: Path) -> None:
     page = (judged / "report.html").read_text("utf-8")
     words = name.replace("_", " ")
     assert f"{words} on {HELD_OUT} held-out examples; less is better" in page
-    assert f'<span class="after">{change.after:.3f}</span>' in page
+    fell = " fell" if change.after > change.before else ""
+    assert f'<span class="after{fell}">{change.after:.3f}</span>' in page
     assert 'class="scale"' not in page  # an error has no scale from nothing to all
     assert ("95 % bootstrap intervals" in page) == (name == "absolute_error")
     assert ("a metric of the whole set" in page) == (name == "rmse")
@@ -84,7 +85,7 @@ def test_a_metric_of_the_whole_set_has_a_chart(tmp_path: Path) -> None:
     summary = json.loads((run.folder / "evaluation/step-000004.json").read_text())
     assert root_mean_square.lines[0].y[-1] == pytest.approx(summary["metrics"]["rmse"])
     parts = drawn["Held out: exact, by part"]
-    assert {line.name for line in parts.lines} == {f"of_{n}" for n in gold_counts(run)}
+    assert {line.name for line in parts.lines} == {f"of {n}" for n in gold_counts(run)}
     assert parts.share
     assert not any(title.startswith("Held out: exact of") for title in drawn)
     compared = {chart.title for chart in comparison([("a", run), ("b", run)])}

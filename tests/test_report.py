@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report, compare_runs
-from vlm_grpo.report.charts import Chart, Line, draw
+from vlm_grpo.report.charts import Chart, Line, draw, tick
 from vlm_grpo.report.entries import (
     as_json,
     held_out_entries,
@@ -375,6 +376,20 @@ def test_a_logarithmic_chart_of_zeros_is_drawn_without_a_warning() -> None:
     """As of a sampler that agrees with the trainer to the last bit."""
     drawn = draw(Chart("t", "h", [Line("a", [1, 2], [0.0, 0.0])], logarithmic=True))
     assert "<svg" in drawn.svg
+
+
+def test_labels_of_small_values_are_whole() -> None:
+    rates = [1e-6 * step / 4 for step in range(5)]
+    svg = draw(Chart("Learning rate", "", [Line("learning_rate", range(5), rates)])).svg
+    # Ticks at fourths of the peak, each with its own power of ten: nothing beside or over the axis.
+    assert re.findall(r">([\d.]+(?:e-\d+)?)</text>", svg)[-5:] == [
+        "0",
+        "2.5e-7",
+        "5e-7",
+        "7.5e-7",
+        "1e-6",
+    ]
+    assert (tick(5.6e-17, 1.0), tick(-0.25, 1.0), tick(12_345.0, 1e4)) == ("0", "-0.25", "1.23e4")
 
 
 def test_chart_takes_the_pages_colours() -> None:

@@ -12,7 +12,7 @@ from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES, group_of, rule_values
 from vlm_grpo.task import Task, metric
 from vlm_grpo.types import Example
 
-ERRORS = frozenset(("absolute_error", "rmse", "cer_micro", "wer_micro"))
+ERRORS = frozenset(("absolute_error", "rmse", "cer", "cer_micro", "wer_micro"))
 """Metrics of which less is better."""
 
 

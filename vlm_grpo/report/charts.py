@@ -177,8 +177,21 @@ def _limit(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
         top = max(values, default=1.0)
         axes.set_ylim(0, 1.0 if top > 0.45 else max(0.05, 1.15 * top))
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
-    elif not chart.logarithmic and axes.get_ylim()[0] >= 0:
+        return
+    if chart.logarithmic:
+        return
+    if axes.get_ylim()[0] >= 0:
         axes.set_ylim(bottom=0)
+    low, high = axes.get_ylim()
+    # Each label is whole: a common factor beside the axis would be cut off by the picture's edge.
+    axes.yaxis.set_major_formatter(lambda value, _: tick(value, high - low))
+
+
+def tick(value: float, span: float) -> str:
+    """A label of an axis over ``span``, in at most seven characters where three digits tell all."""
+    if abs(value) < 1e-9 * span:
+        return "0"  # what rounding has left of it
+    return re.sub(r"e([+-])0*", lambda found: "e" + found[1].strip("+"), f"{value:.3g}")
 
 
 def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:

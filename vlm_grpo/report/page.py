@@ -133,6 +133,7 @@ def _head(label: str, run: Run) -> dict[str, Any]:
         "headline": (run.headline or "").replace("_", " "),
         "change": change,
         "verdict": _verdict(change),
+        "worse": change is not None and change.worse,
         "intervals": change is not None and not math.isnan(change.before_interval[0]),
         "shares": change is not None and _shares(change),
         "tiles": _tiles(run),

@@ -105,7 +105,7 @@ PANELS = (
         _last,
         share=True,
     ),
-    Panel("Gradient norm", "Before it is clipped.", _named("grad_norm")),
+    Panel("Gradient norm", "Before it is clipped.", _named("grad_norm"), lambda _: "gradient norm"),
     Panel("Loss", "Near 0 by construction: watch the reward.", _named("loss")),
     Panel("Learning rate", "At the end of the step.", _named("learning_rate")),
     Panel(
@@ -174,7 +174,11 @@ def _held_out(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
         )
         pieces = [part for part, of in parts.items() if of == name] if len(runs) == 1 else []
         if pieces:
-            lines = [_evaluated(p.removeprefix(f"{name}_"), p, runs[0][1], False) for p in pieces]
+            labels = [part.removeprefix(f"{name}_").replace("_", " ") for part in pieces]
+            lines = [
+                _evaluated(label, part, runs[0][1], interval=False)
+                for label, part in zip(labels, pieces, strict=True)
+            ]
             yield Chart(
                 f"Held out: {visible(name, 60).replace('_', ' ')}, by part",
                 "The same of some of the examples, or by a stricter rule.",

@@ -76,6 +76,11 @@ class Change:
     steps: tuple[int, int]
     lower_is_better: bool = False
 
+    @property
+    def worse(self) -> bool:
+        """Whether the value after is worse than the one before, however little."""
+        return self.after > self.before if self.lower_is_better else self.after < self.before
+
 
 @dataclass(frozen=True)
 class Run:
