@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import sys
 import traceback
@@ -33,14 +34,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vlm_grpo import trainer
 from vlm_grpo.checkpoint import Contents, Moment
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.parts import write_in_parts
 from vlm_grpo.policy import load_policy
 from vlm_grpo.ranks import build_accelerator
 from vlm_grpo.registry import load_task
+from vlm_grpo.stopping import StopRequest
 from vlm_grpo.trainer import Trainer, train
 
 SECONDS = 240
@@ -90,16 +93,19 @@ UNEVEN: dict[str, dict[str, Any]] = {
     # Completions of one token that stop at once earn the same: no group has an advantage.
     "nothing to learn": {"rollout": {"max_completion_length": 1, "temperature": 0.01}},
 }
+BRIEF = ("held-4",)
+"""Launches that make ten steps of each kind of weights and nothing else."""
 BEGUN_BY = {
-    "replicas-2-rest": "streamed-2",
-    "streamed-2-rest": "held-2",
+    "replicas-2-rest": "held-2",
+    "streamed-2-rest": "streamed-2",
     "held-2-rest": "replicas-1",
     "replicas-1-rest": "held-2",
     "streamed-4-rest": "held-2",
     "zero2-2-rest": "streamed-2",
     "replicas-1-zero2": "zero2-2",
 }
-"""Whose run of two steps a launch goes on with."""
+"""Whose run a launch goes on with: replicas-1 has made two steps of it, the others have been
+terminated in the middle of the third."""
 
 
 def prepare(folder: Path) -> None:
@@ -231,22 +237,56 @@ def traffic(settings: Settings) -> list[dict[str, Any]]:
     ]
 
 
-def run_of(folder: Path, launch: str, steps: int, **changes: Any) -> Settings:
-    """A run whose steps depend on all that a checkpoint holds: the weights, the optimizer's state
-    and the first weights as the reference. Held weights are saved in parts."""
+def run_of(folder: Path, launch: str, **changes: Any) -> Settings:
+    """A run of four steps that depend on all that a checkpoint holds: the weights, the optimizer's
+    state, and the first weights as the reference. Held weights are saved in parts."""
     return settings_of(
         folder,
         launch,
-        objective={"beta": 0.1, "reference_refresh_every": "never"},
-        optim={"lr": 1e-3, "max_steps": steps},
-        checkpoint={"sharded": launch.startswith("held")},
-        **changes,
+        **{
+            "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
+            "optim": {"lr": 1e-3, "max_steps": 4},
+            "checkpoint": {"sharded": launch.startswith("held")},
+            **changes,
+        },
     )
 
 
+class Terminated(StopRequest):
+    """The process gets a SIGTERM when the run asks for the n-th time whether to stop."""
+
+    def __init__(self, asked: int) -> None:
+        super().__init__()
+        self.left = asked
+
+    @property
+    def reason(self) -> str | None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().reason
+
+
+def beginning(folder: Path, launch: str) -> list[dict[str, float]]:
+    """The part of a run that others go on with."""
+    settings = run_of(folder, launch)
+    if launch == "replicas-1":
+        return rows(run_of(folder, launch, optim={"lr": 1e-3, "max_steps": 2}))
+    # A run asks before each step and before each of its two updates: three times a step. The
+    # signal reaches the last rank alone.
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    stop = Terminated(9) if is_last else StopRequest()
+    trainer.StopRequest = lambda *_: stop  # type: ignore[assignment, misc]
+    try:
+        rows(settings)
+    except Stopped as stopped:
+        return [{"steps": int("2 and 1 of 2 updates of the next" in str(stopped))}]
+    raise AssertionError("the run was not stopped")
+
+
 def rest_of(folder: Path, launch: str) -> list[dict[str, float]]:
-    """The rest of a run of four steps whose first two another launch has made."""
-    settings = run_of(folder, launch, 4, resume=True)
+    """The rest of a run that another launch has begun."""
+    settings = run_of(folder, launch, resume=True)
     accelerator = build_accelerator(settings)
     if accelerator.is_main_process:
         shutil.copytree(settings.output_dir / BEGUN_BY[launch], settings.run_dir)
@@ -279,8 +319,8 @@ def one_fails(folder: Path, launch: str) -> list[Any]:
 
 def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """By name, what all processes of a launch do together."""
-    if launch == "replicas-1-whole":
-        yield "run", lambda: rows(run_of(folder, launch, 4))
+    if launch.endswith("-whole"):
+        yield "run", lambda: rows(run_of(folder, launch))
         return
     if launch in BEGUN_BY:
         yield "run", lambda: rest_of(folder, launch)
@@ -288,6 +328,8 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     for kind, policy in WEIGHTS.items():
         settings = settings_of(folder, launch, policy=policy)
         yield f"ten steps, {kind}", lambda settings=settings: steps(settings, 10)
+    if launch in BRIEF:
+        return
     is_zero = launch.startswith("zero")  # its placements know nothing of losses
     for loss, objective in () if is_zero else LOSSES.items():
         objective = {"loss_type": loss, **objective}
@@ -297,11 +339,14 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         settings = settings_of(folder, launch, **changes)
         yield name, lambda settings=settings: steps(settings, 3)
     for kind in ("full", "lora"):
+        bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
+        settings = settings_of(folder, launch, policy=bfloat16)
+        yield f"bfloat16, {kind}", lambda settings=settings: steps(settings, 3)
         settings = settings_of(folder, launch, policy=WEIGHTS[kind])
         yield f"traffic, {kind}", lambda settings=settings: traffic(settings)
     if launch == "held-2":
         yield "one fails", lambda: one_fails(folder, launch)
-    yield "two steps", lambda: rows(run_of(folder, launch, 2))
+    yield "beginning", lambda: beginning(folder, launch)
 
 
 def _rank(folder: Path, launch: str, rank: int, world: int, port: int) -> None:
