@@ -141,6 +141,17 @@ class _Scope(nn.Module):
         return call()
 
 
+_AUTOCAST = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+)
+"""What autocast does to linear maps: bfloat16 from float32, and gradients summed in float32."""
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether the module has weights of its own that are no linear map's."""
+    return not isinstance(module, nn.Linear) and any(True for _ in module.parameters(False))
+
+
 class Shards(Replicas):
     """Every rank keeps 1/R of each weight, of its gradient and of the optimizer's state (FSDP2).
 
@@ -193,21 +204,28 @@ class Shards(Replicas):
             "mesh": init_device_mesh(
                 self.accelerator.device.type, (self.accelerator.num_processes,)
             ),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16 if policy.autocast else None,
-                reduce_dtype=torch.float32 if policy.autocast else None,
-                cast_forward_inputs=False,  # autocast does
-            ),
             "ignored_params": ignored,
         }
         layers = list(policy.family.language_model(model).layers)
-        for layer in layers:
-            fully_shard(layer, reshard_after_forward=self.stream, **options)
         whole: list[Any] = [_Scope(model)]
         if not ignored.issuperset(vision.parameters()):
             whole.append(vision)
+        if policy.autocast:
+            # Autocast would gather in float32 what it computes in bfloat16. Of a layer that is the
+            # linear maps; its norms, and all outside the layers, it leaves in float32.
+            norms = [module for layer in layers for module in layer.modules() if _is_norm(module)]
+            fully_shard(norms, reshard_after_forward=False, **options)
+            whole.append(norms[0])
+        for layer in layers:
+            fully_shard(
+                layer,
+                reshard_after_forward=self.stream,
+                mp_policy=_AUTOCAST if policy.autocast else MixedPrecisionPolicy(),
+                **options,
+            )
         for module in reversed(whole):  # the root last
-            fully_shard(module, reshard_after_forward=False, **options)
+            if not isinstance(module, FSDPModule):
+                fully_shard(module, reshard_after_forward=False, **options)
         model.to(self.accelerator.device)  # buffers, and what is not cut
         self.scope = whole[0]
         self.streamed = layers if self.stream else []
