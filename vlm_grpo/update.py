@@ -201,18 +201,18 @@ class Updater:
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
                     raise
+                if len(micro.rows) == 1:
+                    raise UserError(
+                        f"out of memory on a single completion of {micro.tokens} tokens: lower "
+                        "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
+                    ) from error
                 if not self.placement.may_retry:
                     raise UserError(
                         f"out of memory on a micro-batch of {micro.tokens} tokens, and ranks that "
-                        "share their weights cannot begin a step anew one by one: lower "
-                        "optim.max_tokens_per_batch and resume"
+                        "share their weights cannot begin a step anew one by one: go on with "
+                        f"resume=true optim.max_tokens_per_batch={micro.tokens // 2}"
                     ) from error
             self.placement.drop_gradients()
-            if len(micro.rows) == 1:
-                raise UserError(
-                    f"out of memory on a single completion of {micro.tokens} tokens: lower "
-                    "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
-                )
             self.max_tokens = micro.tokens // 2
             logger.warning(
                 "out of memory: micro-batches are cut to %d tokens from here on; set "
