@@ -38,6 +38,7 @@ from vlm_grpo import trainer
 from vlm_grpo.checkpoint import Contents, Moment
 from vlm_grpo.config import Settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.parts import write_in_parts
 from vlm_grpo.policy import load_policy
@@ -45,6 +46,7 @@ from vlm_grpo.ranks import build_accelerator
 from vlm_grpo.registry import load_task
 from vlm_grpo.stopping import StopRequest
 from vlm_grpo.trainer import Trainer, train
+from vlm_grpo.update import Updater
 
 SECONDS = 240
 """After which a launch counts as hanging: about ten times what it takes on a busy machine."""
@@ -63,6 +65,13 @@ PLACEMENTS = {
     "replicas": {},
     "streamed": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
     "held": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"},
+    "hybrid": {
+        **FSDP,
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+    },
     "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
 }
 
@@ -93,7 +102,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     # Completions of one token that stop at once earn the same: no group has an advantage.
     "nothing to learn": {"rollout": {"max_completion_length": 1, "temperature": 0.01}},
 }
-BRIEF = ("held-4",)
+BRIEF = ("held-4", "hybrid-4")
 """Launches that make ten steps of each kind of weights and nothing else."""
 BEGUN_BY = {
     "replicas-2-rest": "held-2",
@@ -317,10 +326,35 @@ def one_fails(folder: Path, launch: str) -> list[Any]:
     return []
 
 
+def out_of_memory(folder: Path, launch: str) -> list[str]:
+    """What a run tells on this rank where the last one runs out of memory in its second step."""
+    settings = run_of(folder, launch, checkpoint={"every": 1})
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    backward, passed = Updater._backward, []  # noqa: SLF001
+
+    def fail(self: Updater, micro: MicroBatch, *rest: Any) -> Any:
+        passed.append(micro)
+        if is_last and self.scheduler.last_epoch == 1 and len(micro.rows) > 1:
+            torch.empty(1 << 50)  # a real failure to allocate
+        return backward(self, micro, *rest)
+
+    Updater._backward = fail  # type: ignore[method-assign] # noqa: SLF001
+    try:
+        train(settings)
+    except UserError as error:
+        rank = "last" if is_last else "first"
+        (folder / f"{launch}.{rank}").write_text(str(error))
+        return [str(error)]
+    raise AssertionError("the run went on")
+
+
 def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """By name, what all processes of a launch do together."""
     if launch.endswith("-whole"):
         yield "run", lambda: rows(run_of(folder, launch))
+        return
+    if launch.endswith("-oom"):
+        yield "told", lambda: out_of_memory(folder, launch)
         return
     if launch in BEGUN_BY:
         yield "run", lambda: rest_of(folder, launch)

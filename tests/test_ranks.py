@@ -31,7 +31,10 @@ from vlm_grpo.model_choice import choose_model
 from vlm_grpo.ranks import build_accelerator, share_evenly
 
 PROGRAM = Path(__file__).with_name("rank_cases.py")
-TWO, FOUR = ["replicas-2", "streamed-2", "held-2"], ["replicas-4", "streamed-4", "held-4"]
+TWO, FOUR = (
+    ["replicas-2", "streamed-2", "held-2"],
+    ["replicas-4", "streamed-4", "held-4", "hybrid-4"],
+)
 RESUMED = ["replicas-2-rest", "streamed-2-rest", "held-2-rest", "replicas-1-rest"]
 ZERO, ZERO_RESUMED = ["zero2-2"], ["zero2-2-rest", "replicas-1-zero2"]
 needs_deepspeed = pytest.mark.skipif(
@@ -158,6 +161,20 @@ def test_a_run_goes_on_with_deepspeed_and_after_it(folder: Path) -> None:
     goes_on(folder, ZERO_RESUMED)
 
 
+@pytest.mark.parametrize("kind", ["streamed", "held"])
+def test_memory_that_runs_out_on_one_of_ranks_that_share_weights_ends_all(
+    folder: Path, kind: str
+) -> None:
+    name = f"{kind}-2-oom"
+    launched(folder, [name])
+    last, first = ((folder / f"{name}.{rank}").read_text() for rank in ("last", "first"))
+    assert re.search(r"out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last)
+    assert first.startswith("another process of this run has died")
+    checkpoints = folder / "runs" / name / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
+    verify(checkpoints / "step-1")
+
+
 @pytest.mark.slow
 def test_a_run_of_two_goes_on_with_four(folder: Path) -> None:
     goes_on(folder, ["streamed-4-rest"])
@@ -193,6 +210,25 @@ def test_a_part_that_cannot_be_written_leaves_no_checkpoint(folder: Path) -> Non
     told, left = launched(folder, ["held-2"])["held-2"]["one fails"]
     assert told.startswith("another process of this run has failed")
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "named"),
+    [
+        ("8", {"DP_REPLICATE": "2", "DP_SHARD": "2"}, "dp_shard_size=2 must be the number"),
+        ("4", {"DP_REPLICATE": "4"}, "dp_shard_size more than 1"),
+        ("4", {"DP_SHARD": "2", "TP": "2"}, "tp_size, cp_size and sp_size must be 1"),
+    ],
+)
+def test_other_parallelism_is_refused(
+    world: str, sizes: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("WORLD_SIZE", world)
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
+    with pytest.raises(UserError, match=named):
+        ranks.copies_of_shards()
 
 
 def test_parts_of_whole_weights_are_refused(tmp_path: Path) -> None:

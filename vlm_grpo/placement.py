@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -165,10 +165,14 @@ class Shards(Replicas):
 
     Adapters, and a vision tower that is frozen, are small and stay whole on every rank.
 
+    With ``copies`` (hybrid sharding) R is the ranks that hold one copy: they follow each other in
+    number, as those of one machine do. Gradients are added up among the copies once a step.
+
     Args:
         policy: as for ``Replicas``; its model is cut.
         accelerator: the ranks.
         stream: drop a layer's weights after each use in the update.
+        copies: how many times the cut weights are there.
 
     Raises:
         UserError: the model's layers are not known, or ``rollout.cuda_graphs`` is set.
@@ -176,13 +180,15 @@ class Shards(Replicas):
 
     may_retry = False
 
-    def __init__(self, policy: Policy, accelerator: Accelerator, stream: bool) -> None:
+    def __init__(
+        self, policy: Policy, accelerator: Accelerator, stream: bool, copies: int = 1
+    ) -> None:
         if policy.record is not None:
             raise UserError(
                 "rollout.cuda_graphs=true is not supported where weights are cut over ranks: "
                 "leave it out"
             )
-        self.stream = stream
+        self.stream, self.copies = stream, copies
         super().__init__(policy, accelerator)
         policy.run = self.scope
 
@@ -201,9 +207,7 @@ class Shards(Replicas):
         if all(w in ignored or not w.requires_grad for w in vision.parameters()):
             ignored |= set(vision.parameters())
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(
-                self.accelerator.device.type, (self.accelerator.num_processes,)
-            ),
+            "mesh": self._mesh(),
             "ignored_params": ignored,
         }
         layers = list(policy.family.language_model(model).layers)
@@ -234,6 +238,13 @@ class Shards(Replicas):
             # Losses are divided by the totals of all ranks: gradients are summed, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+    def _mesh(self) -> DeviceMesh:
+        kind, world = self.accelerator.device.type, self.accelerator.num_processes
+        if self.copies == 1:
+            return init_device_mesh(kind, (world,))
+        shape = (self.copies, world // self.copies)
+        return init_device_mesh(kind, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
 
     @property
     def _modules(self) -> list[FSDPModule]:
@@ -269,12 +280,16 @@ class Shards(Replicas):
         for module in self.held:
             module.unshard()
             self._reduces(module, False)
+        for layer in self.streamed:  # adds up among its own copy's ranks at every pass
+            layer.set_requires_all_reduce(False, recurse=False)
         rounds = max(gather_object([len(batches)])) if self.stream else len(batches)
         yield from batches
         yield from [None] * (rounds - len(batches))
         if any(isinstance(weight, DTensor) for _, weight in self.trainable):
             for module in self.held:
                 self._reduces(module, True)
+            for layer in self.streamed:
+                layer.set_requires_all_reduce(True, recurse=False)
             yield None
 
     @staticmethod

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from vlm_grpo.placement import Replicas, Shards
 from vlm_grpo.policy import Policy
-from vlm_grpo.ranks import deepspeed_of, fsdp_of
+from vlm_grpo.ranks import copies_of_shards, deepspeed_of, fsdp_of
 
 
 def place(policy: Policy, accelerator: Accelerator) -> Replicas:
@@ -18,5 +18,6 @@ def place(policy: Policy, accelerator: Accelerator) -> Replicas:
         return importlib.import_module("vlm_grpo.zero").Zero2(policy, accelerator, zero)
     fsdp = fsdp_of(accelerator)
     if fsdp is not None:
-        return Shards(policy, accelerator, stream=bool(fsdp.reshard_after_forward))
+        stream = bool(fsdp.reshard_after_forward)
+        return Shards(policy, accelerator, stream, copies_of_shards())
     return Replicas(policy, accelerator)

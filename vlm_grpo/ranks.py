@@ -12,6 +12,7 @@ from accelerate import (
     Accelerator,
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
+    ParallelismConfig,
     PartialState,
 )
 from accelerate.utils import DistributedType, is_deepspeed_available
@@ -72,7 +73,12 @@ def build_accelerator(settings: Settings) -> Accelerator:
     join()
     # The policy sets its own precision, for rollout and update alike.
     refuse_missing_deepspeed()
-    accelerator = Accelerator(mixed_precision="no", cpu=not torch.accelerator.is_available())
+    copies_of_shards()
+    on_cpu, parallelism = not torch.accelerator.is_available(), None
+    if on_cpu and _asks_for_parallelism():  # which accelerate knows on accelerators alone
+        sizes = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "sp"), 1)
+        parallelism = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, parallelism_config=parallelism)
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
@@ -122,6 +128,36 @@ def fsdp_of(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
     if found := [problem for problem, is_there in wrong.items() if is_there]:
         raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
     return plugin
+
+
+def copies_of_shards() -> int:
+    """How many times the weights that FSDP2 cuts are there, as the launch's parallelism says.
+
+    1: they are cut over all ranks. More: over as many ranks as hold one copy, such as those of
+    one machine (hybrid sharding).
+
+    Raises:
+        UserError: the launch asks for another parallelism, or for another number of ranks.
+    """
+    if not _asks_for_parallelism():
+        return 1
+    asked, world = ParallelismConfig(), int(os.environ.get("WORLD_SIZE", "1"))
+    if asked.non_data_parallel_size != 1:
+        raise UserError(
+            "accelerate's parallelism_config: tp_size, cp_size and sp_size must be 1; of its "
+            "parallelisms dp_replicate_size and dp_shard_size are supported"
+        )
+    if asked.data_parallel_size != world or not asked.dp_shard_enabled:
+        raise UserError(
+            f"accelerate's parallelism_config: dp_replicate_size={asked.dp_replicate_size} times "
+            f"dp_shard_size={asked.dp_shard_size} must be the number of processes, {world}, and "
+            "dp_shard_size more than 1"
+        )
+    return asked.dp_replicate_size
+
+
+def _asks_for_parallelism() -> bool:
+    return os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
 
 
 def asks_for_deepspeed() -> bool:
