@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +15,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from vlm_grpo.config import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.trackers import Trackers, check_installed
+from vlm_grpo.trainer import train
 
 
 def events_of(run_dir: Path) -> EventAccumulator:
@@ -112,3 +116,37 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command() -> None:
     check_installed(["tensorboard"])
     with pytest.raises(UserError, match="no_such_service is not installed: pip install"):
         check_installed(["tensorboard", "no_such_service"])
+
+
+@pytest.mark.filterwarnings("default")  # those of mlflow's own libraries
+def test_mlflow_has_a_runs_numbers_settings_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")  # not among the development tools: it brings 60 others
+    monkeypatch.chdir(tmp_path)
+    store = f"sqlite:///{tmp_path / 'store.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    short = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
+    short += ["data.eval_limit=8"]
+    result = train(
+        load_settings(
+            "counting",
+            [*short, "name=told", "logging.trackers=[mlflow]", "logging.samples_every=1"],
+        )
+    )
+
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("vlm-grpo")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("told", "FINISHED")
+    assert run.data.params["rollout.num_generations"] == "8"
+    lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    history = client.get_metric_history(run.info.run_id, "reward")
+    assert [(m.step, m.value) for m in history] == [
+        (row["step"] + 1, row["reward"]) for row in logged
+    ]
+    pictures = [a.path for a in client.list_artifacts(run.info.run_id, "images")]
+    (first,) = [p for p in pictures if re.match(r"images/samples~0\+step\+1\+.*\.png", p)]
+    shown = Image.open(client.download_artifacts(run.info.run_id, first))
+    assert shown.size == (84, 84)  # the embedded scenes, with the answers drawn on
