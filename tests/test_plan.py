@@ -305,10 +305,11 @@ def test_seconds_follow_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gib"), [("24GB", 24), ("h100", 80), ("A100-40gb", 40), ("NVIDIA RTX 4090", 24)]
+    ("name", "gib"), [("24GB", 24), ("h100", 79.1), ("A100-40gb", 39.4), ("NVIDIA L4", 22.0)]
 )
-def test_names_of_gpus(name: str, gib: int) -> None:
-    assert named_device(name).memory == gib * GIB
+def test_names_of_gpus(name: str, gib: float) -> None:
+    # Error correction takes a sixteenth of an L4's 24 GB.
+    assert named_device(name).memory == int(gib * GIB)
 
 
 def test_unknown_gpus_are_told() -> None:

@@ -53,24 +53,27 @@ class Device:
         return int(self.memory * (1 - FRAGMENTATION)) - CONTEXT
 
 
-# Memory in GiB; dense TFLOP/s in float32 (TF32 is not used) and in bfloat16 with float32 sums;
-# GB/s of memory. From NVIDIA's and AMD's data sheets of each product, halved where a sheet
-# states the rate with sparsity.
-_GPUS: dict[str, tuple[int, float, float, float]] = {
-    "RTX3090": (24, 35.6, 71, 936),
-    "RTX4090": (24, 82.6, 165.2, 1008),
-    "RTX5090": (32, 104.8, 209.5, 1792),
-    "A10": (24, 31.2, 125, 600),
-    "L4": (24, 30.3, 121, 300),
-    "L40S": (48, 91.6, 362, 864),
-    "A6000": (48, 38.7, 154.8, 768),
-    "A100-40GB": (40, 19.5, 312, 1555),
-    "A100-80GB": (80, 19.5, 312, 2039),
-    "H100": (80, 67, 989, 3350),
-    "H100-PCIe": (80, 51, 756, 2000),
-    "H200": (141, 67, 989, 4800),
-    "B200": (180, 75, 2250, 7700),
-    "MI300X": (192, 163.4, 1307, 5300),
+# Memory in GiB as PyTorch sees it; dense TFLOP/s in float32 (TF32 is not used) and in bfloat16
+# with float32 sums; GB/s of memory. The rates are those of the makers' data sheets, halved where a
+# sheet states them with sparsity; none was read in the sheet itself. "Unverified" is what no page
+# that was read for this table repeats. GDDR6 with error correction gives a sixteenth of its memory
+# away: messages of PyTorch give an L4 22.03 GiB, an L40S 44.4 to 44.5, and an RTX 4090, which has
+# none, 23.64.
+_GPUS: dict[str, tuple[float, float, float, float]] = {
+    "RTX3090": (23.6, 35.6, 71, 936),
+    "RTX4090": (23.6, 82.6, 165.2, 1008),
+    "RTX5090": (31.4, 104.8, 209.5, 1792),  # unverified: memory, bfloat16
+    "A10": (22.0, 31.2, 125, 600),  # unverified: memory (as the L4's), bfloat16
+    "L4": (22.0, 30.3, 121, 300),
+    "L40S": (44.4, 91.6, 362, 864),
+    "A6000": (47.4, 38.7, 154.8, 768),  # unverified: memory, bfloat16
+    "A100-40GB": (39.4, 19.5, 312, 1555),  # unverified: memory, bfloat16
+    "A100-80GB": (79.1, 19.5, 312, 2039),  # unverified: memory, bfloat16, bandwidth
+    "H100": (79.1, 67, 989, 3350),  # unverified: memory
+    "H100-PCIe": (79.1, 51, 756, 2000),  # unverified: memory, bfloat16, bandwidth
+    "H200": (139, 67, 989, 4800),
+    "B200": (178, 75, 2250, 7700),  # of an HGX board; other pages have 80 TFLOP/s and 8000 GB/s
+    "MI300X": (191, 163.4, 1307, 5300),  # unverified: memory, both rates
 }
 LAYER_SECONDS = 4e-4
 """About 20 kernels of one decoder layer started from Python one after the other: an assumption."""
@@ -93,7 +96,7 @@ def named_device(name: str) -> Device:
         )
     memory, wide, narrow, bandwidth = _GPUS[known[wanted]]
     rates = {"float32": wide * 1e12, "bfloat16": narrow * 1e12}
-    return Device(known[wanted], memory * GIB, rates, bandwidth * 1e9, LAYER_SECONDS)
+    return Device(known[wanted], int(memory * GIB), rates, bandwidth * 1e9, LAYER_SECONDS)
 
 
 def this_device() -> Device:
