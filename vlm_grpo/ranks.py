@@ -76,8 +76,7 @@ def build_accelerator(settings: Settings) -> Accelerator:
     copies_of_shards()
     on_cpu, parallelism = not torch.accelerator.is_available(), None
     if on_cpu and _asks_for_parallelism():  # which accelerate knows on accelerators alone
-        sizes = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "cp", "sp"), 1)
-        parallelism = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+        parallelism = ParallelismConfig(1, 1, tp_size=1, cp_size=1, sp_size=1)
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, parallelism_config=parallelism)
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(
@@ -153,7 +152,7 @@ def copies_of_shards() -> int:
             f"dp_shard_size={asked.dp_shard_size} must be the number of processes, {world}, and "
             "dp_shard_size more than 1"
         )
-    return asked.dp_replicate_size
+    return asked.dp_replicate_size or 1
 
 
 def _asks_for_parallelism() -> bool:
