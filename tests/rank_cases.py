@@ -103,7 +103,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "nothing to learn": {"rollout": {"max_completion_length": 1, "temperature": 0.01}},
 }
 BRIEF = ("held-4", "hybrid-4")
-"""Launches that make ten steps of each kind of weights and nothing else."""
+"""Launches that make ten steps of each kind of weights, and count what they exchange."""
 BEGUN_BY = {
     "replicas-2-rest": "held-2",
     "streamed-2-rest": "streamed-2",
@@ -363,6 +363,7 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         settings = settings_of(folder, launch, policy=policy)
         yield f"ten steps, {kind}", lambda settings=settings: steps(settings, 10)
     if launch in BRIEF:
+        yield "traffic, full", lambda: traffic(settings_of(folder, launch))
         return
     is_zero = launch.startswith("zero")  # its placements know nothing of losses
     for loss, objective in () if is_zero else LOSSES.items():

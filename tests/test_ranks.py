@@ -278,7 +278,14 @@ def test_what_deepspeed_exchanges_is_what_the_guide_says(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_four_processes_make_the_steps_of_one(folder: Path) -> None:
-    compare(launched(folder, ["replicas-1", *FOUR]))
+    found = launched(folder, ["replicas-1", *FOUR])
+    compare(found)
+    t = found["hybrid-4"]["traffic, full"][0]  # two copies, each cut in two
+    assert 0 <= t["bytes"]["allreduce_"] - 4 * t["base"] // 2 < 100
+    held, passes = t["base"] - t["layers"], t["passes"]
+    assert passes > 1
+    scattered = t["bytes"]["_reduce_scatter_base_"] // 4 - held
+    assert passes <= scattered / t["layers"] <= 2 * passes - 1
 
 
 def test_the_cases_are_uneven(folder: Path) -> None:
