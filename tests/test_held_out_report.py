@@ -11,6 +11,7 @@ from report_runs import make_run
 
 from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config import load_settings
+from vlm_grpo.evaluate import summarise
 from vlm_grpo.export import model_card
 from vlm_grpo.health import Health, Trained
 from vlm_grpo.model_choice import choose_model
@@ -21,6 +22,7 @@ from vlm_grpo.report.run import Run, read_run
 from vlm_grpo.run_folder import RunFolder
 from vlm_grpo.task import Task
 from vlm_grpo.trainer import train
+from vlm_grpo.types import Example
 
 HELD_OUT = 12
 
@@ -108,6 +110,23 @@ def test_the_evaluations_own_number_comes_first(tmp_path: Path) -> None:
     last = read_run(folder).evaluations[-1]
     assert last.mean("exact") == plain / 2 + 0.01
     assert math.isnan(last.interval("exact", 0)[0])  # it would be that of another number
+
+
+def test_a_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> None:
+    definition = tmp_path / "groups.yaml"
+    definition.write_text(
+        "title: Words\ntask: ocr\nmetric: word_recognition\naverage: groups\ngroups: [kind]\n"
+    )
+    task = load_benchmark(str(definition)).load_task()
+    examples = [
+        Example(str(n), (), "?", "YES", {"kind": kind}) for n, kind in enumerate(["a", "a", "b"])
+    ]
+    texts = ["YES", "YES", "NO"]
+    scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
+    found = summarise(task, examples, texts, scores, seed=0)
+    assert found.value == pytest.approx(0.5)  # of a mean of 1 and one of 0; the examples' is 2/3
+    assert math.isnan(found.interval[0])
+    assert str(found) == "word_recognition 50.0% (n = 3)"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"headline": 3, "metrics": {}}', "[" * 9000])

@@ -136,6 +136,10 @@ def test_an_error_changes_in_its_own_unit_and_a_metric_of_the_set_as_a_whole() -
     assert str(after) == "exact 0.500 [0.400, 0.600] (n = 2)"
     whole, later = evaluation(None, mean=0.25), evaluation(None, mean=0.5)
     assert change_line(whole, later) == "+25.0 points"
+    # A mean over groups: each example has a value, but their mean is another number.
+    grouped = [replace(evaluation(0, 1, 1), interval=(math.nan, math.nan)) for _ in range(2)]
+    grouped[1] = replace(grouped[1], metrics={"exact": 0.9})
+    assert change_line(*grouped) == f"{100 * (0.9 - grouped[0].value):+.1f} points"
 
 
 @pytest.mark.parametrize(

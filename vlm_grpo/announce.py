@@ -136,6 +136,8 @@ def change_line(before: Evaluation, after: Evaluation) -> str:
     first = {row["id"]: _value(row, before.headline) for row in before.rows}
     pairs = [(first.get(row["id"]), _value(row, after.headline)) for row in after.rows]
     changes = [b - a for a, b in pairs if a is not None and b is not None]
+    if math.isnan(after.interval[0]):  # of the whole set, though its examples may have values
+        changes = []
     scale, form, unit = (1, "{:+.3f}", "") if after.lower_is_better else (100, "{:+.1f}", " points")
     if not changes:
         change = after.value - before.value

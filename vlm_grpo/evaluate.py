@@ -119,7 +119,8 @@ def summarise(
     metrics = {name: float(np.mean(values)) for name, values in columns.items() if values}
     metrics["answered"] = float(np.mean([score.answer is not None for score in scores]))
     metrics["unscorable"] = sum(score.total is None for score in scores)
-    metrics |= _corpus_metrics(task, [score.answer for score in scores], examples)
+    whole = _corpus_metrics(task, [score.answer for score in scores], examples)
+    metrics |= whole
     rows = tuple(
         {
             "id": example.id,
@@ -132,7 +133,9 @@ def summarise(
     )
     # No example defines the headline where, say, every reward has failed.
     metrics.setdefault(task.headline, math.nan)
-    interval = bootstrap_interval(columns.get(task.headline, []), seed)
+    # A mean over groups is of the whole too: the examples' values have another mean.
+    values = [] if task.headline in whole else columns.get(task.headline, [])
+    interval = bootstrap_interval(values, seed)
     return Evaluation(task.headline, len(scores), metrics, interval, rows, task.lower_is_better)
 
 
