@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vlm_grpo.types import ImageRef, Prompt
@@ -65,21 +65,29 @@ def pack(slices: Sequence[GroupSlice], max_tokens: int) -> list[MicroBatch]:
     single completion is a micro-batch of its own even where it is longer than the budget. The
     slices are placed longest first, each into the first micro-batch with room.
     """
-    fitting: list[GroupSlice] = []
-    todo = list(slices)
-    while todo:
-        piece = todo.pop(0)
-        if piece.tokens > max_tokens and len(piece.rows) > 1:
-            todo[:0] = piece.halves()
-        else:
-            fitting.append(piece)
-    bins: list[tuple[int, list[GroupSlice]]] = []
-    for piece in sorted(fitting, key=lambda piece: -piece.tokens):
-        for index, (used, held) in enumerate(bins):
-            if used + piece.tokens <= max_tokens:
+    pieces = [(piece.tokens, piece) for whole in slices for piece in _cut(whole, max_tokens)]
+    pieces.sort(key=lambda sized: -sized[0])
+    batches: list[list[GroupSlice]] = []
+    open_ones: list[tuple[int, list[GroupSlice]]] = []  # with room for the smallest at least
+    for tokens, piece in pieces:
+        for place, (room, held) in enumerate(open_ones):
+            if tokens <= room:
                 held.append(piece)
-                bins[index] = (used + piece.tokens, held)
+                open_ones[place] = (room - tokens, held)
                 break
         else:
-            bins.append((piece.tokens, [piece]))
-    return [MicroBatch(tuple(held)) for _, held in bins]
+            place = len(open_ones)
+            batches.append([piece])
+            open_ones.append((max_tokens - tokens, batches[-1]))
+        if open_ones[place][0] < pieces[-1][0]:
+            del open_ones[place]
+    return [MicroBatch(tuple(held)) for held in batches]
+
+
+def _cut(whole: GroupSlice, max_tokens: int) -> Iterator[GroupSlice]:
+    """Its parts that fit, or hold one completion."""
+    if whole.tokens <= max_tokens or len(whole.rows) == 1:
+        yield whole
+        return
+    for half in whole.halves():
+        yield from _cut(half, max_tokens)
