@@ -374,9 +374,10 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         settings = settings_of(folder, launch, **changes)
         yield name, lambda settings=settings: steps(settings, 3)
     for kind in ("full", "lora"):
-        bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
-        settings = settings_of(folder, launch, policy=bfloat16)
-        yield f"bfloat16, {kind}", lambda settings=settings: steps(settings, 3)
+        if launch in ("replicas-2", "streamed-2", "held-2"):
+            bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
+            settings = settings_of(folder, launch, policy=bfloat16)
+            yield f"bfloat16, {kind}", lambda settings=settings: steps(settings, 2)
         settings = settings_of(folder, launch, policy=WEIGHTS[kind])
         yield f"traffic, {kind}", lambda settings=settings: traffic(settings)
     if launch == "held-2":
