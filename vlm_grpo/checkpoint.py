@@ -183,7 +183,7 @@ def join_parts(aside: Path, parts: Mapping[str, Sums]) -> Sums:
     for path in sorted(aside.glob("model-*.safetensors")):
         with safe_open(path, "pt") as file:
             weight_map |= dict.fromkeys(file.keys(), path.name)
-            size += sum(file.get_tensor(name).nbytes for name in set(file.keys()))
+        size += sums[path.name]["size"]  # the header included: a model's tensors are not read again
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     path = aside / INDEX
     path.write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +30,7 @@ from vlm_grpo.engine.sampling import (
     uniforms,
 )
 from vlm_grpo.engine.shared import score_shared
-from vlm_grpo.engine.vision import CutFeatures, encoder_passes
+from vlm_grpo.engine.vision import ImageEncoder
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import ImageFeatures
 from vlm_grpo.loading import LoadedModel, load_model
@@ -95,8 +95,7 @@ class Policy:
         self._image = lru_cache(maxsize=RECENT_IMAGES)(self._decode)
         vision = self.family.parts.get("vision", ())
         self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable())
-        self._features: dict[ImageRef, ImageFeatures] = {}
-        self._cut: list[CutFeatures] | None = None
+        self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
 
     @property
     def device(self) -> torch.device:
@@ -333,59 +332,16 @@ class Policy:
 
     def forget_images(self) -> None:
         """Drop the vision features kept for this step."""
-        self._features.clear()
+        self._encoder.forget()
 
-    @contextlib.contextmanager
-    def encoding_once(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
-        """Inside, micro-batches that share an image share its pass through a trained vision tower.
-
-        Yields:
-            What to call after each micro-batch's backward with the images that later ones need:
-            the passes that gave none of them run backward then.
-        """
-
-        def finish(needed: Container[ImageRef]) -> None:
-            waiting = self._cut or []
-            self._cut = [cut for cut in waiting if any(image in needed for image in cut.cut)]
-            for cut in waiting:
-                if cut not in self._cut:
-                    cut.backward()
-
-        self._cut = []
-        try:
-            yield finish
-        finally:
-            self._cut = None
+    def encoding_once(self) -> contextlib.AbstractContextManager:
+        """Micro-batches that share an image share its pass: see ``ImageEncoder.once``."""
+        return self._encoder.once()
 
     def _encode(self, prompts: Sequence[Prompt]) -> dict[ImageRef, ImageFeatures]:
-        """Features of the prompts' images, each unique image encoded once.
-
-        A frozen vision tower's features are kept until ``forget_images``; those of a trained one
-        carry their gradient, and are made anew for every pass that is not ``encoding_once``.
-        """
-        with_gradient = self.trains_vision and torch.is_grad_enabled()
-        known = {} if self.trains_vision else self._features
-        if with_gradient:
-            known = {image: it for cut in self._cut or () for image, it in cut.cut.items()}
-        todo: dict[ImageRef, dict] = {}
-        for prompt in prompts:
-            if any(image not in known for image in prompt.example.images):
-                tensors = self.family.split_images(prompt)
-                pairs = zip(prompt.example.images, tensors, strict=True)
-                todo |= {image: values for image, values in pairs if image not in known}
-        self.counters.encoder_passes += len(todo)
-        with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
-            features = [
-                image
-                for part in encoder_passes(list(todo.values()))
-                for image in self.family.encode_images(self.model, part)
-            ]
-        new = dict(zip(todo, features, strict=True))
-        if with_gradient and self._cut is not None and new:
-            self._cut.append(CutFeatures.of(new))
-            new = self._cut[-1].cut
-        known |= new
-        return known
+        features, fresh = self._encoder(prompts)
+        self.counters.encoder_passes += fresh
+        return features
 
     def _prefix_inputs(
         self, prompts: Sequence[Prompt], features: dict[ImageRef, ImageFeatures]
