@@ -41,9 +41,11 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.parts import write_in_parts
+from vlm_grpo.placement import Replicas
 from vlm_grpo.policy import load_policy
 from vlm_grpo.ranks import build_accelerator
 from vlm_grpo.registry import load_task
+from vlm_grpo.shards import whole_shape
 from vlm_grpo.stopping import StopRequest
 from vlm_grpo.trainer import Trainer, train
 from vlm_grpo.update import Updater
@@ -73,6 +75,7 @@ PLACEMENTS = {
         "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
     },
     "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
 }
 
 
@@ -104,6 +107,9 @@ UNEVEN: dict[str, dict[str, Any]] = {
 }
 BRIEF = ("held-4", "hybrid-4")
 """Launches that make ten steps of each kind of weights, and count what they exchange."""
+ZERO = ("a reference and two updates", "one example", "nothing to learn")
+"""Those of them that DeepSpeed makes; the others differ in what comes before the update."""
+
 BEGUN_BY = {
     "replicas-2-rest": "held-2",
     "streamed-2-rest": "streamed-2",
@@ -111,6 +117,8 @@ BEGUN_BY = {
     "replicas-1-rest": "held-2",
     "streamed-4-rest": "held-2",
     "zero2-2-rest": "streamed-2",
+    "zero3-2-rest": "zero2-2",
+    "streamed-2-zero3": "zero3-2",
     "replicas-1-zero2": "zero2-2",
 }
 """Whose run a launch goes on with: replicas-1 has made two steps of it, the others have been
@@ -164,7 +172,11 @@ def build(settings: Settings) -> Trainer:
 
 def steps(settings: Settings, count: int) -> list[dict[str, Any]]:
     """So many steps; for each its metrics, and the gradient after the exchange."""
-    trainer = build(settings)
+    return made(build(settings), count)
+
+
+def made(trainer: Trainer, count: int) -> list[dict[str, Any]]:
+    """So many steps of the trainer, as ``steps`` has them."""
     placement, found, grads = trainer.placement, [], {}
     finish = placement.finish
 
@@ -179,6 +191,50 @@ def steps(settings: Settings, count: int) -> list[dict[str, Any]]:
         found.append({"metrics": metrics, "grads": dict(grads)})
     trainer.roll.close()
     return found
+
+
+def memory_runs_out(settings: Settings) -> list[dict[str, Any]]:
+    """A step that the first rank begins anew in smaller micro-batches, alone."""
+    trainer = build(settings)
+    score, left = trainer.policy.score, [trainer.accelerator.is_main_process]
+
+    def out_of_memory_once(*args: Any) -> Any:
+        if any(left) and torch.is_grad_enabled():
+            left.clear()
+            raise torch.OutOfMemoryError("out of memory")
+        return score(*args)
+
+    trainer.policy.score = out_of_memory_once  # type: ignore[method-assign]
+    found = made(trainer, 1)
+    assert not any(left)
+    return found
+
+
+def not_finite(settings: Settings) -> list[Any]:
+    """Whether a step is skipped, and changes nothing, where one rank's gradient is infinite; and
+    whether the next one is."""
+    trainer = build(settings)
+    placement = trainer.placement
+    before, finish = _weights(placement), placement.finish
+
+    def spoil_and_finish() -> None:
+        if trainer.accelerator.is_main_process:
+            for _, weight in placement.trainable:
+                weight.grad = torch.full_like(weight, torch.inf)
+        finish()
+
+    placement.finish = spoil_and_finish  # type: ignore[method-assign]
+    spoiled = trainer.run_step()["skipped_updates"]
+    after = _weights(placement)
+    placement.finish = finish  # type: ignore[method-assign]
+    next_one = trainer.run_step()["skipped_updates"]
+    trainer.roll.close()
+    same = all(torch.equal(before[name], after[name]) for name in before)
+    return [spoiled, same, next_one]
+
+
+def _weights(placement: Replicas) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in placement.weights().items()}
 
 
 def _gradient(weight: nn.Parameter) -> Tensor:
@@ -232,14 +288,16 @@ def traffic(settings: Settings) -> list[dict[str, Any]]:
     layers = trainer.policy.family.language_model(model).layers
 
     def count(weights: Iterable[Tensor]) -> int:
-        return sum(weight.numel() for weight in weights if id(weight) not in whole)
+        kept = (weight for weight in weights if id(weight) not in whole)
+        return sum(whole_shape(weight).numel() for weight in kept)
 
     return [
         {
             "calls": dict(seen.calls),
             "bytes": dict(seen.bytes),
             "passes": len(passes),
-            "trained": sum(weight.numel() for _, weight in placement.trainable),
+            "all": sum(whole_shape(weight).numel() for weight in model.parameters()),
+            "trained": sum(whole_shape(weight).numel() for _, weight in placement.trainable),
             "base": count(model.parameters()),
             "layers": count(layers.parameters()),
         }
@@ -371,6 +429,8 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         settings = settings_of(folder, launch, objective=objective)
         yield f"loss {loss}", lambda settings=settings: steps(settings, 1)
     for name, changes in UNEVEN.items():
+        if is_zero and name not in ZERO:
+            continue
         settings = settings_of(folder, launch, **changes)
         yield name, lambda settings=settings: steps(settings, 3)
     for kind in ("full", "lora"):
@@ -380,6 +440,10 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
             yield f"bfloat16, {kind}", lambda settings=settings: steps(settings, 2)
         settings = settings_of(folder, launch, policy=WEIGHTS[kind])
         yield f"traffic, {kind}", lambda settings=settings: traffic(settings)
+    if is_zero or launch.startswith("replicas"):
+        settings = settings_of(folder, launch)
+        yield "memory runs out", lambda: memory_runs_out(settings)
+        yield "not finite", lambda: not_finite(settings)
     if launch == "held-2":
         yield "one fails", lambda: one_fails(folder, launch)
     yield "beginning", lambda: beginning(folder, launch)

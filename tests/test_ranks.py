@@ -10,12 +10,15 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import BRIEF, prepare, settings_of
@@ -37,7 +40,10 @@ TWO, FOUR = (
 )
 RESUMED = ["replicas-2-rest", "streamed-2-rest", "held-2-rest", "replicas-1-rest"]
 RESUMED += ["streamed-2-whole"]  # to compare with the rest of its like
-ZERO, ZERO_RESUMED = ["zero2-2"], ["zero2-2-rest", "replicas-1-zero2"]
+ZERO = ["zero2-2", "zero3-2"]
+ZERO_RESUMED = ["zero2-2-rest", "replicas-1-zero2", "zero3-2-rest", "streamed-2-zero3"]
+CASES = {"zero2": 7, "zero3": 7, "replicas": 15}
+"""How many of the cases each placement makes; 14 where nothing else is said."""
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed"
 )
@@ -77,12 +83,13 @@ def steps_of(found: dict[str, Any]) -> dict[str, list[Step]]:
 
 def compare(found: Found) -> None:
     alone = steps_of(found["replicas-1"])
-    assert len(alone) == 14
+    assert len(alone) == 15
     for launch in found.keys() - {"replicas-1"}:
         together = steps_of(found[launch])
         assert alone.keys() >= together.keys()
-        kinds = {**dict.fromkeys(ZERO, 8), **dict.fromkeys(BRIEF, 3)}
-        assert len(together) == kinds.get(launch, 14)
+        kinds = {launch: CASES.get(launch.split("-")[0], 14) for launch in found}
+        kinds |= dict.fromkeys(BRIEF, 3)
+        assert len(together) == kinds[launch]
         for case, steps in together.items():
             for a, b in zip(alone[case], steps, strict=True):
                 # Float32 sums in another order; a few steps of Adam make it 5e-6 at most here.
@@ -103,14 +110,23 @@ def test_two_processes_of_deepspeed_make_the_steps_of_one(folder: Path) -> None:
     compare(launched(folder, ["replicas-1", *ZERO]))
 
 
-@pytest.mark.parametrize("launch", ["streamed-2", "held-2"])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        *("streamed-2", "held-2"),
+        *(pytest.param(launch, marks=[pytest.mark.slow, needs_deepspeed]) for launch in ZERO),
+    ],
+)
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_cut_weights_compute_in_bfloat16_as_whole_ones_do(
     folder: Path, launch: str, kind: str
 ) -> None:
-    found = launched(folder, ["replicas-1", *TWO])
+    found = launched(folder, ["replicas-1", *TWO, launch])
     case = f"bfloat16, {kind}"
-    for a, b in zip(found["replicas-2"][case], found[launch][case], strict=True):
+    pairs = list(zip(found["replicas-2"][case], found[launch][case], strict=True))
+    # DeepSpeed clips with another rounding: weights that differ in their last bit after a step,
+    # of which bfloat16 makes 2 % in the next gradient.
+    for a, b in pairs[:1] if launch in ZERO else pairs:
         assert b["metrics"]["reward"] == a["metrics"]["reward"]
         # The same values rounded in the same places, and sums in another order. Norms or a
         # residual stream in bfloat16 draw other tokens, and the distance is 1.
@@ -268,12 +284,25 @@ def test_what_is_exchanged_is_what_the_guide_says(folder: Path) -> None:
 @needs_deepspeed
 def test_what_deepspeed_exchanges_is_what_the_guide_says(folder: Path) -> None:
     found = launched(folder, ZERO)
+    small = 20_000  # pickled rewards, metrics and agreements, and parts filled up
     for kind in ("full", "lora"):
-        t = found["zero2-2"][f"traffic, {kind}"][0]
-        small = 20_000  # pickled rewards, metrics and agreements
-        assert 0 <= t["bytes"]["_allgather_base_"] - 4 * t["trained"] < small
-        # Besides, the step's totals and flags that say whether to go on, and the norm's parts.
-        assert 0 <= t["bytes"]["allreduce_"] - 4 * t["trained"] < 100
+        for launch in ZERO:
+            t = found[launch][f"traffic, {kind}"][0]
+            is_3 = launch == "zero3-2"
+            # All of a model is gathered for the rollout and again for the update.
+            gathered = 2 * t["all"] if is_3 else t["trained"]
+            added, scattered = (0, t["trained"]) if is_3 else (t["trained"], 0)
+            assert 0 <= t["bytes"]["_allgather_base_"] - 4 * gathered < small, launch
+            assert 0 <= t["bytes"].get("_reduce_scatter_base_", 0) - 4 * scattered < small, launch
+            # Besides, the step's totals and flags that say whether to go on, and the norm's parts.
+            assert 0 <= t["bytes"]["allreduce_"] - 4 * added < 100, launch
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("launch", ["replicas-1", *ZERO])
+def test_an_infinite_gradient_changes_nothing(folder: Path, launch: str) -> None:
+    assert launched(folder, [launch])[launch]["not finite"] == [1, True, 0]
 
 
 @pytest.mark.slow
@@ -392,6 +421,41 @@ def test_an_evaluation_that_was_killed_goes_on_with_other_ranks() -> None:
     done = subprocess.run(line, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resumed on 2 ranks: the same to the byte" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("plugin", "problem"),
+    [
+        ({"zero_stage": 1}, "zero_stage must be 2 or 3"),
+        ({"offload_optimizer_device": "cpu"}, "offload_optimizer_device"),
+        ({"zero_stage": 3, "zero3_init_flag": True}, "zero3_init_flag must be false"),
+        ({"gradient_clipping": 1.0}, "optim.max_grad_norm says it"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps must be 1"),
+        ({"hf_ds_config": {"optimizer": {}}}, "optimizer and scheduler must be left out"),
+        ({"hf_ds_config": {"bf16": {"enabled": True}}}, "policy.dtype says"),
+        ({"hf_ds_config": {"stage3_max_live_parameters": 1}}, "stage3_… must be left out"),
+    ],
+)
+def test_settings_of_deepspeed_that_are_not_kept_are_refused(
+    plugin: dict[str, Any], problem: str
+) -> None:
+    if "hf_ds_config" in plugin:
+        more = plugin["hf_ds_config"]
+        zero = {"stage": 2, **{key: more[key] for key in more if key.startswith("stage3")}}
+        plugin = {"hf_ds_config": {**more, "zero_optimization": zero}}
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=DeepSpeedPlugin(**plugin)),
+        distributed_type=DistributedType.DEEPSPEED,
+    )
+    with pytest.raises(UserError, match=problem):
+        ranks.deepspeed_of(cast(Any, accelerator))
+
+
+def test_a_launch_with_deepspeed_needs_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(ranks, "is_deepspeed_available", lambda: False)
+    with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[deepspeed\]'"):
+        build_accelerator(settings_of(folder, "none"))
 
 
 @given(

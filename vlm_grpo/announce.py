@@ -14,6 +14,7 @@ from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.objective_settings import ObjectiveSettings
 from vlm_grpo.plan.tokens import Prompts
 from vlm_grpo.policy import Policy
+from vlm_grpo.shards import whole_shape
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
@@ -29,8 +30,8 @@ def describe_run(
     held_out: Sequence[Example],
 ) -> Iterator[str]:
     """The first lines of a run: what it will do."""
-    weights = [weight.numel() for _, weight in policy.trainable()]
-    total = sum(weight.numel() for weight in policy.model.parameters())
+    weights = [whole_shape(weight).numel() for _, weight in policy.trainable()]
+    total = sum(whole_shape(weight).numel() for weight in policy.model.parameters())
     kind = "LoRA" if policy.adapters is not None else "full weights"
     yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
     yield f"task       {settings.task}"

@@ -15,7 +15,9 @@ def place(policy: Policy, accelerator: Accelerator) -> Replicas:
     """The policy's weights, placed as the launch asks for."""
     zero = deepspeed_of(accelerator)
     if zero is not None:  # an extra, and slow to import: for those alone who use it
-        return importlib.import_module("vlm_grpo.zero").Zero2(policy, accelerator, zero)
+        module = importlib.import_module("vlm_grpo.zero")
+        stages = {2: module.Zero2, 3: module.Zero3}
+        return stages[zero["zero_optimization"]["stage"]](policy, accelerator, zero)
     fsdp = fsdp_of(accelerator)
     if fsdp is not None:
         stream = bool(fsdp.reshard_after_forward)

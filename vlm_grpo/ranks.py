@@ -193,9 +193,12 @@ def deepspeed_of(accelerator: Accelerator) -> dict[str, Any] | None:
     zero = config["zero_optimization"]
     offloads = ("offload_optimizer", "offload_param")
     wrong = {
-        "zero_stage must be 2": zero["stage"] != 2,
+        "zero_stage must be 2 or 3": zero["stage"] not in (2, 3),
         "offload_optimizer_device and offload_param_device must be none": any(
             (zero.get(part) or {}).get("device", "none") != "none" for part in offloads
+        ),
+        "stage3_… must be left out: all weights are gathered together": any(
+            key.startswith("stage3_") and not key.endswith("on_model_save") for key in zero
         ),
         "zero3_init_flag must be false: each process reads the model": plugin.zero3_init_flag,
         "fp16 and bf16 must be off: policy.dtype says how the model computes": any(

@@ -14,11 +14,10 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.objective_settings import ObjectiveSettings
-from vlm_grpo.shards import cut_like, joined_like, own_part
+from vlm_grpo.shards import cut_like, is_cut, joined_like, own_part, whole_shape
 
 
 class Reference:
@@ -43,7 +42,7 @@ class Reference:
         self.on_host = objective.reference_device == "cpu"
         self.snapshot: dict[str, torch.Tensor] | None = None
         if objective.needs_reference:
-            policy = ((name, own_part(weight.detach())) for name, weight in trainable)
+            policy = ((name, own_part(weight).detach()) for name, weight in trainable)
             self.snapshot = {name: self._keep(weight) for name, weight in policy}
 
     def refresh(self, step: int) -> bool:
@@ -53,7 +52,7 @@ class Reference:
         due = step % self.every == 0
         if due:
             for name, weight in self.trainable.items():
-                self.snapshot[name].copy_(own_part(weight.detach()))
+                self.snapshot[name].copy_(own_part(weight).detach())
         return due
 
     @contextlib.contextmanager
@@ -81,7 +80,7 @@ class Reference:
         Raises:
             UserError: it does not hold the weights that these settings train.
         """
-        held = {name: self.trainable[name].shape for name in self.snapshot or ()}
+        held = {name: whole_shape(self.trainable[name]) for name in self.snapshot or ()}
         if {name: weight.shape for name, weight in state.items()} != held:
             raise UserError(
                 "the checkpoint's reference policy does not fit: it holds other weights than "
@@ -98,13 +97,13 @@ class Reference:
 
 def _taken(weight: nn.Parameter) -> torch.Tensor:
     """This rank's values of the weight, which ``_put`` leaves as they are."""
-    return own_part(weight.detach()).clone() if isinstance(weight, DTensor) else weight.data
+    return own_part(weight).detach().clone() if is_cut(weight) else weight.data
 
 
 @torch.no_grad()
 def _put(weight: nn.Parameter, part: torch.Tensor) -> None:
     """Give the weight other values: by reference where it is whole; a shard stays in its place."""
-    if isinstance(weight, DTensor):
+    if is_cut(weight):
         own_part(weight).copy_(part)
     else:
         weight.data = part

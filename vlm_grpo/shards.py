@@ -5,35 +5,58 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether each rank holds a part of it: FSDP2's tensors, and the weights of ZeRO-3."""
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_tensor")
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the same memory: its shard, or all of a whole one."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return getattr(tensor, "ds_tensor", tensor)
+
+
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of the tensor without cuts."""
+    return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def cut_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor that every rank has, cut as ``like`` is; as it is where that is whole."""
+    """This rank's part of a whole tensor that every rank has, cut as ``like`` is; with FSDP2 a
+    tensor of such parts, and the value as it is where ``like`` is whole."""
     value = value.to(like.device)
-    if not isinstance(like, DTensor):
+    if isinstance(like, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    if not is_cut(like):
         return value
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    part = torch.zeros_like(own_part(like), dtype=value.dtype)
+    mine = value.flatten()[len(part) * distributed.get_rank() :][: len(part)]
+    part[: len(mine)] = mine  # the last parts are filled up to the length of the others
+    return part
 
 
 def joined_like(part: Tensor, like: Tensor) -> Tensor:
-    """A tensor cut as ``like`` is, of which this rank holds ``part``."""
-    if not isinstance(like, DTensor):
+    """A tensor cut as ``like`` is, of which this rank holds ``part``; made whole with ZeRO-3."""
+    if isinstance(like, DTensor):
+        return DTensor.from_local(
+            part.to(like.device),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+    if not is_cut(like):
         return part
-    return DTensor.from_local(
-        part.to(like.device),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    flat = part.new_empty(len(part) * distributed.get_world_size(), device=like.device)
+    distributed.all_gather_into_tensor(flat, part.to(like.device))
+    shape = whole_shape(like)
+    return flat[: shape.numel()].view(shape).cpu()
 
 
 def whole(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str, Tensor]:

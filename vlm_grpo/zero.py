@@ -14,14 +14,17 @@ from deepspeed.utils import (
     logger,
     safe_get_full_optimizer_state,
     safe_set_full_optimizer_state,
+    safe_set_local_optimizer_state,
+    set_z3_leaf_module,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.optimizer import state_by_weight
 from vlm_grpo.placement import Replicas
 from vlm_grpo.policy import Policy
 from vlm_grpo.ranks import BUCKET_BYTES
+from vlm_grpo.shards import cut_like, whole_shape
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each weight, besides the count of its steps."""
@@ -51,7 +54,11 @@ class Zero2(Replicas):
         logger.setLevel(logging.WARNING)
         world = self.accelerator.num_processes
         sizes = {"train_batch_size": world, "train_micro_batch_size_per_gpu": 1}
-        zero = {"reduce_bucket_size": BUCKET_BYTES // 4, **self.config["zero_optimization"]}
+        zero = {
+            "reduce_bucket_size": BUCKET_BYTES // 4,
+            "stage3_param_persistence_threshold": 0,  # none is always whole
+            **self.config["zero_optimization"],
+        }
         config = {
             **self.config,
             "zero_optimization": zero,
@@ -61,7 +68,7 @@ class Zero2(Replicas):
             "zero_allow_untested_optimizer": True,
         }
         self.engine: Any = deepspeed.initialize(
-            model=self.policy.model, optimizer=optimizer, config=config
+            model=self._module(), optimizer=optimizer, config=config
         )[0]
         for group in optimizer.param_groups:
             for part in group["params"]:  # DeepSpeed's, of this rank
@@ -70,9 +77,14 @@ class Zero2(Replicas):
                 steps = torch.zeros((), dtype=torch.float32, device=part.device)
                 optimizer.state[part] = {"step": steps, **moments}
 
+    def _module(self) -> nn.Module:
+        """What DeepSpeed looks after."""
+        return self.policy.model
+
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
         if self.accumulating is None:  # else memory ran out, and the step begins anew
             self.accumulating = contextlib.ExitStack()
+            self.accumulating.enter_context(self.gathered())
             self.accumulating.enter_context(self.engine.coalesce_grad_reduction())
         yield from batches
 
@@ -83,7 +95,7 @@ class Zero2(Replicas):
             else:  # DeepSpeed takes the mean over the ranks where the sum is asked for
                 weight.grad *= self.accelerator.num_processes
         if self.accumulating is not None:
-            self.accumulating.close()  # the exchange
+            self.accumulating.close()  # the gradients' exchange
         self.accumulating = None
 
     def step(self) -> float:
@@ -92,7 +104,7 @@ class Zero2(Replicas):
         return float(self.engine.get_global_grad_norm())
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        (steps,) = {float(state["step"]) for state in self.optimizer.state.values()}
+        steps = next((float(state["step"]) for state in self.optimizer.state.values()), 0.0)
         if not steps:
             return {}
         is_main = self.accelerator.is_main_process
@@ -107,16 +119,18 @@ class Zero2(Replicas):
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if not tensors:
             return
-        shapes = {name: weight.shape for name, weight in self.trainable}
+        shapes = {name: whole_shape(weight) for name, weight in self.trainable}
         state = state_by_weight(tensors, shapes)
         self._make_state()
         for name, weight in self.trainable:
             for moment in MOMENTS:
-                value = state[name][moment].to(weight.device)
-                safe_set_full_optimizer_state(weight, value, moment)
+                self._set_moment(weight, state[name][moment].to(weight.device), moment)
         steps = state[self.trainable[0][0]]["step"]
         for held in self.optimizer.state.values():
             held["step"].copy_(steps)
+
+    def _set_moment(self, weight: nn.Parameter, value: Tensor, moment: str) -> None:
+        safe_set_full_optimizer_state(weight, value, moment)
 
     def _make_state(self) -> None:
         """A step that changes no weight: DeepSpeed has no place for a state before the first."""
@@ -128,3 +142,46 @@ class Zero2(Replicas):
         self.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+class Zero3(Zero2):
+    """Every rank keeps 1/R of each weight, too, between its uses (ZeRO-3).
+
+    All weights are gathered for a rollout, an evaluation, a reference pass and the micro-batches
+    of a step, so that nothing in the middle of a pass is collective: DeepSpeed's own gathering,
+    module by module, would have ranks with other batches wait for each other.
+    """
+
+    def _module(self) -> nn.Module:
+        module = nn.ModuleList([self.policy.model])
+        set_z3_leaf_module(module, True)  # hooks on nothing inside; this is never called
+        return module
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        with deepspeed.zero.GatheredParameters(list(self.policy.model.parameters())):
+            yield
+
+    def weights(self) -> dict[str, Tensor]:
+        module = self.policy.adapters or self.policy.model
+        # A tied weight has several names and one tensor, which it keeps in the file.
+        named = dict(module.named_parameters(remove_duplicate=False))
+        made: dict[int, Tensor] = {}
+        held = {}
+        for name, value in self.policy.weights().items():
+            weight = named.get(name)
+            held[name] = value
+            if weight is not None:
+                if id(weight) not in made:
+                    made[id(weight)] = self._whole(weight)
+                held[name] = made[id(weight)]
+        return held
+
+    def _whole(self, weight: nn.Parameter) -> Tensor:
+        """The weight in the first rank's main memory; nothing elsewhere."""
+        with deepspeed.zero.GatheredParameters([weight]):
+            is_main = self.accelerator.is_main_process
+            return weight.detach().to("cpu", copy=True) if is_main else torch.empty(0)
+
+    def _set_moment(self, weight: nn.Parameter, value: Tensor, moment: str) -> None:
+        safe_set_local_optimizer_state(weight, cut_like(value, weight), moment)
