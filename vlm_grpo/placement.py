@@ -166,7 +166,9 @@ class Shards(Replicas):
     Adapters, and a vision tower that is frozen, are small and stay whole on every rank.
 
     With ``copies`` (hybrid sharding) R is the ranks that hold one copy: they follow each other in
-    number, as those of one machine do. Gradients are added up among the copies once a step.
+    number, as those of one machine do. What is scattered is added up among the copies at once: held
+    back until the step's end, torch 2.15 would scatter it again in every backward pass, also in
+    those that not all ranks make.
 
     Args:
         policy: as for ``Replicas``; its model is cut.
@@ -280,16 +282,12 @@ class Shards(Replicas):
         for module in self.held:
             module.unshard()
             self._reduces(module, False)
-        for layer in self.streamed:  # adds up among its own copy's ranks at every pass
-            layer.set_requires_all_reduce(False, recurse=False)
         rounds = max(gather_object([len(batches)])) if self.stream else len(batches)
         yield from batches
         yield from [None] * (rounds - len(batches))
         if any(isinstance(weight, DTensor) for _, weight in self.trainable):
             for module in self.held:
                 self._reduces(module, True)
-            for layer in self.streamed:
-                layer.set_requires_all_reduce(True, recurse=False)
             yield None
 
     @staticmethod
