@@ -434,7 +434,7 @@ def cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         settings = settings_of(folder, launch, **changes)
         yield name, lambda settings=settings: steps(settings, 3)
     for kind in ("full", "lora"):
-        if launch in ("replicas-2", "streamed-2", "held-2"):
+        if launch in ("replicas-2", "streamed-2", "held-2", "zero2-2", "zero3-2"):
             bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
             settings = settings_of(folder, launch, policy=bfloat16)
             yield f"bfloat16, {kind}", lambda settings=settings: steps(settings, 2)

@@ -51,6 +51,22 @@ def test_a_prompt_wraps_the_question():
     assert asked.endswith("inside <answer> </answer>.")
 
 
+def test_an_error_of_a_users_task_is_one_in_its_benchmark(tmp_path):
+    (tmp_path / "far.py").write_text(
+        "from vlm_grpo.task import Task, reward\n\n"
+        "class Far(Task):\n    headline = 'distance'\n    lower_is_better = True\n\n"
+        "    def parse(self, text, example):\n        return float(text)\n\n"
+        "    def write(self, answer, example):\n        return str(answer)\n\n"
+        "    @reward()\n    def distance(self, answer, example):\n        return answer\n\n"
+        "    @reward()\n    def near(self, answer, example):\n        return -answer\n"
+    )
+    path = tmp_path / "x.yaml"
+    for metric, is_error in (("distance", True), ("near", False)):
+        path.write_text(f"title: X\ntask: {tmp_path / 'far.py'}\nmetric: {metric}\n")
+        benchmark = load_benchmark(str(path))
+        assert benchmark.lower_is_better == benchmark.load_task().lower_is_better == is_error
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -453,8 +453,20 @@ def test_settings_of_deepspeed_that_are_not_kept_are_refused(
 def test_a_launch_with_deepspeed_needs_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(ranks, "is_deepspeed_available", lambda: False)
+    # As a launcher starts a process on a GPU, where accelerate itself would raise first.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[deepspeed\]'"):
         build_accelerator(settings_of(folder, "none"))
+
+
+def test_a_launch_on_cpus_stays_there_beside_an_accelerator() -> None:
+    script = (
+        "import torch\ntorch.accelerator.is_available = lambda: True\n"
+        "from vlm_grpo.ranks import join\nassert join().device.type == 'cpu'\n"
+    )
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=200)
 
 
 @given(

@@ -371,5 +371,5 @@ def load_policy(
     """The policy of a run; arguments and errors as in ``load_model`` and ``recording_of``."""
     loaded = load_model(settings, checkpoint, training)
     restriction = restriction_of(loaded.model, loaded.family, settings.rollout)
-    record = recording_of(settings.rollout, loaded.shared)
+    record = recording_of(settings.rollout, loaded.shared, training)
     return Policy(loaded, restriction, settings.policy.head_chunk_tokens, record)

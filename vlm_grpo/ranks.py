@@ -15,7 +15,7 @@ from accelerate import (
     ParallelismConfig,
     PartialState,
 )
-from accelerate.utils import DistributedType, is_deepspeed_available
+from accelerate.utils import DistributedType, is_deepspeed_available, parse_flag_from_env
 from torch import Tensor, distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
@@ -36,10 +36,24 @@ BUCKET_BYTES = 256 * 2**20
 
 
 def join() -> PartialState:
-    """This process among those of its launch, which meet here the first time it is asked."""
+    """This process among those of its launch, which meet here the first time it is asked.
+
+    Raises:
+        UserError: the launch asks for DeepSpeed, which is not installed.
+    """
+    refuse_missing_deepspeed()
+    if _on_cpu():  # else DeepSpeed, which libraries import where it is installed, says so on stdout
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     _join_after_restart()
-    # Without an accelerator accelerate would leave several processes to themselves, unless told.
-    return PartialState(cpu=not torch.accelerator.is_available())
+    return PartialState(cpu=_on_cpu())
+
+
+def _on_cpu() -> bool:
+    """Whether the launch is one on CPUs.
+
+    Without an accelerator accelerate would leave several processes to themselves, unless told.
+    """
+    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
 def _join_after_restart() -> None:
@@ -72,9 +86,8 @@ def build_accelerator(settings: Settings) -> Accelerator:
     """
     join()
     # The policy sets its own precision, for rollout and update alike.
-    refuse_missing_deepspeed()
     copies_of_shards()
-    on_cpu, parallelism = not torch.accelerator.is_available(), None
+    on_cpu, parallelism = _on_cpu(), None
     if on_cpu and _asks_for_parallelism():  # which accelerate knows on accelerators alone
         parallelism = ParallelismConfig(1, 1, tp_size=1, cp_size=1, sp_size=1)
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, parallelism_config=parallelism)
@@ -86,8 +99,8 @@ def build_accelerator(settings: Settings) -> Accelerator:
     is_cut = fsdp_of(accelerator) is not None
     if settings.checkpoint.sharded and not is_cut:
         raise UserError(
-            "checkpoint.sharded=true has no effect on weights that are whole on each process: set "
-            "it to false, or launch with FSDP2 (a run resumes from checkpoints of either kind)"
+            "checkpoint.sharded=true is for weights that FSDP2 cuts: set it to false, or launch "
+            "with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of either kind)"
         )
     deepspeed_of(accelerator)
     if settings.optim.prompts_per_step < accelerator.num_processes:

@@ -80,15 +80,18 @@ class Reference:
         Raises:
             UserError: it does not hold the weights that these settings train.
         """
-        held = {name: whole_shape(self.trainable[name]) for name in self.snapshot or ()}
-        if {name: weight.shape for name, weight in state.items()} != held:
-            raise UserError(
-                "the checkpoint's reference policy does not fit: it holds other weights than "
-                "these settings train"
-            )
-        if self.snapshot is not None:
-            for name, weight in state.items():
-                self.snapshot[name].copy_(own_part(cut_like(weight, self.trainable[name])))
+        wrong = UserError(
+            "the checkpoint's reference policy does not fit: it holds other weights than these "
+            "settings train"
+        )
+        snapshot = self.snapshot or {}
+        if state.keys() != snapshot.keys():
+            raise wrong
+        for name, held in snapshot.items():
+            weight = state[name]  # read from the disk here, and once
+            if weight.shape != whole_shape(self.trainable[name]):
+                raise wrong
+            held.copy_(own_part(cut_like(weight, self.trainable[name])))
 
     def _keep(self, weight: torch.Tensor) -> torch.Tensor:
         """A copy of the weight where snapshots are kept."""

@@ -30,6 +30,7 @@ from vlm_grpo.optimizer import set_rates
 from vlm_grpo.parts import own_names, write_in_parts
 from vlm_grpo.policy import Policy
 from vlm_grpo.randomness import random_states, restore_random_states
+from vlm_grpo.ranks import together
 from vlm_grpo.resuming import (
     plain_settings,
     refuse_other_rows,
@@ -104,10 +105,11 @@ class Saver:
 
         if settings.sharded:
             write_in_parts(accelerator, self.folder, moment, contents, write_weights)
-        if accelerator.is_main_process:
-            if settings.sharded:
-                remove_old()
-            elif settings.asynchronous:
+            with together(accelerator):
+                if accelerator.is_main_process:
+                    remove_old()
+        elif accelerator.is_main_process:
+            if settings.asynchronous:
                 self.writer.start(write)
             else:
                 write()

@@ -57,7 +57,7 @@ class Zero2(Replicas):
         zero = {
             "reduce_bucket_size": BUCKET_BYTES // 4,
             "stage3_param_persistence_threshold": 0,  # none is always whole
-            **self.config["zero_optimization"],
+            **{k: v for k, v in self.config["zero_optimization"].items() if v != "auto"},
         }
         config = {
             **self.config,

@@ -82,3 +82,20 @@ def test_prompts_attend_causally(
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == dtype
         assert (mine.double() - theirs).norm() / theirs.norm() < bound
+
+
+def test_sums_over_blocks_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    exact = [torch.randn(1, 2, 256, WIDTH, dtype=torch.float64) for _ in range(3)]
+    errors = []
+    for block in (256, 4):
+        monkeypatch.setattr(kernels, "CAUSAL_BLOCK", block)
+        grads = []
+        for dtype in (torch.float64, torch.bfloat16):
+            tensors = [t.bfloat16().to(dtype).requires_grad_() for t in exact]
+            grads.append(results(lambda q, k, v: kernels.causal(q, k, v, SCALING), tensors)[2:])
+        pairs = zip(*grads, strict=True)
+        errors.append([(mine.double() - right).norm() / right.norm() for right, mine in pairs])
+    # 64 sums in bfloat16 would be about three times as far off as one product.
+    for whole, blocks in zip(*errors, strict=True):
+        assert blocks < 1.3 * whole

@@ -92,14 +92,15 @@ def test_a_step_that_reads_from_the_device_is_not_recorded() -> None:
 
 def test_graphs_are_refused_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = RolloutSettings(cuda_graphs=True)
-    assert recording_of(RolloutSettings(), shared=False) is None
+    assert recording_of(RolloutSettings(), shared=False, training=True) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert recording_of(rollout, shared=True, training=False) is None
     with pytest.raises(UserError, match="needs a CUDA device"):
-        recording_of(rollout, shared=True)
+        recording_of(rollout, shared=True, training=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert recording_of(rollout, shared=True) is CudaGraph
+    assert recording_of(rollout, shared=True, training=True) is CudaGraph
     with pytest.raises(UserError, match="repeats its prompt"):
-        recording_of(rollout, shared=False)
+        recording_of(rollout, shared=False, training=True)
     policy = tiny_policy("qwen2_5_vl")
     policy.record = Recording
     with pytest.raises(UserError, match="cut over ranks"):

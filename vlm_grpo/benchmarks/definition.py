@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vlm_grpo.benchmarks.judged import ERRORS, judged
+from vlm_grpo.benchmarks.judged import is_error, judged
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import UserError, bullets, nearest
@@ -101,7 +101,7 @@ class Benchmark(Frozen):
     @property
     def lower_is_better(self) -> bool:
         """The official metric is an error."""
-        return self.metric in ERRORS
+        return is_error(load_task_class(self.task), self.metric)
 
 
 _CORPUS_METRICS = frozenset(("ap", "ap_50", "ap_75", "rmse"))

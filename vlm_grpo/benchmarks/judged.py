@@ -53,12 +53,17 @@ def judged(
         "__module__": base.__module__,
         "__reduce__": reduced,  # made anew in another process, which does not know this class
         "headline": metrics[0],
-        "lower_is_better": metrics[0] in ERRORS,
+        "lower_is_better": is_error(base, metrics[0]),
         "question": question,
         "corpus_metrics": corpus_metrics,
         **{name: metric()(_method(name)) for name in metrics if name in RULES},
     }
     return type(base.__name__, (base,), members)
+
+
+def is_error(base: type[Task], name: str) -> bool:
+    """Whether less of a metric of the task's rows is better."""
+    return name in ERRORS or (name == base.headline and base.lower_is_better)
 
 
 def _rebuilt(

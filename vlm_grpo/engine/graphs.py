@@ -30,15 +30,19 @@ class Recorded(Protocol):
 Record = Callable[[Step, tuple[Tensor, ...]], Recorded]
 
 
-def recording_of(rollout: RolloutSettings, shared: bool) -> Record | None:
+def recording_of(rollout: RolloutSettings, shared: bool, training: bool) -> Record | None:
     """What the recipe's decoding steps are recorded by; None: they are not.
 
+    A run's model may be asked where it was not trained: then without a CUDA device they are not.
+
     Raises:
-        UserError: ``cuda_graphs`` without a CUDA device, or without a shared prompt.
+        UserError: ``cuda_graphs`` in a training without a CUDA device, or without a shared prompt.
     """
     if not rollout.cuda_graphs:
         return None
     if not torch.cuda.is_available():
+        if not training:
+            return None
         raise UserError("rollout.cuda_graphs=true needs a CUDA device: leave it out here")
     if not shared:
         raise UserError(

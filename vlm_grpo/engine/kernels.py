@@ -193,7 +193,8 @@ def _plain_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_part_backward`` by plain products, some queries at a time."""
-    d_queries, d_key, d_value = [], torch.zeros_like(key), torch.zeros_like(value)
+    d_queries = []
+    d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     for start, stop in _blocks(query, key, causal):
         seen = stop if causal else key.shape[2]
         k, v = key[:, :, :seen], value[:, :, :seen]
@@ -208,7 +209,7 @@ def _plain_backward(
         d_scores = (g @ v.mT).sub_(mean).mul_(weights)
         d_queries.append((d_scores @ k * scaling).reshape(part.shape))
         d_key[:, :, :seen] += d_scores.mT @ (q * scaling)
-    return torch.cat(d_queries, dim=2), d_key, d_value
+    return torch.cat(d_queries, dim=2), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
 def _weights(
