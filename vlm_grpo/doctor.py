@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from vlm_grpo.engine.sampling import SamplingSettings, restriction_of
 from vlm_grpo.errors import UserError
 from vlm_grpo.loading import load_model
 from vlm_grpo.policy import Policy
+from vlm_grpo.ranks import join
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Prompt
 
@@ -64,7 +64,7 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
         }
     )
     loaded = load_model(settings, training=False)
-    loaded.model.to(Accelerator().device)
+    loaded.model.to(join().device)
     restriction = restriction_of(loaded.model, loaded.family, settings.rollout)
     policy = Policy(loaded, restriction)
     config = loaded.model.config

@@ -23,6 +23,7 @@ from vlm_grpo.config import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.loading import LoadedModel, load_model, model_source
 from vlm_grpo.model_choice import NO_TASK, ModelChoice, choose_model
+from vlm_grpo.ranks import join
 from vlm_grpo.report.run import Change, read_run
 
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
@@ -54,6 +55,7 @@ def export(
         UserError: ``out`` exists, nothing was trained, or there is no adapter to write.
     """
     disable_progress_bar()
+    join()
     choice = choose_model(run, step=step)
     if choice.checkpoint is None:
         raise UserError(f"{run} is no run and no checkpoint: there is nothing trained to export")
