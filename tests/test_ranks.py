@@ -250,7 +250,7 @@ def test_other_parallelism_is_refused(
 def test_parts_of_whole_weights_are_refused(tmp_path: Path) -> None:
     prepare(tmp_path)
     settings = settings_of(tmp_path, "run", checkpoint={"sharded": True})
-    with pytest.raises(UserError, match=r"checkpoint\.sharded=true has no effect"):
+    with pytest.raises(UserError, match=r"checkpoint\.sharded=true is for weights that FSDP2 cuts"):
         build_accelerator(settings)
 
 
