@@ -33,7 +33,7 @@ test: $(VENV)/dev.stamp
 	$(PYTEST) -m slow
 
 crash: $(VENV)/dev.stamp
-	$(BIN)/python tests/crash.py --kills 50
+	$(BIN)/python tests/helpers/crash.py --kills 50
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -21,7 +21,7 @@ def read(request: Request) -> Iterator[Found | Refused]:
     patterns = (f"**/instances_{request.split}*.json", f"{request.split}/_annotations.coco.json")
     coco = read_coco(find_file(request.source, *patterns))
     wanted = ", ".join(coco.categories.values())
-    for image, regions in coco.boxes_of().items():
+    for image, regions in coco.get_boxes().items():
         objects = [a for a in regions if not a.get("iscrowd")]
         yield Found(
             id=f"{request.split}-{image}",

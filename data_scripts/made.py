@@ -43,7 +43,7 @@ def as_png(image: Image.Image, name: str) -> ImageRef:
     """The image as PNG bytes in memory; the model is expected to see it at its own size."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
-    return ImageRef(name=name, size=image.size, seen=image.size, data=buffer.getvalue())
+    return ImageRef(name=name, size=image.size, resized_size=image.size, data=buffer.getvalue())
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def accuracy(
     examples: Sequence[Example],
     temperature: float = 0.0,
 ) -> float:
-    """The part of the examples on which the task's headline is 1 (a box: IoU at least 0.5).
+    """The part of the examples on which the task's primary metric is 1 (a box: IoU at least 0.5).
 
     Args:
         temperature: 0 takes the likeliest token; above 0 samples from the whole vocabulary.
@@ -181,7 +181,7 @@ def accuracy(
     for text, example in zip(texts, examples, strict=True):
         score = task.score(text, example)
         values = {**score.rewards, **score.metrics}
-        right += (values[task.headline] or 0.0) == 1.0
+        right += (values[task.primary_metric] or 0.0) == 1.0
     return right / len(examples)
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from vlm_grpo.benchmarks.metrics import OCRBENCH_V2
 from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
 from vlm_grpo.data_scripts.sources import Record, image_bytes, read_json, read_table
-from vlm_grpo.official import OCRBENCH_V2
 
 
 def read(request: Request) -> Iterator[Found | Refused]:

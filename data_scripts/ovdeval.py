@@ -19,7 +19,7 @@ def read(request: Request) -> Iterator[Found | Refused]:
     """One row for each image, asked for what is there and for what is not."""
     path = find_file(request.source)
     coco = read_coco(path)
-    for number, regions in coco.boxes_of().items():
+    for number, regions in coco.get_boxes().items():
         image = coco.images[number]
         asked = image.get("text", []) + image.get("neg_text", [])
         yield Found(

@@ -147,7 +147,7 @@ class Coco:
     annotations: Mapping[int, Record]
     categories: Mapping[int, str]
 
-    def boxes_of(self) -> dict[int, list[Record]]:
+    def get_boxes(self) -> dict[int, list[Record]]:
         """The annotations of every image, none for an image without any."""
         found: dict[int, list[Record]] = {image: [] for image in self.images}
         for annotation in self.annotations.values():

@@ -25,7 +25,7 @@ class Counting(Task):
             checks the places too.
     """
 
-    headline = "exact"
+    primary_metric = "exact"
     points: bool = False
 
     def question(self, example: Example) -> str:
@@ -41,7 +41,9 @@ class Counting(Task):
         if points is None or len(set(points)) < len(points):
             return None
         image = example.images[0]
-        boxes = (self.frame.to_pixels((x, y, x, y), image.size, image.seen) for x, y in points)
+        boxes = (
+            self.frame.to_pixels((x, y, x, y), image.size, image.resized_size) for x, y in points
+        )
         return tuple((x, y) for x, y, _, _ in boxes)
 
     def write(self, answer: int | Points, example: Example) -> str:

@@ -29,7 +29,7 @@ class Detection(Task):
         max_boxes: more boxes than this are no answer.
     """
 
-    headline = "f1_50"
+    primary_metric = "f1_50"
     max_boxes: int = 100
 
     def question(self, example: Example) -> str:
@@ -42,7 +42,7 @@ class Detection(Task):
             return None
         image = example.images[0]
         objects = [
-            (self.frame.to_pixels(box, image.size, image.seen), _plain(label))
+            (self.frame.to_pixels(box, image.size, image.resized_size), _plain(label))
             for box, label in boxes
             if label is not None
         ]
@@ -51,7 +51,7 @@ class Detection(Task):
     def write(self, answer: Objects, example: Example) -> str:
         image = example.images[0]
         boxes, labels = [box for box, _ in answer], [label for _, label in answer]
-        return self.frame.write_all(boxes, image.size, image.seen, labels)
+        return self.frame.write_all(boxes, image.size, image.resized_size, labels)
 
     def gold_answer(self, example: Example) -> Objects:
         labels = [_plain(label) for label in example.answer["labels"]]
@@ -60,7 +60,7 @@ class Detection(Task):
     def gold_reward(self, example: Example) -> float:
         image = example.images[0]
         boxes = [box for box, _ in self.gold_answer(example)]
-        least = [self.frame.least_iou(box, image.size, image.seen) for box in boxes]
+        least = [self.frame.least_iou(box, image.size, image.resized_size) for box in boxes]
         return float(np.mean(min(least, default=1.0) >= _THRESHOLDS))
 
     def check(self, example: Example) -> None:

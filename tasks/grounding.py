@@ -34,7 +34,7 @@ class Grounding(Task):
             of the training.
     """
 
-    headline = "accuracy_50"
+    primary_metric = "accuracy_50"
     several: bool = False
     absent: bool = False
     max_boxes: int = 50
@@ -53,11 +53,11 @@ class Grounding(Task):
         if boxes is None or not self._may_be(len(boxes)):
             return None
         image = example.images[0]
-        return tuple(self.frame.to_pixels(box, image.size, image.seen) for box, _ in boxes)
+        return tuple(self.frame.to_pixels(box, image.size, image.resized_size) for box, _ in boxes)
 
     def write(self, answer: Boxes, example: Example) -> str:
         image = example.images[0]
-        return self.frame.write_all(answer, image.size, image.seen)
+        return self.frame.write_all(answer, image.size, image.resized_size)
 
     def gold_answer(self, example: Example) -> Boxes:
         return gold_boxes(example.answer)
@@ -65,7 +65,9 @@ class Grounding(Task):
     def gold_reward(self, example: Example) -> float:
         image = example.images[0]
         boxes = self.gold_answer(example)
-        return min((self.frame.least_iou(b, image.size, image.seen) for b in boxes), default=1.0)
+        return min(
+            (self.frame.least_iou(b, image.size, image.resized_size) for b in boxes), default=1.0
+        )
 
     def check(self, example: Example) -> None:
         if not example.images:

@@ -27,7 +27,7 @@ class OCR(Task):
             "nfkc" (full-width and other compatibility forms), "punctuation".
     """
 
-    headline = "exact"
+    primary_metric = "exact"
     normalize: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ class Pointing(Task):
         max_points: more points than this are no answer.
     """
 
-    headline = "inside"
+    primary_metric = "inside"
     several: bool = False
     max_points: int = 100
 
@@ -43,12 +43,16 @@ class Pointing(Task):
         if points is None or not self._may_be(len(points)):
             return None
         image = example.images[0]
-        boxes = (self.frame.to_pixels((x, y, x, y), image.size, image.seen) for x, y in points)
+        boxes = (
+            self.frame.to_pixels((x, y, x, y), image.size, image.resized_size) for x, y in points
+        )
         return tuple((x, y) for x, y, _, _ in boxes)
 
     def write(self, answer: Points, example: Example) -> str:
         image = example.images[0]
-        boxes = (self.frame.from_pixels((x, y, x, y), image.size, image.seen) for x, y in answer)
+        boxes = (
+            self.frame.from_pixels((x, y, x, y), image.size, image.resized_size) for x, y in answer
+        )
         points = [{"point_2d": [round(x), round(y)]} for x, y, _, _ in boxes]
         return json.dumps(points[0] if len(points) == 1 else points)
 

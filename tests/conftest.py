@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 # The annotations of these modules are checked at every call while tests run: a tensor of a wrong
 # shape or type fails where it enters. It must stand before anything imports them.
 install_import_hook(
-    ["vlm_grpo.objective", "vlm_grpo.engine", "vlm_grpo.policy"], "beartype.beartype"
+    ["vlm_grpo.objective", "vlm_grpo.engine", "vlm_grpo.model.policy"], "beartype.beartype"
 )
 
 

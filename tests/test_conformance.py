@@ -29,7 +29,7 @@ def test_case_earns_what_it_must(case):
     task = load_task(case["task"], tags=case["tags"], frame=frame, **options)
     size = tuple(case.get("image_size", (640, 480)))
     seen = tuple(case.get("seen", size))
-    image = ImageRef(name="image", size=size, seen=seen)
+    image = ImageRef(name="image", size=size, resized_size=seen)
     example = Example(case["id"], (image,), case.get("question", "?"), case["gold"])
 
     task.check(example)

@@ -17,16 +17,16 @@ from small_disk import small_disk
 from small_runs import TASK
 from tiny_models import tiny_model
 
-from vlm_grpo.checkpoint import checkpoints, verify
-from vlm_grpo.config import Settings, load_settings
+from vlm_grpo.checkpoint.store import checkpoints, verify
+from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
-from vlm_grpo.overflow import MAX_OVERFLOWS
-from vlm_grpo.policy import load_policy
+from vlm_grpo.grpo.nonfinite import MAX_OVERFLOWS
+from vlm_grpo.grpo.rollout import REPLACEMENTS, PromptLoader
+from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
-from vlm_grpo.rollout import REPLACEMENTS, PromptLoader
 from vlm_grpo.trainer import Trainer, train
 
 
@@ -148,7 +148,7 @@ def test_skipping_ends_where_no_image_can_be_read(settings: Any) -> None:
 def test_a_bad_held_out_image_ends_the_run_saved(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlm_grpo.policy.RECENT_IMAGES", 0)  # it would stand in for the file
+    monkeypatch.setattr("vlm_grpo.model.policy.RECENT_IMAGES", 0)  # it would stand in for the file
     Image.new("RGB", (56, 28)).save(tmp_path / "held.png")
     row = {"id": "held", "images": ["held.png"], "question": "Which?", "answer": "abc"}
     (tmp_path / "held.jsonl").write_text(json.dumps(row))

@@ -14,13 +14,13 @@ import torch
 from report_runs import few_examples, group
 from tiny_models import tiny_model
 
-from vlm_grpo.config import Settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.loading import load_model
-from vlm_grpo.overflow import MAX_OVERFLOWS, Overflows
+from vlm_grpo.grpo.nonfinite import MAX_OVERFLOWS, Overflows
+from vlm_grpo.model.loading import load_model
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking import write_held_out, write_samples
+from vlm_grpo.tracking.metrics import write_held_out, write_samples
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,7 +18,7 @@ from vlm_grpo.task import Task, reward
 class Parity(Task):
     """Is the number odd or even?"""
 
-    headline = "right"
+    primary_metric = "right"
     lenient: bool = False
     words: tuple[str, ...] = ("odd", "even")
     share: float = 0.5
@@ -110,13 +110,15 @@ def test_a_missing_task_file_is_named(tmp_path):
 
 
 def test_an_incomplete_task_is_told_all_that_it_lacks(parity):
-    parity.write_text("from vlm_grpo.task import Task\nclass Empty(Task):\n    headline = 'x'\n")
+    parity.write_text(
+        "from vlm_grpo.task import Task\nclass Empty(Task):\n    primary_metric = 'x'\n"
+    )
     message = refusal(str(parity))
 
     assert "no method parse" in message
     assert "no method write" in message
     assert "@reward" in message
-    assert "headline = 'x'" in message
+    assert "primary_metric = 'x'" in message
 
 
 def test_an_unknown_name_lists_what_exists_and_the_nearest():

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vlm_grpo.config import DataSettings
+from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.judge import Judge
 from vlm_grpo.parsing import parse_integer
+from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
 
@@ -22,7 +22,7 @@ EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
 class Sum(Task):
     """A task with a reward, a graded one, one for the eye, and metrics."""
 
-    headline = "exact"
+    primary_metric = "exact"
     offset: int = 0
 
     def parse(self, text: str, example: Example) -> int | None:
@@ -175,7 +175,7 @@ def test_the_prompt_says_how_to_answer():
 
 def test_defaults_of_a_task():
     class Bare(Task):
-        headline = "none"
+        primary_metric = "none"
 
     with pytest.raises(NotImplementedError):
         Bare().parse("3", EXAMPLE)
@@ -253,7 +253,7 @@ def test_the_length_penalty_ends_at_minus_one():
 class Pixels(Task):
     """Rewards that look at the image and at columns of the row's own."""
 
-    headline = "reddish"
+    primary_metric = "reddish"
 
     def parse(self, text: str, example: Example) -> str:
         return text
@@ -278,6 +278,6 @@ def test_a_reward_sees_the_image_and_all_columns(tmp_path: Path, workers: int):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     source = str(tmp_path / "rows.jsonl")
     (example,) = load_examples(source, Pixels(), DataSettings(train=source))
-    with Judge(workers=workers) as judge:
+    with RewardScorer(workers=workers) as judge:
         (score,) = judge(Pixels(), ["red"], [example])
     assert score.rewards == {"reddish": 1.0, "paid": 0.25}

@@ -25,10 +25,10 @@ from small_runs import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
-from vlm_grpo.checkpoint import checkpoints
-from vlm_grpo.config import Settings
+from vlm_grpo.checkpoint.store import checkpoints
+from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.loading import load_model
+from vlm_grpo.model.loading import load_model
 from vlm_grpo.trainer import train
 
 

@@ -119,7 +119,7 @@ class CoordinateFrame:
         """
         return f"{form or self.form} {self.units.format(width=size[0], height=size[1])}"
 
-    def to_pixels(self, box: Box, size: Size, seen: Size) -> Box:
+    def to_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
         """A box in this frame's units → original pixels.
 
         Args:
@@ -127,26 +127,30 @@ class CoordinateFrame:
             size: width and height of the original, in pixels.
             seen: width and height of the image that the model saw, in pixels.
         """
-        width, height = self._extent(size, seen)
+        width, height = self._extent(size, resized_size)
         x, y = size[0] / width, size[1] / height
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
-    def from_pixels(self, box: Box, size: Size, seen: Size) -> Box:
+    def from_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
         """The inverse of ``to_pixels``: original pixels → this frame's units, not rounded."""
-        width, height = self._extent(size, seen)
+        width, height = self._extent(size, resized_size)
         x, y = width / size[0], height / size[1]
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
-    def write(self, box: Box, size: Size, seen: Size) -> str:
+    def write(self, box: Box, size: Size, resized_size: Size) -> str:
         """One box in original pixels, as the family writes it.
 
         >>> PERMILLE.write((64, 48, 320, 480), (640, 480), (644, 476))
         '{"bbox_2d": [100, 100, 500, 1000]}'
         """
-        return self.write_all([box], size, seen)
+        return self.write_all([box], size, resized_size)
 
     def write_all(
-        self, boxes: Sequence[Box], size: Size, seen: Size, labels: Sequence[str] | None = None
+        self,
+        boxes: Sequence[Box],
+        size: Size,
+        resized_size: Size,
+        labels: Sequence[str] | None = None,
     ) -> str:
         """Any number of boxes in original pixels, as the family writes them; none is ``[]``.
 
@@ -155,15 +159,15 @@ class CoordinateFrame:
         """
         if not boxes:
             return "[]"
-        cells = [self._cells(self.from_pixels(box, size, seen)) for box in boxes]
+        cells = [self._cells(self.from_pixels(box, size, resized_size)) for box in boxes]
         return self.grammar(cells, labels)
 
-    def least_iou(self, box: Box, size: Size, seen: Size) -> float:
+    def least_iou(self, box: Box, size: Size, resized_size: Size) -> float:
         """The least IoU that is left between a box and itself written and read again.
 
         Each edge moves by half a unit at most, and the worst is all four moving inwards.
         """
-        x1, y1, x2, y2 = self.from_pixels(box, size, seen)
+        x1, y1, x2, y2 = self.from_pixels(box, size, resized_size)
         lost = 1.0 if self.last is None else 2.0  # the last token may be a whole unit away
         left = max(0.0, 1.0 - lost / (x2 - x1)) * max(0.0, 1.0 - lost / (y2 - y1))
         return 1.0 if _whole(x1, y1, x2, y2) and self.last is None else left
@@ -183,11 +187,11 @@ class CoordinateFrame:
             second = first + 1
         return first, second
 
-    def _extent(self, size: Size, seen: Size) -> tuple[float, float]:
+    def _extent(self, size: Size, resized_size: Size) -> tuple[float, float]:
         if self.span == "original":
             return size
         if self.span == "seen":
-            return seen
+            return resized_size
         return (self.span, self.span)
 
 

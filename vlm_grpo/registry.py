@@ -22,8 +22,8 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
+from vlm_grpo.config.base import plain
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.settings_base import plain
 from vlm_grpo.task import Task
 
 GROUP = "vlm_grpo.tasks"
@@ -156,7 +156,7 @@ def _the_task(module: ModuleType, source: str, class_name: str = "") -> type[Tas
 def _checked(task: type[Task], source: str) -> type[Task]:
     """The class itself, if it has what every task needs."""
     rules = {**task.rules("reward"), **task.rules("metric")}
-    headline = getattr(task, "headline", None)
+    primary_metric = getattr(task, "primary_metric", None)
     problems = [
         f"it defines no method {name}"
         for name in ("parse", "write")
@@ -164,9 +164,9 @@ def _checked(task: type[Task], source: str) -> type[Task]:
     ]
     if not task.rules("reward"):
         problems.append("no method is marked @reward")
-    if headline not in rules:
+    if primary_metric not in rules:
         problems.append(
-            f"headline = {headline!r} names none of its rewards and metrics: "
+            f"primary_metric = {primary_metric!r} names none of its rewards and metrics: "
             f"{', '.join(rules) or 'it has none'}"
         )
     if problems:

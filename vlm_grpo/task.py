@@ -6,7 +6,7 @@ loaded (``load_task("counting", tags=True)``), so a subclass reads like a small 
     class Counting(Task):
         '''Count the named objects in one image.'''
 
-        headline = "exact"
+        primary_metric = "exact"
 
         def parse(self, text, example):
             return parse_integer(text)
@@ -34,8 +34,8 @@ from PIL import Image
 from vlm_grpo.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.parsing import answer_text
 from vlm_grpo.scoring import repeated_share
-from vlm_grpo.timing import TookTooLong
 from vlm_grpo.types import Example, Score
+from vlm_grpo.utils.timing import TookTooLong
 
 _ARGUMENTS = ("answer", "example", "text", "tokens")
 FAILURES = (Exception, SystemExit, TookTooLong)
@@ -131,10 +131,10 @@ class Task:
         token_limit: tokens at which a completion is cut off; the trainer sets it.
     """
 
-    headline: ClassVar[str]
+    primary_metric: ClassVar[str]
     """Name of the reward or metric by which models are compared."""
     lower_is_better: ClassVar[bool] = False
-    """The headline is an error: the best checkpoint is the one where it is least."""
+    """The primary metric is an error: the best checkpoint is the one where it is least."""
 
     tags: bool = False
     thinking: bool = False

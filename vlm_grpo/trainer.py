@@ -16,36 +16,36 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.announce import TrainResult, describe_run
 from vlm_grpo.benchmarks import held_out_task
-from vlm_grpo.checkpoint import Contents, Moment, read_tensors
-from vlm_grpo.config import Settings
-from vlm_grpo.credit import step_advantages
+from vlm_grpo.checkpoint.manager import Saver, check_resumable, checkpoint_to_resume
+from vlm_grpo.checkpoint.partial_step import PartialStep, pack_step, restore_step
+from vlm_grpo.checkpoint.store import CheckpointState, CheckpointStep, read_tensors
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.care import warn_of_shared_images
+from vlm_grpo.data.checks import warn_of_shared_images
 from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.distributed.launch import any_rank, build_accelerator, explain_lost_rank
+from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler
+from vlm_grpo.distributed.strategy import place
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.evaluate import Evaluation, evaluate_policy
-from vlm_grpo.files import told_if_full
-from vlm_grpo.memory import memory_metrics
-from vlm_grpo.open_step import OpenStep, packed_step, restored_step
-from vlm_grpo.optimizer import build_optimizer, build_scheduler
-from vlm_grpo.overflow import Overflows
-from vlm_grpo.placing import place
-from vlm_grpo.policy import Counters, Policy, load_policy
-from vlm_grpo.progress import Progress
-from vlm_grpo.ranks import any_rank, build_accelerator, telling_of_a_dead_process
-from vlm_grpo.reference import Reference
+from vlm_grpo.evaluation.evaluate import Evaluation, evaluate_policy
+from vlm_grpo.grpo.advantages import step_advantages
+from vlm_grpo.grpo.memory import memory_metrics
+from vlm_grpo.grpo.nonfinite import Overflows
+from vlm_grpo.grpo.reference import Reference
+from vlm_grpo.grpo.rollout import Rollout, RolloutSampler, drop_unusable_images
+from vlm_grpo.grpo.update import Updater, step_batch
+from vlm_grpo.model.policy import Counters, Policy, load_policy
 from vlm_grpo.registry import load_task
-from vlm_grpo.rollout import Roller, Rollout, seeable
-from vlm_grpo.run_folder import RunFolder
-from vlm_grpo.saving import Saver, checkpoint_to_resume, refuse_unfit
-from vlm_grpo.stopping import StopRequest
 from vlm_grpo.task import Task
-from vlm_grpo.trackers import check_installed
-from vlm_grpo.tracking import HELD_OUT_SHOWN, Tally, step_tally
+from vlm_grpo.tracking.metrics import HELD_OUT_SHOWN, Tally, step_tally
+from vlm_grpo.tracking.progress import Progress
+from vlm_grpo.tracking.run_dir import RunFolder
+from vlm_grpo.tracking.summary import TrainResult, describe_run
+from vlm_grpo.tracking.trackers import check_installed
 from vlm_grpo.types import Example
-from vlm_grpo.update import Updater, step_batch
+from vlm_grpo.utils.atomic_io import explain_disk_full
+from vlm_grpo.utils.signals import StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -71,19 +71,19 @@ def train(settings: Settings) -> TrainResult:
     accelerator = build_accelerator(settings)
     resume_from = checkpoint_to_resume(settings, accelerator)
     if resume_from is not None:
-        refuse_unfit(resume_from, settings, train_examples)
+        check_resumable(resume_from, settings, train_examples)
     set_seed(settings.seed)
     policy = load_policy(settings, resume_from)
     trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
     if resume_from is not None:
         trainer.restore(resume_from)
-    with told_if_full(settings.run_dir), telling_of_a_dead_process():
+    with explain_disk_full(settings.run_dir), explain_lost_rank():
         result = trainer.run(stop)
     trainer.accelerator.print(result)
     return result
 
 
-class LeftOpen(Exception):
+class StepInterrupted(Exception):
     """A stop request was obeyed in the middle of a step."""
 
 
@@ -111,8 +111,8 @@ class Trainer:
         self.settings, self.policy = settings, policy
         limit = settings.rollout.max_completion_length
         self.task = replace(task, frame=policy.frame, token_limit=limit)
-        self.held_out = seeable(policy, held_out, settings.data)
-        shown = seeable(policy, train_examples, settings.data)
+        self.held_out = drop_unusable_images(policy, held_out, settings.data)
+        shown = drop_unusable_images(policy, train_examples, settings.data)
         self.held_out_task = held_out_task(settings, self.task)
         self.accelerator = accelerator or build_accelerator(settings)
         self.placement = place(policy, self.accelerator)
@@ -129,7 +129,7 @@ class Trainer:
             settings,
             settings.optim.max_tokens_per_batch,
         )
-        self.roll = Roller(
+        self.roll = RolloutSampler(
             policy,
             self.task,
             ExampleStream(shown, settings.seed),
@@ -145,7 +145,7 @@ class Trainer:
         self.best: tuple[float, int] | None = None
         self.overflows = Overflows(settings.run_dir, self.accelerator.process_index)
         self.restored = False
-        self.open: OpenStep | None = None
+        self.open: PartialStep | None = None
         self.stop = StopRequest()
 
     @property
@@ -171,14 +171,14 @@ class Trainer:
         after = None
         is_main = self.accelerator.is_main_process
         progress = Progress(
-            settings, self.held_out_task.headline, self.stopwatch, self.step, is_main
+            settings, self.held_out_task.primary_metric, self.stopwatch, self.step, is_main
         )
         with closing(self.roll), self.stop, self.saver.writer, progress:
             while self.step < last and not self._stopping():
                 self.stopwatch.reset()
                 try:
                     metrics = self.run_step()
-                except LeftOpen:
+                except StepInterrupted:
                     break
                 self.step += 1
                 if self._evaluation_due(self.step):
@@ -222,14 +222,14 @@ class Trainer:
             self.policy.model.train()
             while step.updates.count < self.settings.objective.num_iterations:
                 if self._stopping():
-                    raise LeftOpen
+                    raise StepInterrupted
                 self.update(step.batch, step.updates)
         if self._evaluation_due(self.step + 1) and self._stopping():
-            raise LeftOpen
+            raise StepInterrupted
         self.open = None
         return self._end_step(step)
 
-    def _begin_step(self) -> OpenStep:
+    def _begin_step(self) -> PartialStep:
         """The step's groups and what each completion is worth."""
         self.policy.counters = Counters()
         decodes, replaced = self.roll.loader.decodes, self.roll.loader.replaced
@@ -250,9 +250,9 @@ class Trainer:
             "unscorable": advantages.unscorable,
             "resampled_groups": rollout.resampled,
         }
-        return OpenStep(rollout, batch, metrics, decodes, replaced, started)
+        return PartialStep(rollout, batch, metrics, decodes, replaced, started)
 
-    def _end_step(self, step: OpenStep) -> dict[str, float]:
+    def _end_step(self, step: PartialStep) -> dict[str, float]:
         """What the step came to, once its updates are made."""
         metrics = self.update.finish(step.updates)
         self.policy.forget_images()
@@ -314,7 +314,7 @@ class Trainer:
             found = evaluate_policy(
                 self.policy, self.held_out_task, self.held_out, self.settings, self.roll.judge
             )
-        shown = [self.policy.with_seen_sizes(e) for e in self.held_out[:HELD_OUT_SHOWN]]
+        shown = [self.policy.with_resized_sizes(e) for e in self.held_out[:HELD_OUT_SHOWN]]
         self.folder.write_evaluation(self.step, self.held_out_task, found, shown)
         if found.better_than(None if self.best is None else self.best[0]):
             self.best = (found.value, self.step)
@@ -322,7 +322,7 @@ class Trainer:
 
     @property
     def best_step(self) -> int | None:
-        """The step after which the held-out headline was best; None before any evaluation."""
+        """The step after which the held-out primary metric was best; None before any evaluation."""
         return None if self.best is None else self.best[1]
 
     def _evaluation_due(self, step: int) -> bool:
@@ -332,10 +332,12 @@ class Trainer:
     # Checkpoints.
 
     @property
-    def moment(self) -> Moment:
+    def moment(self) -> CheckpointStep:
         """Where the run stands."""
         return (
-            Moment(self.step) if self.open is None else Moment(self.step, self.open.updates.count)
+            CheckpointStep(self.step)
+            if self.open is None
+            else CheckpointStep(self.step, self.open.updates.count)
         )
 
     def _where(self) -> str:
@@ -357,14 +359,14 @@ class Trainer:
         }
         tensors: dict[str, dict[str, Tensor]] = {}
         if self.open is not None:
-            numbers["open_step"], tensors["open_step"] = packed_step(
+            numbers["open_step"], tensors["open_step"] = pack_step(
                 self.open, self.policy, self.roll
             )
         best = None
         if self.settings.checkpoint.keep_best and self.best_step is not None:
-            best = Moment(self.best_step)
+            best = CheckpointStep(self.best_step)
         with self.stopwatch("saving"):
-            self.saver.save(self.moment, Contents(numbers, tensors), best)
+            self.saver.save(self.moment, CheckpointState(numbers, tensors), best)
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint whose weights the policy was loaded with.
@@ -385,7 +387,7 @@ class Trainer:
         if "open_step" in numbers:
             tensors = read_tensors(checkpoint, "open_step")
             with self.placement.gathered():
-                self.open = restored_step(
+                self.open = restore_step(
                     numbers["open_step"], tensors, self.roll, self.settings, self.accelerator
                 )
         self.restored = True

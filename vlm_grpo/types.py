@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from vlm_grpo.pixels import decode
+from vlm_grpo.utils.image_decode import decode
 
 StopReason = Literal["eos", "stop", "length"]
 
@@ -37,12 +37,12 @@ class ImageRef:
 
     name: str
     size: tuple[int, int]
-    seen: tuple[int, int]
+    resized_size: tuple[int, int]
     path: Path | None = None
     data: bytes | None = None
 
     def load(self) -> Image.Image:
-        """Decode the image to RGB, as ``vlm_grpo.pixels.decode``.
+        """Decode the image to RGB, as ``vlm_grpo.utils.image_decode.decode``.
 
         Raises:
             ValueError: the bytes are missing, are no whole image, or are no longer those of an

@@ -16,7 +16,7 @@ HOURS = range(1, 13)
 class Clock(Task):
     """Read the hour from an analogue clock; the gold answer is an integer from 1 to 12."""
 
-    headline = "exact"
+    primary_metric = "exact"
 
     def parse(self, text: str, example: Example) -> int | None:
         """The hour, or None unless the text holds one whole number that is on a dial."""

@@ -17,8 +17,8 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective import KL_ESTIMATORS, StepTotals, TokenBatch, group_advantages, policy_loss
-from vlm_grpo.objective_settings import ObjectiveSettings
 
 FOLDER = Path(__file__).parent
 KEPT: dict[str, Any] = {"beta": 1.0, "reference_refresh_every": "never"}

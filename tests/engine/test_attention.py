@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.engine import kernels
-from vlm_grpo.engine.attention import GroupSpan, Packed
+from vlm_grpo.engine.attention import GroupSpan, PackedAttention
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
@@ -53,7 +53,7 @@ def test_packed_attention_is_the_masked_one(
     tensors = inputs(dtype)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = results(plain, exact)
-    packed = Packed(SPANS)
+    packed = PackedAttention(SPANS)
     found = results(lambda q, k, v: packed(0, q, k, v, SCALING), tensors)
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.double() - theirs).norm() / theirs.norm() < bound

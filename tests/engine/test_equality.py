@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import FAMILIES, noise_example, tiny_policy
+from tiny_models import FAMILIES, Plain, distance, noise_example, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.engine import attention, kernels, shared
-from vlm_grpo.engine.attention import GroupSpan, Packed
+from vlm_grpo.engine.attention import GroupSpan, PackedAttention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.linear import use_fast_linears
-from vlm_grpo.loading import checkpoint_activations
-from vlm_grpo.policy import Policy
-from vlm_grpo.task import Task
+from vlm_grpo.model.loading import checkpoint_activations
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
 EXAMPLES = [
@@ -30,15 +29,11 @@ EXAMPLES = [
 LENGTHS = ((3, 7, 1), (5, 5), (1, 2, 9, 4))
 
 
-class Plain(Task):
-    """Asks the example's question as it stands."""
-
-
 def micro_batch(policy: Policy) -> MicroBatch:
     generator = torch.Generator().manual_seed(3)
     slices, row = [], 0
     for example, lengths in zip(EXAMPLES, LENGTHS, strict=True):
-        prompt = policy.prompt(policy.with_seen_sizes(example), Plain())
+        prompt = policy.prompt(policy.with_resized_sizes(example), Plain())
         tokens = [
             tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
             for length in lengths
@@ -57,13 +52,6 @@ def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     (logprobs * weights).sum().backward()
     grads = {n: w.grad for n, w in policy.trainable() if w.grad is not None}
     return logprobs.detach(), grads
-
-
-def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Norm of the difference of two gradients over the norm of the second."""
-    assert set(a) == set(b)
-    difference = torch.stack([(a[name] - grad).norm() for name, grad in b.items()]).norm()
-    return float(difference / torch.stack([grad.norm() for grad in b.values()]).norm())
 
 
 def with_lora(policy: Policy) -> None:
@@ -130,21 +118,23 @@ class TestWrongVariants:
     """Each looks right, and each is off by far more than rounding (1e-9)."""
 
     def test_plain_causal_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def plain(self: Packed, layer: int, q: Tensor, k: Tensor, v: Tensor, s: float) -> Tensor:
-            return attention.Prefill()(layer, q, k, v, s)
+        def plain(
+            self: PackedAttention, layer: int, q: Tensor, k: Tensor, v: Tensor, s: float
+        ) -> Tensor:
+            return attention.PrefillAttention()(layer, q, k, v, s)
 
-        monkeypatch.setattr(Packed, "__call__", plain)
+        monkeypatch.setattr(PackedAttention, "__call__", plain)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
     def test_completions_see_each_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = Packed.__init__
+        original = PackedAttention.__init__
 
-        def joined(self: Packed, spans: Any) -> None:
+        def joined(self: PackedAttention, spans: Any) -> None:
             # One long completion in place of G short ones.
             merged = [GroupSpan(s.start, s.prompt, (sum(s.completions),)) for s in spans]
             original(self, merged)
 
-        monkeypatch.setattr(Packed, "__init__", joined)
+        monkeypatch.setattr(PackedAttention, "__init__", joined)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
     def test_positions_run_on_across_completions(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +200,7 @@ def test_a_small_image_does_not_shrink_the_others() -> None:
     large = noise_example("large", [(112, 84)], seed=5)
 
     def prompts(*examples: Any) -> list[Prompt]:
-        return [policy.prompt(policy.with_seen_sizes(e), Plain()) for e in examples]
+        return [policy.prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
 
     before = prompts(large)[0]
     after = prompts(small, large)[1]

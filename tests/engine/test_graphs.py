@@ -11,13 +11,13 @@ from tiny_models import FAMILIES, noise_example, tiny_policy
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from vlm_grpo.config.policy import RolloutSettings
+from vlm_grpo.distributed.fsdp import FSDP
 from vlm_grpo.engine import decode
 from vlm_grpo.engine.graphs import CudaGraph, Step, recording_of
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.placement import Shards
-from vlm_grpo.policy import Policy
-from vlm_grpo.policy_settings import RolloutSettings
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Prompt
 
@@ -30,12 +30,12 @@ class Plain(Task):
 
 def prompts_of(policy: Policy) -> list[Prompt]:
     examples = [noise_example(str(n), sizes, "What? " * n, seed=n) for n, sizes in enumerate(SIZES)]
-    return [policy.prompt(policy.with_seen_sizes(example), Plain()) for example in examples]
+    return [policy.prompt(policy.with_resized_sizes(example), Plain()) for example in examples]
 
 
 def sampled(policy: Policy, max_tokens: int = 100_000) -> list[tuple[Completion, ...]]:
     prompts = prompts_of(policy)
-    settings = SamplingSettings(policy.restriction, 12)
+    settings = SamplingSettings(policy.distribution, 12)
     seeds = [(0, index) for index in range(len(prompts))]
     return policy.sample(prompts, settings, 3, seeds, max_tokens)
 
@@ -104,7 +104,7 @@ def test_graphs_are_refused_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch
     policy = tiny_policy("qwen2_5_vl")
     policy.record = Recording
     with pytest.raises(UserError, match="cut over ranks"):
-        Shards(policy, Accelerator(cpu=True), stream=False)
+        FSDP(policy, Accelerator(cpu=True), stream=False)
 
 
 @pytest.mark.gpu

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlm_grpo.engine.logprobs import score_tokens
-from vlm_grpo.engine.sampling import Restriction
+from vlm_grpo.engine.sampling import SamplingDistribution
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 40
-RESTRICTION = Restriction(temperature=0.7, banned=(3, 9), eos=(5,), min_new_tokens=2)
+RESTRICTION = SamplingDistribution(temperature=0.7, banned=(3, 9), eos=(5,), min_new_tokens=2)
 
 
 def inputs() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:

@@ -11,8 +11,8 @@ from tiny_models import FAMILIES, noise_example, tiny_policy
 
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.linear import use_fast_linears
-from vlm_grpo.engine.sampling import Restriction, SamplingSettings
-from vlm_grpo.policy import Policy
+from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Prompt
 
@@ -31,7 +31,7 @@ def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
         ]
         question = "What? " * int(random.integers(1, 8))
         example = noise_example(str(index), sizes, question, seed=index)
-        prompts.append(policy.prompt(policy.with_seen_sizes(example), Plain()))
+        prompts.append(policy.prompt(policy.with_resized_sizes(example), Plain()))
     return prompts
 
 
@@ -42,7 +42,7 @@ def seeds(prompts: list[Prompt]) -> list[tuple[int, int]]:
 def sample(
     policy: Policy, prompts: list[Prompt], group: int = 3, max_tokens: int = 100_000, **more
 ) -> list[tuple[Completion, ...]]:
-    settings = SamplingSettings(policy.restriction, more.pop("length", 12), **more)
+    settings = SamplingSettings(policy.distribution, more.pop("length", 12), **more)
     return policy.sample(prompts, settings, group, seeds(prompts), max_tokens)
 
 
@@ -80,7 +80,7 @@ def test_rollout_logprobs_equal_scored_ones(family: str) -> None:
 
 def test_sampled_frequencies_follow_the_models_distribution() -> None:
     policy = tiny_policy("qwen2_5_vl")
-    prompt = policy.prompt(policy.with_seen_sizes(noise_example("a", [(56, 56)])), Plain())
+    prompt = policy.prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
     draws = 4000
     group = sample(policy, [prompt], group=draws, length=1)[0]
     every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
@@ -90,7 +90,7 @@ def test_sampled_frequencies_follow_the_models_distribution() -> None:
     # Banned tokens have probability 0; the rest sum to 1.
     assert probabilities.sum() == pytest.approx(1.0, abs=1e-6)
     counts = np.bincount([c.token_ids[0] for c in group], minlength=len(every))
-    assert counts[list(policy.restriction.banned)].sum() == 0
+    assert counts[list(policy.distribution.banned)].sum() == 0
     common = probabilities * draws >= 5  # the test's usual condition on expected counts
     observed = [*counts[common], counts[~common].sum()]
     expected = [*(probabilities[common] * draws), probabilities[~common].sum() * draws]
@@ -153,7 +153,7 @@ def test_a_completion_does_not_depend_on_the_prompts_beside_it() -> None:
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     prompts = mixed_prompts(policy, 5)
     together = sample(policy, prompts)
-    settings = SamplingSettings(policy.restriction, 12)
+    settings = SamplingSettings(policy.distribution, 12)
     for index, prompt in enumerate(prompts):
         (alone,) = policy.sample([prompt], settings, 3, [(0, index)], 100_000)
         assert [c.token_ids for c in alone] == [c.token_ids for c in together[index]]
@@ -164,7 +164,7 @@ def test_a_completion_does_not_depend_on_the_prompts_beside_it() -> None:
 )
 def test_truncated_sampling_keeps_to_the_likely_tokens(truncation: dict) -> None:
     policy = tiny_policy("qwen2_5_vl")
-    prompt = policy.prompt(policy.with_seen_sizes(noise_example("a", [(56, 56)])), Plain())
+    prompt = policy.prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
     (group,) = sample(policy, [prompt], group=300, length=1, **truncation)
     every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
     batch = MicroBatch((GroupSlice(prompt, every, tuple(range(len(every)))),))
@@ -205,7 +205,7 @@ def test_bfloat16_rollout_and_score_stay_close() -> None:
 
 def test_temperature_is_part_of_the_scored_distribution() -> None:
     cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
-    prompt = cold.prompt(cold.with_seen_sizes(noise_example("a", [(56, 56)])), Plain())
+    prompt = cold.prompt(cold.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
     every = tuple((token,) for token in range(256))
     batch = MicroBatch((GroupSlice(prompt, every, tuple(range(256))),))
     with torch.no_grad():
@@ -217,7 +217,7 @@ def test_temperature_is_part_of_the_scored_distribution() -> None:
 def test_greedy_settings_score_at_temperature_one() -> None:
     logits = torch.randn(2, 8)
     positions = torch.zeros(2, dtype=torch.int64)
-    assert torch.equal(Restriction(temperature=0.0)(logits, positions), logits)
+    assert torch.equal(SamplingDistribution(temperature=0.0)(logits, positions), logits)
 
 
 def test_folded_adapters_sample_what_the_adapters_score() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_equality import Plain, distance
-from tiny_models import FAMILIES, noise_example, tiny_policy
+from tiny_models import FAMILIES, Plain, distance, noise_example, tiny_policy
 
 from vlm_grpo.engine.batch import GroupSlice, pack
-from vlm_grpo.policy import Policy
+from vlm_grpo.model.policy import Policy
 
 
 def slices(policy: Policy) -> list[GroupSlice]:
@@ -21,7 +20,7 @@ def slices(policy: Policy) -> list[GroupSlice]:
     examples[1] = type(examples[1])("b", examples[0].images, examples[1].question, "")
     found = []
     for index, example in enumerate(examples):
-        prompt = policy.prompt(policy.with_seen_sizes(example), Plain())
+        prompt = policy.prompt(policy.with_resized_sizes(example), Plain())
         completions = tuple(tuple(range(9 + index, 20 + index)) for _ in range(3))
         found.append(GroupSlice(prompt, completions, tuple(range(3 * index, 3 * index + 3))))
     return found

@@ -11,7 +11,7 @@ from vlm_grpo.coordinates import PERMILLE
 from vlm_grpo.registry import load_task
 from vlm_grpo.types import Example, ImageRef
 
-IMAGE = ImageRef("image", size=(640, 480), seen=(640, 480))
+IMAGE = ImageRef("image", size=(640, 480), resized_size=(640, 480))
 
 
 def rows(*answers) -> list[Example]:
@@ -147,8 +147,8 @@ def test_a_missing_answer_has_no_counting_error():
 def test_rounding_does_not_decide_at_a_threshold():
     """Half of a box has an IoU of one half, also where the frame's scale is no binary fraction."""
     task = load_task("grounding", frame=PERMILLE)
-    image = ImageRef("image", size=(836, 960), seen=(836, 960))
-    gold = PERMILLE.to_pixels((204, 342, 576, 667), image.size, image.seen)
+    image = ImageRef("image", size=(836, 960), resized_size=(836, 960))
+    gold = PERMILLE.to_pixels((204, 342, 576, 667), image.size, image.resized_size)
     score = task.score("[204, 342, 390, 667]", Example("1", (image,), "?", {"boxes": [gold]}))
     iou = score.rewards["iou"]
     assert iou is not None

@@ -19,7 +19,7 @@ from vlm_grpo.types import Example, ImageRef
 
 SHARED = {"format": 0.1, "thought": 0.1, "length": 0.1, "repetition": 0.1}
 PENALTIES = ("length", "repetition")
-IMAGE = ImageRef("image", size=(640, 480), seen=(644, 476))
+IMAGE = ImageRef("image", size=(640, 480), resized_size=(644, 476))
 SEVERAL = {"boxes": [[10, 20, 200, 210], [300, 5, 500, 300]], "labels": ["Cat", "dog"]}
 ONE = {"boxes": [[10, 20, 200, 210]], "labels": ["cat"]}
 CASES: list[tuple[str, dict[str, Any], Any]] = [
@@ -65,7 +65,7 @@ def test_a_gold_completion_earns_everything(case, frame: CoordinateFrame, tags, 
             assert task.gold_reward(example) - 1e-9 <= value <= 1.0 + 1e-9
     # Boxes of 190 pixels and more lose under 1.1 % to rounding; everything else loses nothing.
     assert task.gold_reward(example) > 0.97
-    assert {**score.rewards, **score.metrics}[task.headline] == 1.0
+    assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

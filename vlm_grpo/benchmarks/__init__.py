@@ -7,13 +7,13 @@ from vlm_grpo.benchmarks.definition import (
     load_benchmark,
 )
 from vlm_grpo.benchmarks.held_out import held_out_task
-from vlm_grpo.benchmarks.rules import group_of, rule_values
+from vlm_grpo.benchmarks.rules import get_group, rule_values
 
 __all__ = [
     "Benchmark",
     "Published",
     "benchmark_names",
-    "group_of",
+    "get_group",
     "held_out_task",
     "load_benchmark",
     "rule_values",

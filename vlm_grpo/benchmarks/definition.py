@@ -10,12 +10,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vlm_grpo.benchmarks.judged import is_error, judged
+from vlm_grpo.benchmarks.adapter import as_benchmark_task, is_error
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
+from vlm_grpo.config.base import Frozen
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.registry import build_task, load_task_class
-from vlm_grpo.settings_base import Frozen
 from vlm_grpo.task import Task
 
 
@@ -85,7 +85,7 @@ class Benchmark(Frozen):
         return self
 
     def load_task(self, frame: CoordinateFrame | None = None, **options: Any) -> Task:
-        """The task that asks and counts as this benchmark does; its headline is ``metric``.
+        """The task that asks and counts as this benchmark does; its primary metric is ``metric``.
 
         Args:
             frame: the model's; the benchmark's own comes first.
@@ -93,7 +93,7 @@ class Benchmark(Frozen):
         """
         base = load_task_class(self.task)
         group = self.groups[0] if self.average == "groups" else None
-        task = judged(base, self.prompt, (self.metric, *self.variants), group)
+        task = as_benchmark_task(base, self.prompt, (self.metric, *self.variants), group)
         own = frame if self.frame is None else FRAMES[self.frame]
         frames = {} if own is None else {"frame": own}
         return build_task(task, self.task, {**frames, **self.options, **options})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.config import Settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.task import Task
 
 

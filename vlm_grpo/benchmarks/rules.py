@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vlm_grpo import official
+from vlm_grpo.benchmarks import metrics as official
 from vlm_grpo.coordinates import Box, gold_boxes
 from vlm_grpo.scoring import coco_average_precision, iou, iou_matrix
 from vlm_grpo.types import Example
@@ -36,7 +36,7 @@ def rule_values(name: str, answers: Sequence[Any | None], examples: Sequence[Exa
     return [0.0 if answer is None else float(rule(answer, example)) for answer, example in pairs]
 
 
-def group_of(name: str, example: Example) -> str:
+def get_group(name: str, example: Example) -> str:
     """The group that an example belongs to, as text.
 
     Args:

@@ -27,7 +27,7 @@ from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
 from vlm_grpo.cli.scoring import PREDICTIONS, print_json, print_table, score_predictions
 from vlm_grpo.cli.validation import validate_task
-from vlm_grpo.config import (
+from vlm_grpo.config.run import (
     DataSettings,
     Settings,
     build_settings,
@@ -168,19 +168,34 @@ def evaluate(
                 "--predictions and --split go with a benchmark and its rows: give --data"
             )
         settings = load_settings(recipe, _with_task(kept, task))
-        _run("vlm_grpo.evaluate", "evaluate", settings, checkpoint)
+        _run("vlm_grpo.evaluation.evaluate", "evaluate", settings, checkpoint)
         return
     if task is not None:
         raise UserError("--task goes with a recipe: a benchmark has its own task")
     if predictions is None:
         settings = _benchmark_settings(recipe, data, checkpoint, kept)
-        _run("vlm_grpo.evaluate", "evaluate_benchmark", recipe, settings, checkpoint, split)
+        _run(
+            "vlm_grpo.evaluation.evaluate",
+            "evaluate_benchmark",
+            recipe,
+            settings,
+            checkpoint,
+            split,
+        )
         return
     if checkpoint is not None:
         raise UserError("--predictions are of no model: leave out checkpoint=")
     settings = _benchmark_settings(recipe, data, None, ["model=none", *kept])
     written = None if frame is None else _frame(frame)
-    _run("vlm_grpo.evaluate", "score_benchmark", recipe, settings, predictions, written, split)
+    _run(
+        "vlm_grpo.evaluation.evaluate",
+        "score_benchmark",
+        recipe,
+        settings,
+        predictions,
+        written,
+        split,
+    )
 
 
 @app.command()
@@ -284,7 +299,7 @@ def doctor(
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype is {dtype!r}; it is float32 or bfloat16")
-    for line in importlib.import_module("vlm_grpo.doctor").diagnose(model, image, dtype):
+    for line in importlib.import_module("vlm_grpo.deploy.doctor").diagnose(model, image, dtype):
         typer.echo(line)
 
 

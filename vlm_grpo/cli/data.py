@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from vlm_grpo.config import DataSettings
-from vlm_grpo.data.care import care_lines, check_source, overlap_lines, overlaps
+from vlm_grpo.config.run import DataSettings
+from vlm_grpo.data.checks import care_lines, check_source, overlap_lines, overlaps
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 

@@ -39,5 +39,5 @@ def export(
     if step is not None and step != "best" and not step.isdecimal():
         raise UserError(f"--step is {step!r}; it is a number of steps, or best")
     number = int(step) if step is not None and step != "best" else step
-    module = importlib.import_module("vlm_grpo.export")
+    module = importlib.import_module("vlm_grpo.deploy.export")
     typer.echo(f"model in {module.export(run, out, adapter, number, dtype)}")

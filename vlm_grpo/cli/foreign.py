@@ -32,7 +32,7 @@ class ForeignRow:
         image: the image's path as the other project has it; None: not told.
         question: the question or the whole prompt; None: not told.
         gold: the gold answer as the other project has it; None: not told.
-        seen: width and height at which the model saw the image; None: not told.
+        resized_size: width and height at which the model saw the image; None: not told.
         place: the example's index in its dataset; None: not told.
     """
 
@@ -41,12 +41,12 @@ class ForeignRow:
     image: str | None = None
     question: str | None = None
     gold: Any = None
-    seen: tuple[int, int] | None = None
+    resized_size: tuple[int, int] | None = None
     place: int | None = None
 
 
 def read_foreign(
-    layout: str, path: Path, examples: Sequence[Example], needs_seen: bool = False
+    layout: str, path: Path, examples: Sequence[Example], needs_resized_size: bool = False
 ) -> tuple[list[Example], list[str]]:
     """The examples that a file of another project answers, and its outputs for them.
 
@@ -54,11 +54,12 @@ def read_foreign(
         layout: a key of ``LAYOUTS``.
         path: the file.
         examples: the dataset, which may hold more rows than the file answers.
-        needs_seen: the outputs mean nothing without the size at which the model saw the image.
+        needs_resized_size: the outputs mean nothing without the size at which the model saw the
+        image.
 
     Returns:
         The answered examples in the dataset's order, with the sizes at which their images were
-        seen where the file tells them, and an output for each.
+        resized_size where the file tells them, and an output for each.
 
     Raises:
         UserError: the file has another layout, or its rows and the examples do not fit together;
@@ -69,7 +70,7 @@ def read_foreign(
     found: dict[int, ForeignRow] = {}
     problems = []
     for row in rows:
-        if needs_seen and row.seen is None:
+        if needs_resized_size and row.resized_size is None:
             problems.append(f"{row.where}: --frame resized needs the size that the model saw")
             continue
         try:
@@ -81,7 +82,9 @@ def read_foreign(
     if not found:
         raise UserError(f"{path} holds no outputs")
     order = sorted(found)
-    return [_with_seen(examples[i], found[i].seen) for i in order], [found[i].output for i in order]
+    return [_with_resized_size(examples[i], found[i].resized_size) for i in order], [
+        found[i].output for i in order
+    ]
 
 
 class _Pairing:
@@ -158,7 +161,7 @@ def _vlm_r1(path: Path) -> list[ForeignRow]:
                 image=result.get("image"),
                 question=result["question"],
                 gold=result["ground_truth"],
-                seen=None if size is None else (size[1], size[0]),
+                resized_size=None if size is None else (size[1], size[0]),
             )
         )
     return rows
@@ -259,10 +262,12 @@ LAYOUTS: dict[str, Callable[[Path], list[ForeignRow]]] = {
 """Readers of other projects' files by the name that ``--format`` takes."""
 
 
-def _with_seen(example: Example, seen: tuple[int, int] | None) -> Example:
-    if seen is None:
+def _with_resized_size(example: Example, resized_size: tuple[int, int] | None) -> Example:
+    if resized_size is None:
         return example
-    return replace(example, images=tuple(replace(image, seen=seen) for image in example.images))
+    return replace(
+        example, images=tuple(replace(image, resized_size=resized_size) for image in example.images)
+    )
 
 
 def _is_size(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlm_grpo.new_task import write_task
+from vlm_grpo.cli.task_template import write_task
 
 
 def new_task(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlm_grpo.config import load_settings
+from vlm_grpo.config.run import load_settings
 
 
 def plan(

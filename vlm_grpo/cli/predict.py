@@ -40,7 +40,7 @@ def predict(
         --image a.jpg --question "How many cups?"
     """
     # Loaded here because a model's libraries take seconds, which no other command should cost.
-    module = importlib.import_module("vlm_grpo.predict")
+    module = importlib.import_module("vlm_grpo.deploy.predict")
     asked = module.Question(model, tuple(image), question, task, out, tuple(overrides or ()))
     found = module.predict(asked)
     completion = found.completion

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vlm_grpo.config import RUNS
+from vlm_grpo.config.run import RUNS
 from vlm_grpo.errors import UserError, nearest
 
 RunName = Annotated[

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from vlm_grpo.cli.foreign import read_foreign
-from vlm_grpo.config import DataSettings
+from vlm_grpo.config.run import DataSettings
 from vlm_grpo.coordinates import RESIZED
 from vlm_grpo.data import load_examples
-from vlm_grpo.judge import Judge
-from vlm_grpo.predictions import read_predictions
+from vlm_grpo.evaluation.predictions import read_predictions
+from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
@@ -62,12 +62,12 @@ def score_predictions(
         UserError: data or predictions are malformed, or do not match.
     """
     loaded = load_examples(source, task, data)
-    needs_seen = task.frame == RESIZED
+    needs_resized_size = task.frame == RESIZED
     if layout == PREDICTIONS:
-        examples, texts = read_predictions(predictions, loaded, needs_seen)
+        examples, texts = read_predictions(predictions, loaded, needs_resized_size)
     else:
-        examples, texts = read_foreign(layout, predictions, loaded, needs_seen)
-    with Judge() as judge:
+        examples, texts = read_foreign(layout, predictions, loaded, needs_resized_size)
+    with RewardScorer() as judge:
         scores = judge(task, texts, examples)
     total = _total(task, examples, scores)
     return Report(examples, scores, total, unanswered=len(loaded) - len(examples))

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from vlm_grpo.config import DataSettings
+from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.judge import REWARD_TIMEOUT
+from vlm_grpo.rewards.scorer import REWARD_TIMEOUT
 from vlm_grpo.task import FAILURES, Rule, Task
-from vlm_grpo.timing import can_interrupt, time_limit
 from vlm_grpo.types import Example, ImageRef, Score
+from vlm_grpo.utils.timing import can_interrupt, time_limit
 
 _ROUNDING = 1e-6
 """Of floating-point numbers, in a reward between 0 and 1."""

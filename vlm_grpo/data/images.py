@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
-from vlm_grpo.pixels import measure
 from vlm_grpo.types import ImageRef
+from vlm_grpo.utils.image_decode import measure
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
@@ -66,7 +66,7 @@ class ImageReader:
 
     def _from_bytes(self, data: bytes, name: str) -> ImageRef:
         size = self._header(io.BytesIO(data), name)
-        return ImageRef(name=name, size=size, seen=size, data=data)
+        return ImageRef(name=name, size=size, resized_size=size, data=data)
 
     def _from_path(self, name: str) -> ImageRef:
         if _URL.match(name):
@@ -90,7 +90,7 @@ class ImageReader:
                 size = self._header(file, name)
         except (OSError, RuntimeError) as error:  # RuntimeError: a symlink that leads to itself
             raise ValueError(f"image {name} cannot be read: {error}") from error
-        return ImageRef(name=name, size=size, seen=size, path=path)
+        return ImageRef(name=name, size=size, resized_size=size, path=path)
 
     def _header(self, file: BinaryIO, name: str) -> tuple[int, int]:
         """Width and height in pixels, from the header alone."""

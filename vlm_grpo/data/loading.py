@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from vlm_grpo.config import DataSettings
+from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.data.rows import Row, first_valid, to_example

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vlm_grpo.config import Column
+from vlm_grpo.config.run import Column
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example

@@ -1,9 +1,11 @@
 """Attention in which the completions of a group share one prompt.
 
 The language model runs unchanged. Its attention is dispatched, through transformers' attention
-registry, to the object passed as ``attend``: ``Prefill`` notes the keys and values of whole
-prompts, ``Decode`` lets every completion's newest token look at its prompt and at its own past,
-``Packed`` scores rows ``[prompt | c1 | … | cG]``. Without ``attend`` it is plain SDPA.
+registry, to the object passed as ``attend``: ``PrefillAttention`` notes the keys and values of
+whole
+prompts, ``DecodeAttention`` lets every completion's newest token look at its prompt and at its
+own past,
+``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``. Without ``attend`` it is plain SDPA.
 
 In a packed row a token sees the tokens before it that belong to the prompt or to its own
 completion. That is two attentions without any mask: all completion tokens over the prompt, and
@@ -82,7 +84,7 @@ def use_shared_attention(language_model: Any) -> None:
     language_model.config._attn_implementation = NAME  # noqa: SLF001
 
 
-class Prefill:
+class PrefillAttention:
     """Causal attention over whole prompts, padded on the right; keeps their keys and values.
 
     Padding needs no mask: it lies after every real token, which causal attention never sees.
@@ -118,7 +120,7 @@ class GroupSpan:
         return self.start + self.prompt + sum(self.completions)
 
 
-class Packed:
+class PackedAttention:
     """Attention over one row of groups, each ``[prompt | c1 | … | cG]``.
 
     Args:

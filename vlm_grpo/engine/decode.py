@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vlm_grpo.engine.attention import Prefill
+from vlm_grpo.engine.attention import PrefillAttention
 from vlm_grpo.engine.graphs import Record, Recorded
-from vlm_grpo.engine.sampling import Draws
+from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.families import Family, ImageFeatures
-from vlm_grpo.timing import Stopwatch
 from vlm_grpo.types import Prompt
+from vlm_grpo.utils.timing import Stopwatch
 
 ROOM = 64
 """A recorded step looks at a multiple of so many places of each completion."""
@@ -66,7 +66,7 @@ def prefix_inputs(
     ]
 
 
-class Slots:
+class KVCache:
     """Keys and values of the prompts being decoded, and of their completions.
 
     Args:
@@ -83,7 +83,7 @@ class Slots:
         self.own: list[tuple[Tensor, Tensor]] = []
         self.ends = torch.zeros(slots, dtype=torch.int64)
 
-    def fill(self, slots: Sequence[int], lengths: Sequence[int], prefill: Prefill) -> None:
+    def fill(self, slots: Sequence[int], lengths: Sequence[int], prefill: PrefillAttention) -> None:
         """Put prefilled prompts into slots."""
         if not self.prefix:
             self._allocate(prefill.cache)
@@ -113,7 +113,7 @@ class Slots:
             self.own.append((key.new_zeros(own), key.new_zeros(own)))
 
 
-class Decode:
+class DecodeAttention:
     """Attention of one new token for each active completion, over its prompt and its own past.
 
     The G queries of a slot are one matrix against the slot's single copy of the prompt.
@@ -127,7 +127,7 @@ class Decode:
     """
 
     def __init__(
-        self, slots: Slots, rows: Tensor, lengths: Tensor, room: int | None = None
+        self, slots: KVCache, rows: Tensor, lengths: Tensor, room: int | None = None
     ) -> None:
         count, prompt, _ = slots.shape
         self.slots, self.rows, self.lengths = slots, rows, lengths
@@ -204,13 +204,13 @@ class SharedDecoder:
         self.language = family.language_model(model)
         self.head: Any = model.get_output_embeddings()
 
-    def __call__(self, prefixes: Sequence[PrefixInputs], draws: Draws) -> None:
+    def __call__(self, prefixes: Sequence[PrefixInputs], draws: SamplerState) -> None:
         """Draw all completions, the G of prompt p at rows p·G … p·G+G−1 of ``draws``."""
         group = len(draws.lengths) // len(prefixes)
         waiting = sorted(range(len(prefixes)), key=lambda p: len(prefixes[p].token_ids))
         longest = len(prefixes[waiting[-1]].token_ids)
         room = max(1, self.max_tokens // (longest + group * draws.tokens.shape[1]))
-        slots = Slots(min(room, len(waiting)), group, longest, draws.tokens.shape[1])
+        slots = KVCache(min(room, len(waiting)), group, longest, draws.tokens.shape[1])
         starts = torch.tensor([p.next_position for p in prefixes], device=draws.tokens.device)
         held = torch.full((slots.shape[0],), -1, device=draws.tokens.device)
 
@@ -218,7 +218,7 @@ class SharedDecoder:
             if waiting and bool((held < 0).any()):
                 with self.stopwatch("prefill"):
                     self._refill(held, waiting, prefixes, slots, draws)
-            rows = _rows_of(held, group)
+            rows = _expand_rows(held, group)
             live = (held >= 0).repeat_interleave(group) & draws.active[rows.clamp(min=0)]
             busy = live.view(-1, group).any(1)
             held = held.where(busy, -1)
@@ -237,8 +237,8 @@ class SharedDecoder:
         held: Tensor,
         waiting: list[int],
         prefixes: Sequence[PrefixInputs],
-        slots: Slots,
-        draws: Draws,
+        slots: KVCache,
+        draws: SamplerState,
     ) -> None:
         """Prefill waiting prompts, longest first, into free slots; draw their first tokens."""
         free = (held < 0).nonzero()[:, 0].tolist()
@@ -246,14 +246,14 @@ class SharedDecoder:
             fit = max(1, self.max_tokens // len(prefixes[waiting[-1]].token_ids))
             batch = [waiting.pop() for _ in range(min(fit, len(free), len(waiting)))]
             taken, free = free[: len(batch)], free[len(batch) :]
-            prefill = Prefill()
+            prefill = PrefillAttention()
             hidden = self._prefill([prefixes[p] for p in batch], prefill)
             slots.fill(taken, [len(prefixes[p].token_ids) for p in batch], prefill)
             held[taken] = prompts = torch.tensor(batch, device=held.device)
             logits = self.head(hidden).repeat_interleave(slots.group, 0)
-            draws.take(logits, _rows_of(prompts, slots.group))
+            draws.take(logits, _expand_rows(prompts, slots.group))
 
-    def _prefill(self, prefixes: list[PrefixInputs], prefill: Prefill) -> Tensor:
+    def _prefill(self, prefixes: list[PrefixInputs], prefill: PrefillAttention) -> Tensor:
         """The last hidden state of each prompt, (prompts, width); keys and values into prefill."""
         tokens = pad_sequence([p.token_ids for p in prefixes], batch_first=True)
         positions = pad_sequence([p.positions.T for p in prefixes], batch_first=True)
@@ -267,13 +267,15 @@ class SharedDecoder:
         last = torch.tensor([len(p.token_ids) - 1 for p in prefixes], device=hidden.device)
         return hidden[torch.arange(len(prefixes), device=hidden.device), last]
 
-    def _step(self, held: Tensor, live: Tensor, slots: Slots, draws: Draws, starts: Tensor) -> None:
+    def _step(
+        self, held: Tensor, live: Tensor, slots: KVCache, draws: SamplerState, starts: Tensor
+    ) -> None:
         """One token more for every live completion: feed its newest, draw its next."""
-        rows = _rows_of(held, slots.group)
+        rows = _expand_rows(held, slots.group)
         if self.record is None:
             rows = rows[live]
             fed = draws.lengths[rows] - 1
-            attend = Decode(slots, live.nonzero()[:, 0], fed)
+            attend = DecodeAttention(slots, live.nonzero()[:, 0], fed)
             draws.take(self._logits(*_newest(rows, fed, slots, draws, starts), attend), rows)
             return
         # All rows, so that nothing but their contents changes from step to step; what is computed
@@ -288,12 +290,12 @@ class SharedDecoder:
 
             def step(tokens: Tensor, positions: Tensor, fed: Tensor) -> Tensor:
                 order = torch.arange(len(fed), device=fed.device)
-                return self._logits(tokens, positions, Decode(slots, order, fed, room))
+                return self._logits(tokens, positions, DecodeAttention(slots, order, fed, room))
 
             self.recorded = (slots.shape, room), self.record(step, inputs)
         draws.take(self.recorded[1](*inputs)[live], rows[live])
 
-    def _logits(self, tokens: Tensor, positions: Tensor, attend: Decode) -> Tensor:
+    def _logits(self, tokens: Tensor, positions: Tensor, attend: DecodeAttention) -> Tensor:
         """What follows each of the tokens, (n,) to (n, vocabulary)."""
         hidden = self.language(
             inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
@@ -305,12 +307,12 @@ class SharedDecoder:
 
 
 def _newest(
-    rows: Tensor, fed: Tensor, slots: Slots, draws: Draws, starts: Tensor
+    rows: Tensor, fed: Tensor, slots: KVCache, draws: SamplerState, starts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The newest token of each completion and its position, both (n,)."""
     return draws.tokens[rows, fed], starts[rows // slots.group] + fed
 
 
-def _rows_of(prompts: Tensor, group: int) -> Tensor:
+def _expand_rows(prompts: Tensor, group: int) -> Tensor:
     """The completions' rows of each prompt, one after the other; negative for prompt −1."""
     return (prompts[:, None] * group + torch.arange(group, device=prompts.device)).flatten()

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.policy_settings import RolloutSettings
 
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(tokens, positions, places in the cache), each (rows,), to logits (rows, vocabulary)."""

@@ -2,7 +2,7 @@
 
 On CPUs, in float32 and float64, the parts are PyTorch's flash kernel. In bfloat16 they are plain
 products, for there that kernel computes at the rate of float32 and below
-(``benchmarks/README.md``); they round the scores as transformers' eager attention does.
+(``perf/README.md``); they round the scores as transformers' eager attention does.
 """
 
 from __future__ import annotations

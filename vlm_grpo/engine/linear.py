@@ -2,7 +2,7 @@
 
 PyTorch hands float32 matrix products on the CPU to MKL, which holds back on processors that are
 not Intel's; oneDNN, which PyTorch carries as well, ran them 2.1 times as fast on an AMD EPYC
-(``benchmarks/README.md``). For the few rows of a decode step both spend most of their time
+(``perf/README.md``). For the few rows of a decode step both spend most of their time
 rearranging the weights, which a rollout can do once for all of its tokens.
 """
 

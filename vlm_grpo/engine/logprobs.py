@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from vlm_grpo.engine.linear import Linear, product
-from vlm_grpo.engine.sampling import Restriction
+from vlm_grpo.engine.sampling import SamplingDistribution
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def score_tokens(
     hidden: Tensor,
     targets: Tensor,
     positions: Tensor,
-    restriction: Restriction,
+    distribution: SamplingDistribution,
     chunk_tokens: int,
     with_entropy: bool = False,
 ) -> TokenScores:
@@ -61,9 +61,9 @@ def score_tokens(
     one_pass = frozen and not with_entropy and hidden.requires_grad and torch.is_grad_enabled()
     parts: list[tuple[Tensor, Tensor | None]] = []
     for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):
-        chunk = (head, h, y, t, restriction, with_entropy)
+        chunk = (head, h, y, t, distribution, with_entropy)
         if one_pass:
-            parts.append((_FrozenHead.apply(h, head.weight, y, t, restriction), None))  # type: ignore[arg-type]
+            parts.append((_FrozenHead.apply(h, head.weight, y, t, distribution), None))  # type: ignore[arg-type]
         elif torch.is_grad_enabled():
             parts.append(checkpoint(_score_chunk, *chunk, use_reentrant=False))  # type: ignore[arg-type]
         else:
@@ -79,10 +79,10 @@ def _score_chunk(
     hidden: Tensor,
     targets: Tensor,
     positions: Tensor,
-    restriction: Restriction,
+    distribution: SamplingDistribution,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    scores = score_logits(head(hidden), targets, positions, restriction, with_entropy)
+    scores = score_logits(head(hidden), targets, positions, distribution, with_entropy)
     return scores.logprobs, scores.entropies
 
 
@@ -90,11 +90,11 @@ def score_logits(
     logits: Tensor,
     targets: Tensor,
     positions: Tensor,
-    restriction: Restriction,
+    distribution: SamplingDistribution,
     with_entropy: bool = False,
 ) -> TokenScores:
     """Score target tokens from the logits (M, vocabulary) that predict them."""
-    logprobs = restriction(logits, positions).log_softmax(-1)
+    logprobs = distribution(logits, positions).log_softmax(-1)
     chosen = logprobs.gather(1, targets[:, None])[:, 0]
     if not with_entropy:
         return TokenScores(chosen)
@@ -113,14 +113,14 @@ class _FrozenHead(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         positions: Tensor,
-        restriction: Restriction,
+        distribution: SamplingDistribution,
     ) -> Tensor:
-        logits = restriction(product(hidden, weight), positions)
+        logits = distribution(product(hidden, weight), positions)
         probs = logits.softmax(-1)
         # Taken from the logits: the log of a small probability would have lost digits.
         chosen = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
         gradient = weight[targets].sub_(product(probs.to(weight.dtype), weight.T))
-        ctx.save_for_backward(gradient.div_(restriction.temperature or 1.0))
+        ctx.save_for_backward(gradient.div_(distribution.temperature or 1.0))
         return chosen
 
     @staticmethod

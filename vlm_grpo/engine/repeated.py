@@ -21,7 +21,7 @@ from transformers import (
 
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.logprobs import TokenScores, score_logits
-from vlm_grpo.engine.sampling import Draws, Restriction
+from vlm_grpo.engine.sampling import SamplerState, SamplingDistribution
 from vlm_grpo.types import Prompt
 
 
@@ -49,7 +49,7 @@ def _inputs(
 def score_repeated(
     model: Any,
     batch: MicroBatch,
-    restriction: Restriction,
+    distribution: SamplingDistribution,
     pad: int,
     with_entropy: bool = False,
 ) -> TokenScores:
@@ -65,14 +65,14 @@ def score_repeated(
     real = steps < lengths[:, None]
     targets = torch.tensor([token for tokens in completions for token in tokens], device=device)
     return score_logits(
-        logits[real], targets, steps.expand_as(real)[real], restriction, with_entropy
+        logits[real], targets, steps.expand_as(real)[real], distribution, with_entropy
     )
 
 
 class _TakeOne(LogitsProcessor):
     """Draws each row's token itself and leaves ``generate`` only that token to choose."""
 
-    def __init__(self, draws: Draws, rows: Tensor, pad: int) -> None:
+    def __init__(self, draws: SamplerState, rows: Tensor, pad: int) -> None:
         self.draws, self.rows, self.pad = draws, rows, pad
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
@@ -85,7 +85,7 @@ class _TakeOne(LogitsProcessor):
 class _Ended(StoppingCriteria):
     """Stops the rows whose completions are done."""
 
-    def __init__(self, draws: Draws, rows: Tensor) -> None:
+    def __init__(self, draws: SamplerState, rows: Tensor) -> None:
         self.draws, self.rows = draws, rows
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class _Ended(StoppingCriteria):
 
 
 def sample_repeated(
-    model: Any, prompts: Sequence[Prompt], draws: Draws, max_tokens: int, pad: int
+    model: Any, prompts: Sequence[Prompt], draws: SamplerState, max_tokens: int, pad: int
 ) -> None:
     """Draw all completions, the G of prompt p at rows p·G … p·G+G−1 of ``draws``.
 
@@ -109,7 +109,9 @@ def sample_repeated(
         model.generation_config = own
 
 
-def _sample(model: Any, prompts: Sequence[Prompt], draws: Draws, max_tokens: int, pad: int) -> None:
+def _sample(
+    model: Any, prompts: Sequence[Prompt], draws: SamplerState, max_tokens: int, pad: int
+) -> None:
     group = len(draws.lengths) // len(prompts)
     longest = draws.tokens.shape[1]
     device = draws.tokens.device
@@ -122,7 +124,7 @@ def _sample(model: Any, prompts: Sequence[Prompt], draws: Draws, max_tokens: int
             max_new_tokens=longest,
             do_sample=False,
             pad_token_id=pad,
-            eos_token_id=list(draws.settings.restriction.eos) or None,
+            eos_token_id=list(draws.settings.distribution.eos) or None,
         )
         model.generate(
             **_inputs([prompts[r // group] for r in rows], [()] * len(rows), pad, device),

@@ -1,6 +1,7 @@
 """The sampling distribution: one definition for the sampler and for the scorer.
 
-A log-probability means something only relative to a distribution. ``Restriction`` says which
+A log-probability means something only relative to a distribution. ``SamplingDistribution`` says
+which
 tokens that distribution leaves out and at which temperature it is taken; the rollout draws from
 it and the update scores under it, so that the importance ratio of a fresh completion is 1.
 """
@@ -16,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.families import Family
-from vlm_grpo.policy_settings import RolloutSettings
 
 
 @dataclass(frozen=True)
-class Restriction:
+class SamplingDistribution:
     """What both sampler and scorer do to the logits.
 
     Attributes:
@@ -67,7 +68,7 @@ class SamplingSettings:
         min_p: drop tokens below this share of the likeliest one; 0.0 keeps all.
     """
 
-    restriction: Restriction
+    distribution: SamplingDistribution
     max_completion_length: int
     stop: tuple[str, ...] = ()
     top_k: int = 0
@@ -76,7 +77,7 @@ class SamplingSettings:
 
     @property
     def greedy(self) -> bool:
-        return self.restriction.temperature == 0
+        return self.distribution.temperature == 0
 
     @property
     def truncates(self) -> bool:
@@ -84,11 +85,13 @@ class SamplingSettings:
         return bool(self.top_k or self.min_p or self.top_p < 1)
 
 
-def restriction_of(model: Any, family: Family, rollout: RolloutSettings) -> Restriction:
+def build_sampling_distribution(
+    model: Any, family: Family, rollout: RolloutSettings
+) -> SamplingDistribution:
     """The model's banned and end tokens with the recipe's temperature."""
     eos = model.generation_config.eos_token_id
     eos = model.config.get_text_config().eos_token_id if eos is None else eos
-    return Restriction(
+    return SamplingDistribution(
         temperature=rollout.temperature,
         banned=family.banned_token_ids(model.config),
         eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
@@ -96,10 +99,12 @@ def restriction_of(model: Any, family: Family, rollout: RolloutSettings) -> Rest
     )
 
 
-def sampling_of(restriction: Restriction, rollout: RolloutSettings) -> SamplingSettings:
-    """How the recipe's rollout draws completions under ``restriction``."""
+def build_sampling_settings(
+    distribution: SamplingDistribution, rollout: RolloutSettings
+) -> SamplingSettings:
+    """How the recipe's rollout draws completions under ``distribution``."""
     return SamplingSettings(
-        restriction,
+        distribution,
         rollout.max_completion_length,
         rollout.stop,
         rollout.top_k,
@@ -121,7 +126,7 @@ def uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
     )
 
 
-class Draws:
+class SamplerState:
     """Tokens of n completions as they are drawn, with their log-probabilities and entropies.
 
     Args:
@@ -151,7 +156,7 @@ class Draws:
         self.entropies = torch.zeros(uniform.shape, device=device)
         self.lengths = torch.zeros(len(uniform), dtype=torch.int64, device=device)
         self.active = torch.ones(len(uniform), dtype=torch.bool, device=device)
-        self._eos = torch.tensor(settings.restriction.eos, dtype=torch.int64, device=device)
+        self._eos = torch.tensor(settings.distribution.eos, dtype=torch.int64, device=device)
 
     def take(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Draw the next token of each of ``rows``, note it, and end the rows that are done.
@@ -164,7 +169,7 @@ class Draws:
             The tokens, (n,).
         """
         positions = self.lengths[rows]
-        restricted = self.settings.restriction(logits, positions)
+        restricted = self.settings.distribution(logits, positions)
         logprobs = restricted.log_softmax(-1)
         probs = logprobs.exp()
         # A banned token has probability 0 and log-probability -inf; 0 times a finite number is 0.

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlm_grpo.engine.attention import GroupSpan, Packed
+from vlm_grpo.engine.attention import GroupSpan, PackedAttention
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.logprobs import TokenScores, score_tokens
-from vlm_grpo.engine.sampling import Restriction
+from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.families import Family
 
 
@@ -21,7 +21,7 @@ def score_shared(
     model: Any,
     batch: MicroBatch,
     prefixes: Sequence[PrefixInputs],
-    restriction: Restriction,
+    distribution: SamplingDistribution,
     chunk_tokens: int,
     with_entropy: bool = False,
 ) -> TokenScores:
@@ -43,13 +43,13 @@ def score_shared(
     hidden = family.language_model(model)(
         **family.language_inputs(model, row.tokens[None], features),
         position_ids=row.positions[:, None],
-        attend=Packed(row.spans),
+        attend=PackedAttention(row.spans),
         use_cache=False,
     ).last_hidden_state[0]
     head: Any = model.get_output_embeddings()
     predicting = hidden[row.predictors]
     return score_tokens(
-        head, predicting, row.targets, row.steps, restriction, chunk_tokens, with_entropy
+        head, predicting, row.targets, row.steps, distribution, chunk_tokens, with_entropy
     )
 
 

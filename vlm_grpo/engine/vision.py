@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from vlm_grpo.families import Family, ImageFeatures
-from vlm_grpo.timing import Stopwatch
 from vlm_grpo.types import ImageRef, Prompt
+from vlm_grpo.utils.timing import Stopwatch
 
 ENCODER_PATCHES = 65_536
 """Patches that go through the vision tower at once: 12.8 million pixels of 14 × 14 patches."""

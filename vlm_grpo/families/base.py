@@ -55,7 +55,7 @@ class Family:
         """Why the family cannot share one prompt pass between completions; None if it can."""
         return f"no shared-prefix form is known for the model type {config.model_type!r}"
 
-    def seen_size(self, size: tuple[int, int], budget: PixelBudget, processor: Any) -> tuple:
+    def resized_size(self, size: tuple[int, int], budget: PixelBudget, processor: Any) -> tuple:
         """Width and height in pixels at which the model sees an image of ``size``."""
         return size
 

@@ -36,7 +36,7 @@ class QwenVL(Family):
         edges = {"shortest_edge": budget.min_pixels, "longest_edge": budget.max_pixels}
         processor.image_processor.size = type(processor.image_processor.size)(**edges)
 
-    def seen_size(
+    def resized_size(
         self, size: tuple[int, int], budget: PixelBudget, processor: Any
     ) -> tuple[int, int]:
         height, width = smart_resize(

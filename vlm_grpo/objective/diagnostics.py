@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective.batch import TokenBatch
 from vlm_grpo.objective.kl import k3
-from vlm_grpo.objective_settings import ObjectiveSettings
 
 
 @dataclass(frozen=True)

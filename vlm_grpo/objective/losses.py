@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.objective.diagnostics import Metrics, loss_metrics
 from vlm_grpo.objective.kl import KL_ESTIMATORS
-from vlm_grpo.objective_settings import ObjectiveSettings
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def this_device() -> Device:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rates = {"float32": _matmul_rate(torch.float32), "bfloat16": _matmul_rate(torch.bfloat16)}
     threads = torch.get_num_threads()
-    # As measured on two cores with a model of 36 million weights (benchmarks/README.md): long
+    # As measured on two cores with a model of 36 million weights (perf/README.md): long
     # passes at 0.39 to 0.66 of the product's rate; a layer of 32 rows at 0.28 in float32, and
     # bound by its many small operations, 1.6 ms a layer, in bfloat16.
     return Device(

@@ -25,14 +25,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlm_grpo.engine.vision import ENCODER_PATCHES
+from vlm_grpo.model.policy import RECENT_IMAGES
 from vlm_grpo.plan.shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.plan.work import Work
-from vlm_grpo.policy import RECENT_IMAGES
 
 LINEARS = 7  # linear maps of a decoder layer
 LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
 """Bytes that libraries take on a CPU once they are used, whatever the model: code, buffers, and in
-bfloat16 the kernels that oneDNN makes for every shape. Fitted to ``benchmarks/plan_check.py``."""
+bfloat16 the kernels that oneDNN makes for every shape. Fitted to ``perf/plan_check.py``."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Memory:
         return max(self.rollout, self.backward)
 
 
-def memory_of(model: ModelShape, work: Work, on_cpu: bool = False) -> Memory:
+def estimate_memory(model: ModelShape, work: Work, on_cpu: bool = False) -> Memory:
     """The memory of a step.
 
     Args:

@@ -8,18 +8,18 @@ from typing import Any
 
 from transformers import AutoProcessor
 
-from vlm_grpo.config import Settings
+from vlm_grpo.config.policy import LoraSettings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.families import PixelBudget
-from vlm_grpo.loading import model_source, pixel_budget_of
+from vlm_grpo.model.loading import get_pixel_budget, model_source
 from vlm_grpo.plan.devices import GIB, Device
-from vlm_grpo.plan.memory import Memory, memory_of
-from vlm_grpo.plan.seconds import Phases, seconds_of
+from vlm_grpo.plan.memory import Memory, estimate_memory
+from vlm_grpo.plan.seconds import Phases, estimate_seconds
 from vlm_grpo.plan.shape import ModelShape, load_config, read_shape
 from vlm_grpo.plan.tokens import Prompts, PromptSize
-from vlm_grpo.plan.work import Work, work_of
-from vlm_grpo.policy_settings import LoraSettings
+from vlm_grpo.plan.work import Work, estimate_work
 from vlm_grpo.registry import load_task
 
 MOST_GENERATIONS = 1024
@@ -86,16 +86,22 @@ class Planner:
         if key not in self._shapes:
             self._shapes[key] = read_shape(self.config, policy)[0]
         shape = self._shapes[key]
-        budget = pixel_budget_of(self.own, policy)
+        budget = get_pixel_budget(self.own, policy)
         assert budget is not None  # families that share a prompt resize
         sizes = self.prompts.sizes(budget)
         work, typical = (
-            work_of(settings, size.tokens, size.patches, size.pixels, self.devices)
+            estimate_work(settings, size.tokens, size.patches, size.pixels, self.devices)
             for size in (sizes[-1], sizes[len(sizes) // 2])
         )
-        memory = memory_of(shape, work, self.device.is_cpu)
+        memory = estimate_memory(shape, work, self.device.is_cpu)
         return Step(
-            settings, shape, sizes, memory, seconds_of(shape, typical, self.device), work, typical
+            settings,
+            shape,
+            sizes,
+            memory,
+            estimate_seconds(shape, typical, self.device),
+            work,
+            typical,
         )
 
     def fits(self, settings: Settings) -> bool:

@@ -28,7 +28,7 @@ class Phases:
         return self.vision + self.prefill + self.decode + self.update
 
 
-def flops_of(model: ModelShape, work: Work) -> Phases:
+def count_flops(model: ModelShape, work: Work) -> Phases:
     """FLOP of a step on one device; every completion has the full length."""
     text = model.text
     head = 2 * text.hidden * text.vocabulary
@@ -79,11 +79,11 @@ def _layer(model: ModelShape) -> float:
     return 2 * (text.layer_weights + model.rank * text.adapter_widths)
 
 
-def seconds_of(model: ModelShape, work: Work, device: Device) -> Phases | None:
+def estimate_seconds(model: ModelShape, work: Work, device: Device) -> Phases | None:
     """Seconds of a step; None where the device's rates are not known."""
     if device.rates is None:
         return None
-    flops = flops_of(model, work)
+    flops = count_flops(model, work)
     rate = device.rates["float32" if model.precision == "float32" else "bfloat16"]
     long = rate * device.efficiency
     read = _decoded_bytes(model, work) / device.bandwidth

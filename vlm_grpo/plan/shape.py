@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from vlm_grpo.config import Settings
+from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, load_family
-from vlm_grpo.loading import adapt, model_source
-from vlm_grpo.policy_settings import PolicySettings
+from vlm_grpo.model.loading import adapt, model_source
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Of weights and computation; ``autocast``: float32 weights, computation in bfloat16."""

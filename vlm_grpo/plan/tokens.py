@@ -70,7 +70,7 @@ class Prompts:
         for example, text in zip(self.examples, self._text, strict=True):
             try:
                 seen = [
-                    self.family.seen_size(i.size, budget, self.processor) for i in example.images
+                    self.family.resized_size(i.size, budget, self.processor) for i in example.images
                 ]
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")

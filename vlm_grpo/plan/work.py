@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from vlm_grpo.config import Settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.types import Example, Prompt
 
@@ -94,7 +94,7 @@ class Work:
         return max(len(batch.slices) for batch in self._batches)
 
 
-def work_of(
+def estimate_work(
     settings: Settings, prompt: int, patches: int, image_pixels: int, devices: int = 1
 ) -> Work:
     """The work of a step under a recipe's settings.

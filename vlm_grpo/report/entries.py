@@ -64,7 +64,8 @@ def training_entries(run: Run) -> tuple[list[Entry], int]:
 def held_out_entries(runs: Sequence[tuple[str, Run]]) -> tuple[list[Entry], int]:
     """One entry for each held-out example: its answers over the evaluations, and over the runs.
 
-    ``change`` is the headline metric's: from the first evaluation to the last one, or, where there
+    ``change`` is the primary metric metric's: from the first evaluation to the last one, or,
+    where there
     are several runs, from the first run's last to the last run's.
 
     Args:
@@ -167,8 +168,8 @@ def _answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[str, An
     rewards, metrics = _numbers(completion["rewards"]), _numbers(completion.get("metrics") or {})
     reward = _number(completion["reward"])
     values = rewards | metrics
-    headline = row.get("headline")
-    score = values.get(headline) if isinstance(headline, str) else reward
+    primary_metric = row.get("primary_metric")
+    score = values.get(primary_metric) if isinstance(primary_metric, str) else reward
     answer, stop = completion["answer"], completion.get("stop")
     return {
         "label": label,

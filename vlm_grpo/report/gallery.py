@@ -70,11 +70,11 @@ def _fitting(
     while count > 1:
         kept = spread_out(steps, count)
         chosen = [*held_out, *(entry for entry in training if entry["step"] in kept)]
-        if shelf.bytes_of(chosen) <= limit:
+        if shelf.count_bytes(chosen) <= limit:
             return chosen
         count = count * 9 // 10
     chosen = [*held_out, *(training if count == len(steps) else ())]
-    while chosen and shelf.bytes_of(chosen) > limit:
+    while chosen and shelf.count_bytes(chosen) > limit:
         chosen = chosen[: len(chosen) * 9 // 10]
     return chosen
 
@@ -87,7 +87,7 @@ class _Shelf:
         self._sizes: dict[str, int] = {}
         self._texts: dict[int, int] = {}
 
-    def bytes_of(self, entries: Sequence[Entry]) -> int:
+    def count_bytes(self, entries: Sequence[Entry]) -> int:
         """Characters that the entries and their pictures take in the page."""
         for entry in entries:
             if id(entry) not in self._texts:

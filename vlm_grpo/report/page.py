@@ -15,12 +15,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
-from vlm_grpo.files import write_whole
 from vlm_grpo.report.charts import draw
 from vlm_grpo.report.entries import KINDS, as_json, visible
 from vlm_grpo.report.gallery import GALLERY_BYTES, Gallery, gallery
 from vlm_grpo.report.panels import charts, comparison
 from vlm_grpo.report.run import Change, Run, is_number, read_run
+from vlm_grpo.utils.atomic_io import write_atomic
 
 SCRIPTS = ("base.js", "charts.js", "gallery.js")
 
@@ -116,7 +116,7 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], shown: Ga
         markup=Markup,
     )
     # A folder's name may hold what is no character.
-    write_whole(path, html.encode("utf-8", errors="replace"))
+    write_atomic(path, html.encode("utf-8", errors="replace"))
     return path
 
 
@@ -130,7 +130,7 @@ def _head(label: str, run: Run) -> dict[str, Any]:
         "task": Path(run.task).stem,
         "model": run.model,
         "state": state,
-        "headline": (run.headline or "").replace("_", " "),
+        "primary_metric": (run.primary_metric or "").replace("_", " "),
         "change": change,
         "verdict": _verdict(change),
         "worse": change is not None and change.worse,

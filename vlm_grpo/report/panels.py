@@ -150,19 +150,20 @@ def comparison(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
 
 
 def _held_out(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
-    """The headline with its interval, then every other metric of the held-out examples; what a
+    """The primary metric with its interval, then every other metric of the held-out examples;
+    what a
     metric comes to on parts of them, as ``exact_of_3``, is in one chart, and of one run alone."""
-    headlines = {run.headline for _, run in runs}
+    primary_metrics = {run.primary_metric for _, run in runs}
     found = [evaluation for _, run in runs for evaluation in run.evaluations]
     names = {name: None for evaluation in found for name in evaluation.names}
-    parts = {name: _whole_of(name, found) for name in names if name not in headlines}
+    parts = {name: _corpus_value(name, found) for name in names if name not in primary_metrics}
     alone = [name for name in names if parts.get(name) is None]
     n = max((evaluation.n for evaluation in found), default=0)
-    for name in sorted(alone, key=lambda name: (name not in headlines, name)):
-        # Intervals of the headline alone: resampling thousands of examples takes its time.
-        first = name in headlines
+    for name in sorted(alone, key=lambda name: (name not in primary_metrics, name)):
+        # Intervals of the primary metric alone: resampling thousands of examples takes its time.
+        first = name in primary_metrics
         whole = any(name in e.whole for e in found)
-        error = any(e.lower_is_better and e.headline == name for e in found)
+        error = any(e.lower_is_better and e.primary_metric == name for e in found)
         notes = ", with its 95 % interval" if first and not whole else ""
         notes += "; less is better" if error else ""
         yield Chart(
@@ -188,7 +189,7 @@ def _held_out(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
             )
 
 
-def _whole_of(name: str, found: Sequence[HeldOut]) -> str | None:
+def _corpus_value(name: str, found: Sequence[HeldOut]) -> str | None:
     """The metric of whose parts one is: ``exact`` of ``exact_of_3``; None: of none."""
     if not any(name in evaluation.whole for evaluation in found):
         return None

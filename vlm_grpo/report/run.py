@@ -14,8 +14,8 @@ import numpy as np
 import yaml
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.intervals import bootstrap_interval
 from vlm_grpo.registry import load_task_class, task_names
+from vlm_grpo.utils.bootstrap import bootstrap_interval
 
 Row = Mapping[str, Any]
 
@@ -28,14 +28,14 @@ class HeldOut:
         step: updates that the policy had seen.
         values: for each reward and metric by name, its value by example id where it is defined.
         whole: metrics that are no mean over the examples, as AP or RMSE.
-        headline: name of the metric by which models are compared; None where nothing tells.
-        lower_is_better: the headline is an error.
+        primary metric: name of the metric by which models are compared; None where nothing tells.
+        lower_is_better: the primary metric is an error.
     """
 
     step: int
     values: Mapping[str, Mapping[str, float]]
     whole: Mapping[str, float] = field(default_factory=dict)
-    headline: str | None = None
+    primary_metric: str | None = None
     lower_is_better: bool = False
 
     @property
@@ -129,24 +129,25 @@ class Run:
         return int(self.metrics[-1]["step"]) + 1 if self.metrics else 0
 
     @property
-    def headline(self) -> str | None:
+    def primary_metric(self) -> str | None:
         """Name of the metric by which models are compared; None where nothing tells."""
-        if self.evaluations and self.evaluations[-1].headline is not None:
-            return self.evaluations[-1].headline
+        if self.evaluations and self.evaluations[-1].primary_metric is not None:
+            return self.evaluations[-1].primary_metric
         for row in self.samples:
-            if isinstance(row.get("headline"), str):
-                return row["headline"]
+            if isinstance(row.get("primary_metric"), str):
+                return row["primary_metric"]
         # A task's file is not run for this: the folder may come from somebody else.
-        return load_task_class(self.task).headline if self.task in task_names() else None
+        return load_task_class(self.task).primary_metric if self.task in task_names() else None
 
     def change(self, until: int | None = None) -> Change | None:
-        """The headline metric at the first and the last evaluation; None where there are no two.
+        """The primary metric metric at the first and the last evaluation; None where there are no
+        two.
 
         Args:
             until: the step of the evaluation to take in the last one's place; None: the last.
         """
         last = next((e for e in reversed(self.evaluations) if until in (None, e.step)), None)
-        if last is None or last is self.evaluations[0] or (name := self.headline) is None:
+        if last is None or last is self.evaluations[0] or (name := self.primary_metric) is None:
             return None
         first = self.evaluations[0]
         before, after = first.mean(name), last.mean(name)
@@ -247,8 +248,8 @@ def _summarised(found: HeldOut, path: Path) -> HeldOut:
     """With what the evaluation itself says of the whole, where it can be read."""
     try:
         summary = json.loads(path.read_text("utf-8", errors="replace"))
-        headline, metrics = summary["headline"], summary["metrics"]
-        if not isinstance(headline, str):
+        primary_metric, metrics = summary["primary_metric"], summary["metrics"]
+        if not isinstance(primary_metric, str):
             return found
         numbers = {name: float(value) for name, value in metrics.items() if is_number(value)}
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
@@ -261,7 +262,7 @@ def _summarised(found: HeldOut, path: Path) -> HeldOut:
     }
     values = {name: column for name, column in found.values.items() if name not in whole}
     lower = summary.get("lower_is_better") is True
-    return HeldOut(found.step, values, whole, headline, lower)
+    return HeldOut(found.step, values, whole, primary_metric, lower)
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -1,0 +1,218 @@
+"""Learning curves of the loss types and of the reference's refresh, on the quickstart's recipe.
+
+    python perf/learning.py
+
+runs what `results/learning.json` does not hold yet, one process of one core a run, then draws
+`docs/images/learning.svg` from that file and prints the table of docs/objective.md. A stopped
+benchmark goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
+PLOT = ROOT / "docs" / "images" / "learning.svg"
+RECIPE = "quickstart"
+EVERY = 20
+"""Steps between two looks at the recipe's 500 held-out examples."""
+
+LOSSES = {
+    "grpo": [],
+    "bnpo": ["loss_type=bnpo"],
+    "dr_grpo": ["loss_type=dr_grpo"],
+    "dapo": ["loss_type=dapo"],
+    "cispo": ["loss_type=cispo", "epsilon_high=5"],
+    "gspo": ["importance_sampling_level=sequence"],
+}
+TWICE = ["num_iterations=2"]
+"""Where the loss types clip, and so differ."""
+PANELS: dict[str, dict[str, list[str]]] = {
+    "loss types, num_iterations = 1": LOSSES,
+    "grpo: the reference, two updates": {
+        "grpo": [],
+        "k = 10, beta = 0.04": ["beta=0.04", "reference_refresh_every=10"],
+        "never, beta = 0.04": ["beta=0.04", "reference_refresh_every=never"],
+        "grpo, twice": TWICE,
+    },
+    "loss types, num_iterations = 2": {
+        f"{name}, twice": [*changes, *TWICE] for name, changes in LOSSES.items() if name != "bnpo"
+    },
+}
+TWINS = {"bnpo": "dapo", "cispo": "dapo", "gspo": "grpo"}
+"""With one update these are one computation under two names. The first seed shows that they agree
+in every number; the others are run under one name."""
+VARIANTS = {name: changes for panel in PANELS.values() for name, changes in panel.items()}
+LABELS = {
+    ("loss types, num_iterations = 1", "grpo"): "grpo = gspo",
+    ("loss types, num_iterations = 1", "dapo"): "dapo = bnpo = cispo",
+    # With one update and k = 1 the KL and its gradient are 0: it is the run without a KL.
+    ("grpo: the reference, two updates", "grpo"): "k = 1, or beta = 0",
+}
+
+
+def train(variant: str, seed: int, folder: str) -> dict:
+    """One run of the recipe, started as a user starts it; its curves."""
+    name = f"{list(VARIANTS).index(variant)}-{seed}"
+    command = [sys.executable, "-m", "vlm_grpo.cli", "train", RECIPE, f"seed={seed}"]
+    command += [f"name={name}", f"output_dir={folder}", f"evaluation.every={EVERY}"]
+    command += ["logging.samples_every=0", *(f"objective.{c}" for c in VARIANTS[variant])]
+    started = time.monotonic()
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    run = Path(folder, name)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    start = (run / "evaluation" / "step-000000.jsonl").read_text().splitlines()
+    before = statistics.fmean(json.loads(row)["rewards"]["exact"] for row in start)
+    curve = [[line["step"] + 1, line["eval/exact"]] for line in lines if "eval/exact" in line]
+    return {
+        "variant": variant,
+        "seed": seed,
+        "changes": VARIANTS[variant],
+        "seconds": round(time.monotonic() - started, 1),
+        "held_out": [[0, round(before, 4)], *curve],
+        "n": len(start),
+        "reward": [round(line["reward"], 4) for line in lines],
+        "kl": [round(line["kl"], 5) for line in lines if "kl" in line],
+        "clipped": [
+            round(line.get("clip_ratio/region_mean", line.get("cispo_clip_ratio", 0.0)), 4)
+            for line in lines
+        ],
+        "largest_grad_norm": round(max(line["grad_norm"] for line in lines), 3),
+        "skipped_updates": sum(line["skipped_updates"] for line in lines),
+    }
+
+
+def load() -> list[dict]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+
+
+def measure(seeds: list[int], workers: int) -> None:
+    """Every run that is missing, panel by panel; each is written down as it ends."""
+    known = {(run["variant"], run["seed"]) for run in load()}
+    wanted = [(v, s) for panel in PANELS.values() for s in seeds for v in panel]
+    missing = [
+        (variant, seed)
+        for variant, seed in dict.fromkeys(wanted)
+        if (variant, seed) not in known and (variant not in TWINS or seed == seeds[0])
+    ]
+    lock = threading.Lock()
+
+    def one(variant: str, seed: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            run = train(variant, seed, folder)
+        print(variant, seed, run["held_out"][-1], f"{run['seconds']} s", file=sys.stderr)
+        with lock:
+            runs = [*load(), run]
+            runs.sort(key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"]))
+            aside = RESULTS.with_suffix(".part")
+            aside.write_text("[\n" + ",\n".join(json.dumps(r) for r in runs) + "\n]\n")
+            aside.replace(RESULTS)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for job in [pool.submit(one, *pair) for pair in missing]:
+            job.result()
+    check_twins(load())
+
+
+def check_twins(runs: list[dict]) -> None:
+    """Stop where runs that should be one computation are not."""
+    rewards = {(run["variant"], run["seed"]): run["reward"] for run in runs}
+    for (variant, seed), reward in rewards.items():
+        if rewards.get((TWINS.get(variant, variant), seed), reward) != reward:
+            raise SystemExit(f"{variant} and {TWINS[variant]} differ with seed {seed}")
+
+
+def measured(runs: list[dict]) -> dict[str, list[str]]:
+    """The panels that say something, with the runs that they show; twins under one name."""
+    known = {run["variant"] for run in runs} - set(TWINS)
+    panels = {title: [v for v in panel if v in known] for title, panel in PANELS.items()}
+    return {title: panel for title, panel in panels.items() if len(panel) > 1}
+
+
+def table(runs: list[dict]) -> str:
+    """Held-out accuracy at the end, in percent: mean over seeds and the range of them."""
+    rows = [
+        "| run | held-out, mean of the seeds | lowest to highest | seeds | reward, last 20 steps | "
+        "largest gradient norm |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for title, panel in measured(runs).items():
+        rows.append(f"| *{title}* | | | | | |")
+        for variant in panel:
+            found = [run for run in runs if run["variant"] == variant]
+            last = [100 * run["held_out"][-1][1] for run in found]
+            reward = statistics.fmean(statistics.fmean(run["reward"][-20:]) for run in found)
+            rows.append(
+                f"| {LABELS.get((title, variant), variant)} | {statistics.fmean(last):.1f} | "
+                f"{min(last):.1f} to {max(last):.1f} | {len(found)} | {reward:.2f} | "
+                f"{max(run['largest_grad_norm'] for run in found):.1f} |"
+            )
+    return "\n".join(rows)
+
+
+def draw(runs: list[dict]) -> None:
+    """One column for each panel: held-out accuracy above, the training reward below."""
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
+    panels = measured(runs)
+    size = (4.4 * len(panels), 6.6)
+    figure, axes = plt.subplots(2, len(panels), figsize=size, sharex=True, sharey="row")
+    for (above, below), (title, panel) in zip(axes.T, panels.items(), strict=True):
+        for variant in panel:
+            found = [run for run in runs if run["variant"] == variant]
+            steps = [step for step, _ in found[0]["held_out"]]
+            curves = [[value for _, value in run["held_out"]] for run in found]
+            mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
+            low = [min(values) for values in zip(*curves, strict=True)]
+            high = [max(values) for values in zip(*curves, strict=True)]
+            label = LABELS.get((title, variant), variant)
+            (line,) = above.plot(steps, mean, label=label)
+            above.fill_between(steps, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+            rewards = [
+                statistics.fmean(values)
+                for values in zip(*(run["reward"] for run in found), strict=True)
+            ]
+            smooth = [statistics.fmean(rewards[max(0, i - 9) : i + 1]) for i in range(len(rewards))]
+            below.plot(range(1, len(smooth) + 1), smooth, color=line.get_color())
+        above.set_title(title)
+        above.legend(loc="lower right")
+        below.set_xlabel("step")
+    axes[0][0].set_ylabel("held-out accuracy (band: lowest to highest seed)")
+    axes[1][0].set_ylabel("training reward (mean of ten steps)")
+    figure.tight_layout()
+    PLOT.parent.mkdir(exist_ok=True)
+    figure.savefig(PLOT, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=1, help="runs at once; 0: only draw")
+    options = parser.parse_args()
+    if options.workers:
+        measure(options.seeds, options.workers)
+    runs = load()
+    draw(runs)
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Two real steps under one setting, their peak memory, and what the plan says (plan_check.py)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine_ours import Noise
+from measuring import LORA, QUESTION, PeakMemory
+from models import build
+from PIL import Image
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.engine.sampling import build_sampling_distribution
+from vlm_grpo.model.loading import LoadedModel, adapt, checkpoint_activations
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.plan.memory import estimate_memory
+from vlm_grpo.plan.shape import read_shape
+from vlm_grpo.plan.work import estimate_work
+from vlm_grpo.trainer import Trainer
+from vlm_grpo.types import Example, ImageRef
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    settings = settings_of(case)
+    examples = examples_of(case)
+    memory = PeakMemory("cpu")
+    trainer = trainer_of(case, settings, examples)
+    peaks: dict[str, int] = {}
+    trainer.policy.sample = watched(trainer.policy.sample, peaks, memory)
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        trainer.run_step()
+        peaks["update"] = max(peaks.get("update", 0), memory.peak())
+        seconds.append(time.perf_counter() - started)
+    print(json.dumps({"measured": peaks, "seconds": seconds[-1], **planned(case, trainer)}))
+
+
+def settings_of(case: dict[str, Any]) -> Settings:
+    lora = None if case["full"] else {"r": LORA["r"], "alpha": LORA["lora_alpha"]}
+    return Settings.model_validate(
+        {
+            "task": "noise",
+            "data": {"train": "unused"},
+            "output_dir": os.devnull,
+            "policy": {
+                "dtype": case["dtype"],
+                "gradient_checkpointing": case["checkpointing"],
+                "freeze": case["freeze"],
+                "lora": lora,
+            },
+            "rollout": {
+                "num_generations": case["generations"],
+                "max_completion_length": case["tokens"],
+                "min_new_tokens": case["tokens"],
+            },
+            "optim": {
+                "prompts_per_step": case["prompts"],
+                "max_steps": 2,
+                "max_tokens_per_batch": case["max_tokens"],
+            },
+            "logging": {"samples_every": 0, "trackers": []},
+        }
+    )
+
+
+def examples_of(case: dict[str, Any]) -> list[Example]:
+    """Images of noise, for two steps."""
+    random = np.random.default_rng(0)
+    examples = []
+    for index in range(2 * case["prompts"]):
+        shape = (case["image"], case["image"], 3)
+        image = Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8))
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        reference = ImageRef(str(index), image.size, image.size, data=buffer.getvalue())
+        examples.append(Example(str(index), (reference,), QUESTION, ""))
+    return examples
+
+
+def trainer_of(case: dict[str, Any], settings: Settings, examples: list[Example]) -> Trainer:
+    """A trainer of a random model, as ``load_model`` would have made it."""
+    weights = torch.float32 if case["full"] else getattr(torch, case["dtype"])
+    model, processor = build(case["size"], weights, "cpu", max_pixels=case["image"] ** 2)
+    _, family = read_shape(model.config, settings.policy)
+    if case["checkpointing"]:
+        checkpoint_activations(model)
+    adapters = adapt(model, family, settings.policy)
+    use_shared_attention(family.language_model(model))
+    autocast = case["full"] and case["dtype"] == "bfloat16"
+    budget = family.pixel_budget(processor)
+    loaded = LoadedModel(model, processor, family, budget, True, adapters, autocast)
+    distribution = build_sampling_distribution(model, family, settings.rollout)
+    policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens)
+    return Trainer(settings, policy, Noise(), examples, [])
+
+
+def watched(sample: Callable, peaks: dict[str, int], memory: PeakMemory) -> Callable:
+    """``sample`` with its peak memory noted, and the count begun anew for what follows it."""
+
+    def watching(*arguments: Any, **named: Any) -> Any:
+        reset_high_water_mark()
+        completions = sample(*arguments, **named)
+        peaks["rollout"] = max(peaks.get("rollout", 0), memory.peak())
+        reset_high_water_mark()
+        return completions
+
+    return watching
+
+
+def reset_high_water_mark() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def planned(case: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """What the plan says of the same step."""
+    settings, policy = trainer.settings, trainer.policy
+    shape, _ = read_shape(policy.model.config, settings.policy)
+    prompt = policy.prompt(policy.with_resized_sizes(trainer.roll.loader.stream[0]), trainer.task)
+    patches = len(prompt.vision["pixel_values"])
+    work = estimate_work(settings, len(prompt.token_ids), patches, case["image"] ** 2)
+    found = estimate_memory(shape, work, on_cpu=True)
+    predicted = {"rollout": found.rollout, "update": found.backward}
+    return {"predicted": predicted, "parts": vars(found), "weights": shape.weights}
+
+
+if __name__ == "__main__":
+    main()

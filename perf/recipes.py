@@ -1,0 +1,74 @@
+"""What the recipes of the embedded model reach: held-out accuracy before and after, over seeds.
+
+    python perf/recipes.py --seeds 0 1 2 --out perf/results/recipes.json
+
+Each run is a process of its own, as a user starts it; two run at once, on one core each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+RECIPES = ("counting", "grounding", "ocr")
+_LINE = re.compile(r"^(before|after) .*?([\d.]+)% \[([\d.]+)%, ([\d.]+)%\] \(n = (\d+)\)", re.M)
+
+
+def run(recipe: str, seed: int, overrides: list[str], folder: str) -> dict:
+    name = f"{recipe}-{seed}-{abs(hash(tuple(overrides)))}"
+    command = [sys.executable, "-m", "vlm_grpo.cli", "train", recipe, f"seed={seed}"]
+    command += [f"name={name}", f"output_dir={folder}", *overrides]
+    started = time.monotonic()
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    found = {kind: values for kind, *values in _LINE.findall(done.stdout)}
+    print(recipe, seed, overrides, found, file=sys.stderr)
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "overrides": overrides,
+        "seconds": round(time.monotonic() - started, 1),
+        **{kind: float(values[0]) for kind, values in found.items()},
+        "interval_after": [float(found["after"][1]), float(found["after"][2])],
+        "n": int(found["after"][3]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--set", nargs="*", default=[], help="settings, as policy.lora.r=16")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(run, recipe, seed, options.set, folder)
+            for recipe in options.recipes
+            for seed in options.seeds
+        ]
+        results = [job.result() for job in jobs]
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print("| recipe | before | after, by seed | seconds a run |")
+    print("| --- | --- | --- | --- |")
+    for recipe in options.recipes:
+        runs = [r for r in results if r["recipe"] == recipe]
+        after = ", ".join(f"{r['after']:.1f}" for r in runs)
+        seconds = max(r["seconds"] for r in runs)
+        print(f"| {recipe} | {runs[0]['before']:.1f} | {after} | {seconds:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

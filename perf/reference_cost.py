@@ -1,0 +1,140 @@
+"""What a reference policy costs: step time and peak memory of each kind, over none at all.
+
+    python perf/reference_cost.py --out perf/results/reference_cost.json
+
+Time: one process holds a trainer of each kind over copies of one random model, and they take turns
+step by step; a ratio is that of two steps of one turn. On a CPU a step's time is the processor
+time that it used, which other processes on the machine do not change. Memory: every kind in a
+process of its own, the peak above the interpreter with the model loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engine_ours import build_trainer
+from measuring import PeakMemory, wait
+from models import build
+from PIL import Image
+
+from vlm_grpo.trainer import Trainer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "none (beta = 0)": {},
+    "k = 1": {"beta": 0.04, "reference_refresh_every": 1},
+    "k = 5": {"beta": 0.04, "reference_refresh_every": 5},
+    "never": {"beta": 0.04, "reference_refresh_every": "never"},
+}
+NONE = next(iter(KINDS))
+WEIGHTS = ("full", "lora")
+MEASURED = ("time", *KINDS)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", default="35m", help="a name in perf/models.py")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--image", type=int, default=224, help="edge of the images in pixels")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of a step")
+    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of a completion")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after one more")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--weights", choices=WEIGHTS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=MEASURED, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def trainers(options: argparse.Namespace, kinds: list[str]) -> tuple[list[Trainer], PeakMemory]:
+    """A trainer of each kind on the same model and images, and the memory used from here on."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, options.dtype)
+    model, processor = build(options.size, dtype, device, max_pixels=options.image**2)
+    random = np.random.default_rng(0)
+    shape = (options.image, options.image, 3)
+    count = options.prompts * (options.steps + 1)
+    images = [Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)) for _ in range(count)]
+    options.full, options.checkpointing = options.weights == "full", False
+    memory, found = PeakMemory(device), []
+    for kind in kinds:
+        options.objective = KINDS[kind]
+        own = copy.deepcopy(model) if len(kinds) > 1 else model
+        found.append(build_trainer(options, own, processor, images))
+    return found, memory
+
+
+def run_step(trainer: Trainer) -> float:
+    """Seconds of one step: of the processor on a CPU, of the clock on a GPU."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    wait()
+    started = clock()
+    trainer.run_step()
+    wait()
+    trainer.step += 1
+    return clock() - started
+
+
+def child(options: argparse.Namespace) -> dict:
+    if options.child == "time":
+        held, _ = trainers(options, list(KINDS))
+        turns = [[run_step(trainer) for trainer in held] for _ in range(options.steps + 1)]
+        return {kind: [turn[i] for turn in turns[1:]] for i, kind in enumerate(KINDS)}
+    (trainer,), memory = trainers(options, [options.child])
+    for _ in range(2):
+        run_step(trainer)
+    return {"peak_bytes": memory.peak()}
+
+
+def main() -> None:
+    options = arguments()
+    if options.child:
+        print(json.dumps(child(options)))
+        return
+    results: dict[str, dict] = {}
+    for weights, measured in itertools.product(WEIGHTS, MEASURED):
+        command = [sys.executable, __file__, *sys.argv[1:]]
+        command += ["--weights", weights, "--child", measured]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        results.setdefault(weights, {})[measured] = found
+        print(weights, measured, found, file=sys.stderr)
+    if options.out:
+        hidden = ("out", "weights", "child")
+        settings = {name: value for name, value in vars(options).items() if name not in hidden}
+        options.out.write_text(json.dumps({"settings": settings, **results}, indent=1) + "\n")
+    print(table(results))
+
+
+def table(results: dict[str, dict]) -> str:
+    rows = [
+        "| weights | reference | seconds a step | over none: median (quartiles) | peak MB | "
+        "over none |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for weights, kind in itertools.product(WEIGHTS, KINDS):
+        found, none = results[weights][kind], results[weights][NONE]
+        seconds = results[weights]["time"]
+        pairs = zip(seconds[kind], seconds[NONE], strict=True)
+        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        rows.append(
+            f"| {weights} | {kind} | {statistics.median(seconds[kind]):.2f} | "
+            f"{middle:.2f} ({low:.2f} to {high:.2f}) | "
+            f"{found['peak_bytes'] / 1e6:.0f} | {found['peak_bytes'] / none['peak_bytes']:.2f} |"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Whole GRPO steps, ours and TRL's, on the same random model, images and settings.
+
+    python perf/step.py --size 35m --image 448 --generations 8 --tokens 64 --prompts 4
+    python perf/step.py --engines shared repeated --dtype bfloat16
+
+Every engine runs in processes of its own, which take turns, so that a machine whose speed drifts
+is the same for all, and so that each one's peak memory is its own. Memory is counted above the
+interpreter with the model loaded. Achieved FLOP/s are those of the counted matrix products over
+the machine's rate on a large matrix product in the same precision, measured in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ENGINES = ("shared", "repeated", "trl")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", default="35m", help="a name in perf/models.py")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--image", type=int, default=448, help="edge of the images in pixels")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step")
+    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each engine")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps in each, after one more")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--full", action="store_true", help="full weights instead of LoRA")
+    parser.add_argument(
+        "--max-tokens", type=int, default=16384, help="tokens of a micro-batch (ours)"
+    )
+    parser.add_argument(
+        "--trl-batch", type=int, help="completions of a micro-batch (TRL); without it all"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    results: dict[str, list[dict]] = {engine: [] for engine in options.engines}
+    for _ in range(options.rounds):
+        for engine in options.engines:
+            module = "engine_trl.py" if engine == "trl" else "engine_ours.py"
+            script = str(Path(__file__).with_name(module))
+            command = [sys.executable, script, *sys.argv[1:], "--child", engine]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            results[engine].append(json.loads(done.stdout.splitlines()[-1]))
+            print(f"{engine}: {results[engine][-1]['seconds']}", file=sys.stderr)
+    report = {
+        "settings": {
+            k: v for k, v in vars(options).items() if k not in ("out", "child") and v is not None
+        },
+        "machine": results[options.engines[0]][0]["machine"],
+        "versions": {n: version(n) for n in ("torch", "transformers", "trl", "peft")},
+        "engines": {engine: summary(runs) for engine, runs in results.items()},
+    }
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report)
+
+
+def summary(runs: list[dict]) -> dict:
+    steps = [seconds for run in runs for seconds in run["seconds"]]
+    phases = runs[0]["phases"]
+    return {
+        "step_seconds": statistics.median(steps),
+        "all_step_seconds": steps,
+        "peak_memory_bytes": max(run["memory"] for run in runs),
+        "phases": {
+            name: statistics.median([s for run in runs for s in run["phases"][name]])
+            for name in phases
+        },
+        "flops": runs[0]["flops"],
+        "matmul_rate": statistics.median([run["matmul_rate"] for run in runs]),
+    }
+
+
+def print_table(report: dict) -> None:
+    slowest = max(e["step_seconds"] for e in report["engines"].values())
+    most = max(e["peak_memory_bytes"] for e in report["engines"].values())
+    print("| engine | s a step | times faster | peak MB | share of memory | of matmul rate |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, engine in report["engines"].items():
+        seconds, memory = engine["step_seconds"], engine["peak_memory_bytes"]
+        share = "—"
+        if engine["flops"]:
+            share = f"{engine['flops'] / seconds / engine['matmul_rate']:.0%}"
+        print(
+            f"| {name} | {seconds:.2f} | {slowest / seconds:.1f} | {memory / 1e6:.0f} "
+            f"| {memory / most:.2f} | {share} |"
+        )
+    for name, engine in report["engines"].items():
+        phases = ", ".join(f"{k} {v:.2f}" for k, v in engine["phases"].items())
+        if phases:
+            print(f"\n{name}: {phases}")
+
+
+if __name__ == "__main__":
+    main()

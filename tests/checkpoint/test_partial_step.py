@@ -1,0 +1,164 @@
+"""A run that is stopped between two updates of one rollout goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from partial_step_ranks import ranks_run
+from small_runs import (
+    LORA,
+    TASK,
+    StopAt,
+    assert_same_run,
+    metrics_of,
+    save_tiny_model,
+    small_run,
+)
+
+from vlm_grpo import trainer as trainer_module
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.trainer import train
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def stopped_again_and_again(
+    run: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Train in several processes' worth of calls, each stopped at the n-th question; returns the
+    checkpoints that they stopped at."""
+    stops = []
+    for count in asked:
+        monkeypatch.setattr(trainer_module, "StopRequest", lambda *_, n=count: StopAt(n))
+        with pytest.raises(Stopped) as stopped:
+            train(run.model_copy(update={"resume": True}))
+        stops.append(str(stopped.value).partition("checkpoints/")[2].partition(";")[0])
+    monkeypatch.undo()
+    train(run.model_copy(update={"resume": True}))
+    return stops
+
+
+REFERENCES = [
+    {"beta": 0.0},
+    {"beta": 0.1, "reference_refresh_every": 1},
+    {"beta": 0.1, "reference_refresh_every": 2},
+    {"beta": 0.1, "reference_refresh_every": "never"},
+]
+
+
+@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("reference", REFERENCES, ids=["none", "k1", "k2", "never"])
+def test_stops_in_the_middle_of_steps_change_nothing(
+    tmp_path: Path,
+    model: Path,
+    policy: dict,
+    iterations: int,
+    reference: dict,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more: dict[str, Any] = {
+        "policy": policy,
+        "objective": {"num_iterations": iterations, **reference},
+        "optim": {"max_steps": 3},
+    }
+    whole = small_run(tmp_path, model, name="whole", **more)
+    train(whole)
+    broken = small_run(tmp_path, model, name="broken", **more)
+    # Asked before each step and before each update; a resumed run asks before its first step too.
+    asked, expected = {
+        1: ([2, 3, 4], ["step-0-0", "step-1", "step-2-0"]),
+        2: ([3, 3, 6], ["step-0-1", "step-1", "step-2-1"]),
+    }[iterations]
+    assert stopped_again_and_again(broken, asked, monkeypatch) == expected
+    assert_same_run(broken.run_dir, whole.run_dir, "step-3")
+
+
+@pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=["trained", "frozen"])
+def test_every_point_of_a_run_can_be_stopped_at(
+    tmp_path: Path, model: Path, freeze: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With replaced groups, an evaluation in between, and features of frozen images."""
+    more: dict[str, Any] = {
+        "policy": {"freeze": freeze},
+        "objective": {"num_iterations": 2},
+        "data": {"eval": "embedded:ocr", "eval_limit": 3},
+        "evaluation": {"every": 1},
+        "optim": {"max_steps": 2},
+        # Two letters at most: some groups of two have equal rewards.
+        "rollout": {
+            "num_generations": 2,
+            "max_completion_length": 2,
+            "dynamic_sampling": True,
+        },
+    }
+    whole = small_run(tmp_path, model, name="whole", **more)
+    train(whole)
+    broken = small_run(tmp_path, model, name="broken", **more)
+    # Asked before each step, each update and each evaluation: one thing is done between two stops.
+    stops = stopped_again_and_again(broken, [2, 3, 3, 3, 3, 3], monkeypatch)
+    expected = ["step-0-0", "step-0-1", "step-0-2", "step-1", "step-1-1", "step-1-2"]
+    assert stops == expected
+    assert_same_run(broken.run_dir, whole.run_dir, "step-2")
+    rows = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert any(row["resampled_groups"] for row in rows)
+
+
+def test_a_prompt_that_changed_meanwhile_is_named(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = small_run(tmp_path, model)
+    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(2))
+    with pytest.raises(Stopped):
+        train(run)
+    monkeypatch.undo()
+    question = '    def question(self, example):\n        return "Write letters, please."\n'
+    Path(run.task).write_text(f"{TASK}\n{question}")
+    with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
+        train(run.model_copy(update={"resume": True}))
+
+
+def launch(folder: Path, model: Path, asked: int, name: str) -> None:
+    """Two processes of ``partial_step_ranks.py``."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
+        *("--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"),
+        *(
+            str(Path(__file__).parents[1] / "helpers" / "partial_step_ranks.py"),
+            folder,
+            model,
+            name,
+            str(asked),
+        ),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_ranks_that_stop_within_a_step_go_on_in_any_number(tmp_path: Path, model: Path) -> None:
+    launch(tmp_path, model, 0, "whole")
+    launch(tmp_path, model, 3, "two")
+    runs = tmp_path / "runs"
+    assert [path.name for path in (runs / "two" / "checkpoints").iterdir()] == ["step-0-1"]
+    shutil.copytree(runs / "two", runs / "one")
+    launch(tmp_path, model, 0, "two")
+    assert_same_run(runs / "whole", runs / "two", "step-3")
+    train(ranks_run(tmp_path, model, "one"))
+    for one, two in zip(metrics_of(runs / "one"), metrics_of(runs / "whole"), strict=True):
+        # Sums over ranks come in another order; six letters' log-probs lose no more than this.
+        assert one == pytest.approx(two, rel=1e-4, abs=1e-6)

@@ -1,0 +1,154 @@
+"""Which settings are refused, and what is said of those that are idle or biased."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vlm_grpo.config.objective import ObjectiveSettings
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"epsilon_high": 0.28}, "set num_iterations to 2"),
+        ({"epsilon": 0.1}, "set num_iterations to 2"),
+        ({"delta": 4.0}, "set num_iterations to 2"),
+        ({"num_iterations": 2, "delta": 1.1}, "delta above 1 \\+ epsilon_high"),
+        ({"loss_type": "cispo"}, "set epsilon_high to 1 or more"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, "set epsilon_high to 1 or more"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "one bound"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 6.0}, "one bound"),
+        ({"normalize_each_reward": True, "scale_rewards": "none"}, "leave it at group"),
+        (
+            {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False},
+            "set use_bias_correction_kl=true",
+        ),
+        (
+            {
+                "beta": 0.1,
+                "kl_in": "reward",
+                "use_bias_correction_kl": False,
+                "reference_refresh_every": 5,
+            },
+            "leave it out with kl_in=reward",
+        ),
+        (
+            {"normalize_each_reward": True, "beta": 0.1, "kl_in": "reward"},
+            "set kl_in to loss",
+        ),
+        ({"reference_device": "cpu"}, "keep none.*set beta above 0"),
+        ({"reference_device": "cpu", "beta": 0.1}, "keep none.*reference_refresh_every above 1"),
+        ({"reference_refresh_every": 0}, "at least 1"),
+        ({"reference_refresh_every": "sometimes"}, "never"),
+        ({"beta": float("nan")}, "beta"),
+        ({"learning_rate": 1e-6}, "learning_rate"),
+    ],
+)
+def test_refusals_name_the_remedy(fields, remedy):
+    with pytest.raises(ValidationError, match=remedy):
+        ObjectiveSettings(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "a policy loss near 0 is normal"),
+        ({"beta": 0.04}, "beta=0.04 has no effect"),
+        ({"beta": 0.04, "kl_in": "reward", "num_iterations": 4}, "beta=0.04 has no effect"),
+        ({"kl_in": "reward", "reference_refresh_every": "never"}, "kl_in, reference_refresh_every"),
+        (
+            {"beta": 0.04, "kl_in": "reward", "reference_refresh_every": 10},
+            "kl_estimator=k1 does",
+        ),
+        (
+            {"beta": 0.04, "kl_estimator": "k2", "reference_refresh_every": "never"},
+            "half the mean squared log-ratio",
+        ),
+        (
+            {"beta": 0.04, "use_bias_correction_kl": False, "num_iterations": 2},
+            "no longer the policy's",
+        ),
+        (
+            {"beta": 0.04, "use_bias_correction_kl": False},
+            "KL\\(reference ‖ policy\\)",
+        ),
+        ({"advantage_estimator": "rloo"}, "set scale_rewards=none"),
+        ({"loss_type": "bnpo"}, "equals dapo"),
+        ({"importance_sampling_level": "sequence"}, "equal token-level"),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "dapo", "num_iterations": 2},
+            "GSPO is loss_type=grpo",
+        ),
+        (
+            {
+                "beta": 0.1,
+                "importance_sampling_level": "sequence",
+                "num_iterations": 2,
+                "reference_refresh_every": "never",
+            },
+            "gradient is not exact",
+        ),
+        (
+            {"beta": 0.1, "reference_refresh_every": 5, "sampler_correction": "token"},
+            "weights the policy's loss alone",
+        ),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "same gradient as dapo"),
+        ({"normalize_each_reward": True, "advantage_estimator": "rloo"}, "hence not unbiased"),
+        ({"sampler_correction_cap": 2.0}, "unused"),
+    ],
+)
+def test_idle_and_biased_settings_are_said(fields, said):
+    notes = "\n".join(ObjectiveSettings(**fields).notes())
+    assert re.search(said, notes)
+
+
+def test_a_sound_recipe_needs_no_note():
+    recipe = ObjectiveSettings(
+        loss_type="dapo",
+        num_iterations=2,
+        epsilon_high=0.28,
+        beta=0.01,
+        reference_refresh_every="never",
+    )
+    assert recipe.notes() == []
+
+
+def test_settings_survive_being_written_and_read():
+    """A run's resolved settings are all fields at once; none of the defaults may be refused."""
+    for settings in (ObjectiveSettings(), ObjectiveSettings(loss_type="cispo", epsilon_high=5.0)):
+        assert ObjectiveSettings(**settings.model_dump()) == settings
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
+def test_a_sampler_that_is_not_the_policy_is_refused_or_corrected(cut):
+    with pytest.raises(ValueError, match="sampler_correction"):
+        ObjectiveSettings().check_sampling(**cut)
+    ObjectiveSettings(sampler_correction="token").check_sampling(**cut)
+
+
+def test_dropout_is_refused_where_two_passes_are_compared():
+    ObjectiveSettings().check_dropout(0.1)
+    compared: list[dict[str, Any]] = [
+        {"num_iterations": 2},
+        {"sampler_correction": "token"},
+        {"beta": 0.1, "reference_refresh_every": "never"},
+    ]
+    for fields in compared:
+        ObjectiveSettings(**fields).check_dropout(0.0)
+        with pytest.raises(ValueError, match=r"dropout of 0\.1"):
+            ObjectiveSettings(**fields).check_dropout(0.1)
+
+
+def test_what_a_step_needs():
+    plain = ObjectiveSettings()
+    assert (plain.needs_reference, plain.needs_old_logprobs) == (False, False)
+    assert plain.only_advantages_matter
+    never = ObjectiveSettings(beta=0.1, reference_refresh_every="never")
+    assert never.needs_reference
+    assert not never.only_advantages_matter
+    assert not ObjectiveSettings(beta=0.1).needs_reference  # the old log-probs are its own
+    assert not ObjectiveSettings(entropy_coef=0.01).only_advantages_matter

@@ -1,0 +1,103 @@
+"""A thousand corrupt rows of twenty kinds among good ones: each is told, with line and reason."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dataset_files import png_that_claims
+from PIL import Image
+
+from vlm_grpo.config.run import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.data.checks import check_source
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task
+
+OF_EACH = 50
+
+
+def row(number: int, **changes: Any) -> bytes:
+    values = {"id": f"row-{number}", "images": ["a.png"], "question": "How many?", "answer": 3}
+    kept = {key: value for key, value in {**values, **changes}.items() if value is not ...}
+    return json.dumps(kept).encode()
+
+
+def turns(number: int) -> bytes:
+    conversation = [{"from": "human", "value": "How many?"}] * (number % 2 + 1)
+    return json.dumps({"image": "a.png", "conversations": conversation}).encode()
+
+
+# What a row of the kind is, by its number, and what must be said of it.
+KINDS: dict[str, tuple[Callable[[int], bytes], str]] = {
+    "cut off": (lambda n: row(n)[: 10 + n % 40], "the line is no JSON"),
+    "not UTF-8": (lambda n: row(n).replace(b"many", b"m\xffny"), "not UTF-8"),
+    "no object": (lambda n: b"[" + row(n) + b"]", "must be a JSON object, not a list"),
+    "NaN": (lambda n: row(n).replace(b": 3", b": NaN"), "it holds NaN"),
+    "too deep": (lambda n: b'{"a":' * (40 + n) + b"1" + b"}" * (40 + n), "nested deeper"),
+    "endless number": (lambda n: row(n).replace(b": 3", b": " + b"9" * 5000), "no JSON"),
+    "no id": (lambda n: row(n, id=...), "id must be text"),
+    "empty id": (lambda n: row(n, id=""), "id must be text"),
+    "same id": (lambda n: row(0), "is a duplicate of"),
+    "no question": (lambda n: row(n, question=...), "it has no question"),
+    "question is no text": (lambda n: row(n, question=[n]), "question must be text"),
+    "no answer": (lambda n: row(n, answer=...), "it has no answer"),
+    "answer of another form": (lambda n: row(n, answer=f"{n} or so"), "no whole number"),
+    "negative answer": (lambda n: row(n, answer=-1 - n), "no whole number of at least 0"),
+    "meta is no object": (lambda n: row(n, meta=[n]), "meta must be an object"),
+    "image is no path": (lambda n: row(n, images=[n]), "an image must be a path"),
+    "missing image": (lambda n: row(n, images=[f"{n}.png"]), "is missing in"),
+    "image elsewhere": (lambda n: row(n, images=["../" * (n % 9 + 1) + "x.png"]), "leaves"),
+    "URL": (lambda n: row(n, images=[f"https://example.org/{n}.png"]), "is a URL"),
+    "zeros": (lambda n: row(n, images=["zeros.png"]), "corrupt or of a format"),
+    "text": (lambda n: row(n, images=["text.png"]), "corrupt or of a format"),
+    "bomb": (lambda n: row(n, images=["bomb.png"]), "10000x9000 pixels, more than"),
+    "two names": (lambda n: row(n, image="a.png"), "of which one is wanted"),
+    "half a conversation": (turns, "one turn from human and one from gpt"),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[str, dict[int, str]]:
+    """The file, and for the number of each bad line what must be said of it."""
+    Image.new("RGB", (8, 6)).save(tmp_path / "a.png")
+    (tmp_path / "zeros.png").write_bytes(bytes(300))
+    (tmp_path / "text.png").write_text("not an image")
+    (tmp_path / "bomb.png").write_bytes(png_that_claims(10_000, 9_000))
+    bad = [
+        (make(1000 * kind + number), reason)
+        for kind, (make, reason) in enumerate(KINDS.values(), start=1)
+        for number in range(OF_EACH)
+    ]
+    lines = [*bad, *((row(100_000 + number), "") for number in range(200))]
+    random.Random(0).shuffle(lines)
+    lines.insert(0, (row(0), ""))  # the one that others are a duplicate of
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join(line for line, _ in lines) + b"\n")
+    return str(path), {n: reason for n, (_, reason) in enumerate(lines, start=1) if reason}
+
+
+def test_every_corrupt_row_is_told_with_its_line_and_reason(
+    source: tuple[str, dict[int, str]],
+) -> None:
+    path, expected = source
+    assert len(expected) == len(KINDS) * OF_EACH >= 1000
+    care = check_source(path, load_task("counting"), DataSettings(train=path))
+    assert len(care.examples) == 201
+    found = {int(line.removeprefix(f"{path}:").split(":")[0]): line for line in care.bad_rows}
+    assert set(found) == set(expected)
+    wrong = {n: found[n] for n, reason in expected.items() if reason not in found[n]}
+    assert not wrong
+
+
+def test_training_refuses_them_or_leaves_them_out(source: tuple[str, dict[int, str]]) -> None:
+    path, expected = source
+    task = load_task("counting")
+    with pytest.raises(UserError, match=rf"{len(expected)} bad rows \(good ones: 201\)"):
+        load_examples(path, task, DataSettings(train=path))
+    kept = load_examples(path, task, DataSettings(train=path, on_bad_row="skip"))
+    assert len(kept) == 201

@@ -1,0 +1,169 @@
+"""The embedded tiny VLM: what ships loads like a hub model and stands where the record says."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.data_scripts import make_tiny_vlm
+from vlm_grpo.data_scripts.make_tiny_vlm import (
+    MAKERS,
+    Settings,
+    accuracy,
+    ask,
+    build,
+    draw,
+    learning_rate,
+    mixture,
+)
+from vlm_grpo.registry import load_task
+
+FOLDER = Path(str(files("vlm_grpo") / "embedded" / "tiny-vlm"))
+BAND = (0.25, 0.65)
+"""Held-out accuracy that leaves GRPO both right and wrong samples to learn from."""
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return AutoProcessor.from_pretrained(FOLDER, local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return AutoModelForImageTextToText.from_pretrained(FOLDER, local_files_only=True).eval()
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads((FOLDER / "warmup.json").read_text())
+
+
+def lessons(name: str, count: int, seed: int = 99):
+    task = load_task(name, frame=FRAMES["resized"])
+    return [(task, example) for example in draw(name, count, seed, "embedded-test")]
+
+
+def test_folder_is_small_and_holds_no_pickle():
+    found = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in found) <= 6 * 2**20  # it travels in every wheel
+    assert {path.suffix for path in found} <= {".json", ".jinja", ".safetensors", ".md"}
+
+
+def test_it_is_a_qwen2_5_vl(processor, model):
+    assert model.config.model_type == "qwen2_5_vl"
+    assert type(processor).__name__ == "Qwen2_5_VLProcessor"
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    # The token that ends an answer is the same wherever a trainer may look for it.
+    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert processor.tokenizer.eos_token_id == end
+    assert model.generation_config.eos_token_id == end
+    assert model.config.text_config.eos_token_id == end
+    assert processor.tokenizer.pad_token_id == model.generation_config.pad_token_id != end
+    assert model.config.image_token_id == processor.image_token_id
+
+
+def test_prompt_is_in_qwens_chat_form(processor):
+    inputs = ask(processor, lessons("counting", 1))
+    text = processor.tokenizer.decode(inputs["input_ids"][0])
+    image = "<|vision_start|>" + 9 * "<|image_pad|>" + "<|vision_end|>"  # 84 / 28 = 3, squared
+    assert text.startswith(f"<|im_start|>user\n{image}How many ")
+    assert text.endswith("are there?<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tokenizer_gives_back_prompts_and_answers(processor, name):
+    tokenizer = processor.tokenizer
+    for task, example in lessons(name, 20):
+        for text in (task.prompt(example), task.gold(example), "Zoë ≤ 3"):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    digits = tokenizer.tokenize("84")
+    assert digits == ["8", "4"]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_gold_answers_score_one_and_fit(processor, name):
+    for task, example in lessons(name, 20):
+        task.check(example)
+        gold = task.gold(example)
+        score = task.score(gold, example)
+        assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0
+        ids = processor.tokenizer(gold + "<|im_end|>")["input_ids"]
+        assert len(ids) <= make_tiny_vlm.LONGEST_ANSWER
+
+
+def test_recorded_accuracies_are_in_the_band(record):
+    assert len(record["tests"]) == 2
+    for test in record["tests"]:
+        assert test["examples_per_task"] == 500  # ± 4.4 points at 95 %
+        assert set(test["greedy"]) == set(MAKERS)
+        for value in test["greedy"].values():
+            assert BAND[0] <= value <= BAND[1]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_accuracy_is_still_what_was_recorded(processor, model, record, name):
+    examples = draw(name, 64, 99, "embedded-test")
+    task = load_task(name, frame=FRAMES["resized"])
+    recorded = record["tests"][0]["greedy"][name]
+    # n = 64 at an accuracy near 1/2 has a standard error of 0.0625; three of them on either side.
+    assert accuracy(model, processor, task, examples) == pytest.approx(recorded, abs=0.19)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_samples_of_one_prompt_differ_in_reward(processor, model, name):
+    torch.manual_seed(0)
+    pairs = lessons(name, 16)
+    inputs = ask(processor, pairs)
+    rows = model.generate(
+        **inputs, do_sample=True, top_k=0, num_return_sequences=8, max_new_tokens=40
+    )
+    texts = processor.batch_decode(
+        rows[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    spread = 0
+    for row, (task, example) in enumerate(pairs):
+        totals = {task.score(text, example).total for text in texts[8 * row : 8 * row + 8]}
+        spread += len(totals) > 1
+    assert spread >= 8, "GRPO learns only from groups whose rewards differ; most groups must"
+
+
+def test_mixture_favours_the_first_task_behind_and_rests_what_is_good_enough():
+    settings = Settings(enough=(0.4, 0.5), focus=36, other=8, keep=4)
+    start = dict.fromkeys(MAKERS, 0.0)
+    assert mixture(start, settings) == {"ocr": 36, "counting": 8, "grounding": 8}
+    later = {"ocr": 0.45, "counting": 0.6, "grounding": 0.2}
+    assert mixture(later, settings) == {"ocr": 4, "counting": 0, "grounding": 36}
+    assert sum(mixture(dict.fromkeys(MAKERS, 0.9), settings).values()) > 0  # never an empty batch
+
+
+def test_learning_rate_rises_to_the_peak_and_falls_to_zero():
+    settings = Settings(max_steps=100, warmup=10, peak=1.0)
+    rates = [learning_rate(step, settings) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[9] == 1.0
+    assert rates[100] == pytest.approx(0.0, abs=1e-6)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_three_steps_make_a_folder_that_loads(tmp_path):
+    out = tmp_path / "tiny"
+    build(Settings(seed=5, max_steps=3, test_size=4), out)
+    made = json.loads((out / "warmup.json").read_text())
+    assert (made["steps"], made["settings"]["seed"]) == (3, 5)
+    AutoProcessor.from_pretrained(out, local_files_only=True)
+    model = AutoModelForImageTextToText.from_pretrained(out, local_files_only=True)
+    assert model.num_parameters() == made["parameters"]
+    assert "| ocr |" in (out / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_a_used_folder_is_refused_before_any_training(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("keep")
+    assert make_tiny_vlm.main(["--out", str(tmp_path)]) == 1
+    assert "not an empty folder" in capsys.readouterr().err

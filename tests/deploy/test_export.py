@@ -1,0 +1,355 @@
+"""An exported model is the policy: plain transformers gives the checkpoint's log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from commands import fails, run
+from PIL import Image
+from safetensors.torch import load_file
+from tiny_models import FAMILIES, noise_example, tiny_model
+
+from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.data.loading import load_examples
+from vlm_grpo.deploy.export import PREPROCESSOR, export
+from vlm_grpo.deploy.predict import Question, predict
+from vlm_grpo.deploy.resolve import choose_model
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.registry import load_task
+from vlm_grpo.task import Task
+from vlm_grpo.trainer import train
+from vlm_grpo.types import Example
+
+COMPLETIONS = ((70, 71, 72, 73), (80, 81))
+QUESTION = "What is it?"
+
+PLAIN = """
+import json, sys
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+torch.set_num_threads(1)
+found = {}
+for folder in sys.argv[1:]:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto")
+    processor = AutoProcessor.from_pretrained(folder)
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    logprobs = []
+    for completion in ([70, 71, 72, 73], [80, 81]):
+        inputs = processor(
+            text=[text], images=[Image.open(folder + "/../image.png")], return_tensors="pt"
+        )
+        prompt = inputs["input_ids"].shape[1]
+        more = torch.tensor([completion])
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], more], 1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if "mm_token_type_ids" in inputs:
+            types = inputs["mm_token_type_ids"]
+            inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(more)], 1)
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, prompt - 1 : -1].float()
+        logprobs += logits.log_softmax(-1).gather(1, more.T)[:, 0].tolist()
+    large = processor(text=[text], images=[Image.new("RGB", (900, 900))], return_tensors="pt")
+    found[folder] = {"logprobs": logprobs, "large": large["input_ids"].shape[1]}
+assert "vlm_grpo" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+class Ask(Task):
+    primary_metric = "text"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One exported model, and what its policy said before."""
+
+    original: Path
+    out: Path
+    logprobs: list[float]
+    large: int
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {"dtype": "float32"},
+    "lora": {"dtype": "float32", "lora": {"r": 4, "alpha": 8, "target": "all"}},
+    "bfloat16": {"dtype": "bfloat16", "lora": {"r": 4, "alpha": 8}},
+}
+# What the files on the hub hold and vLLM's mappers of these models take (hf_to_vllm_mapper in
+# vllm/model_executor/models/qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py).
+PREFIXES = {
+    "qwen2_vl": {"visual", "model", "lm_head"},
+    "qwen2_5_vl": {"visual", "model", "lm_head"},
+    "qwen3_vl": {"model", "lm_head"},  # model.visual and model.language_model
+}
+CASES = [(family, variant) for family in FAMILIES for variant in VARIANTS]
+
+
+def prompt_of(policy: Policy, example: Example) -> Any:
+    return policy.prompt(policy.with_resized_sizes(example), Ask())
+
+
+def logprobs_of(policy: Policy, example: Example) -> list[float]:
+    """Of the fixed completions, no token banned: a plain model knows of no ban."""
+    policy.distribution = SamplingDistribution()
+    prompt = prompt_of(policy, example)
+    batch = MicroBatch((GroupSlice(prompt, COMPLETIONS, (0, 1)),))
+    with torch.no_grad():
+        return policy.score(batch).logprobs.float().tolist()
+
+
+def trained(folder: Path, original: Path, policy_settings: dict[str, Any]) -> tuple[Path, Policy]:
+    """A checkpoint whose weights have moved far from those of the original model."""
+    settings = Settings.model_validate(
+        {
+            "task": "none",
+            "model": str(original),
+            "data": {"train": "none"},
+            "policy": {"max_pixels": 12544, **policy_settings},
+        }
+    )
+    policy = load_policy(settings)
+    with torch.no_grad():
+        for _, weight in policy.trainable():
+            weight.add_(0.1 * weight.std() * torch.randn_like(weight) + 0.01)
+    policy.save(folder, policy.weights())
+    settings.save(folder / "config.yaml")
+    # Asked as evaluations ask: loaded again, in the precision of the settings.
+    return folder, load_policy(settings, folder, training=False)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exported]:
+    root = tmp_path_factory.mktemp("export")
+    found = {}
+    for family in FAMILIES:
+        # 64 x 96 pixels for patches of 16, 56 x 84 for those of 14: no resize on either side.
+        size = (96, 64) if family == "qwen3_vl" else (84, 56)
+        example = noise_example("image", [size], QUESTION)
+        (root / family).mkdir()
+        example.images[0].load().save(root / family / "image.png")
+        original = root / family / "original"
+        model, processor = tiny_model(family)
+        model.save_pretrained(original)
+        processor.save_pretrained(original)
+        for variant, policy_settings in VARIANTS.items():
+            checkpoint, policy = trained(root / family / f"c-{variant}", original, policy_settings)
+            out = export(str(checkpoint), root / family / variant)
+            large = len(prompt_of(policy, noise_example("large", [(900, 900)], QUESTION)).token_ids)
+            found[family, variant] = Exported(original, out, logprobs_of(policy, example), large)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(exported: dict[tuple[str, str], Exported]) -> dict[str, Any]:
+    """What transformers alone makes of the folders, in a process that knows nothing of us."""
+    folders = [str(model.out) for model in exported.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, *folders], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_log_probs_are_the_policys(
+    exported: dict, plain: dict[str, Any], family: str, variant: str
+) -> None:
+    model = exported[family, variant]
+    theirs = plain[str(model.out)]["logprobs"]
+    # The bfloat16 policy rounds its activations at every layer, the export (in the original's
+    # float32) does not: 8 bits of mantissa over three layers and logits of about 10; 0.11 seen.
+    tolerance = 0.15 if variant == "bfloat16" else 1e-5
+    assert theirs == pytest.approx(model.logprobs, abs=tolerance)
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_the_policy_moved(exported: dict, plain: dict[str, Any], family: str, variant: str) -> None:
+    # What the test above compares is not the original model's.
+    model = exported[family, variant]
+    policy = load_policy(
+        Settings.model_validate(
+            {
+                "task": "none",
+                "model": str(model.original),
+                "data": {"train": "none"},
+                "policy": {"dtype": "float32", "max_pixels": 12544},
+            }
+        ),
+        training=False,
+    )
+    size = (96, 64) if family == "qwen3_vl" else (84, 56)
+    before = logprobs_of(policy, noise_example("image", [size], QUESTION))
+    assert max(abs(a - b) for a, b in zip(before, model.logprobs, strict=True)) > 0.2
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_names_and_layout_are_the_originals(exported: dict, family: str, variant: str) -> None:
+    model = exported[family, variant]
+    names = set(load_file(model.out / "model.safetensors"))
+    assert names == set(load_file(model.original / "model.safetensors"))
+    assert {name.partition(".")[0] for name in names} <= PREFIXES[family]
+    config = json.loads((model.out / "config.json").read_text())
+    assert (
+        config["architectures"]
+        == json.loads((model.original / "config.json").read_text())["architectures"]
+    )
+    assert "shared_prefix" not in json.dumps(config)  # our attention is unknown elsewhere
+    present = {path.name for path in model.out.iterdir()}
+    assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= present
+    assert {"chat_template.jinja", "processor_config.json", "README.md"} <= present
+    assert not {name for name in present if name.startswith("adapter")}
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_the_pixel_budget_travels(
+    exported: dict, plain: dict[str, Any], family: str, variant: str
+) -> None:
+    model = exported[family, variant]
+    assert plain[str(model.out)]["large"] == model.large
+    values = json.loads((model.out / PREPROCESSOR).read_text())
+    assert values["max_pixels"] == values["size"]["longest_edge"] == 12544
+
+
+def test_bfloat16_halves_the_file(exported: dict, tmp_path: Path) -> None:
+    checkpoint = exported["qwen2_5_vl", "full"].out.with_name("c-full")
+    half = export(str(checkpoint), tmp_path / "half", dtype="bfloat16")
+    weights = load_file(half / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_adapter_alone(exported: dict, tmp_path: Path) -> None:
+    model = exported["qwen3_vl", "lora"]
+    checkpoint = model.out.with_name("c-lora")
+    out = export(str(checkpoint), tmp_path / "adapter", adapter=True)
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        model.original
+    )
+    saved = load_file(out / "adapter_model.safetensors")
+    for name, weight in load_file(checkpoint / "adapter_model.safetensors").items():
+        assert torch.equal(saved[name], weight)
+    assert not (out / "model.safetensors").exists()
+    # It is a model's name like any other.
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    asked = Question(str(out), (tmp_path / "a.png",), QUESTION, out=tmp_path / "b.png")
+    assert predict(asked).picture.is_file()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three real steps of the embedded model, evaluated after each, its budget changed."""
+    root = tmp_path_factory.mktemp("runs")
+    overrides = [
+        f"output_dir={root}", "name=run", "optim.max_steps=3", "optim.prompts_per_step=4",
+        "optim.warmup_steps=0", "optim.lr=1e-3", "evaluation.every=1", "checkpoint.every=1",
+        "data.train_limit=40", "data.eval_limit=40", "policy.lora.r=8", "checkpoint.keep_last=0",
+        "policy.max_pixels=3136",
+    ]  # fmt: skip
+    train(load_settings("counting", overrides))
+    return root / "run"
+
+
+def evaluated(run_dir: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"] + 1: row["eval/exact"] for row in rows}
+
+
+@pytest.mark.parametrize("step", [None, 2, "best"])
+def test_the_card_tells_the_steps_own_figures(finished: Path, tmp_path: Path, step: Any) -> None:
+    out = export(str(finished), tmp_path / "out", step=step)
+    values = evaluated(finished)
+    expected = {None: 3, 2: 2, "best": max(values, key=lambda s: (values[s], s))}[step]
+    front, text = (out / "README.md").read_text().split("---\n")[1:3]
+    card = yaml.safe_load(front)
+    assert card["pipeline_tag"] == "image-text-to-text"
+    assert card["tags"] == ["vlm-grpo", "grpo", "counting"]
+    (metric,) = card["model-index"][0]["results"][0]["metrics"]
+    assert metric == {"type": "exact", "value": pytest.approx(values[expected], abs=5e-5)}
+    assert f"after step {expected}" in text
+    assert "n = 40" in text or "On 40 held-out examples" in text
+    assert "LoRA, r 8" in text
+
+
+def test_the_best_of_an_error_is_the_least(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    benchmark = tmp_path / "far.yaml"
+    benchmark.write_text("title: Far\ntask: counting\nmetric: absolute_error\nsplits: {test: 40}\n")
+    settings = load_settings(str(run / "config.yaml"), [f"evaluation.benchmark={benchmark}"])
+    settings.save(run / "config.yaml")
+    # The errors fall and rise again; the shares of exact answers would choose another step.
+    rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
+    lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert choose_model(str(run), step="best").checkpoint == run / "checkpoints" / "step-2"
+
+
+def test_a_run_is_asked_as_it_was_trained(finished: Path, tmp_path: Path) -> None:
+    settings = load_settings("counting", ["data.eval_limit=1"])
+    (example,) = load_examples("embedded:counting", load_task("counting"), settings.data, "eval")
+    example.images[0].load().save(tmp_path / "a.png")
+    asked = Question(str(finished), (tmp_path / "a.png",), example.question, out=tmp_path / "b.png")
+    found = predict(asked)
+    assert found.reads  # the run's own task
+    # 84 x 84 pixels as they are; the run's budget lets 56 x 56 through.
+    assert found.resized_sizes == ((56, 56),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["RUN", "HERE"], "exists already: name a new folder"),
+        (["embedded", "out"], "there is nothing trained to export"),
+        (["RUN", "out", "--step", "7"], "has no checkpoint of step 7: it has those of 1, 2, 3"),
+        (["RUN", "out", "--step", "last"], "--step is 'last'; it is a number of steps, or best"),
+        (["RUN", "out", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["RUN", "out", "--adapter", "--dtype", "bfloat16"], "--dtype has no effect"),
+        (["FULL", "out", "--adapter"], "trained full weights and has no adapter"),
+        (["FULL", "out", "--step", "3"], "is no run's folder"),
+    ],
+)
+def test_what_is_wrong_is_one_message(
+    capsys: pytest.CaptureFixture[str],
+    exported: dict,
+    finished: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    full = exported["qwen2_vl", "full"].out.with_name("c-full")
+    names = {"RUN": finished, "FULL": full, "HERE": tmp_path, "out": tmp_path / "out"}
+    assert message in fails(capsys, "export", *(names.get(a, a) for a in arguments))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], finished: Path, tmp_path: Path) -> None:
+    status, out, _ = run(capsys, "export", finished, tmp_path / "out", "--step", "1")
+    assert (status, out) == (0, f"model in {tmp_path / 'out'}\n")
+
+
+def test_nothing_is_left_where_it_fails(
+    exported: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("vlm_grpo.deploy.export.model_card", failing)
+    checkpoint = exported["qwen2_vl", "full"].out.with_name("c-full")
+    with pytest.raises(OSError, match="no space"):
+        export(str(checkpoint), tmp_path / "out")
+    assert not list(tmp_path.iterdir())

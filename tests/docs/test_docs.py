@@ -1,0 +1,120 @@
+"""The guides say what there is: their commands, settings, files and tests exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from guide_worlds import GUIDES, ROOT, shell_lines
+from trl.trainer.grpo_config import GRPOConfig
+
+from vlm_grpo.cli.app import app
+from vlm_grpo.config.base import known_keys
+from vlm_grpo.config.run import Settings, load_settings, recipe_names
+
+KEYS = set(known_keys(Settings))
+BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}
+
+guides = pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+
+
+def test_the_example_task_is_short() -> None:
+    assert len((ROOT / "docs/examples/clock.py").read_text("utf-8").splitlines()) < 60
+
+
+@guides
+def test_commands_exist(guide: Path) -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    named = re.findall(r"(?:^|`|cli )(?:vlm-grpo) ([a-z][a-z-]*)", guide.read_text(), re.MULTILINE)
+    assert set(named) <= known
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z]+)`", guide.read_text())) <= set(targets)
+
+
+@guides
+def test_recipes_exist(guide: Path) -> None:
+    named = re.findall(r"vlm-grpo train ([a-z0-9_]+)(?=[\s`])", guide.read_text())
+    assert set(named) <= set(recipe_names())
+
+
+@guides
+def test_train_commands_have_sound_settings(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # the guides name files as they lie in the checkout
+    for line in shell_lines(guide):
+        found = re.search(r"(?:vlm-grpo|vlm_grpo\.cli) train (.*)", line)
+        if found is not None:
+            recipe, *overrides = shlex.split(found[1].partition(";")[0])
+            if recipe == "fingers.py":  # the reader writes it
+                continue
+            load_settings(recipe, overrides)
+
+
+@guides
+def test_settings_exist(guide: Path) -> None:
+    text = guide.read_text("utf-8")
+    if guide.name == "coming-from.md":  # its tables' first column holds other projects' names
+        text = re.sub(r"^\| `[^|]+", "", text, flags=re.MULTILINE)
+    dotted = re.findall(rf"\b((?:{'|'.join(sorted(BLOCKS))})\.[a-z_.]+[a-z_])", text)
+    wrong = {
+        key
+        for key in dotted
+        if key not in KEYS and key not in {k.rpartition(".")[0] for k in KEYS}
+        if not key.startswith("data.columns.")  # a mapping, of any names
+        # a file's name may begin like a block: objective.md
+        and not key.endswith((".md", ".py", ".jsonl", ".yaml", ".svg", ".parquet"))
+    }
+    assert not wrong
+
+
+@guides
+def test_links_lead_somewhere(guide: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", guide.read_text())
+    local = [target for target in targets if "://" not in target]
+    assert not [target for target in local if not (guide.parent / target).exists()]
+
+
+@guides
+def test_tests_that_are_named_exist(guide: Path) -> None:
+    text = guide.read_text()
+    for file in set(re.findall(r"`(tests/[\w/]+\.py)`", text)):
+        assert (ROOT / file).is_file(), file
+    written = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in set(re.findall(r"`(test_\w+)`", text)):
+        assert f"def {name}(" in written, name
+
+
+def test_trl_names_are_trls() -> None:
+    text = (ROOT / "docs/coming-from.md").read_text("utf-8")
+    table = text.partition("## TRL")[2].partition("\n## ")[0]
+    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    named = {name for cell in first for name in re.findall(r"`([a-z_0-9]+)", cell)}
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    assert len(named) > 20
+    assert named <= fields
+
+
+def test_what_other_trainers_settings_become_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/coming-from.md").read_text("utf-8").partition("\n## Comparing")[0]
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
+        "TRL's GRPOConfig",
+        "VLM-R1",
+        "EasyR1",
+        "ms-swift",
+        "Unsloth",
+    ]
+    cells = [row.split(" | ")[1] for row in text.splitlines() if row.startswith("| `")]
+    quoted = [part for cell in cells for part in re.findall(r"`([a-z_.]+=[^`]+)`", cell)]
+    settings = {setting for part in quoted for setting in shlex.split(part)}
+    settings = {setting for setting in settings if "…" not in setting and "NAME" not in setting}
+    assert len(settings) > 20
+    needed = {  # what a setting may not stand without
+        "objective.loss_type=cispo": ["objective.epsilon_high=5"],
+        "task_options.weights.overlong=1": ["task_options.overlong_cache=2"],
+    }
+    for setting in settings:
+        load_settings("counting", [setting, *needed.get(setting, [])])

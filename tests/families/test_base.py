@@ -1,0 +1,111 @@
+"""What families write reaches the tasks: their special tokens survive, all others do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import noise_example, tiny_policy
+from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen3VLConfig,
+)
+
+from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.data_scripts.tiny_parts import SPECIAL_TOKENS
+from vlm_grpo.engine.sampling import SamplingSettings
+from vlm_grpo.families import Family, load_family
+from vlm_grpo.parsing import parse_boxes
+from vlm_grpo.registry import load_task
+
+INTERNVL = [f"<{mark}{name}>" for name in ("ref", "box", "quad", "img") for mark in ("", "/")]
+PALIGEMMA = [f"<loc{number:04d}>" for number in range(1024)] + ["<seg000>", "<image>"]
+FAMILIES: dict[str, tuple[Any, list[str]]] = {
+    "qwen2_vl": (Qwen2VLConfig, []),
+    "resized": (Qwen2_5_VLConfig, []),
+    "permille": (Qwen3VLConfig, []),
+    "internvl": (InternVLConfig, [*INTERNVL, "<IMG_CONTEXT>"]),
+    "paligemma": (PaliGemmaConfig, PALIGEMMA),
+}
+"""By the frame that each writes in: its configuration and its own special tokens."""
+
+
+def family_and_tokenizer(frame: str) -> tuple[Family, Any]:
+    """The family, and a tokenizer that holds all it writes with as special tokens."""
+    config, special = FAMILIES[frame]
+    alphabet = [*map(chr, range(33, 127)), "Ġ"]  # how byte-level tokenizers write a space
+    tokenizer = Qwen2Tokenizer(
+        vocab={letter: number for number, letter in enumerate(alphabet)},
+        merges=[],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[*SPECIAL_TOKENS, *special],
+    )
+    return load_family(config()), tokenizer
+
+
+@pytest.mark.parametrize("frame", FAMILIES)
+def test_labelled_boxes_survive_the_tokenizer(frame: str):
+    family, tokenizer = family_and_tokenizer(frame)
+    assert family.frame == frame
+    boxes, size = [(64.0, 48.0, 320.0, 240.0), (0.0, 24.0, 608.0, 456.0)], (640, 480)
+    written = FRAMES[frame].write_all(boxes, size, size, labels=["red mug", "cat"])
+    tokens = tokenizer(written)["input_ids"]
+    around = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>", "<|image_pad|>"])
+
+    text = family.decoder(tokenizer)([*tokens, *around])
+
+    assert text == written
+    read = parse_boxes(text)
+    assert read is not None
+    assert [label for _, label in read] == ["red mug", "cat"]
+    if frame in ("qwen2_vl", "internvl", "paligemma"):  # the others write JSON, without such tokens
+        assert tokenizer.decode(tokens, skip_special_tokens=True) != written
+
+
+@pytest.mark.parametrize("frame", FAMILIES)
+def test_no_other_special_token_reaches_a_task(frame: str):
+    family, tokenizer = family_and_tokenizer(frame)
+    kept = family.decoder(tokenizer)(tokenizer.all_special_ids)
+    for name in ("im_", "endoftext", "vision", "image", "img", "IMG", "video"):
+        assert name not in kept
+
+
+def test_a_family_that_is_not_known_keeps_none():
+    tokenizer = family_and_tokenizer("internvl")[1]
+    assert Family().decoder(tokenizer)(tokenizer.all_special_ids) == ""
+
+
+def test_completions_hold_the_tokens_that_mean_something():
+    policy = tiny_policy("qwen2_vl")
+    task = load_task("detection", frame=policy.frame)
+    prompt = policy.prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), task)
+    sampling = SamplingSettings(policy.distribution, 64, ())
+    (members,) = policy.sample([prompt], sampling, 8, [(0, "a")], 100_000)
+    start = policy.tokenizer.convert_tokens_to_ids("<|box_start|>")
+
+    # 512 draws from about 270 tokens of a random model meet each token about twice.
+    assert any(start in completion.token_ids for completion in members)
+    for completion in members:
+        count = completion.token_ids.count(start)
+        assert completion.text.count("<|box_start|>") == count
+        assert "<|im_" not in completion.text
+        assert "<|endoftext|>" not in completion.text
+
+
+def test_three_parts_cover_every_weight():
+    with torch.device("meta"):
+        models = [
+            InternVLForConditionalGeneration(InternVLConfig()),
+            PaliGemmaForConditionalGeneration(PaliGemmaConfig()),
+        ]
+    for model in models:
+        prefixes = tuple(p for part in load_family(model.config).parts.values() for p in part)
+        assert [n for n, _ in model.named_parameters() if not n.startswith(prefixes)] == []

@@ -1,0 +1,130 @@
+"""The whole update against TRL's GRPOTrainer: same model, completions and rewards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import noise_example, tiny_model, tiny_policy
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.objective import StepTotals, TokenBatch, group_advantages, policy_loss
+from vlm_grpo.task import Task
+from vlm_grpo.types import Prompt
+
+GENERATIONS, LONGEST = 4, 9
+REWARDS = [1.0, 0.0, 0.5, 0.0, 0.25, 0.25, 1.0, 0.0]
+
+
+class Plain(Task):
+    """Asks the example's question as it stands."""
+
+
+def groups(prompts: list[Prompt]) -> list[GroupSlice]:
+    generator = torch.Generator().manual_seed(0)
+    slices = []
+    for index, prompt in enumerate(prompts):
+        lengths = torch.randint(1, LONGEST + 1, (GENERATIONS,), generator=generator).tolist()
+        completions = tuple(
+            tuple(torch.randint(0, 256, (n,), generator=generator).tolist()) for n in lengths
+        )
+        rows = tuple(range(index * GENERATIONS, (index + 1) * GENERATIONS))
+        slices.append(GroupSlice(prompt, completions, rows))
+    return slices
+
+
+def ours(rewards: Tensor) -> tuple[float, dict[str, Tensor]]:
+    # TRL scores over the whole vocabulary: nothing is banned here either.
+    policy = tiny_policy("qwen2_5_vl", banned=())
+    batch = MicroBatch(tuple(groups(prompts_of(policy))))
+    scores = policy.score(batch)
+    lengths = torch.tensor([len(c) for c in batch.completions])
+    ids = torch.arange(len(rewards)) // GENERATIONS
+    tokens = TokenBatch(
+        scores.logprobs,
+        torch.arange(len(lengths)).repeat_interleave(lengths),
+        group_advantages(rewards, ids).values,
+        lengths,
+    )
+    settings = ObjectiveSettings.model_validate({"loss_type": "grpo"})
+    loss = policy_loss(tokens, StepTotals.of(lengths, None, LONGEST), settings).loss
+    loss.backward()
+    return loss.item(), {n: w.grad for n, w in policy.trainable() if w.grad is not None}
+
+
+def prompts_of(policy: Any) -> list[Prompt]:
+    examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
+    return [policy.prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
+
+
+def theirs(rewards: Tensor, folder: Path) -> tuple[float, dict[str, Tensor]]:
+    model, processor = tiny_model("qwen2_5_vl")
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=processor,
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=str(folder),
+            per_device_train_batch_size=len(rewards),
+            num_generations=GENERATIONS,
+            max_completion_length=LONGEST,
+            loss_type="grpo",
+            beta=0.0,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["?"] * 8}),
+    )
+    slices = groups(prompts_of(tiny_policy("qwen2_5_vl")))
+    rows = [(s.prompt, c) for s in slices for c in s.completions]
+    width = max(len(prompt.token_ids) for prompt, _ in rows)
+    completions = [torch.tensor(c) for _, c in rows]
+
+    def left_padded(values: list[Tensor]) -> Tensor:
+        return pad_sequence(values, batch_first=True, padding_side="left")
+
+    prompt_ids = left_padded([torch.tensor(p.token_ids) for p, _ in rows])
+    completion_ids = pad_sequence(completions, batch_first=True)
+    types = left_padded([p.vision["mm_token_type_ids"][0] for p, _ in rows])
+    inputs = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": left_padded([torch.ones(len(p.token_ids)).long() for p, _ in rows]),
+        "completion_ids": completion_ids,
+        "completion_mask": pad_sequence([torch.ones_like(c) for c in completions], True),
+        "pixel_values": torch.cat([p.vision["pixel_values"] for p, _ in rows]),
+        "image_grid_thw": torch.cat([p.vision["image_grid_thw"] for p, _ in rows]),
+        "num_images": [1] * len(rows),
+        "mm_token_type_ids": torch.nn.functional.pad(types, (0, completion_ids.shape[1])),
+        "num_items_in_batch": sum(len(c) for c in completions),
+        # By TRL's own arithmetic: mean and deviation over each prompt's generations.
+        "advantages": torch.cat(
+            [(r - r.mean()) / (r.std() + 1e-4) for r in rewards.split(GENERATIONS)]
+        ),
+    }
+    assert prompt_ids.shape[1] == width
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer._compute_loss(trainer.model, inputs)  # noqa: SLF001
+    loss.backward()
+    return loss.item(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own use of transformers
+def test_loss_and_gradient_equal_those_of_trl(tmp_path: Path) -> None:
+    rewards = torch.tensor(REWARDS)
+    loss, grads = ours(rewards)
+    expected_loss, expected = theirs(rewards, tmp_path)
+    assert loss == pytest.approx(expected_loss, abs=1e-5)
+    assert set(grads) == set(expected)
+    difference = torch.stack([(grads[name] - g).norm() for name, g in expected.items()]).norm()
+    whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
+    assert difference / whole < 1e-5

@@ -1,0 +1,201 @@
+"""The files that the commands of the guides name, made small, and the runner of such commands."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from dataset_files import png, put, put_table
+from foreign_results import lmms_eval_sample, r1_v_result, vlm_r1_result
+
+from vlm_grpo import cli
+from vlm_grpo.data_scripts import make_shapes
+from vlm_grpo.types import Example
+
+ROOT = Path(__file__).parents[2]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+SHORT = {
+    "make_clocks.py": ["--train", "20", "--test", "8"],
+    "train": [
+        "optim.max_steps=2",
+        "optim.prompts_per_step=2",
+        "optim.warmup_steps=0",
+        "evaluation.every=1",
+    ],
+    "plan": ["data.train_limit=20"],
+}
+"""What is put behind a command of a guide so that a test has time for it; the last value wins."""
+HELD_OUT = ["data.eval_limit=8"]
+HUB_MODEL = ["model=embedded", "rollout.max_completion_length=4"]
+"""Put behind a command that would load a model of the hub: no test downloads one."""
+
+
+def shell_lines(guide: Path) -> list[str]:
+    """The commands of the guide's ``sh`` blocks, comments left out."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def run(line: str, step: int) -> None:
+    """One command of a guide, in short form, in the current folder.
+
+    A launcher of several processes is left out: what it launches runs in this one.
+
+    Args:
+        line: as the guide has it; the checkpoints it names are ``step``'s.
+        step: the last step of the runs in the folder.
+    """
+    launched = re.match(r"accelerate launch .*-m vlm_grpo\.cli (?=train)", line)
+    line = re.sub(r"accelerate launch .*-m vlm_grpo\.cli ", "vlm-grpo ", line)
+    line = line.removeprefix("until ").partition(";")[0]  # a loop of the shell goes round once
+    program, *arguments = shlex.split(line)
+    arguments = [re.sub(r"step-\d+", f"step-{step}", argument) for argument in arguments]
+    command = arguments[0]
+    arguments += next((more for word, more in SHORT.items() if word in command), [])
+    if command in ("train", "plan", "evaluate"):
+        arguments += HUB_MODEL if re.search(r"_\db\b|model=Qwen/", line) else []
+    if command == "train":
+        arguments += HELD_OUT
+    if launched:  # the guide shows several ways to start one run
+        arguments += [f"name={re.sub('[^a-z0-9]+', '-', launched[0])}"]
+    if program == "vlm-grpo":
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0, line
+        return
+    assert program == "python"
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+def _shapes(task: str, split: str, count: int = 10) -> list[Example]:
+    return make_shapes.examples(task, count, seed=1, split=split)
+
+
+def _rows_file(name: str, examples: list[Example], folder: str = "") -> None:
+    """JSON Lines in the current folder, with the pictures in ``folder`` of it."""
+    rows = []
+    for example in examples:
+        (image,) = example.images
+        assert image.data is not None
+        put(Path(folder or "images"), {f"{example.id}.png": image.data})
+        path = f"{example.id}.png" if folder else f"images/{example.id}.png"
+        row = {"id": example.id, "images": [path], "question": example.question}
+        rows.append(json.dumps({**row, "answer": example.answer}) + "\n")
+    Path(name).write_text("".join(rows), "utf-8")
+
+
+def _table_rows(split: str, question: str = "question", answer: str = "answer") -> list[dict]:
+    return [
+        {
+            "images": [{"bytes": example.images[0].data, "path": None}],
+            question: example.question,
+            answer: example.answer,
+        }
+        for example in _shapes("counting", split)
+    ]
+
+
+def _grounding(folder: str = "") -> None:
+    for split in ("train", "test"):
+        _rows_file(f"{split}.jsonl", _shapes("grounding", split), folder)
+
+
+def _hub(name: str, *splits: str) -> None:
+    parts = datasets.DatasetDict()
+    for split in splits:
+        parts[split] = datasets.Dataset.from_list(_table_rows(split))
+    parts.save_to_disk(name)
+
+
+def _your_own_data() -> None:
+    _grounding()
+    _hub("me/my-dataset", "train", "validation")
+    _hub("folder", "train", "test")
+    put_table(Path("train.parquet"), _table_rows("train"))
+
+
+def _other_columns() -> None:
+    for split in ("train", "test"):
+        put_table(Path(f"{split}.parquet"), _table_rows(split, "prompt", "label"))
+
+
+def _readme() -> None:
+    _grounding()
+    text = (ROOT / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?class Fingers.*?)^```", text, re.DOTALL | re.MULTILINE)
+    Path("fingers.py").write_text(code, "utf-8")
+    _rows_file("hands.jsonl", _shapes("counting", "train"))
+    _rows_file("more_hands.jsonl", _shapes("counting", "test"))
+
+
+def _benchmarks() -> None:
+    """RefCOCO in its official form: two sentences of one box."""
+    image = {"id": 7, "file_name": "COCO_train2014_000000000007.jpg", "width": 64, "height": 48}
+    box = {"id": 70, "image_id": 7, "category_id": 1, "bbox": [10.5, 5.0, 20.0, 30.25]}
+    instances = {"images": [image], "annotations": [box], "categories": [{"id": 1, "name": "dog"}]}
+    sentences = [
+        {"sent_id": number, "sent": text, "raw": text, "tokens": text.split()}
+        for number, text in enumerate(("the dog", "left one"))
+    ]
+    ref: dict[str, Any] = {"ref_id": 1, "ann_id": 70, "image_id": 7, "category_id": 1}
+    ref |= {"split": "val", "file_name": image["file_name"], "sent_ids": [0, 1]}
+    refs = pickle.dumps([{**ref, "sentences": sentences}], protocol=2)
+    put(Path("refcoco"), {"refs(unc).p": refs, "instances.json": instances})
+    put(Path("train2014"), {image["file_name"]: png()})
+    _grounding("train2014")
+
+
+def _outputs() -> None:
+    rows = map(json.loads, Path("refcoco_val.jsonl").read_text("utf-8").splitlines())
+    output = '```json\n[{"bbox_2d": [1, 2, 300, 400]}]\n```'
+    lines = [json.dumps({"id": row["id"], "output": output}) + "\n" for row in rows]
+    Path("outputs.jsonl").write_text("".join(lines), "utf-8")
+
+
+def _foreign() -> None:
+    """One result in the layout of each evaluation that is read."""
+    put(Path("images"), {"7.jpg": png(640, 480)})
+    answers: dict[str, tuple[str, Any]] = {
+        "refcoco_val.jsonl": ("the cup", {"boxes": [[64, 48, 320, 240]]}),
+        "superclevr.jsonl": ("How many items?", 3),
+        "docvqa_val.jsonl": ("What does the sign say?", ["EXIT"]),
+    }
+    for name, (question, answer) in answers.items():
+        row = {"id": "1", "images": ["images/7.jpg"], "question": question, "answer": answer}
+        Path(name).write_text(json.dumps(row) + "\n", "utf-8")
+    box = '<answer>[{"bbox_2d": [32, 24, 160, 120]}]</answer>'
+    found = {
+        "rec_results_refcoco_val_r1_500.json": vlm_r1_result("the cup", [64, 48, 320, 240], box),
+        "counting_results.json": r1_v_result("./images/7.jpg", 3, "<answer>3</answer>"),
+    }
+    for name, row in found.items():
+        Path(name).write_text(json.dumps({"accuracy": 100.0, "results": [row]}), "utf-8")
+    sample = lmms_eval_sample(0, "What does the sign say?", resps=[["EXIT"]])
+    name = "20260101_000000_samples_docvqa_val.jsonl"
+    Path(name).write_text(json.dumps(sample) + "\n", "utf-8")
+
+
+WORLDS: Mapping[str, Callable[[], None]] = {
+    "README.md": _readme,
+    "benchmarks.md": _benchmarks,
+    "coming-from.md": _foreign,
+    "your-own-data.md": _your_own_data,
+}
+"""By guide: makes the files that its commands name, in the current folder."""
+BEFORE: Mapping[str, Callable[[], None]] = {
+    "--predictions outputs.jsonl": _outputs,
+    "data.columns.question=prompt": _other_columns,
+}
+"""By a part of a command: makes what it alone needs."""

@@ -1,0 +1,157 @@
+"""Runs of a small random model that take a second, and what they leave behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_model
+
+from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.engine.sampling import build_sampling_distribution
+from vlm_grpo.model.loading import load_model
+from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.registry import load_task
+from vlm_grpo.trainer import Trainer
+from vlm_grpo.utils.signals import StopRequest
+
+SMALL = (
+    "data.train_limit=12",
+    "data.eval=null",
+    "evaluation.every=0",
+    "logging.samples_every=0",
+    "optim.prompts_per_step=3",
+    "optim.warmup_steps=0",
+    "optim.lr=1e-3",  # far enough in a step that every snapshot is another policy
+    "rollout.num_generations=4",
+)
+TASK = '''
+from vlm_grpo.task import Task, metric, reward
+
+class Letters(Task):
+    """Write many different small letters: a reward that a random model meets now and then."""
+
+    primary_metric = "letters"
+
+    def parse(self, text, example):
+        return text
+
+    def write(self, answer, example):
+        return answer
+
+    @reward()
+    def letters(self, answer, example):
+        return len(set(answer) & set("abcdefghijklmnopqrstuvwxyz")) / 26
+'''
+
+LORA = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}}
+
+
+def save_tiny_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
+    model, processor = tiny_model(family)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
+    """Settings of four steps of three prompts with the model in ``source``; ``changes`` go over
+    them, block by block."""
+    task = folder / "letters.py"
+    task.write_text(TASK)
+    values: dict[str, Any] = {
+        "name": "run",
+        "task": str(task),
+        "model": str(source),
+        "output_dir": str(folder / "runs"),
+        "data": {"train": "embedded:ocr", "train_limit": 12},
+        "policy": {"dtype": "float32"},
+        "rollout": {"num_generations": 4, "max_completion_length": 6},
+        "optim": {"lr": 1e-2, "prompts_per_step": 3, "max_steps": 4},
+        "logging": {"samples_every": 1},
+    }
+    for name, value in changes.items():
+        held = values.get(name)
+        values[name] = {**held, **value} if isinstance(held, dict) else value
+    return Settings.model_validate(values)
+
+
+def trainer_for(settings: Settings) -> Trainer:
+    task = load_task(settings.task)
+    examples = load_examples(settings.data.train, task, settings.data, "train")
+    return Trainer(settings, load_policy(settings), task, examples, [])
+
+
+class StopAt(StopRequest):
+    """A request that comes when the run asks for the n-th time whether there is one."""
+
+    def __init__(self, asked: int) -> None:
+        super().__init__()
+        self.left = asked
+
+    @property
+    def reason(self) -> str | None:
+        self.left -= 1
+        return "a test" if self.left <= 0 else None
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``, without times and memory, which no two runs share."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    left_out = ("time/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows]
+
+
+def samples_of(run_dir: Path) -> dict[str, bytes]:
+    """Every file of ``samples`` and ``evaluation``."""
+    return {
+        str(path.relative_to(run_dir)): path.read_bytes()
+        for part in ("samples", "evaluation")
+        for path in sorted((run_dir / part).rglob("*"))
+        if path.is_file()
+    }
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(checkpoint.glob("*model.safetensors")))
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    """The weights of two checkpoints are equal bit for bit."""
+    first, second = weights_of(a), weights_of(b)
+    assert set(first) == set(second)
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def assert_same_run(a: Path, b: Path, last: str = "step-4") -> None:
+    """Two run folders hold the same weights, metrics and samples."""
+    assert metrics_of(a) == metrics_of(b)
+    assert samples_of(a) == samples_of(b)
+    assert_same_weights(a / "checkpoints" / last, b / "checkpoints" / last)
+
+
+def sign(checkpoint: Path) -> None:
+    """Make the manifest fit the files, so that what a test has changed is not taken for damage."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    for name, measured in manifest["files"].items():
+        data = (checkpoint / name).read_bytes()
+        measured |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def embedded_trainer(folder: Path, *overrides: str) -> Trainer:
+    """A trainer of the embedded model on twelve counting examples."""
+    settings = load_settings("quickstart", [f"output_dir={folder}", *SMALL, *overrides])
+    torch.manual_seed(0)
+    loaded = load_model(settings)
+    policy = Policy(
+        loaded, build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
+    )
+    task = load_task(settings.task, **settings.task_options)
+    examples = load_examples(settings.data.train, task, settings.data, "train")
+    return Trainer(settings, policy, task, examples, [])

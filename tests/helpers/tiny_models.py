@@ -1,0 +1,200 @@
+"""Small random models of each family's real architecture, with their processors."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    GenerationConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from vlm_grpo.data_scripts.tiny_parts import CHAT_TEMPLATE, SPECIAL_TOKENS
+from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.families import load_family
+from vlm_grpo.model.loading import LoadedModel
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example, ImageRef
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+
+
+def tiny_tokenizer() -> Qwen2Tokenizer:
+    """One token a byte, and Qwen's special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    plain.decoder = decoders.ByteLevel()
+    return Qwen2Tokenizer(
+        vocab={c: i for i, c in enumerate(alphabet)},
+        merges=[],
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(SPECIAL_TOKENS),
+        padding_side="left",
+    )
+
+
+def _tokens(tokenizer: Any) -> dict[str, int]:
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {key: tokenizer.convert_tokens_to_ids(name) for key, name in names.items()}
+
+
+def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 3, 3],
+        },
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        **more,
+    }
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any]:
+    """A random model of the family and its processor."""
+    tokenizer = tiny_tokenizer()
+    pixels = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
+    common = {**_tokens(tokenizer), "tie_word_embeddings": False}
+    torch.manual_seed(seed)
+    model: Any
+    if family == "qwen3_vl":
+        pixels = {"shortest_edge": 32 * 32, "longest_edge": 64 * 32 * 32}
+        model = Qwen3VLForConditionalGeneration(
+            Qwen3VLConfig(
+                text_config=_text(tokenizer, head_dim=16),
+                vision_config={
+                    "depth": 3,
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "num_heads": 2,
+                    "out_hidden_size": 64,
+                    "num_position_embeddings": 64,
+                    "deepstack_visual_indexes": [0, 1],
+                },
+                **common,
+            )
+        )
+        processor = Qwen3VLProcessor(
+            image_processor=Qwen2VLImageProcessor(size=pixels, patch_size=16),
+            tokenizer=tokenizer,
+            video_processor=Qwen3VLVideoProcessor(),
+            chat_template=CHAT_TEMPLATE,
+        )
+    else:
+        vision = {"depth": 2, "num_heads": 2}
+        if family == "qwen2_vl":
+            config = Qwen2VLConfig(
+                text_config=_text(tokenizer),
+                vision_config={**vision, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+                **common,
+            )
+            model, kind = Qwen2VLForConditionalGeneration(config), Qwen2VLProcessor
+        else:
+            config = Qwen2_5_VLConfig(
+                text_config=_text(tokenizer),
+                vision_config={
+                    **vision,
+                    "hidden_size": 32,
+                    "intermediate_size": 48,
+                    "out_hidden_size": 64,
+                    "fullatt_block_indexes": [1],
+                },
+                **common,
+            )
+            model, kind = Qwen2_5_VLForConditionalGeneration(config), Qwen2_5_VLProcessor
+        processor = kind(
+            image_processor=Qwen2VLImageProcessor(size=pixels),
+            tokenizer=tokenizer,
+            video_processor=Qwen2VLVideoProcessor(size=pixels),
+            chat_template=CHAT_TEMPLATE,
+        )
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            # Large enough that attention and logits are far from uniform.
+            nn.init.normal_(parameter, std=1.5 * parameter[0].numel() ** -0.5)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    return model.to(dtype), processor
+
+
+def tiny_policy(
+    family: str, shared: bool = True, dtype: torch.dtype = torch.float32, **distribution: Any
+) -> Policy:
+    """A policy over ``tiny_model(family)``; the same weights whatever ``shared`` is."""
+    model, processor = tiny_model(family, dtype)
+    which = load_family(model.config)
+    if shared:
+        use_shared_attention(which.language_model(model))
+    defaults = {
+        "banned": which.banned_token_ids(model.config),
+        "eos": (model.generation_config.eos_token_id,),
+    }
+    budget = which.pixel_budget(processor)
+    loaded = LoadedModel(model, processor, which, budget, shared, adapters=None)
+    # Chunks smaller than any batch here, so that chunking is always exercised.
+    return Policy(loaded, SamplingDistribution(**(defaults | distribution)), chunk_tokens=7)
+
+
+def noise_example(
+    name: str, sizes: list[tuple[int, int]], question: str = "What is it?", seed: int = 0
+) -> Example:
+    """An example whose images are noise of the given sizes (width, height)."""
+    random = np.random.default_rng(seed)
+    images = []
+    for index, (width, height) in enumerate(sizes):
+        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        images.append(
+            ImageRef(f"{name}-{index}", (width, height), (width, height), data=buffer.getvalue())
+        )
+    return Example(name, tuple(images), question, 0)
+
+
+class Plain(Task):
+    """Asks the example's question as it stands."""
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Norm of the difference of two gradients over the norm of the second."""
+    assert set(a) == set(b)
+    difference = torch.stack([(a[name] - grad).norm() for name, grad in b.items()]).norm()
+    return float(difference / torch.stack([grad.norm() for grad in b.values()]).norm())

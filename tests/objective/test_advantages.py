@@ -1,0 +1,199 @@
+"""Advantages from rewards: groups by id, silent groups, unscorable completions, scales."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.grpo.advantages import has_spread
+from vlm_grpo.objective import ADVANTAGE_ESTIMATORS, group_advantages, per_reward_advantages
+from vlm_grpo.types import Completion, Example, Group, Prompt, Score
+
+NAN = math.nan
+
+
+def double(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_formula_on_numbers_worked_by_hand():
+    """Rewards 1, 0, 0, 1: mean 1/2, deviation sqrt(4 · 1/4 / 3) = 0.57735 with ddof 1."""
+    found = group_advantages(double(1, 0, 0, 1), ["a"] * 4)
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    assert found.values.tolist() == pytest.approx([expected, -expected, -expected, expected])
+    assert found.group_means.tolist() == [0.5]
+    assert found.group_stds.tolist() == pytest.approx([math.sqrt(1 / 3)])
+
+
+def test_leave_one_out_on_numbers_worked_by_hand():
+    """The others' means of 3, 0, 0 are 0, 3/2, 3/2."""
+    found = group_advantages(double(3, 0, 0), "aaa", estimator="rloo", scale_rewards="none")
+    assert found.values.tolist() == pytest.approx([3, -1.5, -1.5])
+
+
+def test_groups_are_found_by_id_in_any_order_and_of_any_size():
+    rewards, ids = double(1, 5, 0, 2, 3, 8), ["b", "a", "b", "c", "a", "a"]
+    found = group_advantages(rewards, ids)
+    assert found.group.tolist() == [0, 1, 0, 2, 1, 1]
+    for name in "abc":
+        rows = [i for i, group in enumerate(ids) if group == name]
+        alone = group_advantages(rewards[rows], [name] * len(rows))
+        assert found.values[rows].tolist() == pytest.approx(alone.values.tolist())
+    assert found.zero_spread.tolist() == [False, False, True]  # c has one completion
+    assert found.values[3] == 0
+
+
+def test_ids_may_be_a_tensor():
+    rewards = double(1, 0, 0.5, 0.2)
+    by_tensor = group_advantages(rewards, torch.tensor([7, -1, 7, -1]))
+    assert torch.equal(by_tensor.values, group_advantages(rewards, list("xyxy")).values)
+
+
+def test_unscorable_completions_are_left_out():
+    found = group_advantages(double(1, NAN, 0), "aaa")
+    pair = group_advantages(double(1, 0), "aa")
+    assert found.values.tolist() == [pair.values[0], 0.0, pair.values[1]]
+    assert found.unscorable == 1
+    assert found.scorable.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("estimator", list(ADVANTAGE_ESTIMATORS))
+def test_nothing_is_learnt_where_nothing_can_be_compared(scale_rewards, estimator):
+    """A group of one, of one scorable, of none, and of equal rewards; not one NaN."""
+    rewards = double(0.3, 0.7, NAN, NAN, NAN, 0.1 + 0.2, 0.3, 1, 0)
+    ids = ["one", "scorable", "scorable", "none", "none", "equal", "equal", "live", "live"]
+    found = group_advantages(rewards, ids, estimator=estimator, scale_rewards=scale_rewards)
+    assert found.values[:7].tolist() == [0.0] * 7
+    assert found.values[7] == -found.values[8] > 0
+    assert found.zero_spread.tolist() == [True, True, True, True, False]
+    assert found.frac_reward_zero_std == 0.8
+    assert torch.isnan(found.group_means).tolist() == [False, False, True, False, False]
+    assert found.group_stds[:4].tolist() == [0.0] * 4
+
+
+def test_a_group_is_silent_by_its_spread_and_not_by_its_mean():
+    found = group_advantages(double(-1, 1, 1, 1), "aabb")
+    assert found.group_means.tolist() == [0.0, 1.0]
+    assert found.zero_spread.tolist() == [False, True]
+
+
+def test_small_graded_rewards_are_not_taken_for_equal():
+    """A spread of 1e-7 on rewards of 1e-7 is all there is; rounding is relative to the rewards."""
+    found = group_advantages(double(1e-7, 2e-7), "aa", scale_rewards="none")
+    assert found.values.tolist() == pytest.approx([-0.5e-7, 0.5e-7])
+
+
+def test_batch_scale_is_the_deviation_of_all_scorable_rewards():
+    rewards = double(1, 0, 5, 3, NAN)
+    found = group_advantages(rewards, "aabbb", scale_rewards="batch")
+    scale = rewards[:4].std().item() + 1e-4
+    assert found.values.tolist() == pytest.approx(
+        [0.5 / scale, -0.5 / scale, 1 / scale, -1 / scale, 0]
+    )
+
+
+def test_normalising_each_reward_keeps_apart_what_the_sum_would_merge():
+    """Rewards (1, 0) and (0, 1) have one sum; GDPO tells them apart when their spreads differ."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    weights = double(1, 1)
+    summed = group_advantages(rewards.sum(dim=1), "aaaa").values
+    each = per_reward_advantages(rewards, weights, "aaaa").values
+    assert summed[0] == summed[1]
+    assert abs(each[0] - each[1]) > 0.1
+
+
+def test_normalising_each_reward_ignores_the_scale_of_a_reward():
+    rewards = torch.rand(8, 2, dtype=torch.float64)
+    weights = double(1, 0.5)
+    plain = per_reward_advantages(rewards, weights, "aaaabbbb").values
+    wide = per_reward_advantages(rewards * double(1, 1000), weights, "aaaabbbb").values
+    # Not exact: the 1e-4 beside the deviation counts for less when rewards are wide.
+    assert torch.allclose(plain, wide, atol=1e-3)
+
+
+def test_a_reward_of_weight_zero_cannot_make_a_completion_unscorable():
+    rewards = torch.tensor([[1.0, NAN], [0.0, 1.0]], dtype=torch.float64)
+    assert per_reward_advantages(rewards, double(1, 0), "aa").unscorable == 0
+    half = per_reward_advantages(rewards, double(1, 1), "aa")
+    assert half.unscorable == 1
+    assert half.values.tolist() == [0.0, 0.0]
+
+
+def test_errors_say_what_is_wrong():
+    with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
+        group_advantages(double(0, 1), ["a"])
+    with pytest.raises(ValueError, match="infinite"):
+        group_advantages(double(0, math.inf), "aa")
+    with pytest.raises(ValueError, match="group, batch or none"):
+        group_advantages(double(0, 1), "aa", scale_rewards="std")
+    with pytest.raises(ValueError, match="grpo, rloo"):
+        group_advantages(double(0, 1), "aa", estimator="gae")
+
+
+def test_no_completions_at_all():
+    found = group_advantages(torch.zeros(0), [])
+    assert found.values.shape == (0,)
+    assert found.frac_reward_zero_std == 0.0
+
+
+def group_of(*rewards: dict[str, float | None]) -> Group:
+    """A group whose completions earned these rewards by name."""
+    prompt = Prompt(Example("1", (), "?", 0), "", (), {})
+    completions = tuple(Completion((1,), (0.0,), "", "eos") for _ in rewards)
+    return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
+
+
+def test_a_rollout_asks_the_advantages_whether_a_group_teaches_anything():
+    """Replacing groups without spread goes by what the update will make of them."""
+    plain, weights = ObjectiveSettings(), {"a": 1.0, "b": 1.0, "shown": 0.0}
+    rounded = group_of({"a": 0.1, "b": 0.2, "shown": 1}, {"a": 0.3, "b": 0.0, "shown": 2})
+    assert 0.1 + 0.2 != 0.3  # one total, two roundings; what has no weight has no say
+    assert not has_spread(rounded, weights, plain)
+    assert has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.0}), weights, plain)
+    assert not has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": None, "b": 0.0}), weights, plain)
+    # Equal totals of unequal rewards are silent summed, and not where each is normalised.
+    swapped = group_of({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+    assert not has_spread(swapped, weights, plain)
+    each = ObjectiveSettings(normalize_each_reward=True)
+    assert has_spread(swapped, weights, each)
+    assert not has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
+
+
+REWARDS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.floats(-5, 5)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(REWARDS, st.randoms(), st.sampled_from(["group", "batch", "none"]))
+def test_properties_of_any_batch(rows, random, scale_rewards):
+    """Finite, centred in each group, with the reward's order, and free of the rows' order."""
+    ids = [group for group, _ in rows]
+    rewards = double(*[NAN if value is None else value for _, value in rows])
+    found = group_advantages(rewards, ids, scale_rewards=scale_rewards)
+    assert torch.isfinite(found.values).all()
+    for number in range(len(found.zero_spread)):
+        members = (found.group == number) & found.scorable
+        # Each advantage is at most 5/1e-4 in size: 1e-9 is rounding.
+        assert abs(found.values[members].sum()) < 1e-9
+        if not found.zero_spread[number]:
+            best, worst = rewards[members].argmax(), rewards[members].argmin()
+            assert found.values[members][best] > found.values[members][worst]
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    shuffled = group_advantages(
+        rewards[order], [ids[i] for i in order], scale_rewards=scale_rewards
+    )
+    assert torch.allclose(shuffled.values, found.values[order], atol=1e-9)
+    assert shuffled.frac_reward_zero_std == found.frac_reward_zero_std

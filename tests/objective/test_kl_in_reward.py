@@ -1,0 +1,80 @@
+"""Rewards that any recipe can name: the soft penalty for overlong completions, as trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_runs import embedded_trainer
+from trl.rewards.other_rewards import get_soft_overlong_punishment
+
+from vlm_grpo.config.run import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task
+from vlm_grpo.types import Example
+
+EXAMPLE = Example("1", (), "How many?", 3)
+OVERLONG: dict[str, Any] = {"weights": {"overlong": 1.0}, "overlong_cache": 20}
+
+
+def penalty(tokens: int | None, **options: Any) -> float | None:
+    task = load_task("counting", **{**OVERLONG, "token_limit": 100, **options})
+    return task.score("3", EXAMPLE, tokens).rewards.get("overlong")
+
+
+def paper(length: int, limit: int, cache: int) -> float:
+    """DAPO (arXiv:2503.14476), equation 13."""
+    if length <= limit - cache:
+        return 0.0
+    return ((limit - cache) - length) / cache if length <= limit else -1.0
+
+
+@pytest.mark.parametrize("tokens", [1, 79, 80, 81, 90, 99, 100, 101, 500])
+@pytest.mark.parametrize("cache", [1, 20, 100])
+def test_the_overlong_penalty_is_the_papers_and_trls(tokens: int, cache: int) -> None:
+    found = penalty(tokens, overlong_cache=cache)
+    assert found == pytest.approx(paper(tokens, 100, cache), abs=1e-12)
+    (trls,) = get_soft_overlong_punishment(100, cache)(completion_ids=[[0] * tokens])
+    assert found == pytest.approx(trls, abs=1e-12)
+
+
+def test_a_missing_answer_is_not_spared() -> None:
+    task = load_task("counting", **OVERLONG, token_limit=100)
+    score = task.score("many", EXAMPLE, 90)
+    assert score.answer is None
+    assert score.total == score.rewards["overlong"] == -0.5
+
+
+def test_text_without_its_tokens_is_neither_penalised_nor_cleared() -> None:
+    assert penalty(None) is None
+    task = load_task("counting", **OVERLONG)
+    assert task.score("3", EXAMPLE).total == 1.0  # exact alone
+    assert "overlong" not in task.score("3", EXAMPLE).rewards
+
+
+def test_the_penalty_reaches_the_reward_of_a_run(tmp_path: Any) -> None:
+    """The embedded model writes a digit and the end: 2 of 4 tokens, with a cache of 3 one over."""
+    options = ["task_options.weights.overlong=1", "task_options.overlong_cache=3"]
+    metrics = embedded_trainer(tmp_path, *options).run_step()
+    assert metrics["completions/mean_length"] == 2
+    assert metrics["rewards/overlong/mean"] == pytest.approx(-1 / 3)
+    assert metrics["reward"] == pytest.approx(metrics["rewards/exact/mean"] - 1 / 3, abs=1e-6)
+
+
+def test_the_penalty_needs_its_cache() -> None:
+    with pytest.raises(UserError, match="needs overlong_cache"):
+        load_task("counting", weights={"overlong": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("task_options.overlong_cache=9", "overlong_cache=9 exceeds .*max_completion_length=4"),
+        ("objective.mask_truncated_completions=true", "leaves out of the loss: choose one"),
+    ],
+)
+def test_what_makes_the_penalty_pointless_is_refused(change: str, said: str) -> None:
+    overlong = ["task_options.weights.overlong=1", "task_options.overlong_cache=2"]
+    load_settings("quickstart", overlong)
+    with pytest.raises(UserError, match=said):
+        load_settings("quickstart", [*overlong, change])

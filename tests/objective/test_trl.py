@@ -1,0 +1,476 @@
+# ruff: noqa: SLF001 (TRL's own arithmetic is in private methods)
+"""Advantages, losses, gradients and metrics against TRL's own GRPOTrainer, in float64.
+
+TRL's methods run as they are: they get an object that has the attributes they read, in place of
+a trainer, so nothing of TRL is typed again here. Where this package differs on purpose, a test
+shows both results and says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from vlm_grpo.config.objective import LossType, ObjectiveSettings
+from vlm_grpo.objective import (
+    StepTotals,
+    TokenBatch,
+    group_advantages,
+    per_reward_advantages,
+    policy_loss,
+)
+
+LENGTHS = (5, 3, 1, 4, 5, 2)  # ragged, with a completion of one token and two of the full length
+MAX_LENGTH = 7  # longer than any completion, so that dr_grpo's normaliser is told apart
+TOLERANCE = 1e-10  # float64: far above rounding (1e-16), far below any difference in formula
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Padded tensors (completions, tokens) as TRL takes them."""
+
+    logps: Tensor
+    mask: Tensor
+    advantages: Tensor
+    entropies: Tensor
+    old: Tensor | None = None
+    ref: Tensor | None = None
+    sampler: Tensor | None = None
+
+    def rows(self, rows: slice) -> Case:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return Case(**{name: value[rows] for name, value in given.items()})
+
+
+def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Case:
+    shape = (len(LENGTHS), max(LENGTHS))
+    mask = (torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
+    mask[list(inactive)] = 0
+    logps = -3 * torch.rand(shape)
+    # Differences of 0.4 nats: ratios from about 0.5 to 2, on both sides of every clip used here.
+    near = [logps + 0.4 * torch.randn(shape) for _ in range(3)]
+    return Case(
+        logps.requires_grad_(),
+        mask,
+        torch.randn(shape[0]),
+        torch.rand(shape).requires_grad_(),
+        old=near[0] if settings.num_iterations > 1 else None,
+        ref=near[1] if settings.beta > 0 else None,
+        sampler=near[2] if settings.sampler_correction != "none" else None,
+    )
+
+
+def trl_trainer(settings: ObjectiveSettings, accumulation: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(
+            use_bias_correction_kl=settings.use_bias_correction_kl,
+            delta=settings.delta,
+            steps_per_generation=accumulation,
+        ),
+        accelerator=SimpleNamespace(
+            num_processes=1, reduce=lambda x, reduction: x, gather=lambda x: x, sync_gradients=True
+        ),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=settings.importance_sampling_level,
+        beta=settings.beta,
+        loss_type=settings.loss_type,
+        epsilon_low=settings.epsilon,
+        epsilon_high=settings.upper_epsilon,
+        use_vllm=settings.sampler_correction != "none",
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=accumulation,
+        max_completion_length=MAX_LENGTH,
+        entropy_coef=settings.entropy_coef,
+        _entropy_bonus_enabled=settings.entropy_coef > 0,
+        use_adaptive_entropy=False,
+        _metrics={"train": defaultdict(list)},
+    )
+
+
+def trl_loss(
+    case: Case, settings: ObjectiveSettings, cuts: tuple[slice, ...] = (slice(None),)
+) -> tuple[Tensor, dict[str, list[float]]]:
+    """The step's loss by TRL's ``_compute_loss``, summed over micro-batches of whole rows."""
+    trainer = trl_trainer(settings, accumulation=len(cuts))
+    total = torch.zeros(())
+    for rows in cuts:
+        part = case.rows(rows)
+        result = (part.logps, part.entropies, None)
+        trainer._get_per_token_logps_and_entropies = lambda *a, result=result, **k: result
+        blank = torch.zeros_like(part.mask)
+        inputs = {
+            "prompt_ids": blank[:, :1],
+            "prompt_mask": blank[:, :1],
+            "completion_ids": blank,
+            "completion_mask": part.mask,
+            "advantages": part.advantages,
+            "num_items_in_batch": case.mask.sum(),
+        }
+        if part.old is not None:
+            inputs["old_per_token_logps"] = part.old
+        if part.ref is not None:
+            inputs["ref_per_token_logps"] = part.ref
+        if part.sampler is not None:
+            inputs["importance_sampling_ratio"] = trl_sampler_ratio(part, settings)
+        total = total + GRPOTrainer._compute_loss(cast(Any, trainer), None, inputs)
+    return total, trainer._metrics["train"]
+
+
+def our_batch(case: Case) -> TokenBatch:
+    """The same completions flat; a row that is masked out whole is an inactive completion."""
+    lengths = torch.tensor(LENGTHS[: len(case.mask)])
+    real = torch.arange(case.mask.shape[1]) < lengths[:, None]
+
+    def flat(padded: Tensor | None) -> Tensor | None:
+        return None if padded is None else padded[real]
+
+    return TokenBatch(
+        logprobs=case.logps[real],
+        completion=torch.arange(len(lengths)).repeat_interleave(lengths),
+        advantages=case.advantages,
+        lengths=lengths,
+        old_logprobs=flat(case.old),
+        reference_logprobs=flat(case.ref),
+        sampler_logprobs=flat(case.sampler),
+        entropies=case.entropies[real],
+        active=case.mask.any(dim=1),
+    )
+
+
+def gradients(loss: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+    found = torch.autograd.grad(
+        loss, (case.logps, case.entropies), allow_unused=True, materialize_grads=True
+    )
+    return found[0], found[1]
+
+
+def assert_same(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> None:
+    case = make_case(settings, inactive)
+    theirs, their_metrics = trl_loss(case, settings)
+    batch = our_batch(case)
+    assert batch.active is not None
+    ours = policy_loss(batch, StepTotals.of(batch.lengths, batch.active, MAX_LENGTH), settings)
+    assert abs(ours.loss.item() - theirs.item()) < TOLERANCE
+    for mine, other in zip(gradients(ours.loss, case), gradients(theirs, case), strict=True):
+        assert (mine - other).abs().max() < TOLERANCE
+    metrics = ours.metrics.values()
+    shared = set(metrics) & set(their_metrics)
+    assert shared >= {"entropy"}
+    if settings.importance_sampling_level == "sequence":
+        shared -= {"kl"}  # TRL logs the KL it trains on; here the logged one stays unbiased
+        if inactive:  # TRL counts masked completions as unclipped; here they are not counted
+            shared = {name for name in shared if "clip" not in name}
+    if not settings.use_bias_correction_kl:
+        shared -= {"kl"}  # as above
+    for name in shared:
+        # TRL counts clipped tokens in float32.
+        assert metrics[name] == pytest.approx(their_metrics[name][0], abs=1e-7)
+
+
+BOUNDS = (
+    {},
+    {"epsilon_high": 0.28},
+    {"delta": 1.5},
+    {"epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.5},
+)
+KLS = (
+    {},
+    {"beta": 0.3, "reference_refresh_every": "never"},
+    {"beta": 0.3, "reference_refresh_every": "never", "use_bias_correction_kl": False},
+)
+LEVELS = ("token", "sequence")
+LOSS_TYPES = get_args(LossType)
+
+
+def test_the_loss_types_are_trls_but_for_three():
+    """What TRL documents; a type that a new version adds is to be added here, or to this list."""
+    text = inspect.getdoc(GRPOConfig) or ""
+    listed = text.partition("loss_type (`str`")[2].partition("mask_truncated_completions (`bool`")[
+        0
+    ]
+    theirs = set(re.findall(r'^ *- `"(\w+)"`', listed, re.MULTILINE))
+    assert theirs - set(LOSS_TYPES) == {"sapo", "luspo", "vespo"}
+    assert set(LOSS_TYPES) <= theirs
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_clipped_losses_equal_trl(loss_type, level):
+    for bounds, kl in itertools.product(BOUNDS, KLS):
+        fields = {"loss_type": loss_type, "importance_sampling_level": level, **bounds, **kl}
+        assert_same(ObjectiveSettings(num_iterations=2, **fields))
+        if not bounds:
+            assert_same(ObjectiveSettings(**fields))  # no old log-probs: the ratio is 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_cispo_equals_trl(level, num_iterations):
+    for kl, bound in itertools.product(KLS, (1.0, 1.3, 5.0)):
+        assert_same(
+            ObjectiveSettings(
+                loss_type="cispo",
+                epsilon_high=bound,
+                importance_sampling_level=level,
+                num_iterations=num_iterations,
+                **kl,
+            )
+        )
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_entropy_bonus_and_masked_completions_equal_trl(loss_type):
+    for level, kl in itertools.product(LEVELS, KLS):
+        settings = ObjectiveSettings(
+            loss_type=loss_type,
+            epsilon_high=5.0 if loss_type == "cispo" else None,
+            importance_sampling_level=level,
+            num_iterations=2,
+            entropy_coef=0.05,
+            mask_truncated_completions=True,
+            **kl,
+        )
+        assert_same(settings, inactive=(1, 4))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("correction", ["token", "sequence"])
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_sampler_correction_equals_trl(loss_type, correction, num_iterations):
+    for level, kl in itertools.product(LEVELS, KLS):
+        assert_same(
+            ObjectiveSettings(
+                loss_type=loss_type,
+                epsilon_high=5.0 if loss_type == "cispo" else None,
+                sampler_correction=correction,
+                sampler_correction_cap=1.2,
+                num_iterations=num_iterations,
+                importance_sampling_level=level,
+                **kl,
+            )
+        )
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo"])
+def test_accumulation_equals_trl(loss_type):
+    """Two micro-batches of three completions; bnpo differs, see below."""
+    settings = ObjectiveSettings(
+        loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else None, num_iterations=2
+    )
+    case = make_case(settings)
+    theirs, _ = trl_loss(case, settings, cuts=(slice(0, 3), slice(3, 6)))
+    batch = our_batch(case)
+    ours = policy_loss(batch, StepTotals.of(batch.lengths, None, MAX_LENGTH), settings).loss
+    assert (gradients(ours, case)[0] - gradients(theirs, case)[0]).abs().max() < TOLERANCE
+
+
+def test_bnpo_differs_from_trl_where_trl_depends_on_the_cut():
+    """TRL divides by each micro-batch's own tokens; here the step's tokens are the normaliser.
+
+    The step's gradient must not depend on how it was cut, so bnpo is here what TRL's is with
+    one micro-batch a step.
+    """
+    settings = ObjectiveSettings(loss_type="bnpo", num_iterations=2)
+    case = make_case(settings)
+    whole = gradients(trl_loss(case, settings)[0], case)[0]
+    # 9 tokens and 11 tokens: a token's weight is 1/18 or 1/22 where it is 1/20 in the whole.
+    halves = gradients(trl_loss(case, settings, cuts=(slice(0, 3), slice(3, 6)))[0], case)[0]
+    assert (whole - halves).abs().max() > 1e-3
+    batch = our_batch(case)
+    ours = policy_loss(batch, StepTotals.of(batch.lengths, None, MAX_LENGTH), settings).loss
+    assert (gradients(ours, case)[0] - whole).abs().max() < TOLERANCE
+
+
+# The first half of a TRL step: from rewards to advantages, and the sampler's ratio.
+
+
+def trl_scores(
+    rewards: Tensor,
+    *,
+    num_generations: int = 1,
+    scale_rewards: str = "group",
+    weights: Tensor | None = None,
+    each: bool = False,
+    case: Case | None = None,
+    settings: ObjectiveSettings | None = None,
+) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+    """What TRL's ``_generate_and_score_completions`` makes of rewards (completions, functions)."""
+    count, functions = rewards.shape
+    correction = settings.sampler_correction if settings else "none"
+    lengths = LENGTHS[:count] if case is not None else (1,) * count
+    ids = [[7] * length for length in lengths]
+    sampled = None
+    if case is not None and case.sampler is not None:
+        sampled = [row[:n].tolist() for row, n in zip(case.sampler.detach(), lengths, strict=True)]
+    names = [f"reward{i}" for i in range(functions)]
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            device=torch.device("cpu"), process_index=0, gather=lambda x: x
+        ),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        args=SimpleNamespace(
+            per_device_train_batch_size=count,
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing_kwargs=None,
+        ),
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        _generate=lambda prompts: ([[1]] * count, ids, None, [""] * count, sampled, {}, None, None),
+        _get_per_token_logps_and_entropies=lambda *a, **k: (
+            None if case is None else case.logps.detach() if case.old is None else case.old,
+            None,
+            None,
+        ),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        num_iterations=1,
+        use_vllm=correction != "none",
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=f"{correction}_truncate",
+        vllm_importance_sampling_clip_min=None,
+        vllm_importance_sampling_clip_max=settings.sampler_correction_cap if settings else None,
+        beta=0.0,
+        _calculate_rewards=lambda *a: rewards,
+        num_generations=num_generations,
+        multi_objective_aggregation="normalize_then_sum" if each else "sum_then_normalize",
+        reward_weights=torch.ones(functions) if weights is None else weights,
+        reward_funcs=names,
+        reward_func_names=names,
+        scale_rewards=scale_rewards,
+        log_multimodal=False,
+        _metrics={"train": defaultdict(list)},
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    inputs = [{"prompt": "?"} for _ in range(count)]
+    output = GRPOTrainer._generate_and_score_completions(cast(Any, trainer), inputs)
+    return output, trainer._metrics["train"]
+
+
+def trl_sampler_ratio(case: Case, settings: ObjectiveSettings) -> Tensor:
+    scores, _ = trl_scores(torch.zeros(len(case.mask), 1), case=case, settings=settings)
+    return scores["importance_sampling_ratio"]
+
+
+GROUPS = 3
+SIZE = 4
+IDS = [str(i // SIZE) for i in range(GROUPS * SIZE)]
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_advantages_equal_trl(scale_rewards):
+    rewards = torch.rand(GROUPS * SIZE)
+    rewards[1] = rewards[6] = torch.nan  # every reward function said None: unscorable in both
+    theirs, metrics = trl_scores(
+        rewards[:, None], num_generations=SIZE, scale_rewards=scale_rewards
+    )
+    ours = group_advantages(rewards, IDS, scale_rewards=scale_rewards)
+    assert (ours.values - theirs["advantages"]).abs().max() < TOLERANCE
+    assert ours.unscorable == 2
+    assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 0.0
+
+
+def test_advantages_normalised_per_reward_equal_trl():
+    rewards = torch.rand(GROUPS * SIZE, 3)
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    theirs, _ = trl_scores(rewards, num_generations=SIZE, weights=weights, each=True)
+    ours = per_reward_advantages(rewards, weights, IDS)
+    assert (ours.values - theirs["advantages"]).abs().max() < TOLERANCE
+
+
+def test_a_reward_that_is_none_differs_from_trl():
+    """One of two reward functions failed on completion 0.
+
+    TRL counts the missing reward as 0, so the completion is pushed down for a fault of the
+    reward function; here it is unscorable, and teaches nothing.
+    """
+    rewards = torch.tensor([[1.0, torch.nan], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
+    theirs, _ = trl_scores(rewards, num_generations=4)
+    assert theirs["advantages"][0] < 0
+    ours = group_advantages(rewards.sum(dim=1), ["a"] * 4)
+    assert ours.values[0] == 0
+    assert ours.group_means[0] == pytest.approx(5 / 3)  # 2, 2 and 1
+
+
+def test_equal_rewards_differ_from_trl_by_being_exactly_zero():
+    """TRL divides a rounding error of the mean by 1e-4, in float32 as its rewards are.
+
+    Here the group is exactly silent, which allows it to be left out of the update.
+    """
+    rewards = torch.full((7,), 0.1, dtype=torch.float32)
+    theirs, metrics = trl_scores(
+        rewards[:, None], num_generations=7, weights=torch.ones(1, dtype=torch.float32)
+    )
+    ours = group_advantages(rewards, ["a"] * 7)
+    assert theirs["advantages"].abs().max() > 0
+    assert ours.values.abs().max() == 0
+    assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 1.0
+
+
+def test_zero_spread_is_counted_by_group_under_batch_scaling():
+    """TRL looks at the batch's deviation there, and so never reports a silent group."""
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    _, metrics = trl_scores(rewards[:, None], num_generations=2, scale_rewards="batch")
+    assert metrics["frac_reward_zero_std"] == [0.0]
+    ours = group_advantages(rewards, list("aabb"), scale_rewards="batch")
+    assert ours.frac_reward_zero_std == 0.5  # group a of a and b
+
+
+def test_a_group_of_one_counts_as_silent():
+    """TRL has groups of one in evaluation alone, and gives them 0.
+
+    Here unequal groups are legal, so one may appear among others that keep their advantages.
+    """
+    alone, _ = trl_scores(torch.tensor([[0.5]]), num_generations=1)
+    assert alone["advantages"].tolist() == [0.0]
+    ours = group_advantages(torch.tensor([0.5, 1.0, 0.0]), list("abb"), scale_rewards="batch")
+    assert ours.values[0] == 0
+    assert ours.values[1] == -ours.values[2] > 0
+    assert ours.zero_spread.tolist() == [True, False]
+
+
+def test_the_token_level_is_the_only_one_where_the_logged_kl_matches():
+    """At sequence level TRL logs k3 times the completion's ratio; ours stays the token's.
+
+    Only the token's ratio makes k3 an unbiased estimate once the policy has moved.
+    """
+    settings = ObjectiveSettings(
+        beta=0.3,
+        reference_refresh_every="never",
+        num_iterations=2,
+        importance_sampling_level="sequence",
+    )
+    case = make_case(settings)
+    _, theirs = trl_loss(case, settings)
+    batch = our_batch(case)
+    totals = StepTotals.of(batch.lengths, None, MAX_LENGTH)
+    by_sequence = policy_loss(batch, totals, settings).metrics.values()["kl"]
+    tokens = settings.model_copy(update={"importance_sampling_level": "token"})
+    by_token = policy_loss(batch, totals, tokens).metrics.values()["kl"]
+    assert by_sequence == by_token
+    assert abs(by_sequence - theirs["kl"][0]) > 1e-3

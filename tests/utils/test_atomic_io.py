@@ -1,0 +1,60 @@
+"""Files are written whole or not at all, on a disk that is really full too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from small_disk import SmallDisk, small_disk
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.utils.atomic_io import append_durable, explain_disk_full, write_atomic
+
+SIZE = 2**20
+"""Of the disk; what is written is larger."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", SIZE) as mounted:
+        yield mounted
+
+
+@pytest.mark.parametrize("write", [write_atomic, append_durable])
+@pytest.mark.parametrize("leaving", [0, 8192])
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    disk: SmallDisk, write: Callable[[Path, bytes], None], leaving: int
+) -> None:
+    path = disk.folder / "file"
+    write(path, b"before\n")
+    disk.fill(leaving)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, b"x" * SIZE)
+    assert path.read_bytes() == b"before\n"
+    assert {p.name for p in disk.folder.iterdir()} == {"file", "filler"}
+    disk.make_room()
+    write(path, b"after\n")
+    assert path.read_bytes() == (b"after\n" if write is write_atomic else b"before\nafter\n")
+
+
+def test_a_full_disk_is_told_as_such(disk: SmallDisk) -> None:
+    disk.fill()
+    message = r"is full \(.*No space left.*make room.*resume=true"
+    with pytest.raises(UserError, match=message), explain_disk_full(disk.folder):
+        write_atomic(disk.folder / "file", b"x" * SIZE)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (SafetensorError("I/O error: No space left on device (os error 28)"), True),
+        (SafetensorError("I/O error: Permission denied (os error 13)"), False),
+        (PermissionError(13, "Permission denied"), False),
+        (ValueError("something else"), False),
+    ],
+)
+def test_other_errors_stay_what_they_are(error: Exception, told: bool, tmp_path: Path) -> None:
+    with pytest.raises(UserError if told else type(error)), explain_disk_full(tmp_path):
+        raise error

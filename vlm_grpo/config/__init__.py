@@ -1,0 +1,1 @@
+"""Settings: frozen, validated, saved with a run."""

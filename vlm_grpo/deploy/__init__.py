@@ -1,0 +1,1 @@
+"""Using a trained model: predict, export and doctor."""

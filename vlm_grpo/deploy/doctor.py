@@ -1,0 +1,165 @@
+"""What the toolkit makes of a model: both forms compared on that very model, and its speed."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vlm_grpo.config.run import PILLOW_WARNS_AT, Settings
+from vlm_grpo.data.images import ImageReader
+from vlm_grpo.distributed.launch import join
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_distribution
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.loading import load_model
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.task import Task
+from vlm_grpo.types import Completion, Example, Prompt
+
+QUESTION = "What is in the image? Describe every object in a few words."
+GENERATIONS = 4
+LENGTH = 16
+
+
+class _Ask(Task):
+    """Asks the example's question as it stands."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one form gave: seconds, log-probs and the gradient of their sum."""
+
+    rollout_seconds: float
+    update_seconds: float
+    logprobs: Tensor
+    gradient: dict[str, Tensor]
+
+
+def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> Iterator[str]:
+    """Load a model, run both forms on one prompt, and say what will be used; line by line.
+
+    Args:
+        model: folder, hub name, or ``embedded``.
+        image: the image of the prompt; without it one of noise, 448 × 448.
+        dtype: ``float32`` or ``bfloat16``.
+
+    Raises:
+        UserError: the model or the image cannot be loaded.
+    """
+    settings = Settings.model_validate(
+        {
+            "task": "doctor",
+            "model": model,
+            "data": {"train": "none"},
+            "policy": {"dtype": dtype},
+            "rollout": {"num_generations": GENERATIONS, "min_new_tokens": LENGTH},
+        }
+    )
+    loaded = load_model(settings, training=False)
+    loaded.model.to(join().device)
+    distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
+    policy = Policy(loaded, distribution)
+    config = loaded.model.config
+    weights = sum(weight.numel() for weight in loaded.model.parameters())
+    yield f"model        {model}: {config.model_type}, {weights:,} weights, {dtype}"
+    yield f"family       {type(loaded.family).__name__}, boxes in the frame {policy.frame.name!r}"
+    if loaded.budget is not None:
+        low, high = loaded.budget.min_pixels, loaded.budget.max_pixels
+        yield f"pixel budget {low:,} to {high:,} pixels an image"
+    example = policy.with_resized_sizes(_example(image))
+    prompt = policy.prompt(example, _Ask())
+    (reference,) = example.images
+    images = sum(token in distribution.banned for token in prompt.token_ids)
+    yield (
+        f"image        {reference.size[0]} × {reference.size[1]} pixels, seen at "
+        f"{reference.resized_size[0]} × {reference.resized_size[1]}; "
+        f"{len(prompt.token_ids)} prompt tokens, "
+        f"{images} of them for the image"
+    )
+    why_not = loaded.family.why_not_shared(config)
+    if why_not is not None:
+        yield f"form         one prompt pass per completion: {why_not}"
+        return
+    results, batch = {}, None
+    for shared in (True, False):
+        policy.shared = shared
+        seconds, group = _rollout(policy, prompt)
+        batch = batch or _batch(prompt, group)  # both forms score the same completions
+        results[shared] = _Pass(seconds, *_update(policy, batch))
+    ours, plain = results[True], results[False]
+    largest = float((ours.logprobs - plain.logprobs).abs().max())
+    yield f"log-probs    shared and repeated form differ by {largest:.1e} nats at the most"
+    yield f"gradient     relative difference {_distance(ours.gradient, plain.gradient):.1e}"
+    for name, a, b in (
+        ("rollout", ours.rollout_seconds, plain.rollout_seconds),
+        ("update", ours.update_seconds, plain.update_seconds),
+    ):
+        yield f"{name:<12} {a:.2f} s shared, {b:.2f} s repeated ({b / a:.1f} times)"
+    yield f"form         one prompt pass per group of {GENERATIONS} (policy.engine=auto)"
+
+
+def _example(image: Path | None) -> Example:
+    if image is None:
+        noise = np.random.default_rng(0).integers(0, 256, (448, 448, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(noise).save(buffer, "PNG")
+        name, data = "noise", buffer.getvalue()
+    else:
+        try:
+            name, data = str(image), image.read_bytes()
+        except OSError as error:
+            raise UserError(f"image {image} cannot be read: {error}") from error
+    try:
+        reference = ImageReader(None, PILLOW_WARNS_AT).read(data, name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return Example("doctor", (reference,), QUESTION, "")
+
+
+def _rollout(policy: Policy, prompt: Prompt) -> tuple[float, tuple[Completion, ...]]:
+    """Seconds of the second of two rollouts, and its completions."""
+    sampling = SamplingSettings(policy.distribution, LENGTH)
+    seconds, group = 0.0, ()
+    for _ in range(2):
+        policy.forget_images()
+        started = time.perf_counter()
+        (group,) = policy.sample([prompt], sampling, GENERATIONS, [(0,)], 1 << 30)
+        seconds = time.perf_counter() - started
+    return seconds, group
+
+
+def _batch(prompt: Prompt, group: tuple[Completion, ...]) -> MicroBatch:
+    """The completions, cut to unequal lengths as those of a real group are."""
+    tokens = tuple(c.token_ids[: len(c.token_ids) - i] for i, c in enumerate(group))
+    return MicroBatch((GroupSlice(prompt, tokens, tuple(range(len(group)))),))
+
+
+def _update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict[str, Tensor]]:
+    """Seconds of the second of two backward passes, the log-probs, and the gradient."""
+    seconds, logprobs = 0.0, torch.zeros(0)
+    for _ in range(2):
+        policy.model.zero_grad()
+        policy.forget_images()
+        started = time.perf_counter()
+        logprobs = policy.score(batch).logprobs
+        logprobs.sum().backward()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    gradient = {n: w.grad.cpu() for n, w in policy.trainable() if w.grad is not None}
+    policy.model.zero_grad()
+    return seconds, logprobs.detach(), gradient
+
+
+def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Norm of the difference of two gradients over the norm of the second."""
+    difference = sum(float((a[name] - b[name]).double().square().sum()) for name in b)
+    return (difference / sum(float(g.double().square().sum()) for g in b.values())) ** 0.5

@@ -1,0 +1,116 @@
+"""AdamW over what a policy trains, and its learning rate over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from vlm_grpo.config.run import OptimSettings
+from vlm_grpo.distributed.sharding import shard_like
+from vlm_grpo.errors import UserError
+
+
+def build_optimizer(weights: Sequence[nn.Parameter], optim: OptimSettings) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors (norms and biases) do not."""
+    groups = [
+        {"params": [w for w in weights if w.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, optim: OptimSettings) -> Any:
+    """The learning rate's shape, one tick a step."""
+    return get_scheduler(
+        optim.schedule, optimizer, optim.warmup_steps, num_training_steps=optim.max_steps
+    )
+
+
+def set_rates(optimizer: Any, scheduler: Any, optim: OptimSettings) -> None:
+    """Put the settings' values over those that came with a checkpoint's state."""
+    decays = (optim.weight_decay, 0.0)
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group |= {"initial_lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+        group["weight_decay"] = decay
+    scheduler.base_lrs = [optim.lr] * len(scheduler.base_lrs)
+    rates = (factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = optim.lr * rate
+
+
+def optimizer_tensors(
+    optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, torch.Tensor]:
+    """The optimizer's state as ``weight/what``, such as ``….q_proj.weight/exp_avg``."""
+    names = _names_in_order(optimizer, trainable)
+    return {
+        f"{names[index]}/{key}": value
+        for index, values in optimizer.state_dict()["state"].items()
+        for key, value in values.items()
+    }
+
+
+def load_optimizer_tensors(
+    optimizer: Any,
+    trainable: Sequence[tuple[str, nn.Parameter]],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Take what ``optimizer_tensors`` gave.
+
+    Raises:
+        UserError: it is the state of other weights.
+    """
+    if not tensors:  # saved before the first update
+        return
+    held = dict(trainable)
+    state = state_by_weight(tensors, {name: weight.shape for name, weight in trainable})
+    places = {name: index for index, name in enumerate(_names_in_order(optimizer, trainable))}
+    cut = {
+        places[name]: {
+            what: shard_like(value, held[name]) if value.dim() else value  # the count of updates
+            for what, value in values.items()
+        }
+        for name, values in state.items()
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": cut, "param_groups": groups})
+
+
+def state_by_weight(
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """What ``optimizer_tensors`` gave, by weight and then by what it is.
+
+    Args:
+        tensors: the state.
+        shapes: by name, of the weights that are trained.
+
+    Raises:
+        UserError: it is the state of other weights.
+    """
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, what = key.rpartition("/")
+        if name not in shapes or (value.dim() and value.shape != shapes[name]):
+            raise UserError(
+                f"the checkpoint's optimizer state {key} of shape {list(value.shape)} fits no "
+                "weight that these settings train: resume with the settings that wrote it"
+            )
+        state.setdefault(name, {})[what] = value
+    missing = sorted(shapes.keys() - state.keys())
+    if missing:
+        raise UserError(
+            f"the checkpoint holds no optimizer state for {len(missing)} of the weights that these "
+            f"settings train, such as {missing[0]}: resume with the settings that wrote it"
+        )
+    return state
+
+
+def _names_in_order(optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    """The weights' names in the order in which the optimizer numbers them."""
+    names = {id(weight): name for name, weight in trainable}
+    return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]

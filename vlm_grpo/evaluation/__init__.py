@@ -1,0 +1,1 @@
+"""Generating an output for every example, scoring it and reporting benchmarks."""

@@ -1,0 +1,1 @@
+"""The parts of a GRPO step: rollout, advantages, reference and update."""

@@ -1,0 +1,304 @@
+"""Loading a model for training: its weights, its family, what of it is frozen or adapted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+)
+
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import Family, PixelBudget, load_family
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED_MODEL = "tiny-vlm"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be trained.
+
+    Attributes:
+        model: the bare transformers model; with adapters, the one they are injected into.
+        processor: its processor.
+        family: its family.
+        budget: how large images reach it; None where its processor resizes to a fixed size.
+        shared: whether completions share one pass over their prompt.
+        adapters: the PEFT model around ``model``, or None for full weights.
+        autocast: compute in bfloat16 on float32 weights.
+    """
+
+    model: Any
+    processor: Any
+    family: Family
+    budget: PixelBudget | None
+    shared: bool
+    adapters: PeftModel | None
+    autocast: bool = False
+
+
+def load_model(
+    settings: Settings, checkpoint: Path | None = None, training: bool = True
+) -> LoadedModel:
+    """The model that the settings name, with the parts frozen or adapted that they name.
+
+    Full weights that are trained stay in float32 whatever ``policy.dtype`` is: in bfloat16 an
+    update of a millionth would be rounded away. Weights that only carry adapters, or that are
+    only evaluated, are held in ``policy.dtype``.
+
+    Args:
+        settings: the run's settings.
+        checkpoint: folder with weights to load instead of the model's own, or with an adapter
+            to load onto them.
+        training: False for a model that is only evaluated.
+
+    Raises:
+        UserError: the model cannot be loaded, is no image-text model, or cannot be trained as
+            asked; the message names the setting and the remedy.
+    """
+    adapter = checkpoint
+    if checkpoint is None or not (checkpoint / "adapter_config.json").is_file():
+        adapter = None
+    weights = model_source(settings.model) if adapter == checkpoint else str(checkpoint)
+    full = training and settings.policy.lora is None
+    dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
+    # A checkpoint's processor carries the pixel budget that it was trained with.
+    reader = str(checkpoint or weights)
+    model, processor = _load_pretrained(weights, reader, settings, dtype)
+    family = load_family(model.config)
+    why_not = family.why_not_shared(model.config)
+    if settings.policy.engine == "shared" and why_not is not None:
+        raise UserError(f"policy.engine=shared is not possible for {settings.model}: {why_not}")
+    shared = settings.policy.engine != "repeated" and why_not is None
+    if shared:
+        use_shared_attention(family.language_model(model))
+    if training and settings.policy.gradient_checkpointing:
+        checkpoint_activations(model)
+    adapters = None
+    if adapter is not None:
+        adapters = _load_adapter(model, adapter, training)
+    elif training:
+        adapters = adapt(model, family, settings.policy)
+    if training:
+        _refuse_dropout(model, settings)
+    budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
+    autocast = full and settings.policy.dtype == "bfloat16"
+    return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
+
+
+def adapt(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
+    """Give the model the adapters that the settings ask for, or freeze the parts they name."""
+    if policy.lora is None:
+        freeze_parts(model, family, policy.freeze)
+        return None
+    with _quiet_peft():
+        return get_peft_model(model, _lora_config(policy.lora, family, model))
+
+
+def largest_dropout(model: nn.Module) -> tuple[float, str]:
+    """The largest dropout probability in the model, and the name of the module that has it.
+
+    Attention layers keep theirs as a number under a name such as ``attention_dropout``.
+    """
+    found = (0.0, "")
+    for name, module in model.named_modules():
+        rates = [v for key, v in vars(module).items() if "dropout" in key and isinstance(v, float)]
+        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
+            rates.append(module.p)
+        found = max([found, *((rate, name) for rate in rates)])
+    return found
+
+
+def _refuse_dropout(model: nn.Module, settings: Settings) -> None:
+    rate, where = largest_dropout(model)
+    try:
+        settings.objective.check_dropout(rate)
+    except ValueError as error:
+        raise UserError(
+            f"model {settings.model}, {where}: {error}: set every dropout in its config.json to 0, "
+            "or take objective.num_iterations=1, objective.beta=0 and no sampler_correction"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_peft() -> Iterator[None]:
+    """PEFT asks the model by a name that transformers has deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Compute activations again in backward instead of keeping them."""
+    # Renamed in transformers 5.23; the old name warns there.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    # A checkpointed segment needs an input with gradient; frozen embeddings give none.
+    model.enable_input_require_grads()
+
+
+def model_source(name: str) -> str:
+    """The folder or hub name behind a model setting."""
+    if name == "embedded":
+        return str(resources.files("vlm_grpo") / "embedded" / EMBEDDED_MODEL)
+    return name
+
+
+def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
+    """The adapter in a checkpoint's folder on its base model; every weight must be used."""
+    with _quiet_peft():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error, below
+        adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
+    saved = set(load_file(checkpoint / "adapter_model.safetensors"))
+    _refuse_mismatch(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
+    return adapters
+
+
+def _refuse_mismatch(source: str | Path, saved: set[str], expected: set[str]) -> None:
+    for names, what in ((expected - saved, "lacks"), (saved - expected, "holds unknown")):
+        if names:
+            first = ", ".join(sorted(names)[:5])
+            raise UserError(f"{source} {what} {len(names)} weights of the model: {first}, …")
+
+
+def _load_pretrained(
+    source: str, reader: str, settings: Settings, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """The model in ``source`` and the processor in ``reader``."""
+    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
+        raise UserError(f"model {source}: there is no such folder")
+    if settings.policy.trust_remote_code:
+        logger.warning(
+            "policy.trust_remote_code=true: Python code that %s brings along is run", source
+        )
+    common: dict[str, Any] = {
+        "trust_remote_code": settings.policy.trust_remote_code,
+        "revision": settings.model_revision or "main",
+    }
+    try:
+        config = AutoConfig.from_pretrained(source, **common)
+        remote = getattr(config, "auto_map", None) or {}
+        known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if not known and "AutoModelForImageTextToText" not in remote:
+            raise UserError(
+                f"model {source} is a {config.model_type} model, which takes no images: "
+                "name an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
+            )
+        auto: Any = AutoModelForImageTextToText
+        model, loaded = auto.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=True,  # the other format is pickle
+            **common,
+        )
+        _refuse_mismatch(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
+        processor = AutoProcessor.from_pretrained(reader, **common)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {source} cannot be loaded: {error}") from error
+    if not (processor.chat_template or processor.tokenizer.chat_template):
+        raise UserError(
+            f"model {source} has no chat template: it was not taught to follow instructions; name "
+            "its instruction-tuned version"
+        )
+    return model, processor
+
+
+def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBudget | None:
+    """The pixel budget of a run, from the processor's own and the settings over it.
+
+    Raises:
+        UserError: the settings have no effect on this model, or leave no size possible.
+    """
+    if own is None:
+        if policy.min_pixels is not None or policy.max_pixels is not None:
+            raise UserError(
+                "policy.min_pixels and policy.max_pixels have no effect on this model, whose "
+                "processor resizes every image to one size: leave them out"
+            )
+        return None
+    budget = PixelBudget(policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels)
+    if budget.min_pixels > budget.max_pixels:
+        raise UserError(
+            f"the pixel budget is empty: at least {budget.min_pixels} and at most "
+            f"{budget.max_pixels} pixels; set both policy.min_pixels and policy.max_pixels"
+        )
+    return budget
+
+
+def freeze_parts(model: Any, family: Family, parts: Sequence[str]) -> None:
+    """Switch off the gradient of the named parts; the projector is not a part of the vision.
+
+    Raises:
+        UserError: the family does not say where the part lies.
+    """
+    for part in parts:
+        if part not in family.parts:
+            raise UserError(f"policy.freeze={part}: this model family names no such part")
+    prefixes = {part: family.parts[part] for part in family.parts}
+    for name, weight in model.named_parameters():
+        if name.startswith(prefixes.get("projector", ())):
+            part = "projector"
+        else:
+            part = next((p for p in prefixes if name.startswith(prefixes[p])), None)
+        if part in parts:
+            weight.requires_grad_(False)
+
+
+def _lora_config(lora: LoraSettings, family: Family, model: Any) -> LoraConfig:
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=_lora_targets(lora.target, family, model),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _lora_targets(target: str | Sequence[str], family: Family, model: Any) -> list[str]:
+    """Full names of the linear layers that get adapters; the output head is left out."""
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    if target == "language":
+        prefixes = family.parts.get("language")
+        if prefixes is None:
+            raise UserError(
+                "policy.lora.target=language: this model family does not say where its language "
+                "model lies; name module-name suffixes such as [q_proj, v_proj]"
+            )
+        return [name for name in linear if name.startswith(prefixes)]
+    if target == "all":
+        return linear
+    found = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]
+    missing = [t for t in target if not any(n == t or n.endswith(f".{t}") for n in linear)]
+    if missing:
+        names = sorted({name.rpartition(".")[2] for name in linear})
+        raise UserError(
+            f"policy.lora.target: no linear layer is called {', '.join(missing)}; "
+            f"this model has {', '.join(names)}"
+        )
+    return found

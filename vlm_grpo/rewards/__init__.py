@@ -1,0 +1,1 @@
+"""Scoring completions with the rewards of a task."""

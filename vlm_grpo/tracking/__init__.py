@@ -1,0 +1,1 @@
+"""Metrics, alarms, trackers and the files of a run."""

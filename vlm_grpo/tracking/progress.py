@@ -1,0 +1,116 @@
+"""How far a run is: two live lines in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import (
+    Progress as Bar,
+)
+from rich.text import Text
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.utils.timing import Stopwatch
+
+PLAIN_SECONDS = 15.0
+"""Between two lines where the output is no terminal."""
+
+
+class Progress:
+    """Shows a run's progress on stderr.
+
+    Args:
+        settings: the run's.
+        primary metric: of the task; its held-out value is shown once there is one.
+        stopwatch: knows the phase that is going on.
+        done: steps done before.
+        enabled: False on all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        primary_metric: str,
+        stopwatch: Stopwatch,
+        done: int,
+        enabled: bool,
+    ) -> None:
+        self.total, self.done, self.first = settings.optim.max_steps, done, done
+        self.completions = settings.optim.prompts_per_step * settings.rollout.num_generations
+        self.primary_metric, self.stopwatch, self.enabled = primary_metric, stopwatch, enabled
+        self.started = self.last_line = time.monotonic()
+        self.note, self.held_out = "", ""
+        console = Console(stderr=True)
+        self.bar = _TwoLines(self, console, disable=not (enabled and console.is_terminal))
+        self.row = self.bar.add_task("train", total=self.total, completed=done)
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.stop()
+
+    def advance(self, metrics: Mapping[str, float]) -> None:
+        """One step more, with its metrics."""
+        self.done += 1
+        if (value := metrics.get(f"eval/{self.primary_metric}")) is not None:
+            self.held_out = f"  held-out {self.primary_metric} {value:.3f}"
+        self.note = (
+            f"reward {metrics['reward']:.3f}{self.held_out}"
+            f"  length {metrics['completions/mean_length']:.1f}"
+            f"  {self.completions / metrics['time/step']:.3g} samples/s"
+            f"  {self._memory(metrics)}"
+        )
+        if not self.bar.disable:
+            self.bar.update(self.row, completed=self.done)
+            return
+        now = time.monotonic()
+        if self.enabled and (now - self.last_line > PLAIN_SECONDS or self.done == self.total):
+            self.last_line = now
+            left = (now - self.started) / (self.done - self.first) * (self.total - self.done)
+            line = f"step {self.done}/{self.total}  {self.note}  {left:.0f} s left"
+            print(line, file=sys.stderr, flush=True)
+
+    def _memory(self, metrics: Mapping[str, float]) -> str:
+        on_device = metrics.get("memory/cuda_peak")
+        held = metrics["memory/resident"] if on_device is None else on_device
+        return f"{held:.1f} GiB"
+
+
+class _TwoLines(Bar):
+    """The bar, and below it the phase and the last step's numbers."""
+
+    def __init__(self, progress: Progress, console: Console, disable: bool) -> None:
+        self.progress = progress
+        super().__init__(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=disable,
+        )
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        phase = self.progress.stopwatch.phase or ""
+        yield Text(f"{phase:<10} {self.progress.note}", no_wrap=True, overflow="ellipsis")
