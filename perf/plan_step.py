@@ -23,9 +23,9 @@ from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.loading import LoadedModel, adapt, checkpoint_activations
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.plan.memory import estimate_memory
-from vlm_grpo.plan.shape import read_shape
-from vlm_grpo.plan.work import estimate_work
+from vlm_grpo.planning.memory import estimate_memory
+from vlm_grpo.planning.shape import read_shape
+from vlm_grpo.planning.work import estimate_work
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 

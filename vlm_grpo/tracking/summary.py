@@ -13,7 +13,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.sharding import full_shape
 from vlm_grpo.evaluation.evaluate import Evaluation, shown
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.plan.tokens import Prompts
+from vlm_grpo.planning.tokens import Prompts
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.bootstrap import bootstrap_interval

@@ -14,12 +14,12 @@ from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.loading import get_pixel_budget, model_source
-from vlm_grpo.plan.devices import GIB, Device
-from vlm_grpo.plan.memory import Memory, estimate_memory
-from vlm_grpo.plan.seconds import Phases, estimate_seconds
-from vlm_grpo.plan.shape import ModelShape, load_config, read_shape
-from vlm_grpo.plan.tokens import Prompts, PromptSize
-from vlm_grpo.plan.work import Work, estimate_work
+from vlm_grpo.planning.devices import GIB, Device
+from vlm_grpo.planning.memory import Memory, estimate_memory
+from vlm_grpo.planning.seconds import Phases, estimate_seconds
+from vlm_grpo.planning.shape import ModelShape, load_config, read_shape
+from vlm_grpo.planning.tokens import Prompts, PromptSize
+from vlm_grpo.planning.work import Work, estimate_work
 from vlm_grpo.registry import load_task
 
 MOST_GENERATIONS = 1024

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from vlm_grpo.engine.vision import ENCODER_PATCHES
 from vlm_grpo.model.policy import RECENT_IMAGES
-from vlm_grpo.plan.shape import ModelShape, TextShape, VisionShape
-from vlm_grpo.plan.work import Work
+from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
+from vlm_grpo.planning.work import Work
 
 LINEARS = 7  # linear maps of a decoder layer
 LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}

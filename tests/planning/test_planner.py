@@ -23,9 +23,9 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel, adapt, load_model, model_source
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.plan import Planner, lines, named_device, this_device
-from vlm_grpo.plan.devices import GIB, Device
-from vlm_grpo.plan.memory import (
+from vlm_grpo.planning import Planner, lines, named_device, this_device
+from vlm_grpo.planning.devices import GIB, Device
+from vlm_grpo.planning.memory import (
     cache_bytes,
     estimate_memory,
     kept_casts,
@@ -33,10 +33,10 @@ from vlm_grpo.plan.memory import (
     kept_per_prompt_token,
     kept_per_token,
 )
-from vlm_grpo.plan.plan import changed
-from vlm_grpo.plan.seconds import completion_flops, estimate_seconds, prompt_flops, vision_flops
-from vlm_grpo.plan.shape import read_shape
-from vlm_grpo.plan.work import Work, estimate_work
+from vlm_grpo.planning.planner import changed
+from vlm_grpo.planning.seconds import completion_flops, estimate_seconds, prompt_flops, vision_flops
+from vlm_grpo.planning.shape import read_shape
+from vlm_grpo.planning.work import Work, estimate_work
 from vlm_grpo.task import Task
 from vlm_grpo.types import Prompt
 

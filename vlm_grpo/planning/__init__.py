@@ -1,6 +1,6 @@
 """What a run will need before anything of it is downloaded or run."""
 
-from vlm_grpo.plan.devices import named_device, this_device
-from vlm_grpo.plan.plan import Planner, lines
+from vlm_grpo.planning.devices import named_device, this_device
+from vlm_grpo.planning.planner import Planner, lines
 
 __all__ = ["Planner", "lines", "named_device", "this_device"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_grpo.plan.devices import Device
-from vlm_grpo.plan.shape import ModelShape
-from vlm_grpo.plan.work import Work
+from vlm_grpo.planning.devices import Device
+from vlm_grpo.planning.shape import ModelShape
+from vlm_grpo.planning.work import Work
 
 
 @dataclass(frozen=True)
