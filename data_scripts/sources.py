@@ -70,7 +70,7 @@ def read_lines(path: Path) -> Iterator[Record]:
         return
     for row in read_jsonl(path):
         if row.problem is not None:
-            raise UserError(f"{path} is corrupt or cut off: {row.where}: {row.problem}")
+            raise UserError(f"{path} is corrupt or cut off: {row.location}: {row.problem}")
         yield dict(row.values)
 
 
@@ -109,7 +109,7 @@ def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[Reco
         missing = [column for column in columns if column not in row.values]
         if missing:
             raise UserError(
-                f"{row.where} has no column {', '.join(missing)}; it has {', '.join(row.values)}"
+                f"{row.location} has no column {', '.join(missing)}; it has {', '.join(row.values)}"
             )
         yield dict(row.values)
 

@@ -1,4 +1,4 @@
-"""A thousand corrupt rows of twenty kinds among good ones: each is told, with line and reason."""
+"""A thousand corrupt rows of twenty kinds among good rows: each is told, with line and reason."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_every_corrupt_row_is_told_with_its_line_and_reason(
 def test_training_refuses_them_or_leaves_them_out(source: tuple[str, dict[int, str]]) -> None:
     path, expected = source
     task = load_task("counting")
-    with pytest.raises(UserError, match=rf"{len(expected)} bad rows \(good ones: 201\)"):
+    with pytest.raises(UserError, match=rf"{len(expected)} bad rows \(good rows: 201\)"):
         load_examples(path, task, DataSettings(train=path))
     kept = load_examples(path, task, DataSettings(train=path, on_bad_row="skip"))
     assert len(kept) == 201

@@ -155,7 +155,7 @@ def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name):
 
 
 def test_embedded_data_of_another_task_is_refused():
-    assert "no data for Counting" in refusal("embedded:ocr")
+    assert "does not fit Counting" in refusal("embedded:ocr")
     assert "did you mean counting?" in refusal("embedded:countin")
 
 
@@ -231,7 +231,7 @@ def test_a_bad_row_is_told_with_file_line_and_reason(folder, bad, reason):
 
     assert f"{source}:2: " in message
     assert reason in message
-    assert "1 bad row (good ones: 1)" in message
+    assert "1 bad row (good rows: 1)" in message
 
 
 def test_the_pixel_limit_is_a_setting(folder):
@@ -253,7 +253,7 @@ def test_all_bad_rows_are_told_at_once_and_the_list_is_cut(folder):
     source = write(folder, *[row(id=i, answer="x") for i in range(60)])
     message = refusal(source)
 
-    assert "60 bad rows (good ones: 0)" in message
+    assert "60 bad rows (good rows: 0)" in message
     assert f"{source}:50: " in message
     assert f"{source}:51: " not in message
     assert "… and 10 more" in message
@@ -271,14 +271,14 @@ def test_skipping_keeps_the_good_rows_and_logs_the_others(folder, caplog):
         examples = load_examples(source, COUNTING, DataSettings(train=source, on_bad_row="skip"))
 
     assert [e.id for e in examples] == ["1", "3"]
-    assert "left out 1 bad row, kept 2" in caplog.text
+    assert "skipped 1 bad row, kept 2" in caplog.text
     assert f"{source}:2: the answer 'x'" in caplog.text
 
 
 def test_skipping_everything_is_an_error(folder):
     source = write(folder, row(answer="x"))
 
-    assert "1 bad row (good ones: 0)" in refusal(source, on_bad_row="skip")
+    assert "1 bad row (good rows: 0)" in refusal(source, on_bad_row="skip")
 
 
 @pytest.mark.parametrize("text", [b"", b"\n\n"])
@@ -286,14 +286,14 @@ def test_an_empty_dataset_is_an_error(folder, text):
     path = folder / "empty.jsonl"
     path.write_bytes(text)
 
-    assert f"{path} holds no examples" in refusal(str(path))
+    assert f"{path} has no examples" in refusal(str(path))
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
         ("none.jsonl", "there is no data file none.jsonl"),
-        ("rows.csv", "rows.csv is no data source"),
+        ("rows.csv", "rows.csv is not a data source"),
         ("none.parquet", "there is no data file none.parquet"),
     ],
 )

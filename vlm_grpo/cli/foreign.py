@@ -242,15 +242,16 @@ def _lmms_eval(path: Path) -> list[ForeignRow]:
         if row.problem is not None or not isinstance(place, int) or responses is None:
             problem = row.problem or "it lacks doc_id, or resps and filtered_resps"
             raise UserError(
-                f"{row.where}: this is no sample that lmms-eval logs (--log_samples): {problem}"
+                f"{row.location}: this is no sample that lmms-eval logs (--log_samples): {problem}"
             )
         while isinstance(responses, list) and len(responses) == 1:
             responses = responses[0]
         if not isinstance(responses, str):
-            raise UserError(f"{row.where}: it holds {len(responses)} responses; only one is scored")
+            count = len(responses)
+            raise UserError(f"{row.location}: it holds {count} responses; only one is scored")
         prompt = row.values.get("input")
         prompt = prompt if isinstance(prompt, str) else None
-        rows.append(ForeignRow(row.where, responses, question=prompt, place=place))
+        rows.append(ForeignRow(row.location, responses, question=prompt, place=place))
     return rows
 
 

@@ -29,20 +29,21 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
-            where = f"{path}:{number}"
+            location = f"{path}:{number}"
             if len(line) > MAX_LINE_BYTES:
                 _skip_line(file)
-                yield Row(where, number, problem=f"the line is longer than {MAX_LINE_BYTES} bytes")
+                problem = f"the line is longer than {MAX_LINE_BYTES} bytes"
+                yield Row(location, number, problem=problem)
             elif line.strip():
-                yield _row(line, where, number)
+                yield _row(line, location, number)
 
 
-def _row(line: bytes, where: str, number: int) -> Row:
+def _row(line: bytes, location: str, number: int) -> Row:
     try:
         values = parse_object(line)
     except ValueError as error:
-        return Row(where, number, problem=str(error))
-    return Row(where, number, values, strict=True)
+        return Row(location, number, problem=str(error))
+    return Row(location, number, values, strict=True)
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

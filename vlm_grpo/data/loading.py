@@ -1,10 +1,10 @@
-"""A source's name to its checked examples."""
+"""Loading a dataset by name as a list of checked ``Example``."""
 
 from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -28,33 +28,35 @@ _EMBEDDED = {
     "ocr": "vlm_grpo.data_scripts.make_words",
 }
 _EMBEDDED_SEED = 1
-"""Not the seed of the examples that the embedded model was made with."""
+"""Differs from the seed of the examples on which the embedded model was trained."""
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 
-_SHOWN = 50
-"""Bad rows that one message lists; the rest are counted."""
+_MAX_LISTED = 50
+"""Bad rows listed in one message; the rest are only counted."""
 
 
 def load_examples(
     source: str, task: Task, data: DataSettings | None = None, split: Split = "eval"
 ) -> list[Example]:
-    """All examples of a source, each one checked; the images' headers are read, not their pixels.
+    """Load all examples of a source and check each of them.
+
+    Only the headers of the images are read, not their pixels.
 
     Args:
         source: path to a ``.jsonl`` or ``.parquet`` file, ``hf:NAME[:SPLIT[:CONFIG]]``, or
             ``embedded:NAME``.
-        task: says which answers have the right form.
-        data: image root, limits and what to do with bad rows; None: the defaults.
-        split: which limit holds, and which part of a source that has parts is read.
+        task: the task that checks the form of each answer.
+        data: image root, limits and the treatment of bad rows; None: the defaults.
+        split: selects the limit, and the split of a source that has several.
 
     Raises:
-        UserError: the source cannot be read, holds no example, or holds bad rows (all are named)
-            that are not to be skipped.
+        UserError: the source cannot be read, has no examples, or has bad rows (all are named)
+            while ``data.on_bad_row`` is "error".
     """
     data = DataSettings(train=source) if data is None else data
     limit = data.train_limit if split == "train" else data.eval_limit
     if source.startswith("embedded:"):
-        return _embedded(source.removeprefix("embedded:"), limit, split, task)
+        return _load_embedded(source.removeprefix("embedded:"), limit, split, task)
     if split == "eval" and source == data.train and data.eval is not None:
         logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
     rows, folder = open_source(source, split)
@@ -65,47 +67,47 @@ def load_examples(
     examples, problems = collect_examples(rows, data, images, task, limit)
     if problems and (data.on_bad_row == "error" or not examples):
         raise UserError(
-            f"{source} holds {_bad_rows(len(problems))} (good ones: {len(examples)}):\n"
-            f"{bullets(problems, _SHOWN)}\n"
-            "mend them; training can leave them out by data.on_bad_row=skip"
+            f"{source} has {_count_bad_rows(problems)} (good rows: {len(examples)}):\n"
+            f"{bullets(problems, _MAX_LISTED)}\n"
+            "fix them; training can skip them with data.on_bad_row=skip"
         )
     if problems:
         logger.warning(
-            "%s: left out %s, kept %d:\n%s",
-            source, _bad_rows(len(problems)), len(examples), bullets(problems, 5),
+            "%s: skipped %s, kept %d:\n%s",
+            source, _count_bad_rows(problems), len(examples), bullets(problems, 5),
         )  # fmt: skip
     if not examples:
-        raise UserError(f"{source} holds no examples")
+        raise UserError(f"{source} has no examples")
     return examples
 
 
 def collect_examples(
     rows: Iterable[Row], data: DataSettings, images: ImageReader, task: Task, limit: int | None
 ) -> tuple[list[Example], list[str]]:
-    """The good rows as examples, and what is wrong with each of the others."""
+    """Convert rows to examples; return the examples and one problem for each bad row."""
     examples: list[Example] = []
     problems: list[str] = []
-    places: dict[str, str] = {}
+    first_with_id: dict[str, str] = {}
     for row in rows:
         if limit is not None and len(examples) >= limit:
             break
         try:
             example = to_example(row, data.columns, images, task)
         except ValueError as error:
-            problems.append(f"{row.where}: {error}")
+            problems.append(f"{row.location}: {error}")
             continue
-        first = places.setdefault(example.id, row.where)
-        if first != row.where:
-            problems.append(f"{row.where}: id {example.id!r} is a duplicate of {first}")
+        first = first_with_id.setdefault(example.id, row.location)
+        if first != row.location:
+            problems.append(f"{row.location}: id {example.id!r} is a duplicate of {first}")
             continue
         examples.append(example)
     return examples, problems
 
 
 def open_source(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
-    """The source's rows, and the folder that its image paths are relative to."""
+    """Return the rows of a source and the folder that its image paths are relative to."""
     if source.startswith("hf:"):
-        # Loaded here because these libraries take seconds, which no other source should cost.
+        # Imported here because the library takes seconds to load and only this source needs it.
         hub = importlib.import_module("vlm_grpo.data.hub")
         return hub.read_hub(source.removeprefix("hf:"), split)
     path = Path(source).expanduser()
@@ -113,7 +115,7 @@ def open_source(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
     reader = readers.get(path.suffix)
     if reader is None:
         raise UserError(
-            f"{source} is no data source: give a .jsonl or .parquet file, "
+            f"{source} is not a data source: give a .jsonl or .parquet file, "
             "hf:NAME[:SPLIT[:CONFIG]], or embedded:counting"
         )
     if not path.is_file():
@@ -125,21 +127,21 @@ def _read_parquet(path: Path) -> Iterable[Row]:
     return importlib.import_module("vlm_grpo.data.parquet").read_parquet(path)
 
 
-def _embedded(name: str, limit: int | None, split: Split, task: Task) -> list[Example]:
-    """Examples that are drawn on the spot; the two splits are independent draws."""
+def _load_embedded(name: str, limit: int | None, split: Split, task: Task) -> list[Example]:
+    """Generate the examples of an embedded dataset; the two splits share no random stream."""
     if name not in _EMBEDDED:
         raise UserError(
-            f"there is no embedded data {name!r}{nearest(name, _EMBEDDED)}: "
+            f"there is no embedded dataset {name!r}{nearest(name, _EMBEDDED)}: "
             f"give one of {', '.join(f'embedded:{known}' for known in _EMBEDDED)}"
         )
-    maker = importlib.import_module(_EMBEDDED[name])
-    examples = maker.examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
+    generator = importlib.import_module(_EMBEDDED[name])
+    examples = generator.examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
     try:
         first_valid(examples[:1], task)
     except ValueError as error:
-        raise UserError(f"embedded:{name} is no data for {type(task).__name__}: {error}") from error
+        raise UserError(f"embedded:{name} does not fit {type(task).__name__}: {error}") from error
     return examples
 
 
-def _bad_rows(count: int) -> str:
-    return "1 bad row" if count == 1 else f"{count} bad rows"
+def _count_bad_rows(problems: Sequence[str]) -> str:
+    return "1 bad row" if len(problems) == 1 else f"{len(problems)} bad rows"

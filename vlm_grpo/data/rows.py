@@ -34,14 +34,14 @@ class Row:
     """One row as read, before any check of its contents.
 
     Attributes:
-        where: what messages call it (``train.jsonl:3``).
+        location: the row's name in messages (``train.jsonl:3``).
         number: its place in the source, from 1.
         values: its columns.
         strict: its answer must have the task's own form, and it must have an id.
         problem: why the row could not be read at all; None where it could.
     """
 
-    where: str
+    location: str
     number: int
     values: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
@@ -77,7 +77,10 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
         raise ValueError(f"meta must be an object, not {_short(meta)}")
     if isinstance(pictures, (str, bytes, Mapping)) or not isinstance(pictures, Sequence):
         pictures = () if pictures is None else (pictures,)
-    refs = tuple(images.read(p, f"{row.where} image {i}") for i, p in enumerate(pictures, start=1))
+    refs = tuple(
+        images.read(value, f"{row.location} image {number}")
+        for number, value in enumerate(pictures, start=1)
+    )
     exact = row.strict and not conversation and not columns
     candidates = [answer] if exact else answer_candidates(answer)
     return first_valid(

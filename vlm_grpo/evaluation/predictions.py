@@ -145,17 +145,17 @@ def read_predictions(
         if isinstance(identity, int) and not isinstance(identity, bool):
             identity = str(identity)
         if row.problem is not None:
-            problems.append(f"{row.where}: {row.problem}")
+            problems.append(f"{row.location}: {row.problem}")
         elif not isinstance(identity, str) or not isinstance(output, str):
-            problems.append(f'{row.where}: a prediction is {{"id": …, "output": text}}')
+            problems.append(f'{row.location}: a prediction is {{"id": …, "output": text}}')
         elif identity not in wanted:
-            problems.append(f"{row.where}: no example has the id {identity!r}")
+            problems.append(f"{row.location}: no example has the id {identity!r}")
         elif identity in found:
-            problems.append(f"{row.where}: id {identity!r} has a prediction already")
+            problems.append(f"{row.location}: id {identity!r} has a prediction already")
         else:
             if needs_resized_size and not _valid_sizes(row.values.get("seen"), wanted[identity]):
                 problems.append(
-                    f'{row.where}: with --frame resized it needs "seen": [[width, height]], '
+                    f'{row.location}: with --frame resized it needs "seen": [[width, height]], '
                     "one pair for each image"
                 )
             found[identity] = row.values
