@@ -20,7 +20,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.nonfinite import MAX_OVERFLOWS, Overflows
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.metrics import write_held_out, write_samples
+from vlm_grpo.tracking.samples import write_held_out, write_samples
 
 ROOT = Path(__file__).parents[1]
 

@@ -38,9 +38,10 @@ from vlm_grpo.grpo.update import Updater, step_batch
 from vlm_grpo.model.policy import Counters, Policy, load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.metrics import HELD_OUT_SHOWN, Tally, step_tally
+from vlm_grpo.tracking.metrics import Tally, step_tally
 from vlm_grpo.tracking.progress import Progress
 from vlm_grpo.tracking.run_dir import RunFolder
+from vlm_grpo.tracking.samples import HELD_OUT_SHOWN
 from vlm_grpo.tracking.summary import TrainResult, describe_run
 from vlm_grpo.tracking.trackers import check_installed
 from vlm_grpo.types import Example

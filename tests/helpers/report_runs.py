@@ -18,7 +18,8 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.evaluate import summarise, write_predictions, write_summary
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.metrics import MetricsLog, step_tally, write_held_out, write_samples
+from vlm_grpo.tracking.metrics import MetricsLog, step_tally
+from vlm_grpo.tracking.samples import write_held_out, write_samples
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
 GROUP_SIZE = 8

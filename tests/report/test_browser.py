@@ -13,7 +13,7 @@ from report_runs import TASKS, few_examples, group, make_run, with_alarms
 
 from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report, compare_runs
-from vlm_grpo.tracking.metrics import write_samples
+from vlm_grpo.tracking.samples import write_samples
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None,

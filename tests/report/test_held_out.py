@@ -44,7 +44,7 @@ def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_the_page_leads_with_the_error(judged: Path) -> None:
     run = read_run(judged)
-    name = json.loads((judged / "evaluation/step-000000.json").read_text())["primary_metric"]
+    name = json.loads((judged / "evaluation/step-000000.json").read_text())["headline"]
     assert run.primary_metric == name
     change = run.change()
     assert change is not None
@@ -129,9 +129,7 @@ def test_a_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> N
     assert str(found) == "word_recognition 50.0% (n = 3)"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"primary_metric": 3, "metrics": {}}', "[" * 9000]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"headline": 3, "metrics": {}}', "[" * 9000])
 def test_a_broken_summary_is_left_out(text: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path, "counting", steps=4, held_out=6)
     for path in (folder / "evaluation").glob("*.json"):

@@ -343,7 +343,7 @@ def write_predictions(path: Path, evaluation: Evaluation) -> None:
 def write_summary(path: Path, evaluation: Evaluation) -> None:
     """Its primary metric and every finite metric, those of the whole set too, which no line has."""
     summary = {
-        "primary_metric": evaluation.primary_metric,
+        "headline": evaluation.primary_metric,
         "lower_is_better": evaluation.lower_is_better,
         "n": evaluation.n,
         "metrics": {k: v for k, v in evaluation.metrics.items() if math.isfinite(v)},

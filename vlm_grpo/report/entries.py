@@ -168,7 +168,7 @@ def _answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[str, An
     rewards, metrics = _numbers(completion["rewards"]), _numbers(completion.get("metrics") or {})
     reward = _number(completion["reward"])
     values = rewards | metrics
-    primary_metric = row.get("primary_metric")
+    primary_metric = row.get("headline")
     score = values.get(primary_metric) if isinstance(primary_metric, str) else reward
     answer, stop = completion["answer"], completion.get("stop")
     return {

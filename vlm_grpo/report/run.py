@@ -134,8 +134,8 @@ class Run:
         if self.evaluations and self.evaluations[-1].primary_metric is not None:
             return self.evaluations[-1].primary_metric
         for row in self.samples:
-            if isinstance(row.get("primary_metric"), str):
-                return row["primary_metric"]
+            if isinstance(row.get("headline"), str):
+                return row["headline"]
         # A task's file is not run for this: the folder may come from somebody else.
         return load_task_class(self.task).primary_metric if self.task in task_names() else None
 
@@ -248,7 +248,7 @@ def _summarised(found: HeldOut, path: Path) -> HeldOut:
     """With what the evaluation itself says of the whole, where it can be read."""
     try:
         summary = json.loads(path.read_text("utf-8", errors="replace"))
-        primary_metric, metrics = summary["primary_metric"], summary["metrics"]
+        primary_metric, metrics = summary["headline"], summary["metrics"]
         if not isinstance(primary_metric, str):
             return found
         numbers = {name: float(value) for name, value in metrics.items() if is_number(value)}

@@ -16,13 +16,8 @@ from vlm_grpo.evaluation.evaluate import Evaluation, write_predictions, write_su
 from vlm_grpo.report import build_report
 from vlm_grpo.task import Task
 from vlm_grpo.tracking.alarms import Health, Trained
-from vlm_grpo.tracking.metrics import (
-    THUMBNAIL_SIDE,
-    MetricsLog,
-    illustrate,
-    write_held_out,
-    write_samples,
-)
+from vlm_grpo.tracking.metrics import MetricsLog
+from vlm_grpo.tracking.samples import THUMBNAIL_SIDE, illustrate, write_held_out, write_samples
 from vlm_grpo.tracking.trackers import Trackers
 from vlm_grpo.types import Example, Group
 
