@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, find_file, read_json
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_json
 
 _SCENE_QUESTION = "How many items are there in the image?"
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each counting question, or for each scene."""
     path = find_file(request.source, f"**/*_{request.split}_questions.json")
     content = read_json(path)
@@ -25,20 +25,20 @@ def read(request: Request) -> Iterator[Found | Refused]:
         for scene in content["scenes"]:
             name = f"{request.split}-{scene['image_index']}"
             image = scene["image_filename"]
-            yield Found(name, (image,), _SCENE_QUESTION, len(scene["objects"]))
+            yield ConvertedRow(name, (image,), _SCENE_QUESTION, len(scene["objects"]))
     else:
         for row in content["questions"]:
             yield counting_question(row, request.split)
 
 
-def counting_question(row: Record, split: str) -> Found | Refused:
+def counting_question(row: RawRecord, split: str) -> ConvertedRow | RefusedRow:
     """A question of the CLEVR form, refused where it asks for no count."""
     name = f"{split}-{row['question_index']}"
     step = row["program"][-1]
     if step.get("function", step.get("type")) != "count":
-        return Refused(name, "it does not ask for a count")
+        return RefusedRow(name, "it does not ask for a count")
     meta = {"question_family": row.get("question_family_index")}
-    return Found(name, (row["image_filename"],), row["question"], int(row["answer"]), meta)
+    return ConvertedRow(name, (row["image_filename"],), row["question"], int(row["answer"]), meta)
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("val", "train"))

@@ -12,23 +12,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_coco, xyxy
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_coco, xywh_to_xyxy
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each image, those without objects included."""
     patterns = (f"**/instances_{request.split}*.json", f"{request.split}/_annotations.coco.json")
     coco = read_coco(find_file(request.source, *patterns))
     wanted = ", ".join(coco.categories.values())
-    for image, regions in coco.get_boxes().items():
+    for image, regions in coco.group_by_image().items():
         objects = [a for a in regions if not a.get("iscrowd")]
-        yield Found(
+        yield ConvertedRow(
             id=f"{request.split}-{image}",
             images=(coco.images[image]["file_name"],),
             question=wanted,
             answer={
-                "boxes": [xyxy(a["bbox"]) for a in objects],
+                "boxes": [xywh_to_xyxy(a["bbox"]) for a in objects],
                 "labels": [coco.categories[a["category_id"]] for a in objects],
             },
             meta={"image_id": image, "crowds": len(regions) - len(objects)},

@@ -11,16 +11,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import image_bytes, read_table
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question; those whose image is gone are refused."""
     columns = ("image", "question", "number")
     for number, row in enumerate(read_table(request.source, request.split, columns)):
-        image = image_bytes(row["image"])
-        yield Found(f"countbenchqa-{number}", (image,), row["question"], row["number"])
+        image = get_image_bytes(row["image"])
+        yield ConvertedRow(f"countbenchqa-{number}", (image,), row["question"], row["number"])
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test",))

@@ -12,14 +12,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, image_bytes, read_json, read_table
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_json, read_table
 
 _COLUMNS = ("questionId", "question", "answers", "image")
 _TABLE_SPLITS = {"val": "validation"}
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question that has an answer."""
     if request.source.endswith(".json"):
         for row in read_json(request.path)["data"]:
@@ -28,17 +28,17 @@ def read(request: Request) -> Iterator[Found | Refused]:
     else:
         split = _TABLE_SPLITS.get(request.split, request.split)
         for row in read_table(request.source, split, _COLUMNS):
-            yield _row(row, image_bytes(row["image"]))
+            yield _row(row, get_image_bytes(row["image"]))
 
 
-def _row(row: Record, image: str | bytes | None) -> Found | Refused:
+def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name = str(row["questionId"])
     answers = [answer for answer in row.get("answers") or [] if answer.strip()]
     if not answers:
-        return Refused(name, "it has no answers")
+        return RefusedRow(name, "it has no answers")
     kinds = row.get("question_types", row.get("answer_type"))
     meta = {"type": "/".join(kinds) if kinds else None, "document": row.get("docId")}
-    return Found(name, (image,), row["question"], answers, meta)
+    return ConvertedRow(name, (image,), row["question"], answers, meta)
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("val", "train"))

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import hull, read_text
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import enclosing_box, read_text
 from vlm_grpo.errors import UserError
 
 _PHRASE = re.compile(r"\[/EN#(\d+)/(\S+) ([^\]]*)\]")
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each phrase of each caption."""
     for image in read_text(request.path / f"{request.split}.txt").split():
         boxes = _boxes(request.path / "Annotations" / f"{image}.xml")
@@ -31,13 +31,13 @@ def read(request: Request) -> Iterator[Found | Refused]:
             for j, (entity, kinds, phrase) in enumerate(_PHRASE.findall(sentence)):
                 name = f"{request.split}-{image}-{i}-{j}"
                 if entity not in boxes:
-                    yield Refused(name, "its phrase has no box", phrase)
+                    yield RefusedRow(name, "its phrase has no box", phrase)
                     continue
-                yield Found(
+                yield ConvertedRow(
                     id=name,
                     images=(f"{image}.jpg",),
                     question=phrase,
-                    answer={"boxes": [hull(boxes[entity])], "labels": [phrase]},
+                    answer={"boxes": [enclosing_box(boxes[entity])], "labels": [phrase]},
                     meta={"kind": kinds.partition("/")[0], "boxes": boxes[entity]},
                 )
 

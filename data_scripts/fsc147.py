@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import read_json, read_text
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import read_json, read_text
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each image: as many objects as it has dots."""
     annotations = read_json(request.path / "annotation_FSC147_384.json")
     lines = read_text(request.path / "ImageClasses_FSC147.txt").splitlines()
@@ -22,7 +22,7 @@ def read(request: Request) -> Iterator[Found | Refused]:
         kind = kinds[image].strip()
         question = f"How many {kind} are there in the image?"
         count = len(annotations[image]["points"])
-        yield Found(f"{request.split}-{image}", (image,), question, count, {"kind": kind})
+        yield ConvertedRow(f"{request.split}-{image}", (image,), question, count, {"kind": kind})
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "val", "train"))

@@ -10,15 +10,15 @@ import re
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_text
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_text
 from vlm_grpo.errors import UserError
 
 _LINE = re.compile(r'([^\s,]+),\s*"(.*)"\s*')
 _FILES = {"test": "*Test_Task3_GT.txt", "train": "gt.txt"}
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each word."""
     path = find_file(request.source, _FILES[request.split])
     for number, line in enumerate(read_text(path).splitlines(), start=1):
@@ -28,7 +28,7 @@ def read(request: Request) -> Iterator[Found | Refused]:
             raise UserError(f"{path}:{number} is corrupt or cut off: {line[:80]!r}")
         image, word = found[1], found[2].replace('\\"', '"')
         question = "What is the text in the image?"
-        yield Found(f"{request.split}-{image}", (image,), question, [word])
+        yield ConvertedRow(f"{request.split}-{image}", (image,), question, [word])
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test", "train"))

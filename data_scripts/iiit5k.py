@@ -12,19 +12,19 @@ from typing import Any
 
 from scipy.io import loadmat
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file
 from vlm_grpo.errors import UserError
 
 _QUESTION = "What is the word in the image?"
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each word; the lexicons are not used."""
     for record in _records(find_file(request.source, f"{request.split}data.mat"), request.split):
         name = str(record["ImgName"])
         # MATLAB reads some words as numbers.
-        yield Found(f"iiit5k-{name}", (name,), _QUESTION, [str(record["GroundTruth"])])
+        yield ConvertedRow(f"iiit5k-{name}", (name,), _QUESTION, [str(record["GroundTruth"])])
 
 
 def _records(path: Path, split: str) -> Any:

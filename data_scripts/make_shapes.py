@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 from PIL import Image, ImageDraw
 
-from vlm_grpo.data_scripts.made import SLATE, as_png, command, generator
+from vlm_grpo.data_scripts.synthetic import BACKGROUND_GRAYS, encode_png, make_rng, run_maker
 from vlm_grpo.types import Example
 
 TASKS = ("counting", "cluttered", "grounding", "crowded")
@@ -47,7 +47,7 @@ class Shape:
         return f"{self.color} {self.kind}"
 
 
-def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
+def draw_examples(task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
     """Draw ``count`` scenes in memory.
 
     Args:
@@ -72,7 +72,7 @@ def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list
         "crowded": _crowded,
     }[task]
     return [
-        make(f"shapes-{task}-{split}-{i}", generator("shapes", task, seed, split, i))
+        make(f"shapes-{task}-{split}-{i}", make_rng("shapes", task, seed, split, i))
         for i in range(count)
     ]
 
@@ -96,7 +96,7 @@ def _count(name: str, rng: random.Random, distractors: int) -> Example:
     scene, shapes = _draw(wanted, sizes=(14, 20), rng=rng)
     return Example(
         id=name,
-        images=(as_png(scene, name),),
+        images=(encode_png(scene, name),),
         question=f"How many {asked}s are there?",
         answer=answer,
         meta={"kind": asked, "shapes": [asdict(shape) for shape in shapes]},
@@ -121,7 +121,7 @@ def _locate(name: str, rng: random.Random, count: int, sizes: tuple[int, int]) -
     asked = shapes[0]
     return Example(
         id=name,
-        images=(as_png(scene, name),),
+        images=(encode_png(scene, name),),
         question=f"the {asked.name}",
         answer={"boxes": [list(asked.box)], "labels": [asked.name]},
         meta={"shapes": [asdict(shape) for shape in shapes]},
@@ -138,7 +138,7 @@ def _draw(
         sizes: smallest and largest side of a shape, in pixels.
         rng: where every choice comes from.
     """
-    shade = rng.randint(*SLATE)
+    shade = rng.randint(*BACKGROUND_GRAYS)
     scene = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
     shapes = []
     for (kind, color), square in zip(wanted, _places(len(wanted), sizes, rng), strict=True):
@@ -191,7 +191,7 @@ def _tight_box(mask: Image.Image) -> tuple[int, int, int, int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the process's exit status."""
-    return command(examples, TASKS, "Draw scenes of shapes for counting or grounding.", argv)
+    return run_maker(draw_examples, TASKS, "Draw scenes of shapes for counting or grounding.", argv)
 
 
 if __name__ == "__main__":

@@ -27,16 +27,16 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes, make_words
-from vlm_grpo.data_scripts.made import whole_folder
-from vlm_grpo.data_scripts.tiny_parts import build_model, build_processor
+from vlm_grpo.data_scripts.synthetic import atomic_folder
+from vlm_grpo.data_scripts.tiny_vlm import build_model, build_processor
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
 MAKERS = {
-    "ocr": (make_words.examples, "ocr"),
-    "counting": (make_shapes.examples, "cluttered"),
-    "grounding": (make_shapes.examples, "crowded"),
+    "ocr": (make_words.draw_examples, "ocr"),
+    "counting": (make_shapes.draw_examples, "cluttered"),
+    "grounding": (make_shapes.draw_examples, "crowded"),
 }
 """Each task's maker and what it draws, in the order in which the tasks are learnt. Counting and
 grounding are learnt on other scenes than the recipes train on, which leaves more to gain."""
@@ -265,7 +265,7 @@ def build(settings: Settings, out: Path) -> dict[str, Any]:
     Raises:
         FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
-    with whole_folder(out) as aside:
+    with atomic_folder(out) as aside:
         tasks = {name: load_task(name, frame=FRAMES["resized"]) for name in MAKERS}
         texts = [
             text

@@ -13,7 +13,7 @@ from functools import cache
 
 from PIL import Image, ImageDraw, ImageFont
 
-from vlm_grpo.data_scripts.made import SLATE, as_png, command, generator
+from vlm_grpo.data_scripts.synthetic import BACKGROUND_GRAYS, encode_png, make_rng, run_maker
 from vlm_grpo.types import Example
 
 TASKS = ("ocr",)
@@ -29,7 +29,7 @@ POINTS = 22
 """Font size; a word too wide for the image is written smaller."""
 
 
-def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
+def draw_examples(task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
     """Draw ``count`` words of random capitals in memory, in Pillow's own font.
 
     Args:
@@ -46,7 +46,7 @@ def examples(task: str, count: int, seed: int = 0, split: str = "train") -> list
     if count < 1:
         raise ValueError(f"count is {count}; it must be at least 1")
     return [
-        _word(f"words-{task}-{split}-{i}", generator("words", task, seed, split, i))
+        _word(f"words-{task}-{split}-{i}", make_rng("words", task, seed, split, i))
         for i in range(count)
     ]
 
@@ -55,7 +55,7 @@ def _word(name: str, rng: random.Random) -> Example:
     word = "".join(rng.choices(LETTERS, k=rng.randint(*LENGTHS)))
     return Example(
         id=name,
-        images=(as_png(_render(word, rng), name),),
+        images=(encode_png(_render(word, rng), name),),
         question=QUESTION,
         answer=word,
     )
@@ -63,7 +63,7 @@ def _word(name: str, rng: random.Random) -> Example:
 
 def _render(word: str, rng: random.Random) -> Image.Image:
     """The word in light ink on a grey slate, starting near the left edge."""
-    paper = rng.randint(*SLATE)
+    paper = rng.randint(*BACKGROUND_GRAYS)
     ink = tuple(rng.randint(215, 255) for _ in range(3))
     image = Image.new("RGB", SIZE, (paper, paper, paper))
     pen = ImageDraw.Draw(image)
@@ -85,7 +85,7 @@ def _font(points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the process's exit status."""
-    return command(examples, TASKS, "Render words for OCR.", argv)
+    return run_maker(draw_examples, TASKS, "Render words for OCR.", argv)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, image_bytes, read_json, read_table
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_json, read_table
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question; its answers are a list, whatever the source has."""
     if request.source.endswith(".json"):
         for row in read_json(request.path):
@@ -22,13 +22,15 @@ def read(request: Request) -> Iterator[Found | Refused]:
         names = ("answer", "dataset", "question_type")
         columns = ("question", "image", *names)
         for number, row in enumerate(read_table(request.source, request.split, columns)):
-            yield _row(row, number, image_bytes(row["image"]), names)
+            yield _row(row, number, get_image_bytes(row["image"]), names)
 
 
-def _row(row: Record, number: int, image: str | bytes | None, names: Sequence[str]) -> Found:
+def _row(
+    row: RawRecord, number: int, image: str | bytes | None, names: Sequence[str]
+) -> ConvertedRow:
     answers, dataset, kind = (row[name] for name in names)
     accepted = answers if isinstance(answers, list) else [answers]
-    return Found(
+    return ConvertedRow(
         id=f"ocrbench-{number}",
         images=(image,),
         question=row["question"],

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Iterator
 
 from vlm_grpo.benchmarks.metrics import OCRBENCH_V2
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, image_bytes, read_json, read_table
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_json, read_table
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question of a type that ``official.ocrbench_v2`` scores."""
     if request.source.endswith(".json"):
         for row in read_json(request.path):
@@ -26,16 +26,16 @@ def read(request: Request) -> Iterator[Found | Refused]:
     else:
         columns = ("id", "dataset_name", "question", "type", "answers", "image")
         for row in read_table(request.source, request.split, columns):
-            yield _row(row, image_bytes(row["image"]))
+            yield _row(row, get_image_bytes(row["image"]))
 
 
-def _row(row: Record, image: str | bytes | None) -> Found | Refused:
+def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name, kind = f"ocrbench-v2-{row['id']}", row["type"]
     if kind not in OCRBENCH_V2:
-        return Refused(name, f"type {kind} needs a script of its own")
+        return RefusedRow(name, f"type {kind} needs a script of its own")
     answers = row["answers"] if isinstance(row["answers"], list) else [row["answers"]]
     rule = row.get("eval")
-    return Found(
+    return ConvertedRow(
         id=name,
         images=(image,),
         question=row["question"],

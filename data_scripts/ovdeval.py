@@ -11,23 +11,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_coco, xyxy
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_coco, xywh_to_xyxy
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each image, asked for what is there and for what is not."""
     path = find_file(request.source)
     coco = read_coco(path)
-    for number, regions in coco.get_boxes().items():
+    for number, regions in coco.group_by_image().items():
         image = coco.images[number]
         asked = image.get("text", []) + image.get("neg_text", [])
-        yield Found(
+        yield ConvertedRow(
             id=f"{path.stem}-{number}",
             images=(image["file_name"],),
             question=", ".join(asked or coco.categories.values()),
             answer={
-                "boxes": [xyxy(region["bbox"]) for region in regions],
+                "boxes": [xywh_to_xyxy(region["bbox"]) for region in regions],
                 "labels": [coco.categories[region["category_id"]] for region in regions],
             },
             meta={"part": path.stem, "image_id": number},

@@ -13,27 +13,27 @@ import hashlib
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import image_bytes, read_table
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
 
 _TABLE_SPLITS = {"val": "validation"}
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each image and label."""
     files = {path.stem: path for path in request.images.glob("*") if path.is_file()}
     split = _TABLE_SPLITS.get(request.split, request.split)
     columns = ("image_sha256", "count", "label")
     for number, row in enumerate(read_table(request.source, split, columns)):
         name, digest = f"{request.split}-{number}", row["image_sha256"]
-        image: str | bytes | None = image_bytes(row.get("image"))
+        image: str | bytes | None = get_image_bytes(row.get("image"))
         if image is None and digest in files:
             image = files[digest].name
             if hashlib.sha256(files[digest].read_bytes()).hexdigest() != digest:
-                yield Refused(name, "its image has changed behind its link", image)
+                yield RefusedRow(name, "its image has changed behind its link", image)
                 continue
         question = f"How many {row['label']} are there in the image?"
-        yield Found(name, (image,), question, row["count"], {"label": row["label"]})
+        yield ConvertedRow(name, (image,), question, row["count"], {"label": row["label"]})
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "val", "train"))

@@ -15,30 +15,30 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from vlm_grpo.data.rows import answer_candidates
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import image_bytes, read_lines, read_table
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import get_image_bytes, read_json_rows, read_table
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question."""
     if request.source.endswith((".jsonl", ".json")):
         rows = (
             (row["question"], row["ground_truth"], PurePosixPath(row["image_path"]).name)
-            for row in read_lines(request.path)
+            for row in read_json_rows(request.path)
         )
     else:
         columns = ("image", "problem", "solution")
         rows = (
-            (row["problem"], row["solution"], image_bytes(row["image"]))
+            (row["problem"], row["solution"], get_image_bytes(row["image"]))
             for row in read_table(request.source, request.split, columns)
         )
     for number, (question, solution, image) in enumerate(rows, start=1):
         name = f"{request.split}-{number}"
         counts = [a for a in answer_candidates(solution) if isinstance(a, int)]
         if not counts:
-            yield Refused(name, "its answer is no whole number", f"{solution!r:.80}")
+            yield RefusedRow(name, "its answer is no whole number", f"{solution!r:.80}")
             continue
-        yield Found(name, (image,), question, counts[0])
+        yield ConvertedRow(name, (image,), question, counts[0])
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "train"))

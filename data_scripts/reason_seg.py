@@ -14,12 +14,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, hull, read_text
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import RawRecord, enclosing_box, read_text
 from vlm_grpo.errors import UserError
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each of an image's questions."""
     folder = request.path / request.split if (request.path / request.split).is_dir() else None
     files = sorted((folder or request.path).glob("*.json"))
@@ -29,12 +29,12 @@ def read(request: Request) -> Iterator[Found | Refused]:
         content = _read(path)
         corners = [p for s in content["shapes"] if s["label"] == "target" for p in s["points"]]
         if not corners:
-            yield Refused(path.name, "it has no target")
+            yield RefusedRow(path.name, "it has no target")
             continue
-        box = hull([[x, y, x, y] for x, y in corners])
+        box = enclosing_box([[x, y, x, y] for x, y in corners])
         image = path.with_suffix(".jpg").relative_to(request.path).as_posix()
         for i, question in enumerate(content["text"]):
-            yield Found(
+            yield ConvertedRow(
                 id=f"{request.split}-{path.stem}-{i}",
                 images=(image,),
                 question=question,
@@ -43,7 +43,7 @@ def read(request: Request) -> Iterator[Found | Refused]:
             )
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> RawRecord:
     """Some of the published files are in Windows' encoding."""
     try:
         text = read_text(path)

@@ -9,23 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_table, xyxy
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_table, xywh_to_xyxy
 
 _COLUMNS = ("id", "caption", "bbox", "file_name")
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each expression; published numbers are of val and test together."""
     parts = ("val", "test") if request.split == "all" else (request.split,)
     for part in parts:
         path = find_file(request.source, f"ref-l4-{part}.parquet")
         for row in read_table(str(path), part, _COLUMNS):
-            yield Found(
+            yield ConvertedRow(
                 id=f"{part}-{row['id']}",
                 images=(row["file_name"],),
                 question=row["caption"],
-                answer={"boxes": [xyxy(row["bbox"])], "labels": [row["caption"]]},
+                answer={"boxes": [xywh_to_xyxy(row["bbox"])], "labels": [row["caption"]]},
                 meta={"split": part, "category": row.get("ori_category_id")},
             )
 

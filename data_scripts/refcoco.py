@@ -11,15 +11,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, find_file, read_coco, read_pickle, xyxy
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_coco, read_pickle, xywh_to_xyxy
 from vlm_grpo.errors import UserError
 
 # The splits that results are published on; Google's have no test set, so they come last.
 _PICKLES = ("refs(unc).p", "refs(umd).p", "refs(google).p")
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each sentence: a region's sentences are separate questions."""
     pickle = find_file(request.source, *_PICKLES)
     coco = read_coco(find_file(str(pickle.parent / "instances.json"), "instances.json"))
@@ -31,14 +31,14 @@ def read(request: Request) -> Iterator[Found | Refused]:
         for sentence in ref["sentences"]:
             name = f"{request.split}-{ref['ref_id']}-{sentence['sent_id']}"
             if annotation is None:
-                yield Refused(name, "its region is not in instances.json", f"{ref['ann_id']}")
+                yield RefusedRow(name, "its region is not in instances.json", f"{ref['ann_id']}")
                 continue
             # The pickle's own file_name carries the region's number; the image record's does not.
-            yield Found(
+            yield ConvertedRow(
                 id=name,
                 images=(coco.images[ref["image_id"]]["file_name"],),
                 question=sentence["sent"],
-                answer={"boxes": [xyxy(annotation["bbox"])], "labels": [sentence["sent"]]},
+                answer={"boxes": [xywh_to_xyxy(annotation["bbox"])], "labels": [sentence["sent"]]},
                 meta={
                     "dataset": Path(pickle).resolve().parent.name,
                     "split": ref["split"],
@@ -49,7 +49,7 @@ def read(request: Request) -> Iterator[Found | Refused]:
             )
 
 
-def _belongs(ref: Record, split: str) -> bool:
+def _belongs(ref: RawRecord, split: str) -> bool:
     """As refer.py decides: a region of the split "testAB" is in testA and in testB."""
     if split in ("testA", "testB"):
         return "test" in ref["split"] and split[-1] in ref["split"]

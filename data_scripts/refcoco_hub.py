@@ -15,15 +15,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, image_bytes, read_table, xyxy
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_table, xywh_to_xyxy
 from vlm_grpo.errors import UserError
 
 _ROUNDING = 0.5
 """Pixels that jxu124's box may differ from the annotation that it was made of."""
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each expression; none is preferred for fitting the box."""
     for number, row in enumerate(read_table(request.source, request.split, ("bbox",))):
         if "raw_anns" in row:
@@ -37,27 +37,27 @@ def read(request: Request) -> Iterator[Found | Refused]:
             )
 
 
-def _lmms_lab(row: Record, name: str) -> Iterator[Found | Refused]:
+def _lmms_lab(row: RawRecord, name: str) -> Iterator[ConvertedRow | RefusedRow]:
     for i, expression in enumerate(row["answer"]):
-        yield Found(
+        yield ConvertedRow(
             id=f"{name}-{i}",
-            images=(image_bytes(row["image"]),),
+            images=(get_image_bytes(row["image"]),),
             question=expression,
-            answer={"boxes": [xyxy(row["bbox"])], "labels": [expression]},
+            answer={"boxes": [xywh_to_xyxy(row["bbox"])], "labels": [expression]},
             meta={"file_name": row.get("file_name"), "question_id": row["question_id"]},
         )
 
 
-def _jxu124(row: Record, split: str) -> Iterator[Found | Refused]:
-    annotated = xyxy(json.loads(row["raw_anns"])["bbox"])
+def _jxu124(row: RawRecord, split: str) -> Iterator[ConvertedRow | RefusedRow]:
+    annotated = xywh_to_xyxy(json.loads(row["raw_anns"])["bbox"])
     agrees = all(abs(a - b) <= _ROUNDING for a, b in zip(row["bbox"], annotated, strict=True))
     for sentence in row["sentences"]:
         name = f"{split}-{row['ref_id']}-{sentence['sent_id']}"
         if not agrees:
             detail = f"{row['bbox']} against {annotated}"
-            yield Refused(name, "its bbox is not the xyxy box of its annotation", detail)
+            yield RefusedRow(name, "its bbox is not the xyxy box of its annotation", detail)
             continue
-        yield Found(
+        yield ConvertedRow(
             id=name,
             images=(PurePosixPath(json.loads(row["raw_image_info"])["file_name"]).name,),
             question=sentence["sent"],

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import read_json
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import read_json
 from vlm_grpo.errors import UserError
 
 _QUESTIONS = {
@@ -21,7 +21,7 @@ _QUESTIONS = {
 }
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each field that a receipt's entities name."""
     inner = request.path / request.split
     files = sorted(((inner if inner.is_dir() else request.path) / "entities").glob("*.txt"))
@@ -32,10 +32,10 @@ def read(request: Request) -> Iterator[Found | Refused]:
         for field, question in _QUESTIONS.items():
             name = f"{request.split}-{path.stem}-{field}"
             if not entities.get(field):
-                yield Refused(name, f"the receipt has no {field}")
+                yield RefusedRow(name, f"the receipt has no {field}")
                 continue
             images = (f"img/{path.stem}.jpg",)
-            yield Found(name, images, question, [entities[field]], {"field": field})
+            yield ConvertedRow(name, images, question, [entities[field]], {"field": field})
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test", "train"))

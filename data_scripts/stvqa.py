@@ -9,20 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_json
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_json
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question that has an answer."""
     for row in read_json(find_file(request.source, f"{request.split}_task_3.json"))["data"]:
         name = str(row["question_id"])
         answers = [answer for answer in row.get("answers") or [] if answer.strip()]
         if not answers:
-            yield Refused(name, "it has no answers")
+            yield RefusedRow(name, "it has no answers")
             continue
         meta = {"dataset": row.get("dataset")}
-        yield Found(name, (row["file_path"],), row["question"], answers, meta)
+        yield ConvertedRow(name, (row["file_path"],), row["question"], answers, meta)
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("train",))

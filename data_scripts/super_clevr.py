@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 
 from vlm_grpo.data_scripts.clevr import counting_question
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_json
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_json
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question whose program ends in a count."""
     path = find_file(request.source, "superCLEVR_questions_30k.json", "superCLEVR_questions*.json")
     for row in read_json(path)["questions"]:

@@ -14,8 +14,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request, answer_for
-from vlm_grpo.data_scripts.sources import Record, image_bytes, read_table
+from vlm_grpo.data_scripts.converter import (
+    ConvertedRow,
+    Converter,
+    RefusedRow,
+    Request,
+    parse_foreign_answer,
+)
+from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_table
 from vlm_grpo.errors import UserError
 
 _IMAGES = ("image", "images")
@@ -23,23 +29,23 @@ _QUESTIONS = ("question", "problem", "query", "prompt")
 _ANSWERS = ("answer", "answers", "solution", "label")
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each row whose answer the task can read."""
     for number, row in enumerate(read_table(request.source, request.split, ())):
         names = [_column(row, kind) for kind in (_IMAGES, _QUESTIONS, _ANSWERS)]
         images, question, value = (row[name] for name in names)
         name = f"{request.split}-{row.get('id', number)}"
-        answer = answer_for(value, request.task)
+        answer = parse_foreign_answer(value, request.task)
         if answer is None:
-            yield Refused(name, f"its answer is none of {request.task}", f"{value!r:.80}")
+            yield RefusedRow(name, f"its answer is none of {request.task}", f"{value!r:.80}")
             continue
         images = images if isinstance(images, list) else [images]
         kept = (str, int, float)
         meta = {k: v for k, v in row.items() if k not in (*names, "id") and isinstance(v, kept)}
-        yield Found(name, tuple(map(image_bytes, images)), question, answer, meta)
+        yield ConvertedRow(name, tuple(map(get_image_bytes, images)), question, answer, meta)
 
 
-def _column(row: Record, names: tuple[str, ...]) -> str:
+def _column(row: RawRecord, names: tuple[str, ...]) -> str:
     found = [name for name in names if name in row]
     if len(found) != 1:
         raise UserError(

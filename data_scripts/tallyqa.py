@@ -9,16 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_json
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_json
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question; meta.kind tells simple from complex."""
     for row in read_json(find_file(request.source, f"{request.split}.json")):
         simple = row.get("issimple")
         kind = "unknown" if simple is None else "simple" if simple else "complex"
-        yield Found(
+        yield ConvertedRow(
             id=f"{request.split}-{row['question_id']}",
             images=(row["image"],),
             question=row["question"],

@@ -11,14 +11,20 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import Record, find_file, image_bytes, read_json, read_table
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import (
+    RawRecord,
+    find_file,
+    get_image_bytes,
+    read_json,
+    read_table,
+)
 
 _COLUMNS = ("question_id", "image_id", "question", "answers", "image")
 _TABLE_SPLITS = {"val": "validation"}
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each question, with all ten answers: VQA accuracy counts how many agree."""
     folder = Path(request.source).expanduser()
     if folder.suffix == ".json" or any(folder.glob("TextVQA_*.json")):
@@ -28,17 +34,17 @@ def read(request: Request) -> Iterator[Found | Refused]:
     else:
         split = _TABLE_SPLITS.get(request.split, request.split)
         for row in read_table(request.source, split, _COLUMNS):
-            yield _row(row, image_bytes(row["image"]))
+            yield _row(row, get_image_bytes(row["image"]))
 
 
-def _row(row: Record, image: str | bytes | None) -> Found | Refused:
+def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name = str(row["question_id"])
     # Some of the ten are empty, which no accepted answer may be; unused places change no match.
     answers = [answer for answer in row.get("answers") or [] if answer.strip()]
     if not answers:
-        return Refused(name, "it has no answers")
+        return RefusedRow(name, "it has no answers")
     meta = {"image_id": row["image_id"], "answers": len(row["answers"])}
-    return Found(name, (image,), row["question"], answers, meta)
+    return ConvertedRow(name, (image,), row["question"], answers, meta)
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("val", "train"))

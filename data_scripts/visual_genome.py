@@ -8,21 +8,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request
-from vlm_grpo.data_scripts.sources import find_file, read_json, xyxy
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
+from vlm_grpo.data_scripts.readers import find_file, read_json, xywh_to_xyxy
 
 _FOLDERS = ("VG_100K", "VG_100K_2")
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """One row for each region."""
     for entry in read_json(find_file(request.source, "region_descriptions.json")):
         paths = [f"{folder}/{entry['id']}.jpg" for folder in _FOLDERS]
         image = next((path for path in paths if (request.images / path).is_file()), paths[0])
         for region in entry["regions"]:
-            box = xyxy([region[side] for side in ("x", "y", "width", "height")])
+            box = xywh_to_xyxy([region[side] for side in ("x", "y", "width", "height")])
             phrase = region["phrase"].strip()
-            yield Found(
+            yield ConvertedRow(
                 id=f"{request.split}-{region['region_id']}",
                 images=(image,),
                 question=phrase,

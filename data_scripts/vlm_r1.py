@@ -11,23 +11,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused, Request, answer_for
-from vlm_grpo.data_scripts.sources import Record, find_file, read_lines
+from vlm_grpo.data_scripts.converter import (
+    ConvertedRow,
+    Converter,
+    RefusedRow,
+    Request,
+    parse_foreign_answer,
+)
+from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_json_rows
 
 _REC_PREFIX = "Please provide the bounding box coordinate of the region this sentence describes:"
 
 
-def read(request: Request) -> Iterator[Found | Refused]:
+def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """The file's rows, numbered where they have no id."""
-    for number, row in enumerate(read_lines(find_file(request.source)), start=1):
+    for number, row in enumerate(read_json_rows(find_file(request.source)), start=1):
         name = f"{request.split}-{row.get('id', number)}"
         question, solution = _turns(row) if "conversations" in row else _problem(row)
-        answer = answer_for(solution, request.task)
+        answer = parse_foreign_answer(solution, request.task)
         if answer is None:
-            yield Refused(name, f"its answer is none of {request.task}", f"{solution!r:.80}")
+            yield RefusedRow(name, f"its answer is none of {request.task}", f"{solution!r:.80}")
             continue
         images = row.get("image", row.get("images", []))
-        yield Found(
+        yield ConvertedRow(
             id=name,
             images=tuple(images) if isinstance(images, list) else (images,),
             question=question.replace("<image>", "").strip().removeprefix(_REC_PREFIX).strip(),
@@ -36,14 +42,14 @@ def read(request: Request) -> Iterator[Found | Refused]:
         )
 
 
-def _turns(row: Record) -> tuple[str, object]:
+def _turns(row: RawRecord) -> tuple[str, object]:
     human, gpt = row["conversations"]
     if (human["from"], gpt["from"]) != ("human", "gpt"):
         raise ValueError("conversations must be one turn from human and one from gpt")
     return human["value"], gpt["value"]
 
 
-def _problem(row: Record) -> tuple[str, object]:
+def _problem(row: RawRecord) -> tuple[str, object]:
     return row.get("normal_caption", row["problem"]), row["solution"]
 
 

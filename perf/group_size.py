@@ -2,7 +2,7 @@
 
     python perf/group_size.py
 
-runs ``step.py`` for each group size, writes ``results/group-size-35m-448.json`` and draws
+runs ``step_time.py`` for each group size, writes ``results/group-size-35m-448.json`` and draws
 ``docs/images/group_size.svg`` from it.
 """
 
@@ -25,12 +25,12 @@ ENGINES = ("shared", "repeated")
 
 
 def measure(sizes: list[int]) -> list[dict]:
-    """The report of ``step.py`` for each group size."""
+    """The report of ``step_time.py`` for each group size."""
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         for size in sizes:
             out = Path(folder, f"{size}.json")
-            command = [sys.executable, str(HERE / "step.py"), "--generations", str(size)]
+            command = [sys.executable, str(HERE / "step_time.py"), "--generations", str(size)]
             command += ["--rounds", "1", "--steps", "1", "--engines", *ENGINES, "--out", str(out)]
             subprocess.run(command, check=True)
             reports.append(json.loads(out.read_text()))

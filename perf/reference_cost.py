@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_ours import build_trainer
-from measuring import PeakMemory, wait
-from models import build
+from measurement import PeakMemory, wait
 from PIL import Image
+from random_models import build_random_model
+from step_time_vlm_grpo import build_trainer
 
 from vlm_grpo.trainer import Trainer
 
@@ -41,9 +41,9 @@ WEIGHTS = ("full", "lora")
 MEASURED = ("time", *KINDS)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", default="35m", help="a name in perf/models.py")
+    parser.add_argument("--size", default="35m", help="a name in perf/random_models.py")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--image", type=int, default=224, help="edge of the images in pixels")
     parser.add_argument("--prompts", type=int, default=2, help="prompts of a step")
@@ -61,7 +61,7 @@ def trainers(options: argparse.Namespace, kinds: list[str]) -> tuple[list[Traine
     """A trainer of each kind on the same model and images, and the memory used from here on."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
-    model, processor = build(options.size, dtype, device, max_pixels=options.image**2)
+    model, processor = build_random_model(options.size, dtype, device, max_pixels=options.image**2)
     random = np.random.default_rng(0)
     shape = (options.image, options.image, 3)
     count = options.prompts * (options.steps + 1)
@@ -98,7 +98,7 @@ def child(options: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     if options.child:
         print(json.dumps(child(options)))
         return

@@ -27,7 +27,7 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.trainer import train
 
-EXAMPLES = make_shapes.examples("counting", 6)
+EXAMPLES = make_shapes.draw_examples("counting", 6)
 
 
 def build(**changes: Any) -> Settings:

@@ -14,7 +14,7 @@ from vlm_grpo.cli import validation
 from vlm_grpo.cli.validation import exploits
 from vlm_grpo.config.run import load_settings, recipe_names
 from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.data_scripts.made import write_examples
+from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.registry import load_task, task_names
 
 TASK = '''
@@ -233,7 +233,7 @@ def test_a_task_without_embedded_data_asks_for_data(capsys, letters):
 
 
 def test_validate_decodes_every_image(capsys, tmp_path):
-    path = write_examples(make_shapes.examples("counting", 2), tmp_path / "made", "rows.jsonl")
+    path = write_examples(make_shapes.draw_examples("counting", 2), tmp_path / "made", "rows.jsonl")
     image = next((tmp_path / "made" / "images").iterdir())
     image.write_bytes(image.read_bytes()[:-200])
 
@@ -244,7 +244,7 @@ def test_validate_decodes_every_image(capsys, tmp_path):
 
 
 def test_exploits_with_tags_hold_the_gold_answer_outside_of_them():
-    first, second = make_shapes.examples("counting", 2)
+    first, second = make_shapes.draw_examples("counting", 2)
     texts = {e.name: e.text for e in exploits(load_task("counting", tags=True), first, second)}
 
     assert texts["the answer without tags"] == str(first.answer)
@@ -329,7 +329,7 @@ def test_a_table_is_for_people(capsys, data, tmp_path):
 def boxes(tmp_path):
     """One grounding row on an 84-pixel image, with the gold box 21, 21, 63, 63."""
     folder = tmp_path / "made"
-    (example,) = make_shapes.examples("grounding", 1)
+    (example,) = make_shapes.draw_examples("grounding", 1)
     path = write_examples([example], folder, "rows.jsonl")
     row = json.loads(path.read_text())
     lines(path, {**row, "answer": {"boxes": [[21, 21, 63, 63]]}})

@@ -60,7 +60,7 @@ def test_copies_survive_encoding_and_resizing_and_others_do_not():
 
 
 def test_no_two_of_many_photographs_or_scenes_are_taken_for_copies():
-    scenes = [row.images[0].load() for row in make_shapes.examples("counting", 300, seed=5)]
+    scenes = [row.images[0].load() for row in make_shapes.draw_examples("counting", 300, seed=5)]
     prints = [fingerprint(picture) for picture in [*map(photo, range(300)), *scenes]]
     assert same_pictures(prints) == []
 

@@ -17,7 +17,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data.jsonl import MAX_DEPTH, MAX_LINE_BYTES
 from vlm_grpo.data.rows import answer_candidates
 from vlm_grpo.data_scripts import make_shapes, make_words
-from vlm_grpo.data_scripts.made import write_examples
+from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
@@ -84,7 +84,7 @@ def test_several_images_and_an_image_root_elsewhere(folder, tmp_path):
 
 
 def test_what_the_makers_write_is_what_they_draw_in_memory(tmp_path):
-    drawn = make_words.examples("ocr", 3, seed=5)
+    drawn = make_words.draw_examples("ocr", 3, seed=5)
     path = write_examples(drawn, tmp_path / "words", "ocr.jsonl")
 
     read = load_examples(str(path), OCR)
@@ -308,7 +308,7 @@ def test_a_check_that_raises_something_else_is_a_bad_row_too(folder):
 
 
 def test_an_image_that_is_cut_off_is_named_when_it_is_decoded(folder):
-    whole = make_shapes.examples("counting", 1)[0].images[0].data
+    whole = make_shapes.draw_examples("counting", 1)[0].images[0].data
     assert whole is not None
     (folder / "a.png").write_bytes(whole[:-200])
     (example,) = load_examples(write(folder, row()), COUNTING)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vlm_grpo.data_scripts
-from vlm_grpo.data_scripts.conversion import Converter
+from vlm_grpo.data_scripts.converter import Converter
 
 FOLDER = Path(vlm_grpo.data_scripts.__file__).parent
 MODULES = sorted(p.stem for p in FOLDER.glob("*.py") if "CONVERTER = " in p.read_text("utf-8"))

@@ -14,12 +14,12 @@ from PIL import Image
 from scipy import ndimage
 
 from vlm_grpo.data_scripts import make_shapes
-from vlm_grpo.data_scripts.make_shapes import COLORS, examples
+from vlm_grpo.data_scripts.make_shapes import COLORS, draw_examples
 
 DIGEST = """
 import hashlib
-from vlm_grpo.data_scripts.make_shapes import examples
-rows = examples("counting", 5, 3) + examples("grounding", 5, 3)
+from vlm_grpo.data_scripts.make_shapes import draw_examples
+rows = draw_examples("counting", 5, 3) + draw_examples("grounding", 5, 3)
 parts = [row.images[0].data + repr(row.answer).encode() for row in rows]
 print(hashlib.sha256(b"".join(parts)).hexdigest())
 """
@@ -46,16 +46,16 @@ def blobs(mask: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("task", make_shapes.TASKS)
 def test_example_depends_on_seed_split_and_index_alone(task):
-    ten = examples(task, 10, seed=4)
-    assert examples(task, 3, seed=4) == ten[:3]
+    ten = draw_examples(task, 10, seed=4)
+    assert draw_examples(task, 3, seed=4) == ten[:3]
     assert len({row.images[0].data for row in ten}) == 10
-    assert examples(task, 3, seed=5) != ten[:3]
-    other = examples(task, 3, seed=4, split="eval")
+    assert draw_examples(task, 3, seed=5) != ten[:3]
+    other = draw_examples(task, 3, seed=4, split="eval")
     assert [row.images[0].data for row in other] != [row.images[0].data for row in ten[:3]]
 
 
 def test_same_pixels_in_another_process():
-    rows = examples("counting", 5, 3) + examples("grounding", 5, 3)
+    rows = draw_examples("counting", 5, 3) + draw_examples("grounding", 5, 3)
     here = b"".join((row.images[0].data or b"") + repr(row.answer).encode() for row in rows)
     there = subprocess.run(
         [sys.executable, "-c", DIGEST],
@@ -69,7 +69,7 @@ def test_same_pixels_in_another_process():
 
 @pytest.mark.parametrize("task", ["counting", "cluttered"])
 def test_count_is_what_the_pixels_show(task):
-    rows = examples(task, 200, seed=1)
+    rows = draw_examples(task, 200, seed=1)
     for row in rows:
         kinds = [kind_of(blob) for blob in blobs(ink(row.images[0].load()))]
         asked = row.question.removeprefix("How many ").removesuffix("s are there?")
@@ -81,7 +81,7 @@ def test_count_is_what_the_pixels_show(task):
 
 @pytest.mark.parametrize("task", ["grounding", "crowded"])
 def test_box_is_tight_and_the_expression_names_one_shape(task):
-    for row in examples(task, 200, seed=1):
+    for row in draw_examples(task, 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()
         (x1, y1, x2, y2), pixels = row.answer["boxes"][0], np.asarray(row.images[0].load())
         own = np.all(pixels == COLORS[color], axis=-1)
@@ -94,7 +94,7 @@ def test_box_is_tight_and_the_expression_names_one_shape(task):
 
 
 def test_images_are_84_pixels_square_in_memory():
-    image = examples("counting", 1)[0].images[0]
+    image = draw_examples("counting", 1)[0].images[0]
     assert image.size == image.resized_size == image.load().size == (84, 84)
     assert image.path is None
 
@@ -105,7 +105,7 @@ def test_file_form_holds_what_the_memory_form_holds(task, tmp_path):
     argv = ["--task", task, "--count", "4", "--seed", "2", "--out", str(out)]
     assert make_shapes.main(argv) == 0
     rows = [json.loads(line) for line in (out / f"{task}.jsonl").read_text().splitlines()]
-    for row, example in zip(rows, examples(task, 4, seed=2), strict=True):
+    for row, example in zip(rows, draw_examples(task, 4, seed=2), strict=True):
         assert (row["id"], row["question"], row["answer"]) == (
             example.id,
             example.question,
@@ -124,6 +124,6 @@ def test_a_used_folder_is_refused_and_left_alone(tmp_path, capsys):
 
 def test_bad_arguments_are_named(tmp_path, capsys):
     with pytest.raises(ValueError, match="'ocr'; choose counting, cluttered, grounding, crowded"):
-        examples("ocr", 1)
+        draw_examples("ocr", 1)
     assert make_shapes.main(["--count", "0", "--out", str(tmp_path / "x")]) == 1
     assert "count is 0" in capsys.readouterr().err

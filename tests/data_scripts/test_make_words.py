@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 
 from vlm_grpo.data_scripts import make_words
-from vlm_grpo.data_scripts.make_words import LENGTHS, examples
+from vlm_grpo.data_scripts.make_words import LENGTHS, draw_examples
 
 
 def test_example_depends_on_seed_split_and_index_alone():
-    ten = examples("ocr", 10, seed=4)
-    assert examples("ocr", 3, seed=4) == ten[:3]
+    ten = draw_examples("ocr", 10, seed=4)
+    assert draw_examples("ocr", 3, seed=4) == ten[:3]
     assert len({row.images[0].data for row in ten}) == 10
-    assert examples("ocr", 3, seed=4, split="eval")[0].answer != ten[0].answer
+    assert draw_examples("ocr", 3, seed=4, split="eval")[0].answer != ten[0].answer
 
 
 def test_word_is_whole_inside_the_image():
-    rows = examples("ocr", 300, seed=1)
+    rows = draw_examples("ocr", 300, seed=1)
     for row in rows:
         gray = np.asarray(row.images[0].load().convert("L"), dtype=int)
         border = np.concatenate([gray[0], gray[-1], gray[:, 0], gray[:, -1]])
@@ -30,7 +30,7 @@ def test_word_is_whole_inside_the_image():
 
 
 def test_ink_grows_with_the_word():
-    rows = examples("ocr", 300, seed=2)
+    rows = draw_examples("ocr", 300, seed=2)
     ink = {row.id: (np.asarray(row.images[0].load().convert("L")) > 170).sum() for row in rows}
     mean = {
         length: np.mean([ink[row.id] for row in rows if len(row.answer) == length])
@@ -46,11 +46,11 @@ def test_file_form_holds_what_the_memory_form_holds(tmp_path):
         make_words.main(["--count", "3", "--seed", "2", "--split", "eval", "--out", str(out)]) == 0
     )
     rows = [json.loads(line) for line in (out / "ocr.jsonl").read_text().splitlines()]
-    for row, example in zip(rows, examples("ocr", 3, 2, "eval"), strict=True):
+    for row, example in zip(rows, draw_examples("ocr", 3, 2, "eval"), strict=True):
         assert (row["id"], row["answer"]) == (example.id, example.answer)
         assert (out / row["images"][0]).read_bytes() == example.images[0].data
 
 
 def test_unknown_task_is_named():
     with pytest.raises(ValueError, match="'counting'; choose ocr"):
-        examples("counting", 1)
+        draw_examples("counting", 1)

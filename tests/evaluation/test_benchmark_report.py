@@ -72,7 +72,7 @@ def test_ocrbench_v2_is_a_mean_of_category_means():
 
 
 def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
-    examples = make_shapes.examples("grounding", 20, seed=3)
+    examples = make_shapes.draw_examples("grounding", 20, seed=3)
     texts = [str(row.answer["boxes"][0]) for row in examples]
     report = report_of("refcoco", examples, [*texts[:10], *["no"] * 10])
     assert report.value == 50.0
@@ -82,7 +82,7 @@ def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
 
 
 def test_detection_has_a_value_of_the_whole_set_and_no_interval():
-    shapes = make_shapes.examples("grounding", 4, seed=3)
+    shapes = make_shapes.draw_examples("grounding", 4, seed=3)
     task = load_benchmark("coco").load_task()
     report = report_of("coco", shapes, [task.gold(row) for row in shapes])
     assert report.value == pytest.approx(100.0)

@@ -11,7 +11,7 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.predictions import PredictionLog, read_predictions
 
-EXAMPLES = make_shapes.examples("counting", 10, seed=1)
+EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
 REQUEST = {"model": "embedded", "seed": 0}
 
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from vlm_grpo.coordinates import FRAMES
-from vlm_grpo.data_scripts.tiny_parts import SPECIAL_TOKENS
+from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.families import Family, load_family
 from vlm_grpo.parsing import parse_boxes

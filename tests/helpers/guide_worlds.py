@@ -80,7 +80,7 @@ def run(line: str, step: int) -> None:
 
 
 def _shapes(task: str, split: str, count: int = 10) -> list[Example]:
-    return make_shapes.examples(task, count, seed=1, split=split)
+    return make_shapes.draw_examples(task, count, seed=1, split=split)
 
 
 def _rows_file(name: str, examples: list[Example], folder: str = "") -> None:

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from vlm_grpo.data_scripts.tiny_parts import CHAT_TEMPLATE, SPECIAL_TOKENS
+from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.families import load_family

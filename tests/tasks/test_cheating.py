@@ -37,11 +37,11 @@ def scenes(name: str) -> list[Example]:
     """The makers' own rows, crowded ones for grounding; for lists of objects, all shapes of the
     cluttered counting scenes."""
     if name == "ocr":
-        return make_words.examples("ocr", ROWS, seed=5)
+        return make_words.draw_examples("ocr", ROWS, seed=5)
     if name in ("counting", "grounding"):
-        return make_shapes.examples("crowded" if name == "grounding" else name, ROWS, seed=5)
+        return make_shapes.draw_examples("crowded" if name == "grounding" else name, ROWS, seed=5)
     rows = []
-    for example in make_shapes.examples("cluttered", ROWS, seed=5):
+    for example in make_shapes.draw_examples("cluttered", ROWS, seed=5):
         shapes = example.meta["shapes"]
         answer = {
             "boxes": [list(shape["box"]) for shape in shapes],
@@ -189,7 +189,7 @@ SCENES = [*SEEDS, "grounding, the recipe's scenes"]
 def test_no_text_for_all_images_beats_a_weak_model_that_looks(name: str):
     kind, _, recipes = name.partition(",")
     task = load_task(kind, **OPTIONS.get(kind, {}))
-    rows = make_shapes.examples(kind, ROWS, seed=5) if recipes else scenes(kind)
+    rows = make_shapes.draw_examples(kind, ROWS, seed=5) if recipes else scenes(kind)
     weak, blind = random.Random(1), random.Random(2)
 
     whole = [mean_reward(task, rows, lambda _, text=text: text) for text in WHOLE.get(kind, [])]

@@ -135,7 +135,7 @@ def _load_embedded(name: str, limit: int | None, split: Split, task: Task) -> li
             f"give one of {', '.join(f'embedded:{known}' for known in _EMBEDDED)}"
         )
     generator = importlib.import_module(_EMBEDDED[name])
-    examples = generator.examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
+    examples = generator.draw_examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
     try:
         first_valid(examples[:1], task)
     except ValueError as error:

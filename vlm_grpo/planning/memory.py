@@ -32,7 +32,7 @@ from vlm_grpo.planning.work import Work
 LINEARS = 7  # linear maps of a decoder layer
 LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
 """Bytes that libraries take on a CPU once they are used, whatever the model: code, buffers, and in
-bfloat16 the kernels that oneDNN makes for every shape. Fitted to ``perf/plan_check.py``."""
+bfloat16 the kernels that oneDNN makes for every shape. Fitted to ``perf/plan_accuracy.py``."""
 
 
 @dataclass(frozen=True)

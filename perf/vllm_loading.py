@@ -1,6 +1,6 @@
 """What vLLM makes of an exported model, without a GPU: class, weights, tokens and pixels.
 
-``python perf/vllm_reads.py EXPORTED IMAGE`` in an environment with vLLM, which needs nothing
+``python perf/vllm_loading.py EXPORTED IMAGE`` in an environment with vLLM, which needs nothing
 of this package. It asks vLLM for its engine's settings and its own class of the model, loads the
 weights into it, and compares these with the file's, and what its processor makes of an image and a
 question with what transformers' makes of them. Nothing is generated: the CUDA build of vLLM has no

@@ -60,7 +60,11 @@ def main() -> None:
 
 def step(case: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     """The figures of one process."""
-    command = [sys.executable, str(Path(__file__).with_name("plan_step.py")), json.dumps(case)]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("plan_accuracy_step.py")),
+        json.dumps(case),
+    ]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **environment}, check=False
     )

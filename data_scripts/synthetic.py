@@ -21,7 +21,7 @@ from vlm_grpo.types import Example, ImageRef
 Make = Callable[[str, int, int, str], list[Example]]
 """``(task, count, seed, split)`` to that many examples."""
 
-SLATE = (108, 132)
+BACKGROUND_GRAYS = (108, 132)
 """Darkest and lightest grey of a background.
 
 Image processors subtract a mean near (123, 117, 104), so such a background is nearly zero and
@@ -30,7 +30,7 @@ embedded model ignored the words for 2,000 steps; on slate it reads after 200.
 """
 
 
-def generator(*key: object) -> random.Random:
+def make_rng(*key: object) -> random.Random:
     """A random generator that depends on ``key`` alone.
 
     A text seed goes through SHA-512 in ``random``, so the draws are the same in every process
@@ -39,7 +39,7 @@ def generator(*key: object) -> random.Random:
     return random.Random("/".join(map(str, key)))
 
 
-def as_png(image: Image.Image, name: str) -> ImageRef:
+def encode_png(image: Image.Image, name: str) -> ImageRef:
     """The image as PNG bytes in memory; the model is expected to see it at its own size."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
@@ -47,7 +47,7 @@ def as_png(image: Image.Image, name: str) -> ImageRef:
 
 
 @contextmanager
-def whole_folder(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """A folder aside to write into; it becomes ``out`` when the block ends without an error.
 
     Raises:
@@ -79,7 +79,7 @@ def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Pa
     Raises:
         FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
-    with whole_folder(out) as aside:
+    with atomic_folder(out) as aside:
         (aside / "images").mkdir()
         with (aside / file_name).open("w", encoding="utf-8") as file:
             for example in examples:
@@ -102,7 +102,9 @@ def _row(example: Example, root: Path) -> dict[str, object]:
     }
 
 
-def command(make: Make, tasks: Sequence[str], description: str, argv: Sequence[str] | None) -> int:
+def run_maker(
+    make: Make, tasks: Sequence[str], description: str, argv: Sequence[str] | None
+) -> int:
     """The command line of a maker: draw ``--count`` examples of ``--task`` into ``--out``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--task", choices=tasks, default=tasks[0], help="which task's examples")

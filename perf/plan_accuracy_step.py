@@ -1,4 +1,4 @@
-"""Two real steps under one setting, their peak memory, and what the plan says (plan_check.py)."""
+"""Measure the memory of two real steps and of their plan, for ``plan_accuracy.py``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_ours import Noise
-from measuring import LORA, QUESTION, PeakMemory
-from models import build
+from measurement import LORA, QUESTION, PeakMemory
 from PIL import Image
+from random_models import build_random_model
+from step_time_vlm_grpo import Noise
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.attention import use_shared_attention
@@ -92,7 +92,9 @@ def examples_of(case: dict[str, Any]) -> list[Example]:
 def trainer_of(case: dict[str, Any], settings: Settings, examples: list[Example]) -> Trainer:
     """A trainer of a random model, as ``load_model`` would have made it."""
     weights = torch.float32 if case["full"] else getattr(torch, case["dtype"])
-    model, processor = build(case["size"], weights, "cpu", max_pixels=case["image"] ** 2)
+    model, processor = build_random_model(
+        case["size"], weights, "cpu", max_pixels=case["image"] ** 2
+    )
     _, family = read_shape(model.config, settings.policy)
     if case["checkpointing"]:
         checkpoint_activations(model)

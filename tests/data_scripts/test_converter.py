@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from dataset_files import png, put
 
-from vlm_grpo.data_scripts.conversion import Converter, Found, Refused
+from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow
 
 
 def counting(count: int, stop_after: int | None = None) -> Converter:
@@ -18,7 +18,7 @@ def counting(count: int, stop_after: int | None = None) -> Converter:
         for i in range(count):
             if i == stop_after:
                 raise KeyboardInterrupt
-            yield Found(f"row-{i}", (png(shade=i),), "How many?", i)
+            yield ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i)
 
     return Converter("rows", read, tasks=("counting",), splits=("test", "train"))
 
@@ -90,7 +90,7 @@ def test_limit_makes_up_for_bad_rows(tmp_path, argv):
     def read(request):
         for i in range(40):
             image = None if i % 3 == 0 else png(shade=i)
-            yield Found(f"row-{i}", (image,), "How many?", i)
+            yield ConvertedRow(f"row-{i}", (image,), "How many?", i)
 
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main([*argv, "--limit", "10"]) == 0
@@ -98,16 +98,20 @@ def test_limit_makes_up_for_bad_rows(tmp_path, argv):
 
 
 def bad_rows(request):
-    yield Found("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield Found("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield Found("rounded", (png(),), "q", {"boxes": [[-0.5, 0, 64.9, 48.2]], "labels": ["q"]})
-    yield Found("xywh", (png(),), "q", {"boxes": [[30, 20, 70, 40]], "labels": ["q"]})
-    yield Found("reversed", (png(),), "q", {"boxes": [[30, 20, 10, 40]], "labels": ["q"]})
-    yield Found("two", (png(),), "q", {"boxes": [[1, 2, 3, 4]] * 2, "labels": ["q"] * 2})
-    yield Found("lost", (None,), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield Found("rotten", (b"no image",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield Found("outside", ("../secret.png",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
-    yield Refused("skipped", "it is of no use")
+    yield ConvertedRow("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
+    yield ConvertedRow("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
+    yield ConvertedRow(
+        "rounded", (png(),), "q", {"boxes": [[-0.5, 0, 64.9, 48.2]], "labels": ["q"]}
+    )
+    yield ConvertedRow("xywh", (png(),), "q", {"boxes": [[30, 20, 70, 40]], "labels": ["q"]})
+    yield ConvertedRow("reversed", (png(),), "q", {"boxes": [[30, 20, 10, 40]], "labels": ["q"]})
+    yield ConvertedRow("two", (png(),), "q", {"boxes": [[1, 2, 3, 4]] * 2, "labels": ["q"] * 2})
+    yield ConvertedRow("lost", (None,), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
+    yield ConvertedRow("rotten", (b"no image",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
+    yield ConvertedRow(
+        "outside", ("../secret.png",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]}
+    )
+    yield RefusedRow("skipped", "it is of no use")
 
 
 def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
@@ -132,7 +136,7 @@ def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
 
 def test_a_source_in_which_no_row_is_good_gives_no_output(tmp_path, argv, capsys):
     def read(request):
-        yield Found("lost", (None,), "How many?", 1)
+        yield ConvertedRow("lost", (None,), "How many?", 1)
 
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main(argv) == 1
@@ -144,8 +148,8 @@ def test_a_source_in_which_no_row_is_good_gives_no_output(tmp_path, argv, capsys
 
 def test_a_layout_that_breaks_in_the_middle_leaves_no_output(tmp_path, argv, capsys):
     def read(request):
-        yield Found("first", (png(),), "How many?", 1)
-        yield Found("second", (png(),), {}["question"], 1)
+        yield ConvertedRow("first", (png(),), "How many?", 1)
+        yield ConvertedRow("second", (png(),), {}["question"], 1)
 
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main(argv) == 1
@@ -163,7 +167,7 @@ def test_out_must_be_jsonl(tmp_path, argv, capsys):
 
 def test_paths_of_images_are_kept_and_nothing_is_copied(tmp_path, argv):
     def read(request):
-        yield Found("one", ("deep/a.png", "b.png"), "How many?", 1)
+        yield ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)
 
     put(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))

@@ -1,6 +1,6 @@
 """What the recipes of the embedded model reach: held-out accuracy before and after, over seeds.
 
-    python perf/recipes.py --seeds 0 1 2 --out perf/results/recipes.json
+    python perf/recipe_accuracy.py --seeds 0 1 2 --out perf/results/recipes.json
 
 Each run is a process of its own, as a user starts it; two run at once, on one core each.
 """

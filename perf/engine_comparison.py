@@ -1,6 +1,6 @@
 """The quickstart with the shared-prefix and with the repeated engine: curves and times.
 
-    python perf/engines.py
+    python perf/engine_comparison.py
 
 trains the quickstart's recipe with both engines at the same time, one core each, seed by seed;
 writes ``results/engines.json``, draws ``docs/images/engines.svg`` and prints a table.

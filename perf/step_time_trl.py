@@ -1,4 +1,4 @@
-"""GRPO steps of TRL's GRPOTrainer, for ``step.py``."""
+"""GRPO steps of TRL's GRPOTrainer, for ``step_time.py``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from measuring import LORA, QUESTION, measure, noise_reward, wait
+from measurement import LORA, QUESTION, measure, noise_reward, wait
 from peft import LoraConfig
-from step import arguments
+from step_time import parse_arguments
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -82,4 +82,4 @@ def run_trl(options: argparse.Namespace, model: Any, processor: Any, images: lis
 
 
 if __name__ == "__main__":
-    measure(arguments(), run_trl)
+    measure(parse_arguments(), run_trl)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.errors import UserError
 
-Record = dict[str, Any]
+RawRecord = dict[str, Any]
 """One row, annotation or entry as the source has it."""
 
 
@@ -61,7 +61,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is corrupt or cut off: {error}") from error
 
 
-def read_lines(path: Path) -> Iterator[Record]:
+def read_json_rows(path: Path) -> Iterator[RawRecord]:
     """The objects of a JSON Lines file, or of a JSON file that is one list of them."""
     with path.open("rb") as file:
         is_list = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
@@ -96,7 +96,7 @@ def read_pickle(path: Path) -> Any:
         raise UserError(f"{path} is corrupt, cut off or no plain pickle: {error}") from error
 
 
-def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[Record]:
+def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[RawRecord]:
     """The rows of a table with an image column, images as encoded bytes.
 
     Args:
@@ -127,14 +127,14 @@ def _table_rows(source: str, split: str) -> Iterator[Any]:
     yield from hub.read_hub(f"{name}:{rest or split}", "eval")[0]
 
 
-def image_bytes(value: Any) -> bytes | None:
+def get_image_bytes(value: Any) -> bytes | None:
     """The encoded image in a table's image column, or None where it holds none."""
     value = value.get("bytes") if isinstance(value, Mapping) else value
     return value if isinstance(value, bytes) else None
 
 
 @dataclass(frozen=True)
-class Coco:
+class CocoAnnotations:
     """A COCO annotation file, by id.
 
     Attributes:
@@ -143,45 +143,45 @@ class Coco:
         categories: category names.
     """
 
-    images: Mapping[int, Record]
-    annotations: Mapping[int, Record]
+    images: Mapping[int, RawRecord]
+    annotations: Mapping[int, RawRecord]
     categories: Mapping[int, str]
 
-    def get_boxes(self) -> dict[int, list[Record]]:
+    def group_by_image(self) -> dict[int, list[RawRecord]]:
         """The annotations of every image, none for an image without any."""
-        found: dict[int, list[Record]] = {image: [] for image in self.images}
+        found: dict[int, list[RawRecord]] = {image: [] for image in self.images}
         for annotation in self.annotations.values():
             found[annotation["image_id"]].append(annotation)
         return found
 
 
-def read_coco(path: Path) -> Coco:
+def read_coco(path: Path) -> CocoAnnotations:
     """A COCO annotation file."""
     content = read_json(path)
     missing = [n for n in ("images", "annotations", "categories") if n not in content]
     if missing:
         raise UserError(f"{path} is no COCO annotation file: it has no {', '.join(missing)}")
-    return Coco(
+    return CocoAnnotations(
         images={image["id"]: image for image in content["images"]},
         annotations={annotation["id"]: annotation for annotation in content["annotations"]},
         categories={category["id"]: category["name"] for category in content["categories"]},
     )
 
 
-def xyxy(box: Sequence[float]) -> list[float]:
+def xywh_to_xyxy(box: Sequence[float]) -> list[float]:
     """COCO's x, y, width, height → x1, y1, x2, y2.
 
-    >>> xyxy([10, 20, 5.5, 4])
+    >>> xywh_to_xyxy([10, 20, 5.5, 4])
     [10, 20, 15.5, 24]
     """
     x, y, width, height = box
     return [x, y, x + width, y + height]
 
 
-def hull(boxes: Sequence[Sequence[float]]) -> list[float]:
+def enclosing_box(boxes: Sequence[Sequence[float]]) -> list[float]:
     """The smallest xyxy box around some.
 
-    >>> hull([[0, 5, 2, 6], [1, 1, 3, 2]])
+    >>> enclosing_box([[0, 5, 2, 6], [1, 1, 3, 2]])
     [0, 1, 3, 6]
     """
     left, top, right, bottom = zip(*boxes, strict=True)

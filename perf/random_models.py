@@ -21,7 +21,7 @@ from transformers import (
 from transformers import Qwen2_5_VLForConditionalGeneration as Qwen25
 from transformers import Qwen3VLForConditionalGeneration as Qwen3
 
-from vlm_grpo.data_scripts.tiny_parts import SPECIAL_TOKENS, build_processor
+from vlm_grpo.data_scripts.tiny_vlm import SPECIAL_TOKENS, build_processor
 
 _MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]}
 
@@ -124,7 +124,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(size: str, dtype: torch.dtype, device: str, max_pixels: int) -> tuple[Any, Any]:
+def build_random_model(
+    size: str, dtype: torch.dtype, device: str, max_pixels: int
+) -> tuple[Any, Any]:
     """A random model of a named size in evaluation mode, and its processor."""
     processor = build_processor(["What is in the image?", "0123456789"])
     tokenizer = processor.tokenizer

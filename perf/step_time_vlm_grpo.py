@@ -1,4 +1,4 @@
-"""GRPO steps of this toolkit's trainer, for ``step.py``."""
+"""GRPO steps of this toolkit's trainer, for ``step_time.py``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import torch
-from measuring import LORA, QUESTION, measure, noise_reward, wait
-from step import arguments
+from measurement import LORA, QUESTION, measure, noise_reward, wait
+from step_time import parse_arguments
 from torch.utils.flop_counter import FlopCounterMode
 
 from vlm_grpo.config.run import Settings
@@ -108,4 +108,4 @@ def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: li
 
 
 if __name__ == "__main__":
-    measure(arguments(), run_ours)
+    measure(parse_arguments(), run_ours)

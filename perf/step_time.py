@@ -1,7 +1,7 @@
 """Whole GRPO steps, ours and TRL's, on the same random model, images and settings.
 
-    python perf/step.py --size 35m --image 448 --generations 8 --tokens 64 --prompts 4
-    python perf/step.py --engines shared repeated --dtype bfloat16
+    python perf/step_time.py --size 35m --image 448 --generations 8 --tokens 64 --prompts 4
+    python perf/step_time.py --engines shared repeated --dtype bfloat16
 
 Every engine runs in processes of its own, which take turns, so that a machine whose speed drifts
 is the same for all, and so that each one's peak memory is its own. Memory is counted above the
@@ -22,9 +22,9 @@ from pathlib import Path
 ENGINES = ("shared", "repeated", "trl")
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", default="35m", help="a name in perf/models.py")
+    parser.add_argument("--size", default="35m", help="a name in perf/random_models.py")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--image", type=int, default=448, help="edge of the images in pixels")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a step")
@@ -47,11 +47,11 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    options = arguments()
+    options = parse_arguments()
     results: dict[str, list[dict]] = {engine: [] for engine in options.engines}
     for _ in range(options.rounds):
         for engine in options.engines:
-            module = "engine_trl.py" if engine == "trl" else "engine_ours.py"
+            module = "step_time_trl.py" if engine == "trl" else "step_time_vlm_grpo.py"
             script = str(Path(__file__).with_name(module))
             command = [sys.executable, script, *sys.argv[1:], "--child", engine]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

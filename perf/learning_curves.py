@@ -1,6 +1,6 @@
 """Learning curves of the loss types and of the reference's refresh, on the quickstart's recipe.
 
-    python perf/learning.py
+    python perf/learning_curves.py
 
 runs what `results/learning.json` does not hold yet, one process of one core a run, then draws
 `docs/images/learning.svg` from that file and prints the table of docs/objective.md. A stopped
@@ -25,7 +25,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
+RESULTS = ROOT / "perf" / "results" / "learning.json"
 PLOT = ROOT / "docs" / "images" / "learning.svg"
 RECIPE = "quickstart"
 EVERY = 20

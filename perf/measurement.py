@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from models import build
 from PIL import Image
+from random_models import build_random_model
 from torch.nn import functional
 
 from vlm_grpo.engine.linear import product
@@ -34,7 +34,7 @@ def measure(options: argparse.Namespace, run: Callable) -> None:
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
-    model, processor = build(options.size, dtype, device, max_pixels=options.image**2)
+    model, processor = build_random_model(options.size, dtype, device, max_pixels=options.image**2)
     random = np.random.default_rng(0)
     shape = (options.image, options.image, 3)
     images = [

@@ -1,7 +1,7 @@
 """What the converters share: the command, the checks of every row, and whole files or none.
 
-A converter reads one dataset in the form that its authors publish and yields ``Found`` and
-``Refused`` rows; everything else happens here, the same for all of them. A row is written only
+A converter reads one dataset in the form that its authors publish and yields ``ConvertedRow`` and
+``RefusedRow`` rows; everything else happens here, the same for all of them. A row is written only
 if the toolkit's own loader accepts it.
 """
 
@@ -33,7 +33,7 @@ MAX_IMAGE_PIXELS = 2 * 89_478_485
 OUTSIDE = 1.0
 """Pixels by which a box may leave its image: annotations round, and no evaluation drops these."""
 _REASONS_KEPT = 1000
-"""Refused rows that the summary file lists; all are counted."""
+"""RefusedRow rows that the summary file lists; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Found:
+class ConvertedRow:
     """One row of a source.
 
     Attributes:
@@ -79,7 +79,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedRow:
     """A row of the source that becomes none of the output, and why.
 
     Attributes:
@@ -100,9 +100,9 @@ class Summary:
     read: int = 0
     written: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[RefusedRow] = field(default_factory=list)
 
-    def refuse(self, row: Refused) -> None:
+    def refuse(self, row: RefusedRow) -> None:
         self.reasons[row.reason] += 1
         if len(self.refused) < _REASONS_KEPT:
             self.refused.append(row)
@@ -132,7 +132,7 @@ class Converter:
     """
 
     about: str
-    read: Callable[[Request], Iterable[Found | Refused]]
+    read: Callable[[Request], Iterable[ConvertedRow | RefusedRow]]
     tasks: tuple[str, ...]
     splits: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -245,7 +245,7 @@ class _Run:
                 yield from self._drawn(found, task, reader)
 
     def _drawn(
-        self, found: Iterator[Found], task: Task, reader: ImageReader
+        self, found: Iterator[ConvertedRow], task: Task, reader: ImageReader
     ) -> Iterator[dict[str, Any]]:
         """``limit`` rows chosen by a hash of seed and id, so the source's order has no say.
 
@@ -262,17 +262,17 @@ class _Run:
     def _key(self, identity: str) -> str:
         return hashlib.sha256(f"{self.seed}/{identity}".encode()).hexdigest()
 
-    def _found(self, advance: Callable[[], None]) -> Iterator[Found]:
+    def _found(self, advance: Callable[[], None]) -> Iterator[ConvertedRow]:
         """The converter's rows with unique ids; what it refuses is noted."""
         seen: set[str] = set()
         try:
             for item in self.converter.read(self.request):
                 self.summary.read += 1
                 advance()
-                if isinstance(item, Refused):
+                if isinstance(item, RefusedRow):
                     self.summary.refuse(item)
                 elif item.id in seen:
-                    self.summary.refuse(Refused(item.id, "its id is used by an earlier row"))
+                    self.summary.refuse(RefusedRow(item.id, "its id is used by an earlier row"))
                 else:
                     seen.add(item.id)
                     yield item
@@ -282,10 +282,12 @@ class _Run:
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def _checked(self, item: Found, task: Task, reader: ImageReader) -> dict[str, Any] | None:
+    def _checked(
+        self, item: ConvertedRow, task: Task, reader: ImageReader
+    ) -> dict[str, Any] | None:
         """The row as it is written, or None where the loader would refuse it."""
         if None in item.images:
-            self.summary.refuse(Refused(item.id, "its image is missing in the source"))
+            self.summary.refuse(RefusedRow(item.id, "its image is missing in the source"))
             return None
         try:
             row = {
@@ -297,13 +299,13 @@ class _Run:
             }
             example = to_example(Row(item.id, 0, row, strict=True), {}, reader, task)
         except ValueError as error:
-            self.summary.refuse(Refused(item.id, _kind(str(error)), str(error)))
+            self.summary.refuse(RefusedRow(item.id, _kind(str(error)), str(error)))
             return None
         size = example.images[0].size if example.images else (0, 0)
         boxes = item.answer.get("boxes", ()) if isinstance(item.answer, Mapping) else ()
         if outside := [box for box in boxes if _leaves(box, size)]:
             detail = f"{outside[0]} in {size[0]}x{size[1]}"
-            self.summary.refuse(Refused(item.id, "a box leaves its image", detail))
+            self.summary.refuse(RefusedRow(item.id, "a box leaves its image", detail))
             return None
         return row
 
@@ -358,7 +360,7 @@ class _Run:
         }
 
 
-def answer_for(value: Any, task: str) -> Any | None:
+def parse_foreign_answer(value: Any, task: str) -> Any | None:
     """A foreign answer in the task's own form, or None where it cannot be read as one."""
     kinds = {"grounding": dict, "detection": dict, "counting": int, "ocr": (str, list)}
     readings = answer_candidates(value)
