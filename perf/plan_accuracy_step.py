@@ -21,7 +21,7 @@ from step_time_vlm_grpo import Noise
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.loading import LoadedModel, adapt, checkpoint_activations
+from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze, enable_gradient_checkpointing
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.shape import read_shape
@@ -97,8 +97,8 @@ def trainer_of(case: dict[str, Any], settings: Settings, examples: list[Example]
     )
     _, family = read_shape(model.config, settings.policy)
     if case["checkpointing"]:
-        checkpoint_activations(model)
-    adapters = adapt(model, family, settings.policy)
+        enable_gradient_checkpointing(model)
+    adapters = apply_lora_or_freeze(model, family, settings.policy)
     use_shared_attention(family.language_model(model))
     autocast = case["full"] and case["dtype"] == "bfloat16"
     budget = family.pixel_budget(processor)
@@ -129,7 +129,9 @@ def planned(case: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
     """What the plan says of the same step."""
     settings, policy = trainer.settings, trainer.policy
     shape, _ = read_shape(policy.model.config, settings.policy)
-    prompt = policy.prompt(policy.with_resized_sizes(trainer.roll.loader.stream[0]), trainer.task)
+    prompt = policy.build_prompt(
+        policy.with_resized_sizes(trainer.roll.loader.stream[0]), trainer.task
+    )
     patches = len(prompt.vision["pixel_values"])
     work = estimate_work(settings, len(prompt.token_ids), patches, case["image"] ** 2)
     found = estimate_memory(shape, work, on_cpu=True)

@@ -18,7 +18,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.families import load_family
-from vlm_grpo.model.loading import LoadedModel, adapt
+from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task, reward
 from vlm_grpo.trainer import Trainer
@@ -72,7 +72,7 @@ def build_trainer(
         }
     )
     family = load_family(model.config)
-    adapters = adapt(model, family, settings.policy)
+    adapters = apply_lora_or_freeze(model, family, settings.policy)
     if shared:
         use_shared_attention(family.language_model(model))
     budget = family.pixel_budget(processor)

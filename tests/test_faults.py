@@ -211,7 +211,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_end_the_run_with_the_batc
 ) -> None:
     run = settings(optim={"max_steps": 20})
     trainer = trainer_for(run)
-    before = {n: w.detach().clone() for n, w in trainer.policy.trainable()}
+    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
     score = trainer.policy.score
 
     def broken(batch: Any, with_entropy: bool = False) -> TokenScores:
@@ -220,7 +220,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_end_the_run_with_the_batc
     monkeypatch.setattr(trainer.policy, "score", broken)
     with pytest.raises(UserError, match=r"5 steps in a row.*optim\.lr") as ended:
         trainer.run()
-    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable())
+    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
 
     path = run.run_dir / "overflow" / f"step-{MAX_OVERFLOWS - 1:06d}-rank-0.jsonl"
     assert str(path) in str(ended.value)

@@ -81,7 +81,11 @@ def test_lora_leaves_the_base_weights_alone(settings: Any) -> None:
     trainer.run_step()
     after = trainer.policy.model.state_dict()
     assert all(torch.equal(w, after[n]) for n, w in before.items() if "lora_" not in n)
-    changed = [w for n, w in trainer.policy.trainable() if "lora_B" in n and bool((w != 0).any())]
+    changed = [
+        w
+        for n, w in trainer.policy.trainable_parameters()
+        if "lora_B" in n and bool((w != 0).any())
+    ]
     assert changed
 
 
@@ -195,10 +199,10 @@ def test_full_weights_train_in_float32_under_bfloat16(settings: Any) -> None:
     loaded = load_model(run)
     assert loaded.autocast
     trainer = trainer_for(run)
-    before = {n: w.detach().clone() for n, w in trainer.policy.trainable()}
+    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
     trainer.run_step()
     # In bfloat16 a weight of 0.1 has a spacing of 5e-4, and a step of 1e-6 would be lost.
-    assert any(not torch.equal(w, before[n]) for n, w in trainer.policy.trainable())
+    assert any(not torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
 
 
 class TestBadModels:

@@ -37,13 +37,13 @@ def test_full_weights_come_back_one_by_one(tmp_path: Path, family: str) -> None:
     model = save_tiny_model(tmp_path / "model", family)
     trainer = trainer_for(small_run(tmp_path, model, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
-    trained = {name: weight.detach() for name, weight in trainer.policy.trainable()}
+    trained = {name: weight.detach() for name, weight in trainer.policy.trainable_parameters()}
     resumed = load_policy(trainer.settings, checkpoint)
-    found = {name: weight.detach() for name, weight in resumed.trainable()}
+    found = {name: weight.detach() for name, weight in resumed.trainable_parameters()}
     assert set(found) == set(trained)
     assert [name for name in trained if not torch.equal(found[name], trained[name])] == []
     # Were nothing loaded, they would equal the model that training began with.
-    initial = dict(load_policy(trainer.settings).trainable())
+    initial = dict(load_policy(trainer.settings).trainable_parameters())
     assert any(not torch.equal(found[name], initial[name]) for name in found)
 
     weights = weights_of(checkpoint)
@@ -58,8 +58,8 @@ def test_an_adapter_comes_back_and_a_renamed_key_fails(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     trainer = trainer_for(small_run(tmp_path, model, policy=LORA, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
-    found = dict(load_policy(trainer.settings, checkpoint).trainable())
-    for name, weight in trainer.policy.trainable():
+    found = dict(load_policy(trainer.settings, checkpoint).trainable_parameters())
+    for name, weight in trainer.policy.trainable_parameters():
         assert torch.equal(found[name], weight), name
     weights = weights_of(checkpoint)
     assert len(weights) == len(found)  # the adapter's alone

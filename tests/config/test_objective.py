@@ -146,9 +146,9 @@ def test_dropout_is_refused_where_two_passes_are_compared():
 def test_what_a_step_needs():
     plain = ObjectiveSettings()
     assert (plain.needs_reference, plain.needs_old_logprobs) == (False, False)
-    assert plain.only_advantages_matter
+    assert plain.can_skip_zero_advantages
     never = ObjectiveSettings(beta=0.1, reference_refresh_every="never")
     assert never.needs_reference
-    assert not never.only_advantages_matter
+    assert not never.can_skip_zero_advantages
     assert not ObjectiveSettings(beta=0.1).needs_reference  # the old log-probs are its own
-    assert not ObjectiveSettings(entropy_coef=0.01).only_advantages_matter
+    assert not ObjectiveSettings(entropy_coef=0.01).can_skip_zero_advantages

@@ -100,7 +100,7 @@ CASES = [(family, variant) for family in FAMILIES for variant in VARIANTS]
 
 
 def prompt_of(policy: Policy, example: Example) -> Any:
-    return policy.prompt(policy.with_resized_sizes(example), Ask())
+    return policy.build_prompt(policy.with_resized_sizes(example), Ask())
 
 
 def logprobs_of(policy: Policy, example: Example) -> list[float]:
@@ -124,7 +124,7 @@ def trained(folder: Path, original: Path, policy_settings: dict[str, Any]) -> tu
     )
     policy = load_policy(settings)
     with torch.no_grad():
-        for _, weight in policy.trainable():
+        for _, weight in policy.trainable_parameters():
             weight.add_(0.1 * weight.std() * torch.randn_like(weight) + 0.01)
     policy.save(folder, policy.weights())
     settings.save(folder / "config.yaml")

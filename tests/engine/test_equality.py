@@ -16,7 +16,7 @@ from vlm_grpo.engine.attention import GroupSpan, PackedAttention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.linear import use_fast_linears
-from vlm_grpo.model.loading import checkpoint_activations
+from vlm_grpo.model.loading import enable_gradient_checkpointing
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
@@ -33,7 +33,7 @@ def micro_batch(policy: Policy) -> MicroBatch:
     generator = torch.Generator().manual_seed(3)
     slices, row = [], 0
     for example, lengths in zip(EXAMPLES, LENGTHS, strict=True):
-        prompt = policy.prompt(policy.with_resized_sizes(example), Plain())
+        prompt = policy.build_prompt(policy.with_resized_sizes(example), Plain())
         tokens = [
             tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
             for length in lengths
@@ -50,7 +50,7 @@ def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     logprobs = policy.score(micro_batch(policy)).logprobs
     weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
     (logprobs * weights).sum().backward()
-    grads = {n: w.grad for n, w in policy.trainable() if w.grad is not None}
+    grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
     return logprobs.detach(), grads
 
 
@@ -65,7 +65,7 @@ def with_lora(policy: Policy) -> None:
 
 
 def with_checkpointing(policy: Policy) -> None:
-    checkpoint_activations(policy.model)
+    enable_gradient_checkpointing(policy.model)
 
 
 def with_both(policy: Policy) -> None:
@@ -200,7 +200,7 @@ def test_a_small_image_does_not_shrink_the_others() -> None:
     large = noise_example("large", [(112, 84)], seed=5)
 
     def prompts(*examples: Any) -> list[Prompt]:
-        return [policy.prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
+        return [policy.build_prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
 
     before = prompts(large)[0]
     after = prompts(small, large)[1]

@@ -30,7 +30,9 @@ class Plain(Task):
 
 def prompts_of(policy: Policy) -> list[Prompt]:
     examples = [noise_example(str(n), sizes, "What? " * n, seed=n) for n, sizes in enumerate(SIZES)]
-    return [policy.prompt(policy.with_resized_sizes(example), Plain()) for example in examples]
+    return [
+        policy.build_prompt(policy.with_resized_sizes(example), Plain()) for example in examples
+    ]
 
 
 def sampled(policy: Policy, max_tokens: int = 100_000) -> list[tuple[Completion, ...]]:

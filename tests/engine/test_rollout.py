@@ -31,7 +31,7 @@ def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
         ]
         question = "What? " * int(random.integers(1, 8))
         example = noise_example(str(index), sizes, question, seed=index)
-        prompts.append(policy.prompt(policy.with_resized_sizes(example), Plain()))
+        prompts.append(policy.build_prompt(policy.with_resized_sizes(example), Plain()))
     return prompts
 
 
@@ -80,7 +80,7 @@ def test_rollout_logprobs_equal_scored_ones(family: str) -> None:
 
 def test_sampled_frequencies_follow_the_models_distribution() -> None:
     policy = tiny_policy("qwen2_5_vl")
-    prompt = policy.prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
+    prompt = policy.build_prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
     draws = 4000
     group = sample(policy, [prompt], group=draws, length=1)[0]
     every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
@@ -164,7 +164,7 @@ def test_a_completion_does_not_depend_on_the_prompts_beside_it() -> None:
 )
 def test_truncated_sampling_keeps_to_the_likely_tokens(truncation: dict) -> None:
     policy = tiny_policy("qwen2_5_vl")
-    prompt = policy.prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
+    prompt = policy.build_prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
     (group,) = sample(policy, [prompt], group=300, length=1, **truncation)
     every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
     batch = MicroBatch((GroupSlice(prompt, every, tuple(range(len(every)))),))
@@ -205,7 +205,7 @@ def test_bfloat16_rollout_and_score_stay_close() -> None:
 
 def test_temperature_is_part_of_the_scored_distribution() -> None:
     cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
-    prompt = cold.prompt(cold.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
+    prompt = cold.build_prompt(cold.with_resized_sizes(noise_example("a", [(56, 56)])), Plain())
     every = tuple((token,) for token in range(256))
     batch = MicroBatch((GroupSlice(prompt, every, tuple(range(256))),))
     with torch.no_grad():

@@ -20,7 +20,7 @@ def slices(policy: Policy) -> list[GroupSlice]:
     examples[1] = type(examples[1])("b", examples[0].images, examples[1].question, "")
     found = []
     for index, example in enumerate(examples):
-        prompt = policy.prompt(policy.with_resized_sizes(example), Plain())
+        prompt = policy.build_prompt(policy.with_resized_sizes(example), Plain())
         completions = tuple(tuple(range(9 + index, 20 + index)) for _ in range(3))
         found.append(GroupSlice(prompt, completions, tuple(range(3 * index, 3 * index + 3))))
     return found
@@ -39,7 +39,7 @@ def gradient(policy: Policy, max_tokens: int, once: bool) -> tuple[dict, int, in
     else:
         for micro in batches:
             policy.score(micro).logprobs.sum().backward()
-    grads = {n: w.grad.clone() for n, w in policy.trainable() if w.grad is not None}
+    grads = {n: w.grad.clone() for n, w in policy.trainable_parameters() if w.grad is not None}
     return grads, len(batches), policy.counters.encoder_passes
 
 

@@ -26,7 +26,7 @@ from vlm_grpo.evaluation.evaluate import (
     score_benchmark,
 )
 from vlm_grpo.evaluation.predictions import PredictionLog
-from vlm_grpo.model.loading import model_source
+from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.rewards.scorer import RewardScorer
@@ -214,7 +214,7 @@ def test_a_checkpoint_stands_beside_its_model(
     rows: Path, benchmark: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     copy = tmp_path / "checkpoint"
-    shutil.copytree(model_source("embedded"), copy)
+    shutil.copytree(get_model_source("embedded"), copy)
     base, same = evaluate_benchmark(benchmark, settings_for(rows, tmp_path), copy)
     assert base.values == same.values
     assert "difference +0.0" in capsys.readouterr().out

@@ -86,7 +86,7 @@ def test_a_family_that_is_not_known_keeps_none():
 def test_completions_hold_the_tokens_that_mean_something():
     policy = tiny_policy("qwen2_vl")
     task = load_task("detection", frame=policy.frame)
-    prompt = policy.prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), task)
+    prompt = policy.build_prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), task)
     sampling = SamplingSettings(policy.distribution, 64, ())
     (members,) = policy.sample([prompt], sampling, 8, [(0, "a")], 100_000)
     start = policy.tokenizer.convert_tokens_to_ids("<|box_start|>")

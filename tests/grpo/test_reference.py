@@ -19,7 +19,7 @@ from vlm_grpo.config.run import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.grpo.update import build_slices
-from vlm_grpo.model.loading import LoadedModel, largest_dropout, load_model, model_source
+from vlm_grpo.model.loading import LoadedModel, find_largest_dropout, get_model_source, load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.trainer import Trainer, train
 from vlm_grpo.types import Group
@@ -145,7 +145,7 @@ def test_a_snapshot_on_the_host_gives_the_same_run(
             *weights,
         )
         rows = steps(trainer, 4)
-        kept = [(n, w.detach().clone()) for n, w in trainer.policy.trainable()]
+        kept = [(n, w.detach().clone()) for n, w in trainer.policy.trainable_parameters()]
         runs.append(([(row["loss"], row["kl"]) for row in rows], kept))
     assert runs[0][0] == runs[1][0]
     pairs = zip(runs[0][1], runs[1][1], strict=True)
@@ -229,7 +229,7 @@ def test_a_host_snapshot_is_part_of_the_checkpoint(tmp_path: Path) -> None:
 def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Path) -> None:
     """No setting of ours: it stands in the configuration of the model that a user names."""
     folder = tmp_path / "model"
-    shutil.copytree(model_source("embedded"), folder)
+    shutil.copytree(get_model_source("embedded"), folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["attention_dropout"] = 0.25
     (folder / "config.json").write_text(json.dumps(config))
@@ -242,8 +242,8 @@ def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Pat
 
 
 def test_the_largest_dropout_is_found_in_layers_and_in_numbers() -> None:
-    assert largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
+    assert find_largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
     layers = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout2d(0.2))
-    assert largest_dropout(layers) == (0.2, "1")
+    assert find_largest_dropout(layers) == (0.2, "1")
     attention = torch.nn.MultiheadAttention(2, 1, dropout=0.3)
-    assert largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")
+    assert find_largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")

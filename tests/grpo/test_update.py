@@ -55,14 +55,14 @@ def ours(rewards: Tensor) -> tuple[float, dict[str, Tensor]]:
         lengths,
     )
     settings = ObjectiveSettings.model_validate({"loss_type": "grpo"})
-    loss = policy_loss(tokens, StepTotals.of(lengths, None, LONGEST), settings).loss
+    loss = policy_loss(tokens, StepTotals.from_lengths(lengths, None, LONGEST), settings).loss
     loss.backward()
-    return loss.item(), {n: w.grad for n, w in policy.trainable() if w.grad is not None}
+    return loss.item(), {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
 
 
 def prompts_of(policy: Any) -> list[Prompt]:
     examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
-    return [policy.prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
+    return [policy.build_prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
 
 
 def theirs(rewards: Tensor, folder: Path) -> tuple[float, dict[str, Tensor]]:

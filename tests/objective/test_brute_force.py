@@ -235,7 +235,7 @@ def test_the_mean_over_tokens_weights_short_completions_more():
         completion = torch.tensor([0, 1, 1, 1, 1])
         batch = TokenBatch(logprobs, completion, torch.tensor([1.0, -1.0]), lengths)
         settings = ObjectiveSettings(loss_type=loss_type)
-        policy_loss(batch, StepTotals.of(lengths, None, 4), settings).loss.backward()
+        policy_loss(batch, StepTotals.from_lengths(lengths, None, 4), settings).loss.backward()
         assert logprobs.grad is not None
         weights[loss_type] = (logprobs.grad[0] / -logprobs.grad[1]).item()
     assert weights == {"grpo": pytest.approx(4.0), "dr_grpo": pytest.approx(1.0)}

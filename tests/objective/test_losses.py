@@ -73,7 +73,7 @@ def part_of(step: TokenBatch, completions: list[int]) -> TokenBatch:
 
 
 def totals_of(step: TokenBatch) -> StepTotals:
-    return StepTotals.of(step.lengths, step.active, MAX_LENGTH)
+    return StepTotals.from_lengths(step.lengths, step.active, MAX_LENGTH)
 
 
 def gradients(loss: Tensor, step: TokenBatch) -> Tensor:

@@ -79,7 +79,7 @@ def make_groups(policy: Policy) -> list[Group]:
     examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
     groups = []
     for example, lengths in zip(examples, LENGTHS, strict=True):
-        prompt: Prompt = policy.prompt(policy.with_resized_sizes(example), Plain())
+        prompt: Prompt = policy.build_prompt(policy.with_resized_sizes(example), Plain())
         completions = []
         for length in lengths:
             ids = tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
@@ -126,11 +126,11 @@ def gradients(settings: Settings, count: int, order: int | None = None) -> list[
     """The gradient of each of the step's updates, cut into ``count`` micro-batches."""
     policy = tiny_policy("qwen2_5_vl")
     accelerator = Accelerator(cpu=True)
-    weights = [weight for _, weight in policy.trainable()]
+    weights = [weight for _, weight in policy.trainable_parameters()]
     with torch.no_grad():
         for weight in weights:
             weight.mul_(CALM if weight.dim() >= 2 else 1.0)
-    reference = Reference(policy.trainable(), settings.objective)
+    reference = Reference(policy.trainable_parameters(), settings.objective)
     move(weights, seed=3)  # the policy is no longer the reference
     optimizer = Recorder(weights)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

@@ -170,7 +170,9 @@ def assert_same(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> 
     theirs, their_metrics = trl_loss(case, settings)
     batch = our_batch(case)
     assert batch.active is not None
-    ours = policy_loss(batch, StepTotals.of(batch.lengths, batch.active, MAX_LENGTH), settings)
+    ours = policy_loss(
+        batch, StepTotals.from_lengths(batch.lengths, batch.active, MAX_LENGTH), settings
+    )
     assert abs(ours.loss.item() - theirs.item()) < TOLERANCE
     for mine, other in zip(gradients(ours.loss, case), gradients(theirs, case), strict=True):
         assert (mine - other).abs().max() < TOLERANCE
@@ -281,7 +283,9 @@ def test_accumulation_equals_trl(loss_type):
     case = make_case(settings)
     theirs, _ = trl_loss(case, settings, cuts=(slice(0, 3), slice(3, 6)))
     batch = our_batch(case)
-    ours = policy_loss(batch, StepTotals.of(batch.lengths, None, MAX_LENGTH), settings).loss
+    ours = policy_loss(
+        batch, StepTotals.from_lengths(batch.lengths, None, MAX_LENGTH), settings
+    ).loss
     assert (gradients(ours, case)[0] - gradients(theirs, case)[0]).abs().max() < TOLERANCE
 
 
@@ -298,7 +302,9 @@ def test_bnpo_differs_from_trl_where_trl_depends_on_the_cut():
     halves = gradients(trl_loss(case, settings, cuts=(slice(0, 3), slice(3, 6)))[0], case)[0]
     assert (whole - halves).abs().max() > 1e-3
     batch = our_batch(case)
-    ours = policy_loss(batch, StepTotals.of(batch.lengths, None, MAX_LENGTH), settings).loss
+    ours = policy_loss(
+        batch, StepTotals.from_lengths(batch.lengths, None, MAX_LENGTH), settings
+    ).loss
     assert (gradients(ours, case)[0] - whole).abs().max() < TOLERANCE
 
 
@@ -468,7 +474,7 @@ def test_the_token_level_is_the_only_one_where_the_logged_kl_matches():
     case = make_case(settings)
     _, theirs = trl_loss(case, settings)
     batch = our_batch(case)
-    totals = StepTotals.of(batch.lengths, None, MAX_LENGTH)
+    totals = StepTotals.from_lengths(batch.lengths, None, MAX_LENGTH)
     by_sequence = policy_loss(batch, totals, settings).metrics.values()["kl"]
     tokens = settings.model_copy(update={"importance_sampling_level": "token"})
     by_token = policy_loss(batch, totals, tokens).metrics.values()["kl"]

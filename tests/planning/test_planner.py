@@ -21,7 +21,7 @@ from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import load_family
-from vlm_grpo.model.loading import LoadedModel, adapt, load_model, model_source
+from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze, get_model_source, load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning import Planner, lines, named_device, this_device
 from vlm_grpo.planning.devices import GIB, Device
@@ -69,7 +69,7 @@ def policy_of(family: str, values: dict[str, Any], **depths: int) -> tuple[Polic
             vision.fullatt_block_indexes = [0]
             model.config.vision_config.fullatt_block_indexes = [0]
     which = load_family(model.config)
-    adapters = adapt(model, which, policy_settings)
+    adapters = apply_lora_or_freeze(model, which, policy_settings)
     use_shared_attention(which.language_model(model))
     budget = which.pixel_budget(processor)
     autocast = policy_settings.lora is None and values["dtype"] == "bfloat16"
@@ -79,7 +79,7 @@ def policy_of(family: str, values: dict[str, Any], **depths: int) -> tuple[Polic
 
 
 def prompt_of(policy: Policy, side: int = 112) -> Prompt:
-    return policy.prompt(policy.with_resized_sizes(noise_example("a", [(side, side)])), Ask())
+    return policy.build_prompt(policy.with_resized_sizes(noise_example("a", [(side, side)])), Ask())
 
 
 def batch_of(prompt: Prompt, group: int = 3, length: int = 5) -> MicroBatch:
@@ -144,7 +144,7 @@ def test_a_vision_block_keeps_what_the_formula_says(family: str, dtype: str) -> 
 def test_weights_are_counted_exactly(family: str, name: str) -> None:
     policy, policy_settings = policy_of(family, POLICIES[name])
     shape, _ = read_shape(policy.model.config, policy_settings)
-    assert shape.trained == sum(weight.numel() for _, weight in policy.trainable())
+    assert shape.trained == sum(weight.numel() for _, weight in policy.trainable_parameters())
     everything = sum(weight.numel() for weight in policy.model.parameters())
     assert shape.weights + (shape.trained if shape.rank else 0) == everything
     assert shape.trains_vision == policy.trains_vision
@@ -230,7 +230,7 @@ def test_prompts_are_counted_as_the_policy_makes_them(planner: Planner) -> None:
     policy = Policy(load_model(planner.settings), restriction_of_embedded(planner.settings))
     sizes = planner.step(planner.settings).prompts
     made = [
-        policy.prompt(policy.with_resized_sizes(example), planner.task)
+        policy.build_prompt(policy.with_resized_sizes(example), planner.task)
         for example in planner.prompts.examples
     ]
     assert [size.tokens for size in sizes] == sorted(len(prompt.token_ids) for prompt in made)
@@ -330,7 +330,7 @@ def test_the_repeated_form_is_refused() -> None:
 def test_no_weights_are_needed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
-    source = Path(model_source("embedded"))
+    source = Path(get_model_source("embedded"))
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())

@@ -93,7 +93,7 @@ class Saver:
 
         def write_weights(aside: Path) -> None:
             if not accelerator.is_main_process:
-                self.policy.save_part(aside, weights)
+                self.policy.save_shard(aside, weights)
                 return
             self.policy.save(aside, weights)
             self.settings.save(aside / "config.yaml")

@@ -161,7 +161,7 @@ def restore_step(
     prompts: dict[str, Prompt] = {}
     for indices in rounds:  # as in the rollout, so that kept features are the same bit for bit
         taken = roll.loader.take(indices)
-        roll.policy.see(taken)
+        roll.policy.encode_images(taken)
         prompts |= {prompt.example.id: prompt for prompt in taken}
     rows = [row for group in groups for row in group.rows]
     rollout = Rollout(

@@ -191,7 +191,7 @@ class ObjectiveSettings(BaseModel):
         return self.num_iterations > 1
 
     @property
-    def only_advantages_matter(self) -> bool:
+    def can_skip_zero_advantages(self) -> bool:
         """Whether a completion with advantage 0 has no gradient, so that it may be skipped."""
         return self.entropy_coef == 0 and (self.beta == 0 or self.kl_in == "reward")
 

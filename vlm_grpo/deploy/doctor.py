@@ -75,7 +75,7 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
         low, high = loaded.budget.min_pixels, loaded.budget.max_pixels
         yield f"pixel budget {low:,} to {high:,} pixels an image"
     example = policy.with_resized_sizes(_example(image))
-    prompt = policy.prompt(example, _Ask())
+    prompt = policy.build_prompt(example, _Ask())
     (reference,) = example.images
     images = sum(token in distribution.banned for token in prompt.token_ids)
     yield (
@@ -154,7 +154,7 @@ def _update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict[str,
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    gradient = {n: w.grad.cpu() for n, w in policy.trainable() if w.grad is not None}
+    gradient = {n: w.grad.cpu() for n, w in policy.trainable_parameters() if w.grad is not None}
     policy.model.zero_grad()
     return seconds, logprobs.detach(), gradient
 

@@ -23,7 +23,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.deploy.resolve import NO_TASK, ModelChoice, choose_model
 from vlm_grpo.distributed.launch import join
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.loading import LoadedModel, load_model, model_source
+from vlm_grpo.model.loading import LoadedModel, get_model_source, load_model
 from vlm_grpo.report.run import Change, read_run
 
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
@@ -99,7 +99,7 @@ def _write_model(choice: ModelChoice, folder: Path, dtype: str | None) -> None:
 
 def _own_dtype(settings: Settings) -> str:
     """Precision of the weights of the model that was trained, as its configuration says."""
-    source = model_source(settings.model)
+    source = get_model_source(settings.model)
     config = AutoConfig.from_pretrained(
         source,
         trust_remote_code=settings.policy.trust_remote_code,

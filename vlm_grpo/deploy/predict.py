@@ -92,7 +92,7 @@ def predict(question: Question) -> Prediction:
         example = policy.with_resized_sizes(Example("question", images, question.text, None))
     except ValueError as error:
         raise UserError(f"image {images[0].name} cannot be seen by the model: {error}") from error
-    prompt = policy.prompt(example, task)
+    prompt = policy.build_prompt(example, task)
     (completion,) = generate(policy, [prompt], choice.settings, [(choice.settings.seed, "predict")])
     try:
         answer = task.read(completion.text, example)

@@ -49,7 +49,7 @@ class DataParallel:
     def __init__(self, policy: Policy, accelerator: Accelerator) -> None:
         self.policy, self.accelerator = policy, accelerator
         self._place()
-        self.trainable = policy.trainable()
+        self.trainable = policy.trainable_parameters()
 
     def _place(self) -> None:
         self.policy.model.to(self.accelerator.device)
@@ -205,7 +205,7 @@ class FSDP(DataParallel):
         vision = model.get_submodule(policy.family.parts["vision"][0].rstrip("."))
         ignored = set()
         if policy.adapters is not None:
-            ignored = {weight for _, weight in policy.trainable()}
+            ignored = {weight for _, weight in policy.trainable_parameters()}
         if all(w in ignored or not w.requires_grad for w in vision.parameters()):
             ignored |= set(vision.parameters())
         options: dict[str, Any] = {

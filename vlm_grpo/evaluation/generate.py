@@ -89,7 +89,7 @@ def generate_all(
     shown = state.is_main_process and log is not None
     for part in _with_progress(mine, len(examples) // state.num_processes, shown):
         chunk = seen[part.start : part.stop]
-        prompts = [policy.prompt(example, task) for example in chunk]
+        prompts = [policy.build_prompt(example, task) for example in chunk]
         seeds = [(settings.seed, "evaluation", place) for place in part]
         texts = [drawn.text for drawn in generate(policy, prompts, settings, seeds)]
         outputs |= {example.id: text for example, text in zip(chunk, texts, strict=True)}

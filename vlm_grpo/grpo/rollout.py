@@ -95,7 +95,7 @@ class PromptLoader:
         while True:
             try:
                 example = self.policy.with_resized_sizes(self.stream[place])
-                prompt = self.policy.prompt(example, self.task)
+                prompt = self.policy.build_prompt(example, self.task)
             except UserError as error:
                 if not self.skips or place == index + REPLACEMENTS:
                     raise
@@ -209,7 +209,7 @@ class RolloutSampler:
         if self.world == 1:
             return list(range(start, start + count))
         examples = (self.loader.stream[index] for index in range(start, start + count))
-        costs = [self.policy.expected_tokens(example, self.task) for example in examples]
+        costs = [self.policy.estimate_prompt_tokens(example, self.task) for example in examples]
         return [start + place for place in balance_by_cost(costs, self.world)[self.rank]]
 
     def _groups(self, indices: list[int], progress: float) -> list[Group]:

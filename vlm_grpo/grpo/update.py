@@ -93,7 +93,7 @@ def step_batch(
     active = torch.ones(len(completions), dtype=torch.bool)
     if settings.objective.mask_truncated_completions:
         active = torch.tensor([c.stop != "length" for c in completions], dtype=torch.bool)
-    counts = StepTotals.of(lengths, active, settings.rollout.max_completion_length)
+    counts = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
     sums = torch.tensor([counts.completions, counts.active_tokens], device=accelerator.device)
     sum_over_ranks(accelerator, [sums])
     totals = StepTotals(int(sums[0]), int(sums[1]), counts.max_completion_length)
@@ -169,7 +169,7 @@ class Updater:
 
     def finish(self, done: Updates) -> dict[str, float]:
         """The metrics of a step's updates over all ranks, after the last of them."""
-        every = gather_object([(sum(done.losses), done.metrics.on_host())])
+        every = gather_object([(sum(done.losses), done.metrics.cpu())])
         return {
             "loss": sum(loss for loss, _ in every) / done.count,
             "grad_norm": done.norms[-1],

@@ -78,7 +78,7 @@ def load_model(
     adapter = checkpoint
     if checkpoint is None or not (checkpoint / "adapter_config.json").is_file():
         adapter = None
-    weights = model_source(settings.model) if adapter == checkpoint else str(checkpoint)
+    weights = get_model_source(settings.model) if adapter == checkpoint else str(checkpoint)
     full = training and settings.policy.lora is None
     dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
     # A checkpoint's processor carries the pixel budget that it was trained with.
@@ -92,12 +92,12 @@ def load_model(
     if shared:
         use_shared_attention(family.language_model(model))
     if training and settings.policy.gradient_checkpointing:
-        checkpoint_activations(model)
+        enable_gradient_checkpointing(model)
     adapters = None
     if adapter is not None:
         adapters = _load_adapter(model, adapter, training)
     elif training:
-        adapters = adapt(model, family, settings.policy)
+        adapters = apply_lora_or_freeze(model, family, settings.policy)
     if training:
         _refuse_dropout(model, settings)
     budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
@@ -105,7 +105,7 @@ def load_model(
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
 
 
-def adapt(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
+def apply_lora_or_freeze(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
     """Give the model the adapters that the settings ask for, or freeze the parts they name."""
     if policy.lora is None:
         freeze_parts(model, family, policy.freeze)
@@ -114,7 +114,7 @@ def adapt(model: Any, family: Family, policy: PolicySettings) -> PeftModel | Non
         return get_peft_model(model, _lora_config(policy.lora, family, model))
 
 
-def largest_dropout(model: nn.Module) -> tuple[float, str]:
+def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
     """The largest dropout probability in the model, and the name of the module that has it.
 
     Attention layers keep theirs as a number under a name such as ``attention_dropout``.
@@ -129,7 +129,7 @@ def largest_dropout(model: nn.Module) -> tuple[float, str]:
 
 
 def _refuse_dropout(model: nn.Module, settings: Settings) -> None:
-    rate, where = largest_dropout(model)
+    rate, where = find_largest_dropout(model)
     try:
         settings.objective.check_dropout(rate)
     except ValueError as error:
@@ -147,7 +147,7 @@ def _quiet_peft() -> Iterator[None]:
         yield
 
 
-def checkpoint_activations(model: Any) -> None:
+def enable_gradient_checkpointing(model: Any) -> None:
     """Compute activations again in backward instead of keeping them."""
     # Renamed in transformers 5.23; the old name warns there.
     enable = getattr(model, "activation_checkpointing_enable", None)
@@ -156,7 +156,7 @@ def checkpoint_activations(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-def model_source(name: str) -> str:
+def get_model_source(name: str) -> str:
     """The folder or hub name behind a model setting."""
     if name == "embedded":
         return str(resources.files("vlm_grpo") / "embedded" / EMBEDDED_MODEL)

@@ -94,7 +94,7 @@ class Policy:
         # Several questions about one image in one step decode it once.
         self._image = lru_cache(maxsize=RECENT_IMAGES)(self._decode)
         vision = self.family.parts.get("vision", ())
-        self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable())
+        self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable_parameters())
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
 
     @property
@@ -110,7 +110,7 @@ class Policy:
         """The coordinate frame that the model writes boxes in."""
         return FRAMES[self.family.frame]
 
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Names and weights that training changes."""
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
@@ -129,7 +129,7 @@ class Policy:
         )
         return replace(example, images=images)
 
-    def expected_tokens(self, example: Example, task: Task) -> int:
+    def estimate_prompt_tokens(self, example: Example, task: Task) -> int:
         """About how many tokens the example's prompt has, without reading its images.
 
         Image tokens are counted exactly where the family's resize is known; a token of text is
@@ -139,7 +139,7 @@ class Policy:
         images = sum(self.family.image_tokens(image.resized_size, self.processor) for image in seen)
         return images + len(task.prompt(example)) // 3
 
-    def prompt(self, example: Example, task: Task) -> Prompt:
+    def build_prompt(self, example: Example, task: Task) -> Prompt:
         """The example as this model reads it: its images are decoded and preprocessed here.
 
         Raises:
@@ -316,7 +316,7 @@ class Policy:
         (self.adapters or self.model).save_pretrained(str(folder), state_dict=weights)
         self.processor.save_pretrained(folder)
 
-    def save_part(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    def save_shard(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         """Write some of the full weights under the names that ``save`` gives them.
 
         transformers writes on the first process alone, and the others have weights too.
@@ -329,7 +329,7 @@ class Policy:
         save_file(plain, folder / "model.safetensors", {"format": "pt"})
 
     @torch.no_grad()
-    def see(self, prompts: Sequence[Prompt]) -> None:
+    def encode_images(self, prompts: Sequence[Prompt]) -> None:
         """Encode the prompts' images as ``sample`` does, where a frozen tower's features stay."""
         if self.shared and not self.trains_vision:
             with _evaluating(self.model), self._precision(), rollout_weights(self.model):

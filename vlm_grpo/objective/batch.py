@@ -81,7 +81,7 @@ class StepTotals:
     max_completion_length: int
 
     @classmethod
-    def of(
+    def from_lengths(
         cls,
         lengths: Int[Tensor, " n"],
         active: Bool[Tensor, " n"] | None,

@@ -36,7 +36,7 @@ class Metrics:
             maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
         return Metrics(means, maxima)
 
-    def on_host(self) -> Metrics:
+    def cpu(self) -> Metrics:
         """The same in the host's memory, to be sent to other ranks."""
         means = {name: (total.cpu(), count.cpu()) for name, (total, count) in self.means.items()}
         return Metrics(means, {name: value.cpu() for name, value in self.maxima.items()})

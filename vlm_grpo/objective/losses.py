@@ -44,7 +44,7 @@ def policy_loss(batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettin
     correction = sampler_weights(old, batch, settings)
     if correction is not None:
         per_token = per_token * correction
-    reference = reference_of(batch, old, settings)
+    reference = get_reference_logprobs(batch, old, settings)
     if settings.beta > 0 and settings.kl_in == "loss":
         if reference is None:
             raise ValueError("beta > 0 needs reference_logprobs in the batch")
@@ -120,7 +120,7 @@ def sampler_weights(
     return difference.exp().clamp(max=settings.sampler_correction_cap)
 
 
-def reference_of(
+def get_reference_logprobs(
     batch: TokenBatch, old: Float[Tensor, " M"], settings: ObjectiveSettings
 ) -> Float[Tensor, " M"] | None:
     """Log-probs of the reference; the old ones where it is the policy at the step's start."""
@@ -140,4 +140,4 @@ def needs_update(
     ``StepTotals`` must still count all of them.
     """
     counted = torch.ones_like(advantages, dtype=torch.bool) if active is None else active
-    return counted & (advantages != 0) if settings.only_advantages_matter else counted
+    return counted & (advantages != 0) if settings.can_skip_zero_advantages else counted

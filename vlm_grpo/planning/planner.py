@@ -13,7 +13,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.families import PixelBudget
-from vlm_grpo.model.loading import get_pixel_budget, model_source
+from vlm_grpo.model.loading import get_model_source, get_pixel_budget
 from vlm_grpo.planning.devices import GIB, Device
 from vlm_grpo.planning.memory import Memory, estimate_memory
 from vlm_grpo.planning.seconds import Phases, estimate_seconds
@@ -72,7 +72,7 @@ class Planner:
         self.task = replace(task, frame=FRAMES[self.family.frame])
         self._shapes = {settings.policy.model_dump_json(): shape}
         processor: Any = AutoProcessor.from_pretrained(
-            model_source(settings.model),
+            get_model_source(settings.model),
             trust_remote_code=settings.policy.trust_remote_code,
             revision=settings.model_revision or "main",
         )

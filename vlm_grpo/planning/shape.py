@@ -13,7 +13,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, load_family
-from vlm_grpo.model.loading import adapt, model_source
+from vlm_grpo.model.loading import apply_lora_or_freeze, get_model_source
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Of weights and computation; ``autocast``: float32 weights, computation in bfloat16."""
@@ -133,7 +133,7 @@ def load_config(settings: Settings) -> Any:
     """
     try:
         return AutoConfig.from_pretrained(
-            model_source(settings.model),
+            get_model_source(settings.model),
             trust_remote_code=settings.policy.trust_remote_code,
             revision=settings.model_revision or "main",
         )
@@ -160,7 +160,7 @@ def read_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, Family]
         model: Any = AutoModelForImageTextToText.from_config(config)
         weights = sum(weight.numel() for weight in model.parameters())
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-        adapt(model, family, policy)
+        apply_lora_or_freeze(model, family, policy)
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     layers = [m for m in model.modules() if hasattr(m, "lora_A")]
     vision = family.parts["vision"]

@@ -30,7 +30,7 @@ def describe_run(
     held_out: Sequence[Example],
 ) -> Iterator[str]:
     """The first lines of a run: what it will do."""
-    weights = [full_shape(weight).numel() for _, weight in policy.trainable()]
+    weights = [full_shape(weight).numel() for _, weight in policy.trainable_parameters()]
     total = sum(full_shape(weight).numel() for weight in policy.model.parameters())
     kind = "LoRA" if policy.adapters is not None else "full weights"
     yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
