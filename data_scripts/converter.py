@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vlm_grpo.data.images import ImageReader
-from vlm_grpo.data.rows import Row, answer_candidates, to_example
+from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
@@ -363,7 +363,7 @@ class _Run:
 def parse_foreign_answer(value: Any, task: str) -> Any | None:
     """A foreign answer in the task's own form, or None where it cannot be read as one."""
     kinds = {"grounding": dict, "detection": dict, "counting": int, "ocr": (str, list)}
-    readings = answer_candidates(value)
+    readings = get_answer_candidates(value)
     return next((reading for reading in readings if isinstance(reading, kinds[task])), None)
 
 

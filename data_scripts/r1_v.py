@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from vlm_grpo.data.rows import answer_candidates
+from vlm_grpo.data.rows import get_answer_candidates
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
 from vlm_grpo.data_scripts.readers import get_image_bytes, read_json_rows, read_table
 
@@ -34,7 +34,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         )
     for number, (question, solution, image) in enumerate(rows, start=1):
         name = f"{request.split}-{number}"
-        counts = [a for a in answer_candidates(solution) if isinstance(a, int)]
+        counts = [a for a in get_answer_candidates(solution) if isinstance(a, int)]
         if not counts:
             yield RefusedRow(name, "its answer is no whole number", f"{solution!r:.80}")
             continue

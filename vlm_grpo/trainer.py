@@ -22,7 +22,7 @@ from vlm_grpo.checkpoint.partial_step import PartialStep, pack_step, restore_ste
 from vlm_grpo.checkpoint.store import CheckpointState, CheckpointStep, read_tensors
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.checks import warn_of_shared_images
+from vlm_grpo.data.checks import warn_about_shared_images
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.distributed.launch import any_rank, build_accelerator, explain_lost_rank
 from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler
@@ -68,7 +68,7 @@ def train(settings: Settings) -> TrainResult:
     if settings.data.eval is not None:
         asked = held_out_task(settings, task)
         held_out = load_examples(settings.data.eval, asked, settings.data, "eval")
-        warn_of_shared_images(train_examples, held_out)
+        warn_about_shared_images(train_examples, held_out)
     accelerator = build_accelerator(settings)
     resume_from = checkpoint_to_resume(settings, accelerator)
     if resume_from is not None:

@@ -377,7 +377,7 @@ def test_an_unknown_frame_names_the_nearest(capsys, data):
         (['{"id": "r9", "output": "3"}'], "no example has the id 'r9'"),
         (['{"id": "r3"}'], 'a prediction is {"id": …, "output": text}'),
         (['{"id": "r3", "output": 3}'], 'a prediction is {"id": …, "output": text}'),
-        (['{"id": "r3", '], "the line is no JSON"),
+        (['{"id": "r3", '], "the line is not JSON"),
         ([], "no prediction for id 'r3'"),
     ],
 )

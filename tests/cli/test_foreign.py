@@ -146,7 +146,7 @@ def test_lmms_evals_samples_are_found_by_their_place(capsys, tmp_path: Path):
         ("r1_v", "[]", 'it lacks {"results": […]}'),
         ("r1_v", '{"results": []}', "holds no outputs"),
         ("lmms_eval", '{"id": "1", "output": "3"}', ":1: this is no sample that lmms-eval logs"),
-        ("lmms_eval", '{"results": [', "the line is no JSON"),
+        ("lmms_eval", '{"results": [', "the line is not JSON"),
         ("lmms_eval", '{"doc_id": 0, "resps": [["a", "b"]]}', "it holds 2 responses"),
         (
             "lmms_eval",

@@ -1,4 +1,4 @@
-"""The care of data: bad rows, dead images, boxes outside, copies within and between sources."""
+"""The report of data: bad rows, dead images, boxes outside, copies within and between sources."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from vlm_grpo.cli.data import app
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data.checks import (
-    care_lines,
     check_source,
-    fingerprint,
-    overlap_lines,
-    overlaps,
-    same_pictures,
-    warn_of_shared_images,
+    find_duplicates,
+    find_shared_images,
+    format_overlap,
+    format_report,
+    hash_image,
+    warn_about_shared_images,
 )
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
@@ -56,13 +56,13 @@ def test_copies_survive_encoding_and_resizing_and_others_do_not():
     jpeg = Image.open(io.BytesIO(encoded(first, "JPEG", quality=70)))
     smaller = first.resize((80, 60), Image.Resampling.LANCZOS)
     pictures = [first, photo(1), jpeg, photo(2), smaller]
-    assert same_pictures([fingerprint(picture) for picture in pictures]) == [[0, 2, 4]]
+    assert find_duplicates([hash_image(picture) for picture in pictures]) == [[0, 2, 4]]
 
 
 def test_no_two_of_many_photographs_or_scenes_are_taken_for_copies():
     scenes = [row.images[0].load() for row in make_shapes.draw_examples("counting", 300, seed=5)]
-    prints = [fingerprint(picture) for picture in [*map(photo, range(300)), *scenes]]
-    assert same_pictures(prints) == []
+    prints = [hash_image(picture) for picture in [*map(photo, range(300)), *scenes]]
+    assert find_duplicates(prints) == []
 
 
 def test_one_other_small_object_makes_another_picture():
@@ -70,7 +70,7 @@ def test_one_other_small_object_makes_another_picture():
     red, blue = scene.copy(), scene.copy()
     red.paste("red", (30, 30, 44, 44))
     blue.paste("blue", (30, 30, 44, 44))
-    assert same_pictures([fingerprint(picture) for picture in (scene, red, blue)]) == []
+    assert find_duplicates([hash_image(picture) for picture in (scene, red, blue)]) == []
 
 
 @pytest.fixture
@@ -88,17 +88,19 @@ def folder(tmp_path: Path) -> Path:
 def test_a_source_with_everything_wrong(folder):
     images = ("a.png", "copy.jpg", "b.png", "torn.png", "gone.png")
     put(folder, {"train.jsonl": [*rows(*images), {"id": "x", "question": "?", "answer": "many"}]})
-    care = check_source(str(folder / "train.jsonl"), load_task("counting"))
-    assert len(care.examples) == 4
-    assert [line.partition(": ")[2] for line in care.bad_rows] == [
+    report = check_source(str(folder / "train.jsonl"), load_task("counting"))
+    assert len(report.examples) == 4
+    assert [line.partition(": ")[2] for line in report.bad_rows] == [
         f"image gone.png is missing in {folder}",
         "the answer 'many' is no whole number of at least 0",
     ]
-    assert len(care.dead_images) == 1, "its header is whole, its pixels are not"
-    assert "torn.png" in care.dead_images[0]
-    assert [[Path(name).name for name in group] for group in care.copies] == [["a.png", "copy.jpg"]]
-    assert not care.sound
-    told = "\n".join(care_lines(care))
+    assert len(report.unreadable_images) == 1, "its header is whole, its pixels are not"
+    assert "torn.png" in report.unreadable_images[0]
+    assert [[Path(name).name for name in group] for group in report.duplicates] == [
+        ["a.png", "copy.jpg"]
+    ]
+    assert not report.passed
+    told = "\n".join(format_report(report))
     assert "bad rows                     2" in told
     assert "1: 100.0%" in told
 
@@ -106,48 +108,48 @@ def test_a_source_with_everything_wrong(folder):
 def test_boxes_outside_and_their_spread(folder):
     inside, outside = {"boxes": [[0, 0, 160.5, 120]]}, {"boxes": [[100, 20, 170, 40]]}
     put(folder, {"t.jsonl": rows("a.png", answer=inside)})
-    assert check_source(str(folder / "t.jsonl"), load_task("grounding")).sound
+    assert check_source(str(folder / "t.jsonl"), load_task("grounding")).passed
     put(folder, {"t.jsonl": rows("a.png", answer=outside)})
-    care = check_source(str(folder / "t.jsonl"), load_task("grounding"))
-    assert care.boxes_outside == ["r0: [100.0, 20.0, 170.0, 40.0] in 160x120"]
-    assert any("boxes in a row               1: 1" in line for line in care_lines(care))
+    report = check_source(str(folder / "t.jsonl"), load_task("grounding"))
+    assert report.boxes_outside == ["r0: [100.0, 20.0, 170.0, 40.0] in 160x120"]
+    assert any("boxes per row                1: 1" in line for line in format_report(report))
 
 
 def test_answers_of_ocr():
-    care = check_source("embedded:ocr", load_task("ocr"))
-    assert care.sound
-    told = "\n".join(care_lines(care))
-    assert "characters of an answer" in told
+    report = check_source("embedded:ocr", load_task("ocr"))
+    assert report.passed
+    told = "\n".join(format_report(report))
+    assert "characters per answer" in told
     assert "most frequent" in told
 
 
 def test_image_tokens_under_a_budget():
     data = DataSettings(train="embedded:counting", eval="embedded:counting", eval_limit=4)
-    care = check_source(
+    report = check_source(
         "embedded:counting", load_task("counting"), data, lambda size: size[0] // 28
     )
-    assert list(care.image_tokens) == [3] * 4  # scenes are 84 pixels wide
+    assert list(report.image_tokens) == [3] * 4  # scenes are 84 pixels wide
 
 
 def test_what_train_and_test_share_is_loud(folder):
     put(folder, {"train.jsonl": rows("a.png", "b.png"), "test.jsonl": rows("copy.jpg")})
     task = load_task("counting")
     train, test = (check_source(str(folder / f"{n}.jsonl"), task) for n in ("train", "test"))
-    assert [(Path(a).name, Path(b).name) for a, b in overlaps(train, test)] == [
+    assert [(Path(a).name, Path(b).name) for a, b in find_shared_images(train, test)] == [
         ("a.png", "copy.jpg")
     ]
-    told = "\n".join(overlap_lines(train, test))
-    assert "1 PICTURES" in told
+    told = "\n".join(format_overlap(train, test))
+    assert "1 IMAGES" in told
     assert "1 IDS ARE IN BOTH: r0" in told
-    assert "has seen the test" in told
+    assert "has seen test data" in told
 
 
 def test_sources_that_share_nothing_say_so(folder):
     put(folder, {"train.jsonl": rows("a.png"), "test.jsonl": [{**rows("b.png")[0], "id": "t"}]})
     task = load_task("counting")
     train, test = (check_source(str(folder / f"{n}.jsonl"), task) for n in ("train", "test"))
-    (line,) = overlap_lines(train, test)
-    assert "share no picture and no id" in line
+    (line,) = format_overlap(train, test)
+    assert "have no image and no id in common" in line
 
 
 def run(*arguments: str) -> tuple[str, BaseException | None]:
@@ -163,7 +165,7 @@ def test_the_command(folder):
     told, error = run(train, "--task", "counting", "--token-side", "28")
     assert error is None
     # 160x120 goes to 168x112 by Qwen's resize: 6 by 4 tokens of 28 pixels.
-    assert "image tokens of an example   24 to 24" in told
+    assert "image tokens per example     24 to 24" in told
     told, error = run(train, "--task", "counting", "--against", test)
     assert isinstance(error, UserError)
     assert "ARE ALSO IN" in told
@@ -187,10 +189,11 @@ def test_training_warns_of_held_out_images_that_it_trains_on(
     file = ImageRef("b", (8, 8), (8, 8), path=tmp_path / "b.png")
     train = [example("1", inside), example("2", file)]
     other = ImageRef("c", (8, 8), (8, 8), data=b"two")
-    warn_of_shared_images(train, [example("3", other), Example("4", (), "?", 1)])
+    warn_about_shared_images(train, [example("3", other), Example("4", (), "?", 1)])
     assert not caplog.records
     same = replace(inside, name="elsewhere")  # the name of a table's row says nothing
-    warn_of_shared_images(train, [example("3", other), example("5", same), example("6", file)])
+    warn_about_shared_images(train, [example("3", other), example("5", same), example("6", file)])
     assert (
-        "2 of 3 held-out examples show an image that is also trained on, first 5, 6" in caplog.text
+        "2 of 3 held-out examples show an image that is also trained on (first: 5, 6)"
+        in caplog.text
     )

@@ -34,14 +34,14 @@ def turns(number: int) -> bytes:
 
 # What a row of the kind is, by its number, and what must be said of it.
 KINDS: dict[str, tuple[Callable[[int], bytes], str]] = {
-    "cut off": (lambda n: row(n)[: 10 + n % 40], "the line is no JSON"),
+    "cut off": (lambda n: row(n)[: 10 + n % 40], "the line is not JSON"),
     "not UTF-8": (lambda n: row(n).replace(b"many", b"m\xffny"), "not UTF-8"),
     "no object": (lambda n: b"[" + row(n) + b"]", "must be a JSON object, not a list"),
-    "NaN": (lambda n: row(n).replace(b": 3", b": NaN"), "it holds NaN"),
+    "NaN": (lambda n: row(n).replace(b": 3", b": NaN"), "it contains NaN"),
     "too deep": (lambda n: b'{"a":' * (40 + n) + b"1" + b"}" * (40 + n), "nested deeper"),
-    "endless number": (lambda n: row(n).replace(b": 3", b": " + b"9" * 5000), "no JSON"),
-    "no id": (lambda n: row(n, id=...), "id must be text"),
-    "empty id": (lambda n: row(n, id=""), "id must be text"),
+    "endless number": (lambda n: row(n).replace(b": 3", b": " + b"9" * 5000), "not JSON"),
+    "no id": (lambda n: row(n, id=...), "id must be non-empty text"),
+    "empty id": (lambda n: row(n, id=""), "id must be non-empty text"),
     "same id": (lambda n: row(0), "is a duplicate of"),
     "no question": (lambda n: row(n, question=...), "it has no question"),
     "question is no text": (lambda n: row(n, question=[n]), "question must be text"),
@@ -51,12 +51,15 @@ KINDS: dict[str, tuple[Callable[[int], bytes], str]] = {
     "meta is no object": (lambda n: row(n, meta=[n]), "meta must be an object"),
     "image is no path": (lambda n: row(n, images=[n]), "an image must be a path"),
     "missing image": (lambda n: row(n, images=[f"{n}.png"]), "is missing in"),
-    "image elsewhere": (lambda n: row(n, images=["../" * (n % 9 + 1) + "x.png"]), "leaves"),
+    "image elsewhere": (
+        lambda n: row(n, images=["../" * (n % 9 + 1) + "x.png"]),
+        "is outside the image folder",
+    ),
     "URL": (lambda n: row(n, images=[f"https://example.org/{n}.png"]), "is a URL"),
     "zeros": (lambda n: row(n, images=["zeros.png"]), "corrupt or of a format"),
     "text": (lambda n: row(n, images=["text.png"]), "corrupt or of a format"),
     "bomb": (lambda n: row(n, images=["bomb.png"]), "10000x9000 pixels, more than"),
-    "two names": (lambda n: row(n, image="a.png"), "of which one is wanted"),
+    "two names": (lambda n: row(n, image="a.png"), ": keep one of them"),
     "half a conversation": (turns, "one turn from human and one from gpt"),
 }
 

@@ -15,7 +15,7 @@ from PIL import Image
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.jsonl import MAX_DEPTH, MAX_LINE_BYTES
-from vlm_grpo.data.rows import answer_candidates
+from vlm_grpo.data.rows import get_answer_candidates
 from vlm_grpo.data_scripts import make_shapes, make_words
 from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.errors import UserError
@@ -137,7 +137,7 @@ def test_vlm_r1_counting_rows_may_have_several_images_and_text_answers(folder):
     ],
 )
 def test_a_foreign_answer_may_stand_for_several_forms(value, candidates):
-    found = answer_candidates(value)
+    found = get_answer_candidates(value)
 
     assert found == [f if c is ... else c for f, c in zip(found, candidates, strict=True)]
 
@@ -186,9 +186,9 @@ def test_evaluating_on_the_training_set_is_said(folder, caplog):
         (row(answer=...), "it has no answer"),
         (row(question=...), "it has no question"),
         (row(question=5), "question must be text"),
-        (row(id=...), "id must be text"),
-        (row(id=""), "id must be text"),
-        (row(id=True), "id must be text"),
+        (row(id=...), "id must be non-empty text"),
+        (row(id=""), "id must be non-empty text"),
+        (row(id=True), "id must be non-empty text"),
         (row(meta=[1]), "meta must be an object"),
         (row(images=[5]), "an image must be a path"),
         (row(image="a.png"), "it has images and image"),
@@ -197,9 +197,9 @@ def test_evaluating_on_the_training_set_is_said(folder, caplog):
         (row(images=["text.png"]), "image text.png cannot be read: it is corrupt or of a format"),
         (row(images=["."]), "image . is missing"),
         (row(images=["a\x00.png"]), "cannot be read"),
-        (row(images=["../outside.png"]), "leaves the image folder"),
-        (row(images=["/etc/hostname"]), "leaves the image folder"),
-        (row(images=["link.png"]), "leaves the image folder"),
+        (row(images=["../outside.png"]), "is outside the image folder"),
+        (row(images=["/etc/hostname"]), "is outside the image folder"),
+        (row(images=["link.png"]), "is outside the image folder"),
         (row(images=["loop.png"]), "image loop.png"),
         (row(images=["https://example.org/a.png"]), "is a URL"),
         (row(images=["file:///etc/hostname"]), "is a URL"),
@@ -208,13 +208,13 @@ def test_evaluating_on_the_training_set_is_said(folder, caplog):
         (row(images=["huge.png"]), "image huge.png cannot be read: it is too large"),
         ({"image": "a.png", "conversations": []}, "one turn from human and one from gpt"),
         ({"image": "a.png", "conversations": [{"from": "gpt", "value": 3}] * 2}, "one turn from"),
-        ('{"id": "a", "question"', "the line is no JSON"),
-        ('{"id": "a", "answer": NaN}', "it holds NaN"),
+        ('{"id": "a", "question"', "the line is not JSON"),
+        ('{"id": "a", "answer": NaN}', "it contains NaN"),
         ("[1, 2]", "must be a JSON object, not a list"),
         (b'{"id": "\xff"}', "not UTF-8"),
         ('{"a":' * 40 + "1" + "}" * 40, f"nested deeper than {MAX_DEPTH}"),
         ('{"a":' + "[" * 200_000 + "]" * 200_000 + "}", f"nested deeper than {MAX_DEPTH}"),
-        ('{"a": ' + "9" * 5000 + "}", "the line is no JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "the line is not JSON"),
     ],
 )
 def test_a_bad_row_is_told_with_file_line_and_reason(folder, bad, reason):

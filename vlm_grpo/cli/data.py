@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vlm_grpo.config.run import DataSettings
-from vlm_grpo.data.checks import care_lines, check_source, overlap_lines, overlaps
+from vlm_grpo.data.checks import check_source, find_shared_images, format_overlap, format_report
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
@@ -62,17 +62,17 @@ def check(
     loaded = load_task(task)
     tokens = None if token_side is None else _token_counter(token_side, max_pixels)
     settings = _settings(source, image_root, limit)
-    care = check_source(source, loaded, settings, tokens)
-    for line in care_lines(care):
+    report = check_source(source, loaded, settings, tokens)
+    for line in format_report(report):
         typer.echo(line)
     shared = False
     if against is not None:
         root = against_root or image_root
         other = check_source(against, loaded, _settings(against, root, limit), tokens)
-        for line in (*care_lines(other), *overlap_lines(care, other)):
+        for line in (*format_report(other), *format_overlap(report, other)):
             typer.echo(line)
-        shared = bool(overlaps(care, other)) or not other.sound
-    if shared or not care.sound:
+        shared = bool(find_shared_images(report, other)) or not other.passed
+    if shared or not report.passed:
         raise UserError("the data are not sound: see above")
 
 

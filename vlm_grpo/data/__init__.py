@@ -1,6 +1,6 @@
-"""Datasets and their checks: from files, tables and the hub to a list of ``Example``.
+"""Loading and checking datasets: files, tables and the Hugging Face Hub.
 
-Every row is checked before any model is loaded, and all bad rows are reported at once.
+Every row is checked before a model is loaded, and all bad rows are reported together.
 """
 
 from vlm_grpo.data.loading import load_examples

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub or a local folder. Imported where one is named."""
+"""Datasets from the Hugging Face Hub or a local folder. Imported on demand: it loads slowly."""
 
 from __future__ import annotations
 
@@ -15,50 +15,51 @@ _DEFAULT_SPLITS = {"train": "train", "eval": "test"}
 
 
 def read_hub(spec: str, split: str) -> tuple[Iterator[Row], Path | None]:
-    """The rows of a dataset, and the folder it lies in if it is a local one.
+    """Return the rows of a dataset, and its folder if it is a local one.
 
     Args:
-        spec: ``NAME[:SPLIT[:CONFIG]]``; NAME is a hub name or a local folder that
+        spec: ``NAME[:SPLIT[:CONFIG]]``; NAME is a name on the hub or a local folder that
             ``load_dataset`` or ``load_from_disk`` reads.
-        split: "train" or "eval", for a spec without SPLIT: its split ``train`` or ``test``.
+        split: "train" or "eval"; selects the dataset's split ``train`` or ``test`` if ``spec``
+            names none.
 
     Raises:
-        UserError: there is no such dataset, split or configuration, or it cannot be had.
+        UserError: the dataset, split or configuration does not exist or cannot be loaded.
     """
     name, _, rest = spec.partition(":")
-    part, _, config = rest.partition(":")
-    part = part or _DEFAULT_SPLITS[split]
+    split_name, _, config = rest.partition(":")
+    split_name = split_name or _DEFAULT_SPLITS[split]
     try:
-        dataset = _load(name, part, config or None)
-        encoded = dataset.cast(_without_decoding(dataset.features))
-    except Exception as error:  # the library raises a dozen kinds for what a user can get wrong
+        dataset = _load(name, split_name, config or None)
+        encoded = dataset.cast(_disable_decoding(dataset.features))
+    except Exception as error:  # the library raises many types for mistakes of the user
         raise UserError(
-            f"dataset {name} (split {part}) cannot be loaded: {type(error).__name__}: {error}"
+            f"dataset {name} (split {split_name}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _rows(encoded, spec), Path(name) if Path(name).is_dir() else None
+    return _read_rows(encoded, spec), Path(name) if Path(name).is_dir() else None
 
 
-def _load(name: str, part: str, config: str | None) -> datasets.Dataset:
+def _load(name: str, split_name: str, config: str | None) -> datasets.Dataset:
     folder = Path(name)
     if (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file():
-        found = datasets.load_from_disk(name)
-        return found[part] if isinstance(found, datasets.DatasetDict) else found
-    return datasets.load_dataset(name, config, split=part)
+        loaded = datasets.load_from_disk(name)
+        return loaded[split_name] if isinstance(loaded, datasets.DatasetDict) else loaded
+    return datasets.load_dataset(name, config, split=split_name)
 
 
-def _rows(dataset: datasets.Dataset, spec: str) -> Iterator[Row]:
+def _read_rows(dataset: datasets.Dataset, spec: str) -> Iterator[Row]:
     for number, values in enumerate(dataset, start=1):
         yield Row(f"hf:{spec} row {number}", number, dict(values))
 
 
-def _without_decoding(features: datasets.Features) -> datasets.Features:
-    """The same columns with images left as encoded bytes: decoding all would fill the memory."""
-    return datasets.Features({name: _encoded(feature) for name, feature in features.items()})
+def _disable_decoding(features: datasets.Features) -> datasets.Features:
+    """Return features that leave images encoded: decoded, they would fill the memory."""
+    return datasets.Features({name: _as_encoded(feature) for name, feature in features.items()})
 
 
-def _encoded(feature: Any) -> Any:
+def _as_encoded(feature: Any) -> Any:
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, datasets.List):
-        return datasets.List(_encoded(feature.feature), length=feature.length)
+        return datasets.List(_as_encoded(feature.feature), length=feature.length)
     return feature

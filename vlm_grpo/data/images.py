@@ -1,4 +1,4 @@
-"""Images of a dataset: where they are and how large, without decoding their pixels."""
+"""Locating and measuring the images of a dataset without decoding their pixels."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
 class ImageReader:
-    """Makes an ``ImageRef`` of whatever a row calls an image; each file is read once.
+    """A reader of the images in a dataset's rows, which opens each file once.
 
     Attributes:
-        root: folder that paths are relative to and may not leave; None where there is none.
-        max_pixels: images of more pixels are refused.
+        root: folder that contains all images and that paths are relative to; None: paths are
+            refused.
+        max_pixels: largest number of pixels in an image.
     """
 
     def __init__(self, root: Path | None, max_pixels: int) -> None:
         self.root = root.resolve() if root is not None else None
         self.max_pixels = max_pixels
-        self._seen: dict[str, ImageRef | str] = {}
+        self._cache: dict[str, ImageRef | str] = {}
 
     def read(self, value: Any, name: str) -> ImageRef:
-        """The image that a row holds.
+        """Return a reference to an image after reading its header.
 
         Args:
             value: a path, the encoded image's bytes, ``{"bytes": …, "path": …}`` as in a table's
                 image column, or a Pillow image.
-            name: what messages call an image that has no path.
+            name: name for messages of an image without a path.
 
         Raises:
             ValueError: the image is missing, unreadable, too large, or outside the root.
@@ -54,25 +55,25 @@ class ImageReader:
             return self._from_bytes(buffer.getvalue(), name)
         if not isinstance(value, str) or not value:
             raise ValueError(f"an image must be a path, not {value!r}")
-        if value not in self._seen:
+        if value not in self._cache:
             try:
-                self._seen[value] = self._from_path(value)
+                self._cache[value] = self._from_path(value)
             except ValueError as error:
-                self._seen[value] = str(error)
-        found = self._seen[value]
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found
+                self._cache[value] = str(error)
+        cached = self._cache[value]
+        if isinstance(cached, str):
+            raise ValueError(cached)
+        return cached
 
     def _from_bytes(self, data: bytes, name: str) -> ImageRef:
-        size = self._header(io.BytesIO(data), name)
+        size = self._measure(io.BytesIO(data), name)
         return ImageRef(name=name, size=size, resized_size=size, data=data)
 
     def _from_path(self, name: str) -> ImageRef:
         if _URL.match(name):
             raise ValueError(f"image {name} is a URL: download it and give its path")
         if "\x00" in name:
-            raise ValueError(f"image {name!r} cannot be read: its path holds a zero byte")
+            raise ValueError(f"image {name!r} cannot be read: its path contains a zero byte")
         if self.root is None:
             raise ValueError(
                 f"image {name} is a path: set data.image_root (--image-root) to its folder"
@@ -81,22 +82,22 @@ class ImageReader:
             path = (self.root / name).resolve()
             if not path.is_relative_to(self.root):
                 raise ValueError(
-                    f"image {name} leaves the image folder {self.root}: "
-                    "set data.image_root (--image-root) to a folder that holds all images"
+                    f"image {name} is outside the image folder {self.root}: "
+                    "set data.image_root (--image-root) to a folder that contains all images"
                 )
             if not path.is_file():
                 raise ValueError(f"image {name} is missing in {self.root}")
             with path.open("rb") as file:
-                size = self._header(file, name)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a symlink that leads to itself
+                size = self._measure(file, name)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop
             raise ValueError(f"image {name} cannot be read: {error}") from error
         return ImageRef(name=name, size=size, resized_size=size, path=path)
 
-    def _header(self, file: BinaryIO, name: str) -> tuple[int, int]:
-        """Width and height in pixels, from the header alone."""
+    def _measure(self, file: BinaryIO, name: str) -> tuple[int, int]:
+        """Return width and height in pixels, read from the header."""
         try:
             with warnings.catch_warnings():
-                # max_pixels is the judge here, not Pillow's warning.
+                # max_pixels is the limit, not the one that Pillow warns about.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
                 width, height = measure(file)
         except ValueError as error:

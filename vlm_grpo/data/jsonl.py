@@ -1,4 +1,4 @@
-"""JSON Lines, one object a line, within limits that no honest file reaches."""
+"""Reading JSON Lines, one object per line, with limits on the length and nesting of a line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vlm_grpo.errors import UserError
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_DEPTH = 32
-"""Deepest nesting of lists and objects; boxes in a list in an answer in a row make five."""
+"""Deepest nesting of lists and objects; a row with an answer with a list of boxes has four."""
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """The file's rows, one for each line that is not blank, bad ones included.
+    """Yield a row for each line that is not blank; a malformed line yields a row with a problem.
 
     Raises:
         UserError: the file cannot be opened.
@@ -35,10 +35,10 @@ def read_jsonl(path: Path) -> Iterator[Row]:
                 problem = f"the line is longer than {MAX_LINE_BYTES} bytes"
                 yield Row(location, number, problem=problem)
             elif line.strip():
-                yield _row(line, location, number)
+                yield _parse_row(line, location, number)
 
 
-def _row(line: bytes, location: str, number: int) -> Row:
+def _parse_row(line: bytes, location: str, number: int) -> Row:
     try:
         values = parse_object(line)
     except ValueError as error:
@@ -47,10 +47,10 @@ def _row(line: bytes, location: str, number: int) -> Row:
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """One line as an object.
+    """Parse one line as a JSON object.
 
     Raises:
-        ValueError: the line is no JSON object, or is nested too deep.
+        ValueError: the line is not a JSON object or is nested too deeply.
     """
     try:
         text = line.decode("utf-8-sig")
@@ -60,9 +60,9 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(f"the line is nested deeper than {MAX_DEPTH}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"the line is no JSON: {error.msg} at column {error.colno}") from error
-    except ValueError as error:  # a constant that is refused, or a number of thousands of digits
-        raise ValueError(f"the line is no JSON: {error}") from error
+        raise ValueError(f"the line is not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:  # a refused constant, or a number with thousands of digits
+        raise ValueError(f"the line is not JSON: {error}") from error
     if _depth(value) > MAX_DEPTH:
         raise ValueError(f"the line is nested deeper than {MAX_DEPTH}")
     if not isinstance(value, dict):
@@ -71,7 +71,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """Levels of nesting, counted level by level, without recursion."""
+    """Count the levels of nesting, without recursion."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH + 1:
         inner: list[Any] = []
@@ -85,7 +85,7 @@ def _depth(value: Any) -> int:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"it holds {name}")
+    raise ValueError(f"it contains {name}")
 
 
 def _skip_line(file: BinaryIO) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.jsonl import read_jsonl
-from vlm_grpo.data.rows import Row, first_valid, to_example
+from vlm_grpo.data.rows import Row, select_valid, to_example
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
@@ -137,7 +137,7 @@ def _load_embedded(name: str, limit: int | None, split: Split, task: Task) -> li
     generator = importlib.import_module(_EMBEDDED[name])
     examples = generator.draw_examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
     try:
-        first_valid(examples[:1], task)
+        select_valid(examples[:1], task)
     except ValueError as error:
         raise UserError(f"embedded:{name} does not fit {type(task).__name__}: {error}") from error
     return examples

@@ -1,4 +1,4 @@
-"""Parquet files, a few rows at a time. Imported where one is named, as pyarrow loads slowly."""
+"""Reading Parquet files in batches. Imported on demand: pyarrow loads slowly."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vlm_grpo.errors import UserError
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
-    """The file's rows.
+    """Yield the file's rows.
 
     Raises:
-        UserError: the file is no whole parquet file.
+        UserError: the file is not a complete Parquet file.
     """
     number = 0
     try:

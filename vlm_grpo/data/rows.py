@@ -1,6 +1,6 @@
-"""One row of any supported form to an ``Example``.
+"""Conversion of dataset rows to ``Example``.
 
-Three forms are told apart by their keys: the canonical one (``id, images, question, answer,
+Three forms are distinguished by their keys: the canonical one (``id, images, question, answer,
 meta``), VLM-R1's (``image, conversations``), and tables whose columns have other names.
 """
 
@@ -23,22 +23,22 @@ _NAMES: dict[Column, tuple[str, ...]] = {
     "question": ("question", "problem"),
     "answer": ("answer", "solution"),
 }
-"""Names under which a field is looked up, ours first."""
+"""Column names of each field, the canonical one first."""
 
 _REC_PREFIX = "Please provide the bounding box coordinate of the region this sentence describes:"
-"""VLM-R1's grounding question around the expression; here the task words the question."""
+"""Text before the expression in VLM-R1's grounding questions; here the task adds its own."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as read, before any check of its contents.
+    """One unchecked row of a source.
 
     Attributes:
         location: the row's name in messages (``train.jsonl:3``).
-        number: its place in the source, from 1.
-        values: its columns.
-        strict: its answer must have the task's own form, and it must have an id.
-        problem: why the row could not be read at all; None where it could.
+        number: position in the source, from 1.
+        values: value of each column.
+        strict: require an id, and an answer in the task's own form.
+        problem: why the row could not be parsed; None if it could.
     """
 
     location: str
@@ -49,74 +49,74 @@ class Row:
 
 
 def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, task: Task) -> Example:
-    """The row as a checked example.
+    """Convert a row to an example and check it.
 
     Args:
-        row: the row as read.
-        columns: names of the row's columns where they differ from ours.
-        images: reads the images' headers.
-        task: says whether the answer has the right form.
+        row: the row.
+        columns: the row's column of each field that is not named as in the canonical form.
+        images: the reader of the row's images.
+        task: the task that checks the form of the answer.
 
     Raises:
-        ValueError: what is wrong with the row.
+        ValueError: the row is bad; the message names the problem.
     """
     if row.problem is not None:
         raise ValueError(row.problem)
     values = dict(row.values)
-    conversation = "conversations" in values
-    if conversation:
-        question, answer = _turns(values.pop("conversations"))
+    is_conversation = "conversations" in values
+    if is_conversation:
+        question, answer = _parse_conversation(values.pop("conversations"))
     else:
-        question, answer = _take(values, "question", columns), _take(values, "answer", columns)
-    identity = _identity(_take(values, "id", columns, default=None), row, conversation)
-    pictures = _take(values, "images", columns, default=())
+        question, answer = _pop(values, "question", columns), _pop(values, "answer", columns)
+    example_id = _get_id(_pop(values, "id", columns, default=None), row, is_conversation)
+    row_images = _pop(values, "images", columns, default=())
     if not isinstance(question, str):
         raise ValueError(f"question must be text, not {_short(question)}")
     meta = values.pop("meta", None) or {}
     if not isinstance(meta, Mapping):
         raise ValueError(f"meta must be an object, not {_short(meta)}")
-    if isinstance(pictures, (str, bytes, Mapping)) or not isinstance(pictures, Sequence):
-        pictures = () if pictures is None else (pictures,)
+    if isinstance(row_images, (str, bytes, Mapping)) or not isinstance(row_images, Sequence):
+        row_images = () if row_images is None else (row_images,)
     refs = tuple(
         images.read(value, f"{row.location} image {number}")
-        for number, value in enumerate(pictures, start=1)
+        for number, value in enumerate(row_images, start=1)
     )
-    exact = row.strict and not conversation and not columns
-    candidates = [answer] if exact else answer_candidates(answer)
-    return first_valid(
-        [Example(identity, refs, question, c, {**values, **meta}) for c in candidates], task
+    is_canonical = row.strict and not is_conversation and not columns
+    candidates = [answer] if is_canonical else get_answer_candidates(answer)
+    return select_valid(
+        [Example(example_id, refs, question, c, {**values, **meta}) for c in candidates], task
     )
 
 
-def answer_candidates(value: Any) -> list[Any]:
-    """Forms that a foreign dataset's answer may stand for, most literal first.
+def get_answer_candidates(value: Any) -> list[Any]:
+    """Return possible readings of another toolkit's answer, the most literal first.
 
-    The task's check picks the first that it accepts: text without ``<answer>`` tags, a whole
-    number, boxes.
+    They are text without ``<answer>`` tags, an integer, and boxes. The first that passes the
+    task's check is used.
 
-    >>> answer_candidates("<answer> 3 </answer>")
+    >>> get_answer_candidates("<answer> 3 </answer>")
     ['3', 3]
-    >>> answer_candidates([1, 2, 3, 4])
+    >>> get_answer_candidates([1, 2, 3, 4])
     [[1, 2, 3, 4], {'boxes': [[1, 2, 3, 4]]}]
     """
-    found: list[Any] = [value]
+    candidates: list[Any] = [value]
     if isinstance(value, str):
         inner = re.fullmatch(r"\s*<answer>(.*)</answer>\s*", value, re.DOTALL)
         text = (inner[1] if inner else value).strip()
-        found = [text]
+        candidates = [text]
         if re.fullmatch(r"\d{1,18}", text):
-            found.append(int(text))
-        value = _json_or_none(text)
+            candidates.append(int(text))
+        value = _parse_json(text)
     if isinstance(value, float) and value.is_integer():
-        found.append(int(value))
-    boxes = _boxes(value)
+        candidates.append(int(value))
+    boxes = _parse_boxes(value)
     if boxes is not None:
-        found.append(boxes)
-    return found
+        candidates.append(boxes)
+    return candidates
 
 
-def _turns(conversation: Any) -> tuple[str, Any]:
-    """Question and answer of VLM-R1's ``conversations``."""
+def _parse_conversation(conversation: Any) -> tuple[str, Any]:
+    """Return the question and the answer of VLM-R1's ``conversations``."""
     roles = ("human", "gpt")
     if (
         not isinstance(conversation, list)
@@ -132,14 +132,14 @@ def _turns(conversation: Any) -> tuple[str, Any]:
     return question.removeprefix(_REC_PREFIX).strip(), answer
 
 
-def _take(
+def _pop(
     values: dict[str, Any], name: Column, columns: Mapping[Column, str], default: Any = ...
 ) -> Any:
-    """Remove a field from the row's values, under its own or a mapped name."""
+    """Remove a field from a row's values and return it."""
     names = (columns[name],) if name in columns else _NAMES[name]
     present = [candidate for candidate in names if candidate in values]
     if len(present) > 1:
-        raise ValueError(f"it has {' and '.join(present)}, of which one is wanted")
+        raise ValueError(f"it has {' and '.join(present)}: keep one of them")
     if present:
         return values.pop(present[0])
     if default is ... or name in columns:
@@ -147,21 +147,21 @@ def _take(
     return default
 
 
-def _identity(value: Any, row: Row, conversation: bool) -> str:
-    if value is None and (conversation or not row.strict):
+def _get_id(value: Any, row: Row, is_conversation: bool) -> str:
+    if value is None and (is_conversation or not row.strict):
         return f"row-{row.number}"
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"id must be text that is not empty, or a whole number, not {value!r}")
+        raise ValueError(f"id must be non-empty text or an integer, not {value!r}")
     return value
 
 
-def first_valid(examples: Sequence[Example], task: Task) -> Example:
-    """The first of some readings of a row whose answer the task accepts.
+def select_valid(examples: Sequence[Example], task: Task) -> Example:
+    """Return the first of several readings of a row whose answer the task accepts.
 
     Raises:
-        ValueError: it accepts none; the reason is that of the first.
+        ValueError: the task accepts none; the message is the one about the first.
     """
     problems = []
     for example in examples:
@@ -169,7 +169,7 @@ def first_valid(examples: Sequence[Example], task: Task) -> Example:
             task.check(example)
         except ValueError as error:
             problems.append(str(error))
-        except Exception as error:  # a user's check may raise anything on an odd answer
+        except Exception as error:  # a user's check may raise anything
             problems.append(
                 f"the answer {_short(example.answer)} cannot be checked: "
                 f"{type(error).__name__}: {error}"
@@ -179,8 +179,8 @@ def first_valid(examples: Sequence[Example], task: Task) -> Example:
     raise ValueError(problems[0])
 
 
-def _boxes(value: Any) -> dict[str, Any] | None:
-    """The task form of one box, a list of boxes, or a list of labelled boxes; else None."""
+def _parse_boxes(value: Any) -> dict[str, Any] | None:
+    """Return the task's form of a box, a list of boxes or a list of labeled boxes, or None."""
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, (list, tuple)) or not value:
@@ -197,7 +197,7 @@ def _boxes(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _json_or_none(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     text = text.removeprefix("```json").removesuffix("```").strip()
     if not text.startswith(("[", "{")):
         return None

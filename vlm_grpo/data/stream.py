@@ -1,4 +1,4 @@
-"""The endless, shuffled order in which training reads its examples."""
+"""The endless shuffled stream of training examples."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from vlm_grpo.types import Example
 
 
 class ExampleStream:
-    """Every example once an epoch, in an order of its own for each epoch.
+    """An endless stream that contains every example once per epoch, in a new order.
 
-    The stream is a pure function of its index: its position is one integer, so a resumed run
-    goes on exactly where it stopped, and ranks agree without speaking to each other.
+    The stream is a pure function of the index: a resumed run needs only that integer to continue
+    exactly where it stopped, and ranks agree without communication.
 
     Args:
-        examples: at least one.
-        seed: decides the order.
+        examples: the training examples, at least one.
+        seed: seed of the shuffling.
     """
 
     def __init__(self, examples: Sequence[Example], seed: int) -> None:
         self.examples, self.seed = examples, seed
-        self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def __getitem__(self, index: int) -> Example:
-        """The ``index``-th example drawn since the start of the run."""
-        epoch, place = divmod(index, len(self.examples))
-        return self.examples[self._order(epoch)[place]]
+        """Return the example at position ``index``, counted from the start of the run."""
+        epoch, position = divmod(index, len(self.examples))
+        return self.examples[self._order(epoch)[position]]
 
-    def _shuffled(self, epoch: int) -> np.ndarray:
+    def _shuffle(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.examples))
