@@ -99,7 +99,7 @@ def test_trl_names_are_trls() -> None:
 
 def test_what_other_trainers_settings_become_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs/coming-from.md").read_text("utf-8").partition("\n## Comparing")[0]
+    text = (ROOT / "docs/coming-from.md").read_text("utf-8").partition("\n## Score")[0]
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
         "TRL's GRPOConfig",
         "VLM-R1",

@@ -1,6 +1,6 @@
-"""The guides' tables of benchmarks, as they follow from the definitions.
+"""Build the table of benchmarks in docs/benchmarks.md from their definitions.
 
-Run it to print them: ``python tests/benchmark_table.py``.
+Run ``python tests/helpers/benchmark_table.py`` to print it.
 """
 
 from __future__ import annotations
@@ -33,40 +33,36 @@ ORDER = [
     "icdar2015",
     "sroie",
 ]
-"""Grounding, detection, counting, OCR; one that is not named here comes last."""
-HEADS = {
-    "README.md": ("benchmark", "converter", "command", "metric", "published"),
-    "docs/benchmarks.md": ("benchmark", "name", "converter", "task", "metric", "n", "published"),
-}
+"""Grounding, detection, counting, OCR; all others follow in alphabetical order."""
+COLUMNS = ("benchmark", "name", "converter", "task", "metric", "n", "published")
 
 
-def table(guide: str) -> list[str]:
-    """The lines of a guide's table."""
-    heads = HEADS[guide]
+def build_table() -> list[str]:
+    """Return the lines of the table."""
     names = [*ORDER, *sorted(set(benchmark_names()) - set(ORDER))]
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
     for name in names:
-        cells = cells_of(name)
-        lines.append(f"| {' | '.join(cells[head] for head in heads)} |")
+        cells = build_cells(name)
+        lines.append(f"| {' | '.join(cells[column] for column in COLUMNS)} |")
     return lines
 
 
-def cells_of(name: str) -> dict[str, str]:
+def build_cells(name: str) -> dict[str, str]:
+    """Return a benchmark's cells by column."""
     benchmark = load_benchmark(name)
     return {
         "benchmark": benchmark.title,
         "name": f"`{name}`",
         "converter": f"`{benchmark.converter}`",
-        "command": f"`vlm-grpo evaluate {name}`",
         "task": benchmark.task,
         "metric": f"`{benchmark.metric}`",
         "n": ", ".join(f"{s} {n:,}" if n else s for s, n in benchmark.splits.items()),
-        "published": "; ".join(published(benchmark)) or "–",
+        "published": "; ".join(format_published(benchmark)) or "–",
     }
 
 
-def published(benchmark: Benchmark) -> list[str]:
-    """Each model with its numbers in the order of the splits; ✓ where they were verified."""
+def format_published(benchmark: Benchmark) -> list[str]:
+    """Return each model with its numbers in the order of the splits, and ✓ if verified."""
     order = list(benchmark.splits)
     found: dict[tuple[str, bool], dict[str, float]] = {}
     for number in benchmark.published:
@@ -80,5 +76,4 @@ def published(benchmark: Benchmark) -> list[str]:
 
 
 if __name__ == "__main__":
-    for guide in HEADS:
-        print(guide, *table(guide), sep="\n", end="\n\n")
+    print(*build_table(), sep="\n")
