@@ -21,7 +21,7 @@ from tiny_models import FAMILIES, noise_example, tiny_model
 from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.deploy.export import PREPROCESSOR, export
-from vlm_grpo.deploy.predict import Question, predict
+from vlm_grpo.deploy.predict import predict
 from vlm_grpo.deploy.resolve import choose_model
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingDistribution
@@ -246,8 +246,7 @@ def test_an_adapter_alone(exported: dict, tmp_path: Path) -> None:
     assert not (out / "model.safetensors").exists()
     # It is a model's name like any other.
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
-    asked = Question(str(out), (tmp_path / "a.png",), QUESTION, out=tmp_path / "b.png")
-    assert predict(asked).picture.is_file()
+    assert predict(out, tmp_path / "a.png", QUESTION).picture.width == 64
 
 
 @pytest.fixture(scope="module")
@@ -303,9 +302,8 @@ def test_a_run_is_asked_as_it_was_trained(finished: Path, tmp_path: Path) -> Non
     settings = load_settings("counting", ["data.eval_limit=1"])
     (example,) = load_examples("embedded:counting", load_task("counting"), settings.data, "eval")
     example.images[0].load().save(tmp_path / "a.png")
-    asked = Question(str(finished), (tmp_path / "a.png",), example.question, out=tmp_path / "b.png")
-    found = predict(asked)
-    assert found.reads  # the run's own task
+    found = predict(finished, tmp_path / "a.png", example.question)
+    assert found.has_task  # the run's own task
     # 84 x 84 pixels as they are; the run's budget lets 56 x 56 through.
     assert found.resized_sizes == ((56, 56),)
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlm_grpo.config.run import load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.deploy.predict import Question, predict
+from vlm_grpo.deploy.predict import Prediction, Predictor, predict
 from vlm_grpo.drawing import captioned
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.evaluate import evaluate_policy
@@ -35,15 +35,15 @@ def example_of(name: str) -> Example:
     return example
 
 
-def ask(name: str, **more: Any) -> Question:
+def ask(name: str, **options: Any) -> Prediction:
     example = example_of(name)
-    return Question("embedded", (Path(f"{name}.png"),), example.question, **more)
+    return predict("embedded", f"{name}.png", example.question, **options)
 
 
 @pytest.mark.parametrize("name", ["counting", "grounding", "ocr"])
 def test_the_answer_is_the_evaluations(name: str) -> None:
     # The recipes compute in float32.
-    found = predict(ask(name, task=name, overrides=("policy.dtype=float32",)))
+    found = ask(name, task=name, overrides=("policy.dtype=float32",))
     settings = load_settings(name, ["data.eval_limit=1"])
     policy = load_policy(settings, training=False)
     task = load_task(name, frame=policy.frame)
@@ -65,15 +65,37 @@ def test_a_box_is_drawn_at_the_images_own_size(capsys: pytest.CaptureFixture[str
         assert (220, 38, 127) in {color for _, color in drawn.getcolors() or ()}  # #dc267f
 
 
-def test_words_go_below_the_image_and_nothing_is_written_over() -> None:
-    first, second = predict(ask("counting")), predict(ask("counting"))
-    assert (str(first.picture), str(second.picture)) == (
-        "counting-answer.png",
-        "counting-answer-2.png",
-    )
-    assert not first.reads  # no task was named
-    with Image.open(first.picture) as drawn, Image.open("counting.png") as original:
-        assert drawn.height > original.height
+def test_without_a_task_the_output_is_written_below_the_image() -> None:
+    found = ask("counting")
+
+    assert not found.has_task
+    with Image.open("counting.png") as original:
+        assert found.picture.height > original.height
+
+
+def test_an_existing_picture_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+    example = example_of("counting")
+    command = ("predict", "embedded", "--image", "counting.png", "--question", example.question)
+
+    pictures = [run(capsys, *command)[1].splitlines()[-1] for _ in range(2)]
+
+    assert pictures == ["picture  counting-answer.png", "picture  counting-answer-2.png"]
+    assert all(Path(line.split()[-1]).is_file() for line in pictures)
+
+
+def test_an_image_may_be_a_path_bytes_or_a_pil_image() -> None:
+    example = example_of("counting")
+    predictor = Predictor("embedded", task="counting")
+    data = Path("counting.png").read_bytes()
+    with Image.open("counting.png") as image:
+        found = [
+            predictor(given, example.question)
+            for given in ("counting.png", Path("counting.png"), data, image, [image])
+        ]
+
+    assert len({prediction.text for prediction in found}) == 1
+    with pytest.raises(UserError, match="give at least one"):
+        predictor([], example.question)
 
 
 def test_a_caption_is_cut() -> None:
@@ -86,9 +108,7 @@ def test_a_caption_is_cut() -> None:
 
 
 def test_settings_go_over_those_of_the_model() -> None:
-    cut = predict(
-        ask("grounding", task="grounding", overrides=("rollout.max_completion_length=2",))
-    )
+    cut = ask("grounding", task="grounding", overrides=["rollout.max_completion_length=2"])
     assert (len(cut.completion.token_ids), cut.completion.stop) == (2, "length")
 
 
@@ -117,7 +137,7 @@ def test_a_parser_that_raises_is_named() -> None:
         "        return 1.0\n"
     )
     with pytest.raises(UserError, match=r"parser failed on .*KeyError\('oops'\)"):
-        predict(ask("counting", task="bad.py"))
+        ask("counting", task="bad.py")
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze, get_model_source, load_model
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning import Planner, lines, named_device, this_device
-from vlm_grpo.planning.devices import GIB, Device
+from vlm_grpo.planning import Planner, plan
+from vlm_grpo.planning.devices import GIB, Device, named_device, this_device
 from vlm_grpo.planning.memory import (
     cache_bytes,
     estimate_memory,
@@ -262,13 +262,13 @@ def test_changes_are_valid_and_make_it_fit(planner: Planner) -> None:
         assert load_settings("counting", overrides) == step.settings
         peaks.append(step.memory.peak)
     assert peaks[-1] <= tight.device.usable < peaks[0]
-    told = list(lines(tight))
+    told = str(tight.plan()).splitlines()
     assert any(line.startswith("fits       no: ") for line in told)
 
 
 def test_no_change_may_be_enough(planner: Planner) -> None:
     tiny = Planner(planner.settings, Device("tiny", 1 << 20, is_cpu=True))
-    assert "not even then" in list(lines(tiny))[-1]
+    assert "not even then" in str(tiny.plan()).splitlines()[-1]
     assert tiny.largest_group() == 0
 
 
@@ -350,7 +350,7 @@ def test_an_image_that_cannot_be_seen_is_named(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     settings = load_settings("counting", [f"data.train={tmp_path / 'data.jsonl'}"])
     with pytest.raises(UserError, match="t1: absolute aspect ratio"):
-        list(lines(Planner(settings, named_device("24GB"))))
+        plan(settings, "24GB")
 
 
 def test_a_wrong_name_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:

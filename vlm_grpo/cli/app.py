@@ -168,7 +168,12 @@ def evaluate(
                 "--predictions and --split go with a benchmark and its rows: give --data"
             )
         settings = load_settings(recipe, _with_task(kept, task))
-        _run("vlm_grpo.evaluation.evaluate", "evaluate", settings, checkpoint)
+        found = _run("vlm_grpo.evaluation.evaluate", "evaluate", settings, checkpoint)
+        if importlib.import_module("vlm_grpo.distributed.launch").join().is_main_process:
+            typer.echo(f"{found}\n")
+            for name, value in found.metrics.items():
+                typer.echo(f"  {name:<24} {value:.4f}")
+            typer.echo(f"\npredictions in {found.path}")
         return
     if task is not None:
         raise UserError("--task goes with a recipe: a benchmark has its own task")
@@ -347,10 +352,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
-def _run(module: str, function: str, *arguments: Any) -> None:
+def _run(module: str, function: str, *arguments: Any) -> Any:
     """Call a function of a module that takes seconds to import."""
     try:
-        getattr(importlib.import_module(module), function)(*arguments)
+        return getattr(importlib.import_module(module), function)(*arguments)
     except Stopped as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(stopped.status) from None

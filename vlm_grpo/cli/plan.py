@@ -35,7 +35,4 @@ def plan(
     vlm-grpo plan recipe.yaml rollout.num_generations=16 --gpu H100 --devices 8
     """
     settings = load_settings(recipe, overrides or [])
-    module = importlib.import_module("vlm_grpo.planning")
-    device = module.named_device(gpu) if gpu is not None else module.this_device()
-    for line in module.lines(module.Planner(settings, device, devices)):
-        typer.echo(line)
+    typer.echo(importlib.import_module("vlm_grpo.planning").plan(settings, gpu, devices))

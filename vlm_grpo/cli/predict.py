@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from PIL import Image
+
+from vlm_grpo.errors import UserError
 
 
 def predict(
@@ -39,10 +42,11 @@ def predict(
     vlm-grpo predict runs/mine/checkpoints/step-300 evaluation.temperature=0.7 seed=1 \\
         --image a.jpg --question "How many cups?"
     """
+    picture = _free(out, image[0])
     # Loaded here because a model's libraries take seconds, which no other command should cost.
     module = importlib.import_module("vlm_grpo.deploy.predict")
-    asked = module.Question(model, tuple(image), question, task, out, tuple(overrides or ()))
-    found = module.predict(asked)
+    found = module.predict(model, image, question, task, overrides or ())
+    found.picture.save(picture)
     completion = found.completion
     typer.echo(f"output   {completion.text}")
     if completion.stop == "length":
@@ -50,8 +54,25 @@ def predict(
             f"         cut off after {len(completion.token_ids)} tokens: "
             "raise rollout.max_completion_length"
         )
-    if found.reads:
+    if found.has_task:
         typer.echo(
             f"answer   {'none: the task reads no answer' if found.answer is None else found.answer}"
         )
-    typer.echo(f"picture  {found.picture}")
+    typer.echo(f"picture  {picture}")
+
+
+def _free(out: Path | None, image: Path) -> Path:
+    """``out``, or ``IMAGE-answer.png`` in the current folder with the first free number."""
+    if out is not None:
+        if out.exists():
+            raise UserError(f"{out} exists already: give another name by --out")
+        if not out.parent.is_dir():
+            raise UserError(f"--out {out}: there is no folder {out.parent}")
+        if out.suffix.lower() not in Image.registered_extensions():
+            raise UserError(f"--out {out}: end the name in .png, .jpg or .webp")
+        return out
+    out, number = Path(f"{image.stem}-answer.png"), 1
+    while out.exists():
+        number += 1
+        out = Path(f"{image.stem}-answer-{number}.png")
+    return out

@@ -31,8 +31,8 @@ PREPROCESSOR = "preprocessor_config.json"
 
 
 def export(
-    run: str,
-    out: Path,
+    run: str | Path,
+    out: str | Path,
     adapter: bool = False,
     step: int | Literal["best"] | None = None,
     dtype: Literal["float32", "bfloat16"] | None = None,
@@ -57,7 +57,8 @@ def export(
     """
     disable_progress_bar()
     join()
-    choice = choose_model(run, step=step)
+    out = Path(out)
+    choice = choose_model(str(run), step=step)
     if choice.checkpoint is None:
         raise UserError(f"{run} is no run and no checkpoint: there is nothing trained to export")
     if out.exists():

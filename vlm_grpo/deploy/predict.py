@@ -1,8 +1,10 @@
-"""One question to a model, and its answer drawn on the image."""
+"""Ask a model a question about images and draw its answer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +18,37 @@ from vlm_grpo.distributed.launch import join
 from vlm_grpo.drawing import PREDICTED_COLOR, captioned
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.generate import generate
-from vlm_grpo.model.policy import load_policy
+from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Completion, Example, ImageRef
 
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked of which model.
-
-    Attributes:
-        model: as in ``choose_model``.
-        images: at least one; the answer is drawn on the first.
-        text: the question; for grounding the expression alone.
-        task: name or file of the task that words the question and reads the answer; None: that of
-            the run, or the bare question where the model is of no run.
-        out: where the picture goes; None: a free name in the current folder.
-        overrides: ``key=value`` over the settings of the run.
-    """
-
-    model: str
-    images: tuple[Path, ...]
-    text: str
-    task: str | None = None
-    out: Path | None = None
-    overrides: tuple[str, ...] = ()
+ImageInput = str | Path | bytes | Image.Image
+"""An image: its path, its encoded bytes, or a PIL image."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model answered.
+    """A model's answer to one question.
 
     Attributes:
-        completion: its whole text and why it ended.
-        reads: whether a task reads the answer, or the whole text stands for itself.
-        answer: what it reads; None where the text holds no answer.
-        resized_sizes: width and height of each image as the model saw it.
-        picture: the file with the answer drawn on the first image.
+        completion: the generated tokens and text, and why generation ended.
+        has_task: whether a task parsed the answer; False: the text itself is the answer.
+        answer: the parsed answer; None where the text holds none.
+        resized_sizes: width and height of each image after the model's resize.
+        picture: a copy of the first image with the answer drawn on it.
     """
 
     completion: Completion
-    reads: bool
+    has_task: bool
     answer: Any
     resized_sizes: tuple[tuple[int, int], ...]
-    picture: Path
+    picture: Image.Image
+
+    @property
+    def text(self) -> str:
+        """The model's full output."""
+        return self.completion.text
 
 
 class _Ask(Task):
@@ -72,38 +60,99 @@ class _Ask(Task):
         return text
 
 
-def predict(question: Question) -> Prediction:
-    """Ask, and write the picture.
+class Predictor:
+    """A model that answers questions about images; it is loaded at the first question.
 
-    The answer is drawn at ``evaluation.temperature``; the pixel budget is the checkpoint's.
+    It is prompted as in its training: with the run's adapter, pixel budget, task and wording.
+
+    Args:
+        model: as for ``choose_model``.
+        task: the task that words the question and parses the answer; None: the run's own, or the
+            bare question where the model comes from no run.
+        overrides: as for ``load_settings``, over the run's settings.
 
     Raises:
-        UserError: model, image or task cannot be used, or the picture's file exists already.
+        UserError: there is no such model or task.
     """
-    disable_progress_bar()
-    out = _free(question.out, question.images[0])
-    choice = choose_model(question.model, question.overrides)
-    task = _task(question.task, choice.settings)
-    images = tuple(_image(path, choice.settings.data.max_image_pixels) for path in question.images)
-    policy = load_policy(choice.settings, choice.checkpoint, training=False)
-    policy.model.to(join().device)
-    task = replace(task, frame=policy.frame)
-    try:
-        example = policy.with_resized_sizes(Example("question", images, question.text, None))
-    except ValueError as error:
-        raise UserError(f"image {images[0].name} cannot be seen by the model: {error}") from error
-    prompt = policy.build_prompt(example, task)
-    (completion,) = generate(policy, [prompt], choice.settings, [(choice.settings.seed, "predict")])
-    try:
-        answer = task.read(completion.text, example)
-    except FAILURES as error:  # a user's parser may raise anything
-        raise UserError(f"the task's parser failed on {completion.text!r}: {error!r}") from error
-    _picture(task, example, answer, completion.text).save(out)
-    reads = not isinstance(task, _Ask)
-    return Prediction(completion, reads, answer, tuple(i.resized_size for i in example.images), out)
+
+    def __init__(
+        self,
+        model: str | Path,
+        task: str | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        disable_progress_bar()
+        choice = choose_model(str(model), overrides)
+        self.settings, self.checkpoint = choice.settings, choice.checkpoint
+        self._task = _load_task(task, choice.settings)
+
+    @cached_property
+    def policy(self) -> Policy:
+        policy = load_policy(self.settings, self.checkpoint, training=False)
+        policy.model.to(join().device)
+        return policy
+
+    @cached_property
+    def task(self) -> Task:
+        """The task, with the coordinate frame of the model."""
+        return replace(self._task, frame=self.policy.frame)
+
+    def __call__(self, images: ImageInput | Sequence[ImageInput], question: str) -> Prediction:
+        """Answer a question, sampled at ``evaluation.temperature``.
+
+        Args:
+            images: one image or several; the answer is drawn on the first.
+            question: the question; for grounding the expression alone.
+
+        Raises:
+            UserError: an image or the model cannot be used, or the task's parser fails.
+        """
+        if isinstance(images, str | Path | bytes | Image.Image):
+            images = [images]
+        limit = self.settings.data.max_image_pixels
+        references = tuple(_read_image(image, limit) for image in images)
+        if not references:
+            raise UserError("there is no image to ask about: give at least one")
+        try:
+            example = self.policy.with_resized_sizes(
+                Example("question", references, question, None)
+            )
+        except ValueError as error:
+            name = references[0].name
+            raise UserError(f"image {name} cannot be seen by the model: {error}") from error
+        prompt = self.policy.build_prompt(example, self.task)
+        seeds = [(self.settings.seed, "predict")]
+        (completion,) = generate(self.policy, [prompt], self.settings, seeds)
+        try:
+            answer = self.task.read(completion.text, example)
+        except FAILURES as error:  # a user's parser may raise anything
+            raise UserError(
+                f"the task's parser failed on {completion.text!r}: {error!r}"
+            ) from error
+        return Prediction(
+            completion,
+            not isinstance(self.task, _Ask),
+            answer,
+            tuple(image.resized_size for image in example.images),
+            _draw(self.task, example, answer, completion.text),
+        )
 
 
-def _task(name: str | None, settings: Settings) -> Task:
+def predict(
+    model: str | Path,
+    images: ImageInput | Sequence[ImageInput],
+    question: str,
+    task: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Prediction:
+    """Ask a model one question; a ``Predictor`` asks several without loading the model again.
+
+    Arguments and errors are those of ``Predictor`` and its call.
+    """
+    return Predictor(model, task, overrides)(images, question)
+
+
+def _load_task(name: str | None, settings: Settings) -> Task:
     """The named task; the run's own, with its options, where that is meant or none is named."""
     if name is None and settings.task == NO_TASK:
         return _Ask()
@@ -117,33 +166,18 @@ def _task(name: str | None, settings: Settings) -> Task:
     return load_task(name, **options)
 
 
-def _image(path: Path, max_pixels: int) -> ImageRef:
+def _read_image(image: ImageInput, max_pixels: int) -> ImageRef:
+    name = str(image) if isinstance(image, str | Path) else "of the question"
     try:
-        return ImageReader(None, max_pixels).read(path.read_bytes(), str(path))
+        data = Path(image).read_bytes() if isinstance(image, str | Path) else image
+        return ImageReader(None, max_pixels).read(data, name)
     except OSError as error:
-        raise UserError(f"image {path} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"image {name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def _free(out: Path | None, image: Path) -> Path:
-    """``out``, or ``IMAGE-answer.png`` in the current folder with the first free number."""
-    if out is not None:
-        if out.exists():
-            raise UserError(f"{out} exists already: give another name by --out")
-        if not out.parent.is_dir():
-            raise UserError(f"--out {out}: there is no folder {out.parent}")
-        if out.suffix.lower() not in Image.registered_extensions():
-            raise UserError(f"--out {out}: end the name in .png, .jpg or .webp")
-        return out
-    out, number = Path(f"{image.stem}-answer.png"), 1
-    while out.exists():
-        number += 1
-        out = Path(f"{image.stem}-answer-{number}.png")
-    return out
-
-
-def _picture(task: Task, example: Example, answer: Any, text: str) -> Image.Image:
+def _draw(task: Task, example: Example, answer: Any, text: str) -> Image.Image:
     """The first image with what the task draws; with the text below it where it draws nothing."""
     image = example.images[0].load()
     if answer is not None:

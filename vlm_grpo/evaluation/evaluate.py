@@ -59,6 +59,7 @@ class Evaluation:
             whole set.
         rows: for each example its id, output, answer, rewards and metrics.
         lower_is_better: the primary metric is an error.
+        path: the file of the predictions; None where they are in none.
     """
 
     primary_metric: str
@@ -67,6 +68,7 @@ class Evaluation:
     interval: tuple[float, float]
     rows: tuple[dict, ...]
     lower_is_better: bool = False
+    path: Path | None = None
 
     @property
     def value(self) -> float:
@@ -152,14 +154,17 @@ def _corpus_metrics(
         return {}
 
 
-def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
+def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evaluation:
     """Evaluate the recipe's model, or a checkpoint of it, on the recipe's held-out examples.
+
+    The predictions are written into the run's folder, under ``evaluation``.
 
     Raises:
         UserError: the recipe has no ``data.eval``, or something cannot be loaded.
     """
     if settings.data.eval is None:
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
+    checkpoint = None if checkpoint is None else Path(checkpoint)
     _refuse_no_folder(checkpoint)
     disable_progress_bar()
     own = load_task(settings.task, **settings.task_options)
@@ -174,11 +179,7 @@ def evaluate(settings: Settings, checkpoint: Path | None = None) -> Evaluation:
     path = settings.run_dir / "evaluation" / f"{checkpoint.name if checkpoint else 'model'}.jsonl"
     if state.is_main_process:
         write_predictions(path, found)
-        print(f"{found}\n")
-        for name, value in found.metrics.items():
-            print(f"  {name:<24} {value:.4f}")
-        print(f"\npredictions in {path}")
-    return found
+    return replace(found, path=path)
 
 
 def _refuse_no_folder(checkpoint: Path | None) -> None:

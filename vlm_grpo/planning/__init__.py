@@ -1,6 +1,5 @@
 """What a run will need before anything of it is downloaded or run."""
 
-from vlm_grpo.planning.devices import named_device, this_device
-from vlm_grpo.planning.planner import Planner, lines
+from vlm_grpo.planning.planner import Plan, Planner, plan
 
-__all__ = ["Planner", "lines", "named_device", "this_device"]
+__all__ = ["Plan", "Planner", "plan"]

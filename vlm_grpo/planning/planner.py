@@ -14,7 +14,7 @@ from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.loading import get_model_source, get_pixel_budget
-from vlm_grpo.planning.devices import GIB, Device
+from vlm_grpo.planning.devices import GIB, Device, named_device, this_device
 from vlm_grpo.planning.memory import Memory, estimate_memory
 from vlm_grpo.planning.seconds import Phases, estimate_seconds
 from vlm_grpo.planning.shape import ModelShape, load_config, read_shape
@@ -48,6 +48,52 @@ class Step:
     seconds: Phases | None
     work: Work
     typical: Work
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and time of a recipe on a device; as text, the output of ``vlm-grpo plan``.
+
+    Attributes:
+        device: the device.
+        rows: number of rows of the training data.
+        step: memory and time of one step of the recipe.
+        largest_group: the largest ``rollout.num_generations`` that fits; 0 where not even 2 does.
+        changes: changes of settings that make the recipe fit, each on top of those before it and
+            with the step after it; empty where it fits.
+        largest_batch: the largest useful ``optim.max_tokens_per_batch`` that fits after the
+            changes; 0 where none does.
+    """
+
+    device: Device
+    rows: int
+    step: Step
+    largest_group: int
+    changes: tuple[tuple[str, Step], ...]
+    largest_batch: int
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the recipe fits as it is."""
+        return self.step.memory.peak <= self.device.usable
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+
+def plan(settings: Settings, gpu: str | None = None, devices: int = 1) -> Plan:
+    """Estimate the memory and time of a recipe; no weights are loaded.
+
+    Args:
+        settings: the recipe's.
+        gpu: a GPU's name, as ``H100``, or its memory, as ``24GB``; None: this machine's device.
+        devices: number of such devices.
+
+    Raises:
+        UserError: as for ``Planner``, or the GPU is not known.
+    """
+    device = this_device() if gpu is None else named_device(gpu)
+    return Planner(settings, device, devices).plan()
 
 
 class Planner:
@@ -102,6 +148,21 @@ class Planner:
             estimate_seconds(shape, typical, self.device),
             work,
             typical,
+        )
+
+    def plan(self) -> Plan:
+        """Return the plan of the recipe."""
+        step = self.step(self.settings)
+        fits = step.memory.peak <= self.device.usable
+        changes = () if fits else tuple(self.remedies())
+        last = changes[-1][1] if changes else step
+        return Plan(
+            device=self.device,
+            rows=self.prompts.rows,
+            step=step,
+            largest_group=self.largest_group() if fits else 0,
+            changes=changes,
+            largest_batch=self.largest_batch(last.settings),
         )
 
     def fits(self, settings: Settings) -> bool:
@@ -234,13 +295,13 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def lines(planner: Planner) -> Iterator[str]:
+def lines(plan: Plan) -> Iterator[str]:
     """The plan, line by line."""
-    step, device = planner.step(planner.settings), planner.device
+    step, device = plan.step, plan.device
     shape, sizes = step.shape, step.prompts
     share = f"LoRA, {shape.trained:,} trained" if shape.rank else f"{shape.trained:,} trained"
-    yield f"model      {planner.settings.model}: {shape.name}, {share}, {shape.precision}"
-    yield f"data       {planner.prompts.rows:,} rows, {len(sizes):,} counted"
+    yield f"model      {step.settings.model}: {shape.name}, {share}, {shape.precision}"
+    yield f"data       {plan.rows:,} rows, {len(sizes):,} counted"
     for name, values in (
         ("image", sorted(size.image_tokens for size in sizes)),
         ("prompt", [size.tokens for size in sizes]),
@@ -256,7 +317,7 @@ def lines(planner: Planner) -> Iterator[str]:
     yield from _memory_lines(step, device)
     if step.seconds is not None:
         yield from _time_lines(step.seconds, device)
-    yield from _advice(planner, step)
+    yield from _advice(plan)
 
 
 def _memory_lines(step: Step, device: Device) -> Iterator[str]:
@@ -298,22 +359,20 @@ def _time_lines(seconds: Phases, device: Device) -> Iterator[str]:
     )
 
 
-def _advice(planner: Planner, step: Step) -> Iterator[str]:
-    if step.memory.peak <= planner.device.usable:
-        free = (planner.device.usable - step.memory.peak) / GIB
+def _advice(plan: Plan) -> Iterator[str]:
+    if plan.fits:
+        free = (plan.device.usable - plan.step.memory.peak) / GIB
         yield f"fits       yes, with {free:.1f} GiB to spare"
-        group = planner.largest_group()
-        more = "at least " if group == MOST_GENERATIONS else ""
-        yield f"largest    rollout.num_generations: {more}{group:,}"
-        yield f"           optim.max_tokens_per_batch: {planner.largest_batch():,}"
+        more = "at least " if plan.largest_group == MOST_GENERATIONS else ""
+        yield f"largest    rollout.num_generations: {more}{plan.largest_group:,}"
+        yield f"           optim.max_tokens_per_batch: {plan.largest_batch:,}"
         return
-    missing = (step.memory.peak - planner.device.usable) / GIB
+    missing = (plan.step.memory.peak - plan.device.usable) / GIB
     yield f"fits       no: {missing:.1f} GiB are missing. Change, one after the other:"
-    last = step
-    for text, last in planner.remedies():
-        yield f"  {text:<54} {last.memory.peak / GIB:8.2f} GiB"
-    if last.memory.peak > planner.device.usable:
+    step = plan.step
+    for text, step in plan.changes:
+        yield f"  {text:<54} {step.memory.peak / GIB:8.2f} GiB"
+    if step.memory.peak > plan.device.usable:
         yield "           not even then: take a larger device, a smaller model, or more devices"
         return
-    batch = planner.largest_batch(last.settings)
-    yield f"           then optim.max_tokens_per_batch up to {batch:,}"
+    yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
