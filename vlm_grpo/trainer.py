@@ -36,9 +36,10 @@ from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.grpo.rollout import Rollout, RolloutSampler, drop_unusable_images
 from vlm_grpo.grpo.update import Updater, step_batch
 from vlm_grpo.model.policy import Counters, Policy, load_policy
+from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.metrics import Tally, step_tally
+from vlm_grpo.tracking.metrics import rollout_metrics
 from vlm_grpo.tracking.progress import Progress
 from vlm_grpo.tracking.run_dir import RunFolder
 from vlm_grpo.tracking.samples import HELD_OUT_SHOWN
@@ -245,7 +246,9 @@ class Trainer:
         )
         batch = step_batch(rollout.groups, mine, reference, self.settings, self.accelerator)
         metrics = {
-            **sum(gather_object([step_tally(rollout.groups)]), Tally()).values(),
+            **sum(gather_object([rollout_metrics(rollout.groups)]), MetricAccumulator()).values(
+                empty=math.nan
+            ),
             "reward_std": advantages.group_stds.nanmean().item(),
             "frac_reward_zero_std": advantages.frac_reward_zero_std,
             "unscorable": advantages.unscorable,
@@ -270,7 +273,7 @@ class Trainer:
         return {
             **metrics,
             **step.metrics,
-            **sum(gather_object([Tally(sums=done)]), Tally()).values(),
+            **sum(gather_object([MetricAccumulator(sums=done)]), MetricAccumulator()).values(),
             "learning_rate": self.scheduler.get_last_lr()[0],
             **memory_metrics(self.accelerator.device),
             **{f"time/{name}": seconds for name, seconds in self.stopwatch.seconds.items()},

@@ -21,7 +21,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.rollout import Rollout, RolloutSampler
 from vlm_grpo.grpo.update import StepBatch, Updates, step_batch
 from vlm_grpo.model.policy import Counters, Policy
-from vlm_grpo.objective import Metrics
+from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Group, Prompt, Score
 
@@ -117,8 +117,10 @@ def _packed_tensors(step: PartialStep) -> dict[str, Tensor]:
         if by_row:
             tensors[name] = torch.cat([by_row[row] for row in sorted(by_row)])
     metrics = step.updates.metrics
-    tensors |= {f"mean/{name}": torch.stack(pair) for name, pair in metrics.means.items()}
-    tensors |= {f"maximum/{name}": value for name, value in metrics.maxima.items()}
+    for name, pair in metrics.means.items():
+        tensors[f"mean/{name}"] = torch.stack([torch.as_tensor(value) for value in pair])
+    for name, value in metrics.maxima.items():
+        tensors[f"maximum/{name}"] = torch.as_tensor(value)
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
@@ -195,10 +197,11 @@ def _updates(
     device: torch.device,
 ) -> Updates:
     """The updates made so far; losses and metrics are those of the ranks ``mine`` together."""
-    metrics = Metrics()
+    metrics = MetricAccumulator()
     for _, tensors in mine:
         means = {name: (pair[0], pair[1]) for name, pair in _named(tensors, "mean/", device)}
-        metrics = metrics + Metrics(means, dict(_named(tensors, "maximum/", device)))
+        maxima = dict(_named(tensors, "maximum/", device))
+        metrics = metrics + MetricAccumulator(means=means, maxima=maxima)
     losses = [float(sum(held["losses"][k] for held, _ in mine)) for k in range(first["updates"])]
     return Updates(first["updates"], old, losses, list(first["norms"]), metrics)
 

@@ -23,7 +23,7 @@ from vlm_grpo.grpo.memory import is_out_of_memory
 from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import (
-    Metrics,
+    MetricAccumulator,
     StepTotals,
     TokenBatch,
     kl_penalties,
@@ -125,7 +125,7 @@ class Updates:
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
 
     @property
     def skipped(self) -> int:
@@ -174,12 +174,12 @@ class Updater:
             "loss": sum(loss for loss, _ in every) / done.count,
             "grad_norm": done.norms[-1],
             "skipped_updates": done.skipped,
-            **sum((more for _, more in every), Metrics()).values(),
+            **sum((more for _, more in every), MetricAccumulator()).values(),
         }
 
     def _accumulate(
         self, batch: StepBatch, old: dict[int, Tensor], first: bool
-    ) -> tuple[float, Metrics]:
+    ) -> tuple[float, MetricAccumulator]:
         """The gradient of the whole step, micro-batch by micro-batch; its loss and metrics.
 
         Where memory runs out, what has been accumulated is dropped and the step is done again
@@ -188,7 +188,7 @@ class Updater:
         while True:
             batches, micro = pack(batch.slices, self.max_tokens), None
             try:
-                loss, metrics = 0.0, Metrics()
+                loss, metrics = 0.0, MetricAccumulator()
                 with self.policy.encoding_once() as finish:
                     for count, micro in enumerate(self.placement.passes(batches), 1):
                         if micro is None:
@@ -223,7 +223,7 @@ class Updater:
 
     def _backward(
         self, micro: MicroBatch, batch: StepBatch, old: dict[int, Tensor], first: bool
-    ) -> tuple[float, Metrics]:
+    ) -> tuple[float, MetricAccumulator]:
         objective = self.settings.objective
         scores = self.policy.score(micro, objective.entropy_coef > 0)
         tokens = self._token_batch(micro, scores, batch, None if first else old)

@@ -12,7 +12,7 @@ from vlm_grpo.objective.advantages import (
     per_reward_advantages,
 )
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.objective.diagnostics import Metrics
+from vlm_grpo.objective.diagnostics import MetricAccumulator
 from vlm_grpo.objective.kl import KL_ESTIMATORS, kl_penalties
 from vlm_grpo.objective.losses import LossOutput, needs_update, policy_loss
 
@@ -21,7 +21,7 @@ __all__ = [
     "KL_ESTIMATORS",
     "Advantages",
     "LossOutput",
-    "Metrics",
+    "MetricAccumulator",
     "StepTotals",
     "TokenBatch",
     "group_advantages",

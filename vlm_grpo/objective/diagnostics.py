@@ -1,9 +1,13 @@
-"""Metrics of a loss, in a form that adds up over micro-batches and ranks. Names are TRL's."""
+"""Metrics that accumulate over micro-batches and ranks, and those of the loss. Names are TRL's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+import operator
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,40 +17,84 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective.batch import TokenBatch
 from vlm_grpo.objective.kl import k3
 
+Number = Tensor | float | int
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Metrics:
-    """Means kept as (sum, count), and maxima; ``a + b`` is the metrics of both parts together.
+class MetricAccumulator:
+    """Metrics of one part of a step; ``a + b`` combines the metrics of two parts.
 
-    All values are scalars without gradient on the batch's device; nothing is read back to the
-    host before ``values`` is called.
+    Parts are micro-batches, updates or ranks. A value is a number, or a scalar tensor without
+    gradient, which stays on its device until ``cpu`` or ``values`` is called.
+
+    Attributes:
+        means: sum and count by name.
+        minima: values by name.
+        maxima: values by name.
+        sums: values by name.
+        samples: all values by name, reported as ``NAME/mean`` and ``NAME/std``.
     """
 
-    means: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, tuple[Number, Number]] = field(default_factory=dict)
+    minima: Mapping[str, int] = field(default_factory=dict)
+    maxima: Mapping[str, Number] = field(default_factory=dict)
+    sums: Mapping[str, int] = field(default_factory=dict)
+    samples: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
-    def __add__(self, other: Metrics) -> Metrics:
-        means = dict(self.means)
-        for name, (total, count) in other.means.items():
-            if name in means:
-                total, count = means[name][0] + total, means[name][1] + count
-            means[name] = (total, count)
-        maxima = dict(self.maxima)
-        for name, value in other.maxima.items():
-            maxima[name] = torch.maximum(maxima[name], value) if name in maxima else value
-        return Metrics(means, maxima)
+    def __add__(self, other: MetricAccumulator) -> MetricAccumulator:
+        return MetricAccumulator(
+            _merge(self.means, other.means, lambda a, b: (a[0] + b[0], a[1] + b[1])),
+            _merge(self.minima, other.minima, min),
+            _merge(self.maxima, other.maxima, _maximum),
+            _merge(self.sums, other.sums, operator.add),
+            _merge(self.samples, other.samples, operator.add),
+        )
 
-    def cpu(self) -> Metrics:
-        """The same in the host's memory, to be sent to other ranks."""
-        means = {name: (total.cpu(), count.cpu()) for name, (total, count) in self.means.items()}
-        return Metrics(means, {name: value.cpu() for name, value in self.maxima.items()})
+    def cpu(self) -> MetricAccumulator:
+        """Return a copy in host memory, to be sent to other ranks."""
+        means = {name: (_cpu(total), _cpu(count)) for name, (total, count) in self.means.items()}
+        maxima = {name: _cpu(value) for name, value in self.maxima.items()}
+        return replace(self, means=means, maxima=maxima)
 
-    def values(self) -> dict[str, float]:
-        """Every metric as a number; a mean over nothing is left out."""
-        found = {
-            name: (total / count).item() for name, (total, count) in self.means.items() if count > 0
-        }
-        return found | {name: value.item() for name, value in self.maxima.items()}
+    def values(self, empty: float | None = None) -> dict[str, float | int]:
+        """Return every metric as a number; a deviation of fewer than two samples is NaN.
+
+        Args:
+            empty: the value of a mean over nothing; None leaves the mean out.
+        """
+        found: dict[str, float | int] = {}
+        for name, (total, count) in self.means.items():
+            if count > 0:
+                found[name] = _number(total / count)
+            elif empty is not None:
+                found[name] = empty
+        extremes = {**self.minima, **self.maxima}
+        found |= {name: _number(value) for name, value in extremes.items()}
+        for name, values in self.samples.items():
+            found[f"{name}/mean"] = statistics.fmean(values) if values else math.nan
+            found[f"{name}/std"] = statistics.stdev(values) if len(values) > 1 else math.nan
+        return {**found, **self.sums}
+
+
+def _merge(a: Mapping[str, T], b: Mapping[str, T], combine: Callable[[T, T], T]) -> dict[str, T]:
+    """Return the values of both mappings, combined under the names that both have."""
+    merged = dict(a)
+    for name, value in b.items():
+        merged[name] = combine(merged[name], value) if name in merged else value
+    return merged
+
+
+def _maximum(a: Number, b: Number) -> Number:
+    return torch.maximum(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else max(a, b)
+
+
+def _cpu(value: Number) -> Number:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _number(value: Number) -> float | int:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()
@@ -57,7 +105,7 @@ def loss_metrics(
     ratio: Float[Tensor, " M"],
     correction: Float[Tensor, " M"] | None,
     settings: ObjectiveSettings,
-) -> Metrics:
+) -> MetricAccumulator:
     """Metrics over the batch's active tokens.
 
     ``kl`` is k3 times the token's ratio whatever the settings train on: an unbiased estimate of
@@ -74,7 +122,7 @@ def loss_metrics(
     """
     active = batch.active_tokens
     if len(active) == 0:
-        return Metrics()
+        return MetricAccumulator()
     logprobs = batch.logprobs
     means = {"ratio/mean": (ratio, active)}
     maxima = {"ratio/max": ratio}
@@ -93,9 +141,9 @@ def loss_metrics(
         means["sampling/importance_sampling_ratio/mean"] = (correction, active)
         means["sampling/importance_sampling_ratio/capped"] = (capped, active)
         maxima["sampling/importance_sampling_ratio/max"] = correction
-    return Metrics(
-        {name: ((value * weight).sum(), weight.sum()) for name, (value, weight) in means.items()},
-        {name: (value * active).max() for name, value in maxima.items()},
+    return MetricAccumulator(
+        means={n: ((value * weight).sum(), weight.sum()) for n, (value, weight) in means.items()},
+        maxima={name: (value * active).max() for name, value in maxima.items()},
     )
 
 

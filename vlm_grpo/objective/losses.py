@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.objective.diagnostics import Metrics, loss_metrics
+from vlm_grpo.objective.diagnostics import MetricAccumulator, loss_metrics
 from vlm_grpo.objective.kl import KL_ESTIMATORS
 
 
@@ -24,7 +24,7 @@ class LossOutput:
     """The micro-batch's share of the step's loss (a scalar with gradient), and its metrics."""
 
     loss: Float[Tensor, ""]
-    metrics: Metrics
+    metrics: MetricAccumulator
 
 
 def policy_loss(batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettings) -> LossOutput:

@@ -1,0 +1,47 @@
+"""Metrics of a rollout, and the log that a resumed run continues."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from report_runs import few_examples, group
+
+from vlm_grpo.registry import load_task
+from vlm_grpo.tracking.metrics import MetricsLog, rollout_metrics
+
+
+def test_rollout_metrics_count_rewards_lengths_and_truncations() -> None:
+    task = load_task("counting", tags=True)
+    example = few_examples("counting", task)[0]
+    gold, truncated = task.gold(example), "<answer>"
+    values = rollout_metrics([group(task, example, [gold, truncated])]).values(empty=math.nan)
+    # The helper makes a token of each letter, and stops at a closing tag.
+    assert values["completions/min_length"] == len(truncated)
+    assert values["completions/max_length"] == len(gold)
+    assert values["completions/mean_length"] == (len(truncated) + len(gold)) / 2
+    assert values["completions/clipped_ratio"] == 0.5
+    assert values["completions/answered"] == 0.5
+    assert values["rewards/exact/mean"] == 0.5
+    assert values["rewards/exact/std"] == pytest.approx(math.sqrt(0.5))
+    assert values["rewards/exact/failed"] == 0
+
+
+def test_a_rollout_without_groups_has_means_that_are_nan() -> None:
+    values = rollout_metrics([]).values(empty=math.nan)
+    assert set(values) >= {"reward", "entropy", "completions/mean_length"}
+    assert all(math.isnan(value) for value in values.values())
+
+
+def test_a_resumed_log_drops_the_steps_that_are_run_again(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        log.write(step, {"reward": step / 4})
+    resumed = MetricsLog(log.path, resume_at=2)
+    resumed.write(2, {"reward": 1.0})
+    assert log.path.read_text() == (
+        '{"step": 0, "reward": 0.0}\n{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 1.0}\n'
+    )
+    assert resumed.read() == [json.loads(line) for line in log.path.read_text().splitlines()]
