@@ -132,8 +132,8 @@ def test_running_out_of_memory_changes_nothing_but_the_cut(
         score, calls = trainer.policy.score, []
 
         def failing(batch: Any, with_entropy: bool = False) -> Any:
-            calls.append(batch.tokens)
-            if fail and batch.tokens > 130:
+            calls.append(batch.num_tokens)
+            if fail and batch.num_tokens > 130:
                 raise torch.OutOfMemoryError("out of memory")
             return score(batch, with_entropy)
 

@@ -17,8 +17,8 @@ def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The definition: a token sees what came before it in its prompt and its own completion."""
     owner, group = [], []
     for index, span in enumerate(SPANS):
-        owner += [0] * span.prompt
-        owner += [c + 1 for c, length in enumerate(span.completions) for _ in range(length)]
+        owner += [0] * span.prompt_length
+        owner += [c + 1 for c, length in enumerate(span.completion_lengths) for _ in range(length)]
         group += [index] * (span.stop - span.start)
     o, g = torch.tensor(owner), torch.tensor(group)
     order = torch.arange(TOKENS)

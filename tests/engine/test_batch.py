@@ -33,7 +33,7 @@ def test_every_completion_is_packed_once_within_the_budget(groups: list, budget:
     assert sorted(r for batch in batches for r in batch.rows) == list(range(row))
     for batch in batches:
         # A single completion behind its prompt cannot be cut any further.
-        assert batch.tokens <= budget or len(batch.rows) == 1
+        assert batch.num_tokens <= budget or len(batch.rows) == 1
     whole = {r: c for s in slices for r, c in zip(s.rows, s.completions, strict=True)}
     for batch in batches:
         assert [whole[r] for r in batch.rows] == list(batch.completions)
@@ -41,4 +41,4 @@ def test_every_completion_is_packed_once_within_the_budget(groups: list, budget:
 
 def test_a_packed_row_counts_what_is_fed() -> None:
     # 10 prompt tokens, and of each completion all but the last token: 2 + 0 + 4.
-    assert piece(10, [3, 1, 5]).tokens == 16
+    assert piece(10, [3, 1, 5]).num_tokens == 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from vlm_grpo.engine.attention import GroupSpan, PackedAttention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.linear import use_fast_linears
+from vlm_grpo.engine.shared import PackedRow
 from vlm_grpo.model.loading import enable_gradient_checkpointing
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
@@ -131,23 +132,28 @@ class TestWrongVariants:
 
         def joined(self: PackedAttention, spans: Any) -> None:
             # One long completion in place of G short ones.
-            merged = [GroupSpan(s.start, s.prompt, (sum(s.completions),)) for s in spans]
+            merged = [
+                GroupSpan(s.start, s.prompt_length, (sum(s.completion_lengths),)) for s in spans
+            ]
             original(self, merged)
 
         monkeypatch.setattr(PackedAttention, "__init__", joined)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
     def test_positions_run_on_across_completions(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = shared.PackedRow.__init__
+        pack_row = shared.pack_row
 
-        def running_on(self: Any, batch: MicroBatch, prefixes: list[PrefixInputs]) -> None:
-            original(self, batch, prefixes)
-            for span, prefix in zip(self.spans, prefixes, strict=True):
-                rest = slice(span.start + span.prompt, span.stop)
+        def pack_with_running_positions(
+            batch: MicroBatch, prefixes: Sequence[PrefixInputs]
+        ) -> PackedRow:
+            row = pack_row(batch, prefixes)
+            for span, prefix in zip(row.spans, prefixes, strict=True):
+                rest = slice(span.start + span.prompt_length, span.stop)
                 count = rest.stop - rest.start
-                self.positions[:, rest] = prefix.next_position + torch.arange(count)
+                row.position_ids[:, rest] = prefix.next_position + torch.arange(count)
+            return row
 
-        monkeypatch.setattr(shared.PackedRow, "__init__", running_on)
+        monkeypatch.setattr(shared, "pack_row", pack_with_running_positions)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
     def test_completions_start_at_the_prompts_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,21 +164,25 @@ class TestWrongVariants:
     def test_first_token_predicted_by_the_token_before_it(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        original = shared.PackedRow.__init__
+        pack_row = shared.pack_row
 
-        def previous(self: Any, batch: MicroBatch, prefixes: list[PrefixInputs]) -> None:
-            original(self, batch, prefixes)
-            # Right for the first completion of a group alone: before the others stands another's.
-            first = self.steps == 0
+        def pack_with_previous_predictor(
+            batch: MicroBatch, prefixes: Sequence[PrefixInputs]
+        ) -> PackedRow:
+            row = pack_row(batch, prefixes)
+            # Right only for a group's first completion: another one precedes each of the others.
             starts = torch.cat(
                 [
-                    span.start + span.prompt + torch.tensor([0, *span.completions[:-1]]).cumsum(0)
-                    for span in self.spans
+                    span.start
+                    + span.prompt_length
+                    + torch.tensor([0, *span.completion_lengths[:-1]]).cumsum(0)
+                    for span in row.spans
                 ]
             )
-            self.predictors[first] = starts - 1
+            row.predictors[row.target_positions == 0] = starts - 1
+            return row
 
-        monkeypatch.setattr(shared.PackedRow, "__init__", previous)
+        monkeypatch.setattr(shared, "pack_row", pack_with_previous_predictor)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
 
@@ -190,7 +200,7 @@ def test_cutting_a_group_changes_nothing() -> None:
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     (_, _, piece) = micro_batch(policy).slices
     whole = policy.score(MicroBatch((piece,))).logprobs
-    cut = torch.cat([policy.score(MicroBatch((half,))).logprobs for half in piece.halves()])
+    cut = torch.cat([policy.score(MicroBatch((half,))).logprobs for half in piece.split_in_half()])
     assert (whole - cut).abs().max() < 1e-9
 
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.distributed.fsdp import FSDP
 from vlm_grpo.engine import decode
-from vlm_grpo.engine.graphs import CudaGraph, Step, recording_of
+from vlm_grpo.engine.graphs import CudaGraph, DecodeStep, get_capture
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
@@ -51,7 +51,7 @@ class Recording:
 
     made = 0
 
-    def __init__(self, step: Step, inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
         Recording.made += 1
         step(*inputs)  # as the recording on a GPU does
         self.operations = make_fx(step)(*inputs)
@@ -66,14 +66,14 @@ class Recording:
 def test_a_recorded_step_samples_the_same(
     family: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "ROOM", 4)
+    monkeypatch.setattr(decode, "LENGTH_BUCKET", 4)
     # The tiny model would hardly ever end a completion: with several tokens that end one, rows
     # finish at different times.
     policy = tiny_policy(family, dtype=torch.float64, eos=tuple(range(70, 110)))
     plain = sampled(policy, max_tokens)
     lengths = {len(c.token_ids) for members in plain for c in members}
     assert len(lengths) > 3
-    policy.record = Recording
+    policy.capture = Recording
     Recording.made = 0
     recorded = sampled(policy, max_tokens)
     assert Recording.made >= 3
@@ -94,17 +94,17 @@ def test_a_step_that_reads_from_the_device_is_not_recorded() -> None:
 
 def test_graphs_are_refused_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = RolloutSettings(cuda_graphs=True)
-    assert recording_of(RolloutSettings(), shared=False, training=True) is None
+    assert get_capture(RolloutSettings(), shared=False, training=True) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert recording_of(rollout, shared=True, training=False) is None
+    assert get_capture(rollout, shared=True, training=False) is None
     with pytest.raises(UserError, match="needs a CUDA device"):
-        recording_of(rollout, shared=True, training=True)
+        get_capture(rollout, shared=True, training=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert recording_of(rollout, shared=True, training=True) is CudaGraph
+    assert get_capture(rollout, shared=True, training=True) is CudaGraph
     with pytest.raises(UserError, match="repeats its prompt"):
-        recording_of(rollout, shared=False, training=True)
+        get_capture(rollout, shared=False, training=True)
     policy = tiny_policy("qwen2_5_vl")
-    policy.record = Recording
+    policy.capture = Recording
     with pytest.raises(UserError, match="cut over ranks"):
         FSDP(policy, Accelerator(cpu=True), stream=False)
 
@@ -118,7 +118,7 @@ def test_a_cuda_graph_samples_the_same(family: str, dtype: Any) -> None:
     policy = tiny_policy(family, dtype=dtype)
     policy.model.to("cuda")
     plain = sampled(policy)
-    policy.record = CudaGraph
+    policy.capture = CudaGraph
     recorded = sampled(policy)
     same = [
         a.token_ids == b.token_ids

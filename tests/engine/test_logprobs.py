@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vlm_grpo.engine.logprobs import score_tokens
+from vlm_grpo.engine.logprobs import ScoringSettings, score_tokens
 from vlm_grpo.engine.sampling import SamplingDistribution
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 40
-RESTRICTION = SamplingDistribution(temperature=0.7, banned=(3, 9), eos=(5,), min_new_tokens=2)
+DISTRIBUTION = SamplingDistribution(temperature=0.7, banned=(3, 9), eos=(5,), min_new_tokens=2)
 
 
 def inputs() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
@@ -48,7 +48,9 @@ def test_scores_and_gradients_equal_the_definition(chunk: int, frozen: bool, ent
     loss = (expected * coefficients).sum() + (expected_entropy.sum() if entropy else 0)
     expected_grads = torch.autograd.grad(loss, wanted)
 
-    found = score_tokens(head, hidden, targets, positions, RESTRICTION, chunk, entropy)
+    found = score_tokens(
+        head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, chunk, entropy)
+    )
     assert torch.allclose(found.logprobs, expected, atol=1e-12)
     loss = (found.logprobs * coefficients).sum()
     if entropy:
@@ -69,7 +71,7 @@ def test_an_adapter_on_the_head_is_trained() -> None:
     nn.init.normal_(layer.lora_B["default"].weight)
     weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
     expected = torch.autograd.grad(plain(layer, hidden, targets, positions)[0].sum(), weights)
-    scores = score_tokens(layer, hidden, targets, positions, RESTRICTION, 5)
+    scores = score_tokens(layer, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 5))
     found = torch.autograd.grad(scores.logprobs.sum(), weights)
     for grad, wanted in zip(found, expected, strict=True):
         assert torch.allclose(grad, wanted, atol=1e-12)
@@ -88,7 +90,7 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
             return out
 
     with Watch():
-        scores = score_tokens(head, hidden, targets, positions, RESTRICTION, 4)
+        scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
         scores.logprobs.sum().backward()
     # A chunk holds 4 × 40 logits; the largest other tensor is the hidden states', 23 × 8. The
     # plain form would hold 23 × 40.
@@ -98,5 +100,5 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
 def test_without_gradient_nothing_is_saved() -> None:
     head, hidden, targets, positions = inputs()
     with torch.no_grad():
-        scores = score_tokens(head, hidden, targets, positions, RESTRICTION, 4)
+        scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
     assert not scores.logprobs.requires_grad

@@ -107,7 +107,7 @@ def test_a_reference_of_this_very_step_costs_nothing(
         score = trainer.policy.score
 
         def counted(*arguments: Any, score: Any = score, calls: list[int] = calls) -> Any:
-            calls.append(arguments[0].tokens)
+            calls.append(arguments[0].num_tokens)
             return score(*arguments)
 
         monkeypatch.setattr(trainer.policy, "score", counted)

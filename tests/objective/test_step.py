@@ -118,7 +118,7 @@ def shuffled(groups: list[Group], advantages: Tensor, seed: int) -> tuple[list[G
 
 def budget_for(batch: StepBatch, count: int) -> int:
     """The largest token budget under which the step falls into so many micro-batches."""
-    total = sum(piece.tokens for piece in batch.slices)
+    total = sum(piece.num_tokens for piece in batch.slices)
     return next(n for n in range(total, 0, -1) if len(pack(batch.slices, n)) == count)
 
 

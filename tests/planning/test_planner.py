@@ -119,7 +119,7 @@ def test_a_decoder_layer_keeps_what_the_formula_says(family: str, name: str) -> 
         found[layers] = kept(policy, batch)
     shape, _ = read_shape(policy.model.config, policy_settings)
     # To the byte: the third layer's share is the difference.
-    expected = batch.tokens * kept_per_token(shape) + kept_casts(shape)
+    expected = batch.num_tokens * kept_per_token(shape) + kept_casts(shape)
     expected += len(prompt.token_ids) * kept_per_prompt_token(shape, on_cpu=True)
     assert found[3] - found[2] == expected
 
@@ -201,9 +201,9 @@ def test_the_cut_is_the_updates(
         GroupSlice(made, ((1,) * completion,) * group, tuple(range(group))) for _ in range(prompts)
     ]
     batches = pack(slices, budget)
-    assert work.micro_tokens == max(batch.tokens for batch in batches)
+    assert work.micro_tokens == max(batch.num_tokens for batch in batches)
     assert work.micro_batches == len(batches)
-    assert work.update_tokens == sum(batch.tokens for batch in batches)
+    assert work.update_tokens == sum(batch.num_tokens for batch in batches)
     most = max(sum(map(len, batch.completions)) for batch in batches)
     assert work.micro_completion_tokens == most
     most = max(sum(len(piece.prompt.token_ids) for piece in batch.slices) for batch in batches)

@@ -185,7 +185,7 @@ class FSDP(DataParallel):
     def __init__(
         self, policy: Policy, accelerator: Accelerator, stream: bool, copies: int = 1
     ) -> None:
-        if policy.record is not None:
+        if policy.capture is not None:
             raise UserError(
                 "rollout.cuda_graphs=true is not supported where weights are cut over ranks: "
                 "leave it out"

@@ -1,18 +1,17 @@
 """Attention in which the completions of a group share one prompt.
 
-The language model runs unchanged. Its attention is dispatched, through transformers' attention
-registry, to the object passed as ``attend``: ``PrefillAttention`` notes the keys and values of
-whole
-prompts, ``DecodeAttention`` lets every completion's newest token look at its prompt and at its
-own past,
-``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``. Without ``attend`` it is plain SDPA.
+The language model runs unchanged. Its attention layers are dispatched, through transformers'
+attention registry, to the object passed as ``attend``: ``PrefillAttention`` stores the keys and
+values of prompts, ``DecodeAttention`` lets each completion's newest token attend to its prompt and
+to its previous tokens, ``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``. Without
+``attend`` the layers use plain SDPA.
 
-In a packed row a token sees the tokens before it that belong to the prompt or to its own
-completion. That is two attentions without any mask: all completion tokens over the prompt, and
-each completion causally over itself, merged by their log-sum-exps. A softmax over a union of
-keys is the mean of the softmaxes over its parts, weighted by their partition sums, so the merge
-is exact; and the backward of each part needs only the merged output and log-sum-exp (the
-identity that ring attention rests on: Liu et al., 2023, arXiv:2310.01889).
+In a packed row a token attends to the earlier tokens of its prompt and of its own completion. That
+takes two attentions without any mask: all completion tokens over the prompt, and each completion
+causally over itself, merged by their log-sum-exps. A softmax over a union of keys is the mean of
+the softmaxes over its parts, weighted by their partition sums, so the merge is exact; and the
+backward of each part needs only the merged output and log-sum-exp (as in ring attention: Liu et
+al., 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -30,41 +30,44 @@ from transformers.masking_utils import sdpa_mask
 
 from vlm_grpo.engine import kernels
 
-NAME = "shared_prefix"
-"""The attention's name in transformers' registry."""
+ATTENTION_NAME = "shared_prefix"
+"""Name of the attention in transformers' registry."""
 
 
 @runtime_checkable
-class Attend(Protocol):
-    """What the language model's attention layers are dispatched to."""
+class AttentionFunction(Protocol):
+    """The computation that the language model's attention layers are dispatched to."""
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        """Attention output.
+        self,
+        layer: int,
+        query: Float[Tensor, "rows heads T width"],
+        key: Float[Tensor, "rows key_heads T width"],
+        value: Float[Tensor, "rows key_heads T width"],
+        scaling: float,
+    ) -> Float[Tensor, "rows T heads width"]:
+        """Return the attention output.
 
         Args:
             layer: index of the calling layer.
-            query: (rows, heads, T, head width).
-            key: (rows, key heads, T, head width); value likewise.
+            query: queries.
+            key: keys.
+            value: values.
             scaling: factor on the dot products.
-
-        Returns:
-            (rows, T, heads, head width).
         """
         ...
 
 
 def _dispatch(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "rows heads T width"],
+    key: Float[Tensor, "rows key_heads S width"],
+    value: Float[Tensor, "rows key_heads S width"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attend: Attend | None = None,
+    attend: AttentionFunction | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Float[Tensor, "rows T heads width"], Tensor | None]:
     if attend is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -75,19 +78,19 @@ def _dispatch(
     return attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 
-AttentionInterface.register(NAME, _dispatch)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register(ATTENTION_NAME, _dispatch)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def use_shared_attention(language_model: Any) -> None:
     """Dispatch the attention of a transformers language model through ``attend``."""
-    language_model.config._attn_implementation = NAME  # noqa: SLF001
+    language_model.config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
 
 
 class PrefillAttention:
-    """Causal attention over whole prompts, padded on the right; keeps their keys and values.
+    """Causal attention over prompts padded on the right, whose keys and values are stored.
 
-    Padding needs no mask: it lies after every real token, which causal attention never sees.
+    Padding needs no mask: it follows every real token, and causal attention never looks ahead.
     """
 
     def __init__(self) -> None:
@@ -95,46 +98,59 @@ class PrefillAttention:
         """For each layer, keys and values (prompts, key heads, T, head width)."""
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
+        self,
+        layer: int,
+        query: Float[Tensor, "prompts heads T width"],
+        key: Float[Tensor, "prompts key_heads T width"],
+        value: Float[Tensor, "prompts key_heads T width"],
+        scaling: float,
+    ) -> Float[Tensor, "prompts T heads width"]:
         self.cache.append((key, value))
         return kernels.causal(query, key, value, scaling).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """Where one group lies in a packed row: its prompt, then its completions.
+    """The location of one group in a packed row: a prompt, followed by its completions.
 
     Attributes:
         start: index of the prompt's first token.
-        prompt: number of prompt tokens.
-        completions: number of tokens of each completion.
+        prompt_length: number of prompt tokens.
+        completion_lengths: number of tokens of each completion.
     """
 
     start: int
-    prompt: int
-    completions: tuple[int, ...]
+    prompt_length: int
+    completion_lengths: tuple[int, ...]
 
     @property
     def stop(self) -> int:
-        return self.start + self.prompt + sum(self.completions)
+        """Index after the group's last token."""
+        return self.start + self.prompt_length + sum(self.completion_lengths)
 
 
 class PackedAttention:
     """Attention over one row of groups, each ``[prompt | c1 | … | cG]``.
 
     Args:
-        spans: where the groups lie; together they cover the row.
+        spans: the groups' locations; together they cover the row.
     """
 
     def __init__(self, spans: Sequence[GroupSpan]) -> None:
         self.spans = spans
-        self.lengths = [n for span in spans for n in (span.prompt, sum(span.completions))]
+        self.lengths = [
+            n for span in spans for n in (span.prompt_length, sum(span.completion_lengths))
+        ]
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        # Split, not sliced: the gradient of a slice is a tensor of the whole row's size.
+        self,
+        layer: int,
+        query: Float[Tensor, "1 heads T width"],
+        key: Float[Tensor, "1 key_heads T width"],
+        value: Float[Tensor, "1 key_heads T width"],
+        scaling: float,
+    ) -> Float[Tensor, "1 T heads width"]:
+        # Split, not sliced: the gradient of a slice has the size of the entire row.
         parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
         outputs = []
         for span in self.spans:
@@ -143,7 +159,7 @@ class PackedAttention:
             qc, kc, vc = next(parts)
             if qc.shape[2]:
                 attention = kernels.cascade if kernels.has_cascade(query) else _masked
-                outputs.append(attention(qc, k, v, kc, vc, span.completions, scaling))
+                outputs.append(attention(qc, k, v, kc, vc, span.completion_lengths, scaling))
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -156,7 +172,7 @@ def _masked(
     lengths: Sequence[int],
     scaling: float,
 ) -> Tensor:
-    """The completions' attention with an explicit mask, for devices without the merged form."""
+    """Compute ``kernels.cascade`` with an explicit mask, for devices without that kernel."""
     device = query.device
     owner = torch.repeat_interleave(torch.tensor(lengths, device=device))
     order = torch.arange(len(owner), device=device)

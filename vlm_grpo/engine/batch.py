@@ -1,4 +1,4 @@
-"""Cutting a step's groups into micro-batches under a token budget."""
+"""Micro-batches of a step's groups under a token budget."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vlm_grpo.types import ImageRef, Prompt
 
 @dataclass(frozen=True)
 class GroupSlice:
-    """Some or all completions of one group, to be run behind one copy of their prompt.
+    """Some or all completions of one group, scored behind one copy of their prompt.
 
     Attributes:
         prompt: the group's prompt.
-        completions: the tokens of each completion, at least one token each.
-        rows: where each completion stands among all completions of the step.
+        completions: token ids of each completion, at least one token each.
+        rows: index of each completion among all completions of the step.
     """
 
     prompt: Prompt
@@ -23,11 +23,12 @@ class GroupSlice:
     rows: tuple[int, ...]
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the packed row: a completion's last token is predicted, never fed."""
+    def num_tokens(self) -> int:
+        """Tokens in the packed row: a completion's last token is predicted, never fed."""
         return len(self.prompt.token_ids) + sum(len(c) - 1 for c in self.completions)
 
-    def halves(self) -> tuple[GroupSlice, GroupSlice]:
+    def split_in_half(self) -> tuple[GroupSlice, GroupSlice]:
+        """Return two slices with half of the completions each."""
         middle = len(self.rows) // 2
         return (
             GroupSlice(self.prompt, self.completions[:middle], self.rows[:middle]),
@@ -43,51 +44,55 @@ class MicroBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
+        """Index of each completion among all completions of the step."""
         return tuple(row for piece in self.slices for row in piece.rows)
 
     @property
     def completions(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each completion."""
         return tuple(tokens for piece in self.slices for tokens in piece.completions)
 
     @property
     def images(self) -> set[ImageRef]:
+        """The images of all prompts."""
         return {image for piece in self.slices for image in piece.prompt.example.images}
 
     @property
-    def tokens(self) -> int:
-        return sum(piece.tokens for piece in self.slices)
+    def num_tokens(self) -> int:
+        """Tokens in the packed row of all slices."""
+        return sum(piece.num_tokens for piece in self.slices)
 
 
 def pack(slices: Sequence[GroupSlice], max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most ``max_tokens`` tokens that hold every slice once.
+    """Pack every slice into micro-batches of at most ``max_tokens`` tokens.
 
-    A slice that exceeds the budget is halved until its parts fit or hold one completion; such a
-    single completion is a micro-batch of its own even where it is longer than the budget. The
-    slices are placed longest first, each into the first micro-batch with room.
+    A slice that exceeds the budget is halved until each part fits or holds a single completion;
+    a single completion that exceeds the budget is a micro-batch by itself. Slices are placed
+    longest first, each into the first micro-batch with room.
     """
-    pieces = [(piece.tokens, piece) for whole in slices for piece in _cut(whole, max_tokens)]
+    pieces = [(part.num_tokens, part) for piece in slices for part in _split(piece, max_tokens)]
     pieces.sort(key=lambda sized: -sized[0])
     batches: list[list[GroupSlice]] = []
-    open_ones: list[tuple[int, list[GroupSlice]]] = []  # with room for the smallest at least
+    unfilled: list[tuple[int, list[GroupSlice]]] = []  # with room for the smallest piece
     for tokens, piece in pieces:
-        for place, (room, held) in enumerate(open_ones):
+        for index, (room, members) in enumerate(unfilled):
             if tokens <= room:
-                held.append(piece)
-                open_ones[place] = (room - tokens, held)
+                members.append(piece)
+                unfilled[index] = (room - tokens, members)
                 break
         else:
-            place = len(open_ones)
+            index = len(unfilled)
             batches.append([piece])
-            open_ones.append((max_tokens - tokens, batches[-1]))
-        if open_ones[place][0] < pieces[-1][0]:
-            del open_ones[place]
-    return [MicroBatch(tuple(held)) for held in batches]
+            unfilled.append((max_tokens - tokens, batches[-1]))
+        if unfilled[index][0] < pieces[-1][0]:
+            del unfilled[index]
+    return [MicroBatch(tuple(members)) for members in batches]
 
 
-def _cut(whole: GroupSlice, max_tokens: int) -> Iterator[GroupSlice]:
-    """Its parts that fit, or hold one completion."""
-    if whole.tokens <= max_tokens or len(whole.rows) == 1:
-        yield whole
+def _split(piece: GroupSlice, max_tokens: int) -> Iterator[GroupSlice]:
+    """Split a slice until each part fits or holds one completion."""
+    if piece.num_tokens <= max_tokens or len(piece.rows) == 1:
+        yield piece
         return
-    for half in whole.halves():
-        yield from _cut(half, max_tokens)
+    for half in piece.split_in_half():
+        yield from _split(half, max_tokens)

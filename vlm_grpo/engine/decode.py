@@ -1,10 +1,9 @@
-"""Rollout from shared prefixes: each prompt passed once, its G completions decoded from it.
+"""Rollouts from shared prefixes: each prompt is prefilled once for its G completions.
 
-Prompts live in slots. A slot holds the keys and values of one prompt, once, and those of the
-tokens its G completions have produced so far. All memory is allocated when the loop starts;
-finished completions leave the batch at once; a slot whose completions are all finished takes the
-next waiting prompt; and when nothing waits and half of the slots are empty, the rest move
-together.
+The cache has slots. A slot holds the keys and values of one prompt, once, and of the tokens that
+its G completions have generated. All memory is allocated at the start. Finished completions leave
+the batch at once; a slot whose completions are all finished takes the next waiting prompt; when no
+prompt waits and half of the slots are empty, the cache is compacted.
 """
 
 from __future__ import annotations
@@ -14,48 +13,49 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vlm_grpo.engine.attention import PrefillAttention
-from vlm_grpo.engine.graphs import Record, Recorded
+from vlm_grpo.engine.graphs import CapturedStep, GraphCapture
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.families import Family, ImageFeatures
 from vlm_grpo.types import Prompt
 from vlm_grpo.utils.timing import Stopwatch
 
-ROOM = 64
-"""A recorded step looks at a multiple of so many places of each completion."""
+LENGTH_BUCKET = 64
+"""A captured step attends to a multiple of this many tokens of each completion."""
 
 
 @dataclass(frozen=True)
 class PrefixInputs:
-    """A prompt ready for its one pass: its tokens, positions and image features.
+    """A prompt, ready to be prefilled.
 
     Attributes:
-        token_ids: (T_prompt,).
-        positions: (3, T_prompt) rotary positions.
+        token_ids: the prompt's tokens.
+        position_ids: their rotary positions.
         features: the features of its images, in order.
     """
 
-    token_ids: Tensor
-    positions: Tensor
+    token_ids: Int[Tensor, " T"]
+    position_ids: Int[Tensor, "3 T"]
     features: tuple[ImageFeatures, ...]
 
     @property
     def next_position(self) -> int:
-        """Where its completions start: after the largest position, not after the length."""
-        return int(self.positions.max()) + 1
+        """The first position of its completions: it follows the largest, not the length."""
+        return int(self.position_ids.max()) + 1
 
 
-def prefix_inputs(
+def build_prefix_inputs(
     family: Family,
     model: Any,
     prompts: Sequence[Prompt],
     features: Sequence[Sequence[ImageFeatures]],
     device: torch.device,
 ) -> list[PrefixInputs]:
-    """What the language model is fed for each prompt, on ``device``."""
+    """Build the language model's inputs for each prompt, on ``device``."""
     return [
         PrefixInputs(
             torch.tensor(prompt.token_ids, device=device),
@@ -70,88 +70,107 @@ class KVCache:
     """Keys and values of the prompts being decoded, and of their completions.
 
     Args:
-        slots: how many prompts are held at once.
-        group: completions of each prompt, G.
-        prompt_length: room for a prompt's tokens.
-        completion_length: room for a completion's tokens.
+        slots: number of prompts held at once.
+        group_size: completions per prompt, G.
+        prompt_length: most tokens of a prompt.
+        completion_length: most tokens of a completion.
+
+    Attributes:
+        shape: slots, most tokens of a prompt, most tokens of a completion.
+        prompts: for each layer, keys and values (slots, key heads, prompt length, head width).
+        completions: likewise, (slots, key heads, G, completion length, head width).
+        prompt_lengths: (slots,) tokens of each prompt.
     """
 
-    def __init__(self, slots: int, group: int, prompt_length: int, completion_length: int) -> None:
-        self.group = group
+    def __init__(
+        self, slots: int, group_size: int, prompt_length: int, completion_length: int
+    ) -> None:
+        self.group_size = group_size
         self.shape = (slots, prompt_length, completion_length)
-        self.prefix: list[tuple[Tensor, Tensor]] = []
-        self.own: list[tuple[Tensor, Tensor]] = []
-        self.ends = torch.zeros(slots, dtype=torch.int64)
+        self.prompts: list[tuple[Tensor, Tensor]] = []
+        self.completions: list[tuple[Tensor, Tensor]] = []
+        self.prompt_lengths = torch.zeros(slots, dtype=torch.int64)
 
-    def fill(self, slots: Sequence[int], lengths: Sequence[int], prefill: PrefillAttention) -> None:
-        """Put prefilled prompts into slots."""
-        if not self.prefix:
+    def store_prompts(
+        self, slots: Sequence[int], lengths: Sequence[int], prefill: PrefillAttention
+    ) -> None:
+        """Store prefilled prompts of the given lengths in the given slots."""
+        if not self.prompts:
             self._allocate(prefill.cache)
-        where = torch.tensor(slots, device=self.ends.device)
-        for held, new in zip(self.prefix, prefill.cache, strict=True):
-            for mine, theirs in zip(held, new, strict=True):
-                mine[where, :, : theirs.shape[2]] = theirs
-        self.ends[where] = torch.tensor(lengths, device=self.ends.device)
+        index = torch.tensor(slots, device=self.prompt_lengths.device)
+        for layer, prefilled in zip(self.prompts, prefill.cache, strict=True):
+            for cached, new in zip(layer, prefilled, strict=True):
+                cached[index, :, : new.shape[2]] = new
+        self.prompt_lengths[index] = torch.tensor(lengths, device=self.prompt_lengths.device)
 
-    def keep(self, slots: Sequence[int]) -> None:
-        """Drop all but these slots, and the room that no prompt among them needs."""
-        where = torch.tensor(slots, device=self.ends.device)
-        self.ends = self.ends[where]
-        longest = int(self.ends.max())
-        self.prefix = [(k[where, :, :longest], v[where, :, :longest]) for k, v in self.prefix]
-        self.own = [(k[where], v[where]) for k, v in self.own]
+    def keep_slots(self, slots: Sequence[int]) -> None:
+        """Drop all other slots, and the memory that no remaining prompt needs."""
+        index = torch.tensor(slots, device=self.prompt_lengths.device)
+        self.prompt_lengths = self.prompt_lengths[index]
+        longest = int(self.prompt_lengths.max())
+        self.prompts = [(k[index, :, :longest], v[index, :, :longest]) for k, v in self.prompts]
+        self.completions = [(k[index], v[index]) for k, v in self.completions]
         self.shape = (len(slots), longest, self.shape[2])
 
     def _allocate(self, like: list[tuple[Tensor, Tensor]]) -> None:
         slots, prompt, completion = self.shape
-        self.ends = self.ends.to(like[0][0].device)
+        self.prompt_lengths = self.prompt_lengths.to(like[0][0].device)
         for key, _ in like:
             _, heads, _, width = key.shape
             shared = (slots, heads, prompt, width)
-            own = (slots, heads, self.group, completion, width)
-            self.prefix.append((key.new_zeros(shared), key.new_zeros(shared)))
-            self.own.append((key.new_zeros(own), key.new_zeros(own)))
+            own = (slots, heads, self.group_size, completion, width)
+            self.prompts.append((key.new_zeros(shared), key.new_zeros(shared)))
+            self.completions.append((key.new_zeros(own), key.new_zeros(own)))
 
 
 class DecodeAttention:
-    """Attention of one new token for each active completion, over its prompt and its own past.
+    """Attention of the newest token of n active completions, over prompt and previous tokens.
 
-    The G queries of a slot are one matrix against the slot's single copy of the prompt.
+    The G queries of a slot are one matrix, multiplied with the slot's single copy of the prompt.
 
     Args:
-        slots: the keys and values.
-        rows: (n,) active completions, as slot × G + index in the group.
-        lengths: (n,) how many tokens each has fed before this one.
-        room: how far a completion's past is looked at, at least the greatest length + 1; None: no
-            further than that, which is read from the device first.
+        cache: the keys and values.
+        rows: the active completions, as slot × G + index in the group.
+        lengths: number of tokens that each completion has fed before this one.
+        visible: number of cached tokens of each completion to attend to, at least the greatest
+            length + 1; None: exactly that many, which is read from the device first.
     """
 
     def __init__(
-        self, slots: KVCache, rows: Tensor, lengths: Tensor, room: int | None = None
+        self,
+        cache: KVCache,
+        rows: Int[Tensor, " n"],
+        lengths: Int[Tensor, " n"],
+        visible: int | None = None,
     ) -> None:
-        count, prompt, _ = slots.shape
-        self.slots, self.rows, self.lengths = slots, rows, lengths
-        self.where = (rows // slots.group, rows % slots.group)
-        self.all_active = len(rows) == count * slots.group
-        self.seen = int(lengths.max()) + 1 if room is None else room
-        every = torch.zeros(count * slots.group, dtype=torch.int64, device=rows.device)
+        slots, prompt, _ = cache.shape
+        self.cache, self.rows, self.lengths = cache, rows, lengths
+        self.slot_and_index = (rows // cache.group_size, rows % cache.group_size)
+        self.all_active = len(rows) == slots * cache.group_size
+        self.visible = int(lengths.max()) + 1 if visible is None else visible
+        every = torch.zeros(slots * cache.group_size, dtype=torch.int64, device=rows.device)
         every[rows] = lengths
-        own = torch.arange(self.seen, device=rows.device) > every.view(count, -1, 1)
-        prefix = torch.arange(prompt, device=rows.device) >= slots.ends[:, None, None]
-        hidden = torch.cat([prefix.expand(-1, slots.group, -1), own], dim=2)
-        self.hidden: Tensor | None = hidden[:, None, :, None]
-        if room is None and not bool(hidden.any()):
-            self.hidden = None
+        own = torch.arange(self.visible, device=rows.device) > every.view(slots, -1, 1)
+        prefix = torch.arange(prompt, device=rows.device) >= cache.prompt_lengths[:, None, None]
+        masked = torch.cat([prefix.expand(-1, cache.group_size, -1), own], dim=2)
+        self.masked: Tensor | None = masked[:, None, :, None]
+        if visible is None and not bool(masked.any()):
+            self.masked = None
 
     def __call__(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-    ) -> Tensor:
-        slots, group, seen = self.slots.shape[0], self.slots.group, self.seen
+        self,
+        layer: int,
+        query: Float[Tensor, "n heads 1 width"],
+        key: Float[Tensor, "n key_heads 1 width"],
+        value: Float[Tensor, "n key_heads 1 width"],
+        scaling: float,
+    ) -> Float[Tensor, "n 1 heads width"]:
+        slots, group, visible = self.cache.shape[0], self.cache.group_size, self.visible
         heads, width = query.shape[1], query.shape[3]
-        shared, times = key.shape[1], query.shape[1] // key.shape[1]
-        prefix_key, prefix_value = self.slots.prefix[layer]
-        own_key, own_value = self.slots.own[layer]
-        slot, index = self.where
+        key_heads, times = key.shape[1], query.shape[1] // key.shape[1]
+        prefix_key, prefix_value = self.cache.prompts[layer]
+        own_key, own_value = self.cache.completions[layer]
+        slot, index = self.slot_and_index
         own_key[slot, :, index, self.lengths] = key[:, :, 0]
         own_value[slot, :, index, self.lengths] = value[:, :, 0]
 
@@ -160,17 +179,18 @@ class DecodeAttention:
             every = query.new_zeros(slots * group, heads, width)
             every[self.rows] = query
             query = every
-        # Rows and scores lie as (slots, key heads, G, queries of a key head, …).
-        query = query.view(slots, group, shared, times, width).transpose(1, 2).contiguous()
-        stacked = query.view(slots, shared, group * times, width)
-        to_prefix = (stacked @ prefix_key.mT).view(slots, shared, group, times, -1)
-        to_own = query @ own_key[:, :, :, :seen].mT
+        # Rows and scores have the shape (slots, key heads, G, queries of a key head, …).
+        query = query.view(slots, group, key_heads, times, width).transpose(1, 2).contiguous()
+        stacked = query.view(slots, key_heads, group * times, width)
+        to_prefix = (stacked @ prefix_key.mT).view(slots, key_heads, group, times, -1)
+        to_own = query @ own_key[:, :, :, :visible].mT
         scores = torch.cat([to_prefix, to_own], -1)
-        if self.hidden is not None:
-            scores = scores.masked_fill(self.hidden, -torch.inf)
+        if self.masked is not None:
+            scores = scores.masked_fill(self.masked, -torch.inf)
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        on_prefix, on_own = weights.to(query.dtype).split([weights.shape[-1] - seen, seen], -1)
-        output = on_own @ own_value[:, :, :, :seen]
+        lengths = [weights.shape[-1] - visible, visible]
+        on_prefix, on_own = weights.to(query.dtype).split(lengths, -1)
+        output = on_own @ own_value[:, :, :, :visible]
         output += (on_prefix.flatten(2, 3) @ prefix_value).view_as(output)
         output = output.transpose(1, 2).reshape(slots * group, heads, width)
         if not self.all_active:
@@ -179,15 +199,14 @@ class DecodeAttention:
 
 
 class SharedDecoder:
-    """Decodes the completions of many prompts.
+    """The rollout loop over shared prompts.
 
     Args:
         family: the model's family.
         model: the bare transformers model.
-        max_tokens: the most tokens, of prompts and completions, held or prefilled at once.
+        max_tokens: most tokens, of prompts and completions, cached or prefilled at once.
         stopwatch: times the phases ``prefill`` and ``decode``.
-        record: makes a call that can be repeated of one that computes a step's logits, see
-            ``engine/graphs.py``; None: every step is computed as it comes.
+        capture: captures decode steps (see ``engine/graphs.py``); None: steps run eagerly.
     """
 
     def __init__(
@@ -196,69 +215,74 @@ class SharedDecoder:
         model: Any,
         max_tokens: int,
         stopwatch: Stopwatch,
-        record: Record | None = None,
+        capture: GraphCapture | None = None,
     ) -> None:
         self.family, self.model, self.max_tokens = family, model, max_tokens
-        self.stopwatch, self.record = stopwatch, record
-        self.recorded: tuple[Any, Recorded] | None = None
-        self.language = family.language_model(model)
+        self.stopwatch, self.capture = stopwatch, capture
+        self.captured: tuple[Any, CapturedStep] | None = None
+        self.language_model = family.language_model(model)
         self.head: Any = model.get_output_embeddings()
 
-    def __call__(self, prefixes: Sequence[PrefixInputs], draws: SamplerState) -> None:
-        """Draw all completions, the G of prompt p at rows p·G … p·G+G−1 of ``draws``."""
-        group = len(draws.lengths) // len(prefixes)
+    def __call__(self, prefixes: Sequence[PrefixInputs], state: SamplerState) -> None:
+        """Sample all completions; prompt p's are the rows p·G … p·G+G−1 of ``state``."""
+        group_size = len(state.lengths) // len(prefixes)
         waiting = sorted(range(len(prefixes)), key=lambda p: len(prefixes[p].token_ids))
         longest = len(prefixes[waiting[-1]].token_ids)
-        room = max(1, self.max_tokens // (longest + group * draws.tokens.shape[1]))
-        slots = KVCache(min(room, len(waiting)), group, longest, draws.tokens.shape[1])
-        starts = torch.tensor([p.next_position for p in prefixes], device=draws.tokens.device)
-        held = torch.full((slots.shape[0],), -1, device=draws.tokens.device)
+        room = max(1, self.max_tokens // (longest + group_size * state.tokens.shape[1]))
+        cache = KVCache(min(room, len(waiting)), group_size, longest, state.tokens.shape[1])
+        starts = torch.tensor([p.next_position for p in prefixes], device=state.tokens.device)
+        # The prompt in each slot; −1 in an empty one.
+        prompts = torch.full((cache.shape[0],), -1, device=state.tokens.device)
 
         while True:
-            if waiting and bool((held < 0).any()):
+            if waiting and bool((prompts < 0).any()):
                 with self.stopwatch("prefill"):
-                    self._refill(held, waiting, prefixes, slots, draws)
-            rows = _expand_rows(held, group)
-            live = (held >= 0).repeat_interleave(group) & draws.active[rows.clamp(min=0)]
-            busy = live.view(-1, group).any(1)
-            held = held.where(busy, -1)
+                    self._refill(prompts, waiting, prefixes, cache, state)
+            rows = _expand_rows(prompts, group_size)
+            is_active = state.active[rows.clamp(min=0)]
+            is_active = (prompts >= 0).repeat_interleave(group_size) & is_active
+            busy = is_active.view(-1, group_size).any(1)
+            prompts = prompts.where(busy, -1)
             if waiting and not bool(busy.all()):
                 continue
             if not bool(busy.any()):
                 return
-            if int(busy.sum()) <= len(held) // 2:
-                slots.keep(busy.nonzero()[:, 0].tolist())
-                live, held = live[busy.repeat_interleave(group)], held[busy]
+            if int(busy.sum()) <= len(prompts) // 2:
+                cache.keep_slots(busy.nonzero()[:, 0].tolist())
+                is_active = is_active[busy.repeat_interleave(group_size)]
+                prompts = prompts[busy]
             with self.stopwatch("decode"):
-                self._step(held, live, slots, draws, starts)
+                self._step(prompts, is_active, cache, state, starts)
 
     def _refill(
         self,
-        held: Tensor,
+        prompts: Int[Tensor, " slots"],
         waiting: list[int],
         prefixes: Sequence[PrefixInputs],
-        slots: KVCache,
-        draws: SamplerState,
+        cache: KVCache,
+        state: SamplerState,
     ) -> None:
-        """Prefill waiting prompts, longest first, into free slots; draw their first tokens."""
-        free = (held < 0).nonzero()[:, 0].tolist()
-        while free and waiting:
+        """Prefill waiting prompts into empty slots, longest first; sample their first tokens."""
+        empty = (prompts < 0).nonzero()[:, 0].tolist()
+        while empty and waiting:
             fit = max(1, self.max_tokens // len(prefixes[waiting[-1]].token_ids))
-            batch = [waiting.pop() for _ in range(min(fit, len(free), len(waiting)))]
-            taken, free = free[: len(batch)], free[len(batch) :]
+            batch = [waiting.pop() for _ in range(min(fit, len(empty), len(waiting)))]
+            slots, empty = empty[: len(batch)], empty[len(batch) :]
             prefill = PrefillAttention()
             hidden = self._prefill([prefixes[p] for p in batch], prefill)
-            slots.fill(taken, [len(prefixes[p].token_ids) for p in batch], prefill)
-            held[taken] = prompts = torch.tensor(batch, device=held.device)
-            logits = self.head(hidden).repeat_interleave(slots.group, 0)
-            draws.take(logits, _expand_rows(prompts, slots.group))
+            cache.store_prompts(slots, [len(prefixes[p].token_ids) for p in batch], prefill)
+            prompts[slots] = new = torch.tensor(batch, device=prompts.device)
+            logits = self.head(hidden).repeat_interleave(cache.group_size, 0)
+            state.sample(logits, _expand_rows(new, cache.group_size))
 
-    def _prefill(self, prefixes: list[PrefixInputs], prefill: PrefillAttention) -> Tensor:
-        """The last hidden state of each prompt, (prompts, width); keys and values into prefill."""
+    def _prefill(
+        self, prefixes: list[PrefixInputs], prefill: PrefillAttention
+    ) -> Float[Tensor, "prompts width"]:
+        """Return each prompt's last hidden state; store keys and values in ``prefill``."""
         tokens = pad_sequence([p.token_ids for p in prefixes], batch_first=True)
-        positions = pad_sequence([p.positions.T for p in prefixes], batch_first=True)
+        positions = pad_sequence([p.position_ids.T for p in prefixes], batch_first=True)
         features = [image for p in prefixes for image in p.features]
-        hidden = self.language(
+        hidden = self.language_model(
             **self.family.language_inputs(self.model, tokens, features),
             position_ids=positions.permute(2, 0, 1),
             attend=prefill,
@@ -268,36 +292,45 @@ class SharedDecoder:
         return hidden[torch.arange(len(prefixes), device=hidden.device), last]
 
     def _step(
-        self, held: Tensor, live: Tensor, slots: KVCache, draws: SamplerState, starts: Tensor
+        self,
+        prompts: Int[Tensor, " slots"],
+        is_active: Bool[Tensor, " rows"],
+        cache: KVCache,
+        state: SamplerState,
+        starts: Int[Tensor, " prompts"],
     ) -> None:
-        """One token more for every live completion: feed its newest, draw its next."""
-        rows = _expand_rows(held, slots.group)
-        if self.record is None:
-            rows = rows[live]
-            fed = draws.lengths[rows] - 1
-            attend = DecodeAttention(slots, live.nonzero()[:, 0], fed)
-            draws.take(self._logits(*_newest(rows, fed, slots, draws, starts), attend), rows)
+        """Feed the newest token of every active completion and sample its next one."""
+        rows = _expand_rows(prompts, cache.group_size)
+        if self.capture is None:
+            rows = rows[is_active]
+            fed = state.lengths[rows] - 1
+            attend = DecodeAttention(cache, is_active.nonzero()[:, 0], fed)
+            positions = starts[rows // cache.group_size] + fed
+            state.sample(self._logits(state.tokens[rows, fed], positions, attend), rows)
             return
-        # All rows, so that nothing but their contents changes from step to step; what is computed
-        # for a row without a live completion is not looked at.
+        # All rows, so that only values change from step to step, not shapes; the logits of
+        # inactive rows are discarded.
         every = rows.clamp(min=0)
-        fed = draws.lengths[every] - 1
-        room = min(-(-int(fed[live].max() + 1) // ROOM) * ROOM, slots.shape[2])
-        fed = fed.clamp(0, room - 1)
-        inputs = (*_newest(every, fed, slots, draws, starts), fed)
-        if self.recorded is None or self.recorded[0] != (slots.shape, room):
-            self.recorded = None  # frees the memory of the one before
+        fed = state.lengths[every] - 1
+        longest = int(fed[is_active].max() + 1)
+        visible = min(-(-longest // LENGTH_BUCKET) * LENGTH_BUCKET, cache.shape[2])
+        fed = fed.clamp(0, visible - 1)
+        inputs = (state.tokens[every, fed], starts[every // cache.group_size] + fed, fed)
+        if self.captured is None or self.captured[0] != (cache.shape, visible):
+            self.captured = None  # frees the previous graph's memory
 
             def step(tokens: Tensor, positions: Tensor, fed: Tensor) -> Tensor:
                 order = torch.arange(len(fed), device=fed.device)
-                return self._logits(tokens, positions, DecodeAttention(slots, order, fed, room))
+                return self._logits(tokens, positions, DecodeAttention(cache, order, fed, visible))
 
-            self.recorded = (slots.shape, room), self.record(step, inputs)
-        draws.take(self.recorded[1](*inputs)[live], rows[live])
+            self.captured = (cache.shape, visible), self.capture(step, inputs)
+        state.sample(self.captured[1](*inputs)[is_active], rows[is_active])
 
-    def _logits(self, tokens: Tensor, positions: Tensor, attend: DecodeAttention) -> Tensor:
-        """What follows each of the tokens, (n,) to (n, vocabulary)."""
-        hidden = self.language(
+    def _logits(
+        self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], attend: DecodeAttention
+    ) -> Float[Tensor, "n vocabulary"]:
+        """Return the logits of the token that follows each of ``tokens``."""
+        hidden = self.language_model(
             inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
             position_ids=positions[None, :, None].expand(3, -1, 1),
             attend=attend,
@@ -306,13 +339,7 @@ class SharedDecoder:
         return self.head(hidden[:, 0])
 
 
-def _newest(
-    rows: Tensor, fed: Tensor, slots: KVCache, draws: SamplerState, starts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The newest token of each completion and its position, both (n,)."""
-    return draws.tokens[rows, fed], starts[rows // slots.group] + fed
-
-
-def _expand_rows(prompts: Tensor, group: int) -> Tensor:
-    """The completions' rows of each prompt, one after the other; negative for prompt −1."""
-    return (prompts[:, None] * group + torch.arange(group, device=prompts.device)).flatten()
+def _expand_rows(prompts: Int[Tensor, " prompts"], group_size: int) -> Int[Tensor, " rows"]:
+    """Return the rows of each prompt's completions in order; negative for prompt −1."""
+    members = torch.arange(group_size, device=prompts.device)
+    return (prompts[:, None] * group_size + members).flatten()

@@ -1,9 +1,9 @@
-"""A decoding step as one CUDA graph.
+"""CUDA graph capture of decode steps.
 
-Python starts the kernels of a decoding step one by one, which on a GPU takes longer than most of
-them run. A graph starts all of them at once. It repeats the very kernels that were recorded, on
-the very addresses; so the step that is recorded computes every row, live or not, and reads nothing
-back from the device.
+On a GPU, launching the kernels of a decode step one by one from Python takes longer than running
+most of them. A CUDA graph launches all of them at once. It replays exactly the captured kernels
+on exactly the captured addresses, so a captured step computes every row, active or not, and reads
+nothing back from the device.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from torch import Tensor
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.errors import UserError
 
-Step = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens, positions, places in the cache), each (rows,), to logits (rows, vocabulary)."""
+DecodeStep = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Maps tokens, positions and cache indices, each (rows,), to logits (rows, vocabulary)."""
 
 
-class Recorded(Protocol):
-    """A step that can be repeated; its result is overwritten by the next call."""
+class CapturedStep(Protocol):
+    """A captured step, to be replayed; each call overwrites the previous result."""
 
     def __call__(self, *inputs: Tensor) -> Tensor: ...
 
 
-Record = Callable[[Step, tuple[Tensor, ...]], Recorded]
+GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], CapturedStep]
+"""Captures a step, given the inputs of its first call."""
 
 
-def recording_of(rollout: RolloutSettings, shared: bool, training: bool) -> Record | None:
-    """What the recipe's decoding steps are recorded by; None: they are not.
+def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> GraphCapture | None:
+    """Return how to capture decode steps, or None if they are not captured.
 
-    A run's model may be asked where it was not trained: then without a CUDA device they are not.
+    A trained model may be used on a machine without a CUDA device: there, outside training,
+    ``cuda_graphs`` has no effect.
 
     Raises:
-        UserError: ``cuda_graphs`` in a training without a CUDA device, or without a shared prompt.
+        UserError: ``cuda_graphs`` in training without a CUDA device, or without a shared prompt.
     """
     if not rollout.cuda_graphs:
         return None
@@ -53,18 +55,18 @@ def recording_of(rollout: RolloutSettings, shared: bool, training: bool) -> Reco
 
 
 class CudaGraph:
-    """A step recorded on the current CUDA device.
+    """A step captured on the current CUDA device.
 
     Args:
-        step: has no effect but to write each row's keys and values at its place in the cache, so
-            that it may run more than once.
-        inputs: the first ones that the step is called with.
+        step: the step; its only side effect is to write each row's keys and values to its cache
+            index, so it may run more than once.
+        inputs: the inputs of the first call.
     """
 
-    def __init__(self, step: Step, inputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = [tensor.clone() for tensor in inputs]
         self._graph = torch.cuda.CUDAGraph()
-        # Libraries allocate their workspaces in a first run, which a recording must not see.
+        # Libraries allocate workspaces on their first call, which must not be captured.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -74,7 +76,7 @@ class CudaGraph:
             self._logits = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        for held, tensor in zip(self._inputs, inputs, strict=True):
-            held.copy_(tensor)
+        for captured, tensor in zip(self._inputs, inputs, strict=True):
+            captured.copy_(tensor)
         self._graph.replay()
         return self._logits

@@ -78,7 +78,7 @@ class _TakeOne(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         active = self.draws.active[self.rows]
         chosen = torch.full_like(self.rows, self.pad)
-        chosen[active] = self.draws.take(scores[active], self.rows[active])
+        chosen[active] = self.draws.sample(scores[active], self.rows[active])
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
 

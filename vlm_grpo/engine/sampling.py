@@ -113,7 +113,7 @@ def build_sampling_settings(
     )
 
 
-def uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
+def draw_uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
     """The ``length`` uniform numbers in [0, 1) that a completion's tokens are drawn with.
 
     Each completion has a stream of its own, named by its seed (run, step, example, index in the
@@ -130,7 +130,7 @@ class SamplerState:
     """Tokens of n completions as they are drawn, with their log-probabilities and entropies.
 
     Args:
-        uniform: (n, longest) the uniform numbers to draw with; see ``uniforms``.
+        uniform: (n, longest) the uniform numbers to draw with; see ``draw_uniforms``.
         settings: how completions are drawn.
         has_stop_string: whether a completion's tokens hold a stop string; asked after each token
             where ``settings.stop`` is set.
@@ -158,7 +158,7 @@ class SamplerState:
         self.active = torch.ones(len(uniform), dtype=torch.bool, device=device)
         self._eos = torch.tensor(settings.distribution.eos, dtype=torch.int64, device=device)
 
-    def take(self, logits: Tensor, rows: Tensor) -> Tensor:
+    def sample(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Draw the next token of each of ``rows``, note it, and end the rows that are done.
 
         Args:

@@ -1,18 +1,19 @@
-"""Scoring completions behind one copy of their prompt."""
+"""Scoring of completions behind one shared copy of their prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from vlm_grpo.engine.attention import GroupSpan, PackedAttention
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
-from vlm_grpo.engine.logprobs import TokenScores, score_tokens
-from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.families import Family
 
 
@@ -21,68 +22,81 @@ def score_shared(
     model: Any,
     batch: MicroBatch,
     prefixes: Sequence[PrefixInputs],
-    distribution: SamplingDistribution,
-    chunk_tokens: int,
-    with_entropy: bool = False,
+    settings: ScoringSettings,
 ) -> TokenScores:
-    """Log-probabilities of a micro-batch's completion tokens, in one packed row.
-
-    The row is ``[prompt | c1 | … | cG]`` for each slice, one after the other. Every completion
-    starts at the prompt's largest position + 1, and the prompt's last hidden state predicts the
-    first token of each.
+    """Score a micro-batch's completion tokens in one packed row.
 
     Args:
+        family: the model's family.
+        model: the bare transformers model.
         batch: the completions.
         prefixes: the inputs of each slice's prompt.
-        restriction: the distribution under which tokens are scored.
-        chunk_tokens: tokens whose logits are held at once; 0: all.
-        with_entropy: also return entropies.
+        settings: how the tokens are scored.
     """
-    row = PackedRow(batch, prefixes)
+    row = pack_row(batch, prefixes)
     features = [image for prefix in prefixes for image in prefix.features]
     hidden = family.language_model(model)(
-        **family.language_inputs(model, row.tokens[None], features),
-        position_ids=row.positions[:, None],
+        **family.language_inputs(model, row.token_ids[None], features),
+        position_ids=row.position_ids[:, None],
         attend=PackedAttention(row.spans),
         use_cache=False,
     ).last_hidden_state[0]
     head: Any = model.get_output_embeddings()
-    predicting = hidden[row.predictors]
-    return score_tokens(
-        head, predicting, row.targets, row.steps, distribution, chunk_tokens, with_entropy
-    )
+    return score_tokens(head, hidden[row.predictors], row.targets, row.target_positions, settings)
 
 
+@dataclass(frozen=True)
 class PackedRow:
-    """The row's tokens and positions, and which hidden state predicts which target."""
+    """A row of T tokens, ``[prompt | c1 | … | cG]`` for each slice, that predicts M target tokens.
 
-    def __init__(self, batch: MicroBatch, prefixes: Sequence[PrefixInputs]) -> None:
-        device = prefixes[0].token_ids.device
-        tokens: list[Tensor] = []
-        positions: list[Tensor] = []
-        self.spans: list[GroupSpan] = []
-        predictors: list[Tensor] = []
-        steps: list[Tensor] = []
-        start = 0
-        for piece, prefix in zip(batch.slices, prefixes, strict=True):
-            length = len(prefix.token_ids)
-            fed = tuple(len(completion) - 1 for completion in piece.completions)
-            self.spans.append(GroupSpan(start, length, fed))
-            tokens.append(prefix.token_ids)
-            positions.append(prefix.positions)
-            at = start + length
-            for completion, count in zip(piece.completions, fed, strict=True):
-                order = torch.arange(count + 1, device=device)
-                tokens.append(torch.tensor(completion[:-1], dtype=torch.int64, device=device))
-                positions.append((prefix.next_position + order[:-1]).expand(3, -1))
-                predictors.append((at - 1 + order).where(order > 0, start + length - 1))
-                steps.append(order)
-                at += count
-            start = at
-        self.tokens = torch.cat(tokens)
-        self.positions = torch.cat(positions, dim=1)
-        self.predictors = torch.cat(predictors)
-        self.steps = torch.cat(steps)
-        self.targets = torch.tensor(
-            [token for completion in batch.completions for token in completion], device=device
-        )
+    Attributes:
+        token_ids: prompts, and each completion without its last token, which is never fed.
+        position_ids: rotary positions; each completion starts at its prompt's largest + 1.
+        spans: the location of each group.
+        predictors: index in the row of the hidden state that predicts each target; the prompt's
+            last one predicts the first token of each completion.
+        targets: all tokens of the completions.
+        target_positions: index of each target within its completion.
+    """
+
+    token_ids: Int[Tensor, " T"]
+    position_ids: Int[Tensor, "3 T"]
+    spans: tuple[GroupSpan, ...]
+    predictors: Int[Tensor, " M"]
+    targets: Int[Tensor, " M"]
+    target_positions: Int[Tensor, " M"]
+
+
+def pack_row(batch: MicroBatch, prefixes: Sequence[PrefixInputs]) -> PackedRow:
+    """Pack the slices of a micro-batch, whose prompts' inputs are ``prefixes``, into one row."""
+    device = prefixes[0].token_ids.device
+    token_ids: list[Tensor] = []
+    position_ids: list[Tensor] = []
+    spans: list[GroupSpan] = []
+    predictors: list[Tensor] = []
+    target_positions: list[Tensor] = []
+    start = 0
+    for piece, prefix in zip(batch.slices, prefixes, strict=True):
+        length = len(prefix.token_ids)
+        fed = tuple(len(completion) - 1 for completion in piece.completions)
+        spans.append(GroupSpan(start, length, fed))
+        token_ids.append(prefix.token_ids)
+        position_ids.append(prefix.position_ids)
+        last = start + length - 1
+        start += length
+        for completion, count in zip(piece.completions, fed, strict=True):
+            order = torch.arange(count + 1, device=device)
+            token_ids.append(torch.tensor(completion[:-1], dtype=torch.int64, device=device))
+            position_ids.append((prefix.next_position + order[:-1]).expand(3, -1))
+            predictors.append((start - 1 + order).where(order > 0, last))
+            target_positions.append(order)
+            start += count
+    targets = [token for completion in batch.completions for token in completion]
+    return PackedRow(
+        torch.cat(token_ids),
+        torch.cat(position_ids, dim=1),
+        tuple(spans),
+        torch.cat(predictors),
+        torch.tensor(targets, device=device),
+        torch.cat(target_positions),
+    )

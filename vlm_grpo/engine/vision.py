@@ -75,7 +75,7 @@ class ImageEncoder:
     """The vision tower, asked once for each unique image.
 
     A frozen tower's features are kept until ``forget``; those of a trained one carry their
-    gradient, and are made anew for every pass that is not inside ``once``.
+    gradient, and are made anew for every pass that is not inside ``share_passes``.
 
     Args:
         family: the model's family.
@@ -120,7 +120,7 @@ class ImageEncoder:
         self._kept.clear()
 
     @contextlib.contextmanager
-    def once(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
+    def share_passes(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
         """Inside, micro-batches that share an image share its pass through a trained tower.
 
         Yields:

@@ -203,17 +203,17 @@ class Updater:
                     raise
                 if len(micro.rows) == 1:
                     raise UserError(
-                        f"out of memory on a single completion of {micro.tokens} tokens: lower "
+                        f"out of memory on a single completion of {micro.num_tokens} tokens: lower "
                         "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
                     ) from error
                 if not self.placement.may_retry:
                     raise UserError(
-                        f"out of memory on a micro-batch of {micro.tokens} tokens, and ranks that "
-                        "share their weights cannot begin a step anew one by one: go on with "
-                        f"resume=true optim.max_tokens_per_batch={micro.tokens // 2}"
+                        f"out of memory on a micro-batch of {micro.num_tokens} tokens, and ranks "
+                        "that share their weights cannot repeat a step one by one: continue with "
+                        f"resume=true optim.max_tokens_per_batch={micro.num_tokens // 2}"
                     ) from error
             self.placement.drop_gradients()
-            self.max_tokens = micro.tokens // 2
+            self.max_tokens = micro.num_tokens // 2
             logger.warning(
                 "out of memory: micro-batches are cut to %d tokens from here on; set "
                 "optim.max_tokens_per_batch=%d to start there",

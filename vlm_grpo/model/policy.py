@@ -17,17 +17,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, prefix_inputs
-from vlm_grpo.engine.graphs import Record, recording_of
+from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, build_prefix_inputs
+from vlm_grpo.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
-from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores
 from vlm_grpo.engine.repeated import sample_repeated, score_repeated
 from vlm_grpo.engine.sampling import (
     SamplerState,
     SamplingDistribution,
     SamplingSettings,
     build_sampling_distribution,
-    uniforms,
+    draw_uniforms,
 )
 from vlm_grpo.engine.shared import score_shared
 from vlm_grpo.engine.vision import ImageEncoder
@@ -64,7 +64,7 @@ class Policy:
         loaded: the model and what belongs to it.
         restriction: what is never sampled, and the temperature at which tokens are scored.
         chunk_tokens: tokens whose logits are held at once in scoring; 0: all.
-        record: what decoding steps from shared prompts are recorded by; None: they are not.
+        capture: how decode steps over shared prompts are captured; None: not at all.
 
     Attributes:
         counters: work done since they were last replaced.
@@ -79,7 +79,7 @@ class Policy:
         loaded: LoadedModel,
         distribution: SamplingDistribution,
         chunk_tokens: int = 0,
-        record: Record | None = None,
+        capture: GraphCapture | None = None,
     ) -> None:
         self.model: Any = loaded.model
         use_fast_linears(loaded.model)
@@ -87,7 +87,7 @@ class Policy:
         self.decode = self.family.decoder(self.processor.tokenizer)
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
         self.autocast = loaded.autocast
-        self.distribution, self.chunk_tokens, self.record = distribution, chunk_tokens, record
+        self.distribution, self.chunk_tokens, self.capture = distribution, chunk_tokens, capture
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.run: Callable[[Callable[[], Any]], Any] = _directly
         self.image_decodes = 0
@@ -200,7 +200,7 @@ class Policy:
         """
         length = rollout.max_completion_length
         streams = [
-            torch.from_numpy(uniforms((*seed, index), length))
+            torch.from_numpy(draw_uniforms((*seed, index), length))
             for seed in seeds
             for index in range(group)
         ]
@@ -218,7 +218,7 @@ class Policy:
         if self.shared:
             prefixes = self._prefix_inputs(prompts, self._encode(prompts))
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
-            rest = (max_tokens, self.stopwatch, self.record)
+            rest = (max_tokens, self.stopwatch, self.capture)
             SharedDecoder(self.family, self.model, *rest)(prefixes, draws)
         else:
             repeated = [p for p in prompts for _ in range(group)]
@@ -279,16 +279,9 @@ class Policy:
             return score_repeated(self.model, batch, self.distribution, self._pad, with_entropy)
         prompts = [piece.prompt for piece in batch.slices]
         prefixes = self._prefix_inputs(prompts, self._encode(prompts))
-        self.counters.update_tokens += batch.tokens
-        return score_shared(
-            self.family,
-            self.model,
-            batch,
-            prefixes,
-            self.distribution,
-            self.chunk_tokens,
-            with_entropy,
-        )
+        self.counters.update_tokens += batch.num_tokens
+        settings = ScoringSettings(self.distribution, self.chunk_tokens, with_entropy)
+        return score_shared(self.family, self.model, batch, prefixes, settings)
 
     def dummy_batch(self) -> MicroBatch:
         """The least that goes through every layer: one token of prompt and one of completion."""
@@ -340,8 +333,8 @@ class Policy:
         self._encoder.forget()
 
     def encoding_once(self) -> contextlib.AbstractContextManager:
-        """Micro-batches that share an image share its pass: see ``ImageEncoder.once``."""
-        return self._encoder.once()
+        """Micro-batches that share an image share its pass: see ``ImageEncoder.share_passes``."""
+        return self._encoder.share_passes()
 
     def _encode(self, prompts: Sequence[Prompt]) -> dict[ImageRef, ImageFeatures]:
         features, fresh = self._encoder(prompts)
@@ -352,7 +345,7 @@ class Policy:
         self, prompts: Sequence[Prompt], features: dict[ImageRef, ImageFeatures]
     ) -> list[PrefixInputs]:
         per_prompt = [[features[image] for image in p.example.images] for p in prompts]
-        return prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
+        return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
 
 
 def _directly(call: Callable[[], Any]) -> Any:
@@ -373,8 +366,8 @@ def _evaluating(model: Any) -> Iterator[None]:
 def load_policy(
     settings: Settings, checkpoint: Path | None = None, training: bool = True
 ) -> Policy:
-    """The policy of a run; arguments and errors as in ``load_model`` and ``recording_of``."""
+    """The policy of a run; arguments and errors as in ``load_model`` and ``get_capture``."""
     loaded = load_model(settings, checkpoint, training)
     distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
-    record = recording_of(settings.rollout, loaded.shared, training)
-    return Policy(loaded, distribution, settings.policy.head_chunk_tokens, record)
+    capture = get_capture(settings.rollout, loaded.shared, training)
+    return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)

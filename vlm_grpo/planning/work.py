@@ -67,7 +67,7 @@ class Work:
     @property
     def micro_tokens(self) -> int:
         """Tokens of the largest micro-batch."""
-        return max(batch.tokens for batch in self._batches)
+        return max(batch.num_tokens for batch in self._batches)
 
     @property
     def micro_prompt_tokens(self) -> int:
@@ -87,7 +87,7 @@ class Work:
     @property
     def update_tokens(self) -> int:
         """Tokens of all micro-batches; a group that is cut repeats its prompt."""
-        return sum(batch.tokens for batch in self._batches)
+        return sum(batch.num_tokens for batch in self._batches)
 
     @property
     def _prompts_together(self) -> int:
