@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -16,6 +15,7 @@ from vlm_grpo.checkpoint.store import checkpoints
 from vlm_grpo.config.run import RUNS, Settings, build_settings, load_settings
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.registry import load_task
+from vlm_grpo.utils.jsonl import read_rows
 
 NO_TASK = "none"
 """``Settings.task`` of a model that no run of ours has trained."""
@@ -120,11 +120,7 @@ def held_out_values(run: Path, metric: str) -> dict[int, float]:
 
     A line's ``step`` is the one that it is about; the evaluation on it came after that step.
     """
-    path = run / "metrics.jsonl"
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    name = f"eval/{metric}"
+    rows, name = read_rows(run / "metrics.jsonl"), f"eval/{metric}"
     return {row["step"] + 1: row[name] for row in rows if math.isfinite(row.get(name, math.nan))}
 
 

@@ -16,6 +16,7 @@ import yaml
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task_class, task_names
 from vlm_grpo.utils.bootstrap import bootstrap_interval
+from vlm_grpo.utils.jsonl import parse_lines
 
 Row = Mapping[str, Any]
 
@@ -207,26 +208,17 @@ def read_run(folder: Path) -> Run:
 
 
 class _Reader:
-    """Reads JSON Lines and counts what cannot be read, as a last line that a crash cut off."""
+    """Reads JSON Lines and counts the lines that hold no object."""
 
     def __init__(self) -> None:
         self.unreadable = 0
 
     def rows(self, path: Path) -> Iterator[dict[str, Any]]:
-        if not path.is_file():
-            return
-        # Not splitlines: texts hold line separators of Unicode, which end no line of the file.
-        for line in path.read_text("utf-8", errors="replace").split("\n"):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                yield row
-            else:
+        for _, row in parse_lines(path):
+            if row is None:
                 self.unreadable += 1
+            else:
+                yield row
 
 
 def _evaluations(folder: Path, reader: _Reader) -> Iterator[HeldOut]:

@@ -10,6 +10,7 @@ from typing import Any
 from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
+from vlm_grpo.utils.jsonl import read_rows
 
 
 class MetricsLog:
@@ -31,15 +32,7 @@ class MetricsLog:
 
     def read(self) -> list[dict[str, Any]]:
         """All lines; a last one cut off by a crash is left out."""
-        if not self.path.is_file():
-            return []
-        rows = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-        return rows
+        return read_rows(self.path)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,45 @@
+"""Reading the JSON Lines files to which a run appends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vlm_grpo.errors import UserError
+
+
+def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number and the object of each line that is not blank.
+
+    The object is None if the line does not hold one. A missing file has no lines.
+    """
+    if not path.is_file():
+        return
+    # Not splitlines: texts hold Unicode line separators, which do not end a line of the file.
+    for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        yield number, row if isinstance(row, dict) else None
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file, without a last line that a crash has truncated.
+
+    Raises:
+        UserError: a line before the last one is not a JSON object.
+    """
+    lines = list(parse_lines(path))
+    if lines and lines[-1][1] is None:
+        lines.pop()
+    rows = []
+    for number, row in lines:
+        if row is None:
+            raise UserError(f"{path}:{number} is not a JSON object: repair or delete the line")
+        rows.append(row)
+    return rows
