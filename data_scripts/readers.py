@@ -5,7 +5,6 @@ Whatever is missing, cut off or of another form raises ``UserError`` with the fi
 
 from __future__ import annotations
 
-import importlib
 import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,13 +117,15 @@ def _table_rows(source: str, split: str) -> Iterator[Any]:
     path = Path(source).expanduser()
     parts = [path] if path.is_file() else sorted(path.glob(f"**/{split}[-.]*parquet"))
     if parts:
-        parquet = importlib.import_module("vlm_grpo.data.parquet")  # slow to import
+        from vlm_grpo.data.parquet import read_parquet  # slow to import
+
         for part in parts:
-            yield from parquet.read_parquet(part)
+            yield from read_parquet(part)
         return
     name, _, rest = source.removeprefix("hf:").partition(":")
-    hub = importlib.import_module("vlm_grpo.data.hub")  # slow to import
-    yield from hub.read_hub(f"{name}:{rest or split}", "eval")[0]
+    from vlm_grpo.data.hub import read_hub  # slow to import
+
+    yield from read_hub(f"{name}:{rest or split}", "eval")[0]
 
 
 def get_image_bytes(value: Any) -> bytes | None:

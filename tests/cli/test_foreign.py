@@ -1,4 +1,4 @@
-"""Scoring what the evaluations of VLM-R1, R1-V and lmms-eval have written, in their own layouts."""
+"""Scores of files in the layouts of VLM-R1, R1-V and lmms-eval, and rows that match no example."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run, write_jsonl
 from foreign_results import lmms_eval_sample, r1_v_result, vlm_r1_result
 from PIL import Image
-
-from vlm_grpo import cli
 
 SIZE = (640, 480)
 
 
 def write_data(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """Canonical rows, ids and pictures added."""
+    """Write canonical rows, with ids and images added."""
     for number, row in enumerate(rows):
         row.setdefault("id", f"row {number}")
         for name in row["images"]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", SIZE).save(folder / name)
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(folder / "data.jsonl", *rows)
 
 
 def grounding_data(folder: Path) -> Path:
@@ -37,27 +34,23 @@ def grounding_data(folder: Path) -> Path:
     return write_data(folder, rows)
 
 
-def results(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def write_results(folder: Path, rows: list[dict[str, Any]]) -> Path:
     path = folder / "results.json"
     path.write_text(json.dumps({"accuracy": 50.0, "results": rows}, indent=2))
     return path
 
 
-def samples(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    path = folder / "20260101_000000_samples_docvqa_val.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def write_samples(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    return write_jsonl(folder / "20260101_000000_samples_docvqa_val.jsonl", *rows)
 
 
 def score(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["score", *map(str, arguments)])
-    out, err = capsys.readouterr()
+    status, out, err = run(capsys, "score", *arguments)
     assert "Traceback" not in err
-    return int(caught.value.code or 0), out, err
+    return status, out, err
 
 
-def scored(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
+def score_as_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
     status, out, err = score(capsys, *arguments, "--json")
     assert status == 0, err
     return [json.loads(line) for line in out.splitlines()]
@@ -67,42 +60,58 @@ def boxed(box: list[int]) -> str:
     return f'<think>I see.</think><answer>```json\n[{{"bbox_2d": {box}}}]\n```</answer>'
 
 
-def test_vlm_r1s_boxes_are_read_in_the_size_that_the_model_saw(capsys, tmp_path: Path):
+def test_vlm_r1_boxes_are_in_pixels_of_the_resized_image(capsys, tmp_path: Path):
     rows = [
-        vlm_r1_result("the red cup", [0, 0, 100, 100], boxed([0, 0, 50, 50])),  # all of it
+        vlm_r1_result("the red cup", [0, 0, 100, 100], boxed([0, 0, 50, 50])),  # the full box
         vlm_r1_result("the cup", [64, 48, 320, 240], boxed([32, 24, 160, 72])),  # its upper half
     ]
-    given = ["--predictions", results(tmp_path, rows), "--format", "vlm_r1", "--frame", "resized"]
-    first, second, total = scored(capsys, "grounding", "--data", grounding_data(tmp_path), *given)
-    # In the dataset's order, found by the image's name, the expression and the gold box.
+    given = [
+        "--predictions",
+        write_results(tmp_path, rows),
+        "--format",
+        "vlm_r1",
+        "--frame",
+        "resized",
+    ]
+    first, second, total = score_as_json(
+        capsys, "grounding", "--data", grounding_data(tmp_path), *given
+    )
+    # In the order of the dataset, matched by image name, expression and gold box.
     assert (first["id"], first["rewards"]["iou"]) == ("row 0", pytest.approx(0.5))
     assert (second["id"], second["rewards"]["iou"]) == ("row 1", pytest.approx(1.0))
     assert total["total"]["n"] == 2
 
 
-def test_examples_without_an_output_are_told(capsys, tmp_path: Path):
+def test_examples_without_an_output_are_counted(capsys, tmp_path: Path):
     rows = [vlm_r1_result("the cup", [64, 48, 320, 240], boxed([32, 24, 160, 120]))]
-    given = ["--predictions", results(tmp_path, rows), "--format", "vlm_r1", "--frame", "resized"]
+    given = [
+        "--predictions",
+        write_results(tmp_path, rows),
+        "--format",
+        "vlm_r1",
+        "--frame",
+        "resized",
+    ]
     status, out, _ = score(capsys, "grounding", "--data", grounding_data(tmp_path), *given)
     assert status == 0
     assert "2 more examples have no output in the file" in out
 
 
-def test_vlm_r1s_results_without_a_seen_size_can_be_scored_in_other_frames(capsys, tmp_path: Path):
-    """src/eval/test_rec_r1_internvl.py writes none, and src/eval/test_od_r1.py no image either."""
+def test_vlm_r1_results_without_a_resized_size_are_scored_in_other_frames(capsys, tmp_path: Path):
+    """src/eval/test_rec_r1_internvl.py writes no size, and src/eval/test_od_r1.py no image."""
     result = vlm_r1_result("the cup", [64, 48, 320, 240], "<box>[[100,100,500,500]]</box>")
     for key in ("input_size", "image_size", "image"):
         del result[key]
-    given = ["--data", grounding_data(tmp_path), "--predictions", results(tmp_path, [result])]
+    given = ["--data", grounding_data(tmp_path), "--predictions", write_results(tmp_path, [result])]
     given += ["--format", "vlm_r1", "--no-tags"]
-    row, _ = scored(capsys, "grounding", *given, "--frame", "internvl")
+    row, _ = score_as_json(capsys, "grounding", *given, "--frame", "internvl")
     assert (row["id"], row["rewards"]["iou"]) == ("row 0", pytest.approx(1.0))
     status, _, err = score(capsys, "grounding", *given, "--frame", "resized")
     assert status == 2
-    assert "needs the size that the model saw" in err
+    assert "needs the size of the resized image" in err
 
 
-def test_r1_vs_counts(capsys, tmp_path: Path):
+def test_r1_v_results_are_scored(capsys, tmp_path: Path):
     rows = [{"images": [f"{n}.png"], "question": "How many items?", "answer": n} for n in (4, 9)]
     outputs = [
         r1_v_result(
@@ -110,8 +119,10 @@ def test_r1_vs_counts(capsys, tmp_path: Path):
         ),
         r1_v_result("./images/4.png", "4", "<answer>four</answer>"),
     ]
-    given = ["--predictions", results(tmp_path, outputs), "--format", "r1_v"]
-    first, second, _ = scored(capsys, "counting", "--data", write_data(tmp_path, rows), *given)
+    given = ["--predictions", write_results(tmp_path, outputs), "--format", "r1_v"]
+    first, second, _ = score_as_json(
+        capsys, "counting", "--data", write_data(tmp_path, rows), *given
+    )
     assert (first["answer"], first["rewards"]["exact"]) == (4, 1.0)
     assert (second["answer"], second["rewards"]["exact"]) == (10, 0.0)
 
@@ -124,30 +135,34 @@ def ocr_data(folder: Path) -> Path:
     return write_data(folder, rows)
 
 
-def test_lmms_evals_samples_are_found_by_their_place(capsys, tmp_path: Path):
+def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path: Path):
     rows = [
-        # As newer versions write one response, as older ones do, and where a filter changed it.
+        # The format of newer versions, of older versions, and a response that a filter changed.
         lmms_eval_sample(2, "What is on sign 2?", filtered_resps="EXIT"),
         lmms_eval_sample(0, "What is on sign 0?", filtered_resps=["Exit"]),
         lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT", resps=[["EXIT sign"]]),
     ]
-    given = ["--predictions", samples(tmp_path, rows), "--format", "lmms_eval", "--no-tags"]
-    *found, total = scored(capsys, "ocr", "--data", ocr_data(tmp_path), *given)
-    assert [row["answer"] for row in found] == ["Exit", "EXIT sign", "EXIT"]
+    given = ["--predictions", write_samples(tmp_path, rows), "--format", "lmms_eval", "--no-tags"]
+    *scores, total = score_as_json(capsys, "ocr", "--data", ocr_data(tmp_path), *given)
+    assert [row["answer"] for row in scores] == ["Exit", "EXIT sign", "EXIT"]
     assert total["total"]["rewards"]["exact"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(
     ("layout", "content", "reason"),
     [
-        ("vlm_r1", '{"id": "1", "output": "3"}\n{"id": "2", "output": "3"}', "is no JSON file"),
+        ("vlm_r1", '{"id": "1", "output": "3"}\n{"id": "2", "output": "3"}', "is not a JSON file"),
         ("vlm_r1", '{"accuracy": 3}', 'it lacks {"results": […]}'),
         ("vlm_r1", '{"results": [{"question": "?"}]}', "results[0] must have question, ground_"),
         ("r1_v", "[]", 'it lacks {"results": […]}'),
         ("r1_v", '{"results": []}', "holds no outputs"),
-        ("lmms_eval", '{"id": "1", "output": "3"}', ":1: this is no sample that lmms-eval logs"),
+        (
+            "lmms_eval",
+            '{"id": "1", "output": "3"}',
+            ":1: not a sample logged by lmms-eval",
+        ),
         ("lmms_eval", '{"results": [', "the line is not JSON"),
-        ("lmms_eval", '{"doc_id": 0, "resps": [["a", "b"]]}', "it holds 2 responses"),
+        ("lmms_eval", '{"doc_id": 0, "resps": [["a", "b"]]}', "it has 2 responses"),
         (
             "lmms_eval",
             '{"doc_id": 9, "resps": [["a"]]}',
@@ -156,7 +171,7 @@ def test_lmms_evals_samples_are_found_by_their_place(capsys, tmp_path: Path):
         ("vlm-r1", "", "did you mean vlm_r1?"),
     ],
 )
-def test_a_file_of_another_layout_is_told(capsys, tmp_path: Path, layout, content, reason):
+def test_a_file_of_another_layout_is_refused(capsys, tmp_path: Path, layout, content, reason):
     path = tmp_path / "log"
     path.write_text(content)
     given = ["--data", ocr_data(tmp_path), "--predictions", path, "--format", layout]
@@ -165,29 +180,29 @@ def test_a_file_of_another_layout_is_told(capsys, tmp_path: Path, layout, conten
     assert reason in err
 
 
-def test_the_two_json_layouts_are_told_apart(capsys, tmp_path: Path):
+def test_each_json_layout_refuses_the_other(capsys, tmp_path: Path):
     data = ["--data", grounding_data(tmp_path)]
-    theirs = results(tmp_path, [vlm_r1_result("the cup", [64, 48, 320, 240], "")])
+    theirs = write_results(tmp_path, [vlm_r1_result("the cup", [64, 48, 320, 240], "")])
     _, _, err = score(capsys, "grounding", *data, "--predictions", theirs, "--format", "r1_v")
-    assert "its question is a str, where r1_v writes a dict: is it another --format?" in err
-    theirs = results(tmp_path, [r1_v_result("7.jpg", 3, "")])
+    assert "its question is a str, but r1_v writes a dict: is it another --format?" in err
+    theirs = write_results(tmp_path, [r1_v_result("7.jpg", 3, "")])
     _, _, err = score(capsys, "grounding", *data, "--predictions", theirs, "--format", "vlm_r1")
-    assert "its question is a dict, where vlm_r1 writes a str" in err
+    assert "its question is a dict, but vlm_r1 writes a str" in err
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"image": "train2014/8.jpg"}, "no example there is with image 8.jpg"),
-        ({"question": "Where is the dog?"}, "no example is left with the question"),
+        ({"image": "train2014/8.jpg"}, "no example has an image 8.jpg"),
+        ({"question": "Where is the dog?"}, "no unmatched example has the question"),
         ({"ground_truth": [64, 48, 320, 300]}, "its gold answer [64, 48, 320, 300] is not"),
-        ({"model_output": None}, "its output and its image must be texts"),
+        ({"model_output": None}, "its output and its image must be strings"),
         ({"input_size": "240x320"}, "input_size is '240x320', not [height, width]"),
     ],
 )
-def test_rows_of_another_dataset_are_told(capsys, tmp_path: Path, changes, reason):
+def test_rows_that_match_no_example_are_named(capsys, tmp_path: Path, changes, reason):
     row = {**vlm_r1_result("the cup", [64, 48, 320, 240], boxed([1, 2, 3, 4])), **changes}
-    path = results(tmp_path, [row])
+    path = write_results(tmp_path, [row])
     given = ["--data", grounding_data(tmp_path), "--predictions", path, "--format", "vlm_r1"]
     status, _, err = score(capsys, "grounding", *given)
     assert status == 2
@@ -195,21 +210,23 @@ def test_rows_of_another_dataset_are_told(capsys, tmp_path: Path, changes, reaso
     assert f"{path}: results[0]" in err
 
 
-def test_no_example_is_scored_twice(capsys, tmp_path: Path):
+def test_no_example_is_matched_twice(capsys, tmp_path: Path):
     row = vlm_r1_result("the cup", [64, 48, 320, 240], boxed([1, 2, 3, 4]))
-    path = results(tmp_path, [row, row])
+    path = write_results(tmp_path, [row, row])
     given = ["--data", grounding_data(tmp_path), "--predictions", path, "--format", "vlm_r1"]
     _, _, err = score(capsys, "grounding", *given)
-    assert "results[1]: its gold answer" in err  # what is left of that image is another box
+    assert "results[1]: its gold answer" in err  # the other example has another box
     sample = lmms_eval_sample(1, "What is on sign 1?", filtered_resps="EXIT")
-    path = samples(tmp_path, [sample, sample])
+    path = write_samples(tmp_path, [sample, sample])
     given = ["--data", ocr_data(tmp_path), "--predictions", path, "--format", "lmms_eval"]
     _, _, err = score(capsys, "ocr", *given)
     assert "example number 1 (from 0) has an output already" in err
 
 
-def test_data_in_another_order_than_lmms_evals_is_told(capsys, tmp_path: Path):
-    path = samples(tmp_path, [lmms_eval_sample(0, "What is on sign 2?", filtered_resps="EXIT")])
+def test_data_in_another_order_than_lmms_eval_is_refused(capsys, tmp_path: Path):
+    path = write_samples(
+        tmp_path, [lmms_eval_sample(0, "What is on sign 2?", filtered_resps="EXIT")]
+    )
     given = ["--data", ocr_data(tmp_path), "--predictions", path, "--format", "lmms_eval"]
     _, _, err = score(capsys, "ocr", *given)
-    assert "its prompt does not hold example number 0's question 'What is on sign 0?'" in err
+    assert "its prompt does not contain 'What is on sign 0?', example number 0's question" in err

@@ -112,13 +112,13 @@ def test_settings_go_over_those_of_the_model() -> None:
     assert (len(cut.completion.token_ids), cut.completion.stop) == (2, "length")
 
 
-def test_the_cut_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_truncated_output_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     example_of("grounding")
     _, out, _ = run(
         capsys, "predict", "embedded", "rollout.max_completion_length=2",
         "--image", "grounding.png", "--question", "the red circle", "--task", "grounding",
     )  # fmt: skip
-    assert "cut off after 2 tokens: raise rollout.max_completion_length" in out
+    assert "truncated after 2 tokens: raise rollout.max_completion_length" in out
     assert "answer   none" in out
 
 

@@ -234,7 +234,7 @@ def test_the_recipes_evaluation_writes_what_it_scored(rows: Path, tmp_path: Path
 
 
 def test_a_missing_checkpoint_is_named(rows: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere is no folder"):
+    with pytest.raises(UserError, match="nowhere is not a folder"):
         evaluate(settings_for(rows, tmp_path), tmp_path / "nowhere")
 
 

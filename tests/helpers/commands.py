@@ -1,6 +1,10 @@
-"""Run a command in this process, as a user would from a shell."""
+"""Run a command in this process, as a user runs it in a shell."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,7 +12,7 @@ from vlm_grpo import cli
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of one command."""
+    """Run a command and return its exit status, stdout and stderr."""
     with pytest.raises(SystemExit) as caught:
         cli.main([str(argument) for argument in arguments])
     out, err = capsys.readouterr()
@@ -16,8 +20,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one message of a command that fails as it should: status 2, no traceback."""
+    """Run a command that must fail with status 2 and no traceback, and return its stderr."""
     status, _, err = run(capsys, *arguments)
     assert status == 2
     assert "Traceback" not in err
     return err
+
+
+def write_jsonl(path: Path, *rows: dict[str, Any] | str) -> Path:
+    """Write one line per row: a dict as JSON, a string as it is."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path

@@ -1,4 +1,4 @@
-"""One result each as the evaluations of VLM-R1, R1-V and lmms-eval write it."""
+"""Single results in the formats of the evaluations of VLM-R1, R1-V and lmms-eval."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def vlm_r1_result(question: str, gold: list[int], output: str, **more: Any) -> dict[str, Any]:
-    """As src/eval/test_rec_r1.py of VLM-R1 writes it."""
-    asked = f"Please provide the bounding box coordinate of the region this describes: {question}"
+    """Return a result as src/eval/test_rec_r1.py of VLM-R1 writes it."""
+    prompt = f"Please provide the bounding box coordinate of the region this describes: {question}"
     return {
         "image": "train2014/7.jpg",
-        "question": asked,
+        "question": prompt,
         "ground_truth": gold,
         "model_output": output,
         "input_size": [240, 320],  # height and width, half of the original
@@ -22,7 +22,7 @@ def vlm_r1_result(question: str, gold: list[int], output: str, **more: Any) -> d
 
 
 def r1_v_result(image: str, gold: Any, output: str) -> dict[str, Any]:
-    """As src/eval/test_qwen2vl_counting_superclevr.py of R1-V writes it."""
+    """Return a result as src/eval/test_qwen2vl_counting_superclevr.py of R1-V writes it."""
     return {
         "question": {"image_path": image, "question": "How many items?", "ground_truth": gold},
         "ground_truth": gold,
@@ -32,7 +32,7 @@ def r1_v_result(image: str, gold: Any, output: str) -> dict[str, Any]:
 
 
 def lmms_eval_sample(number: int, question: str, **more: Any) -> dict[str, Any]:
-    """As save_results_samples of lmms-eval writes it."""
+    """Return a sample as save_results_samples of lmms-eval writes it."""
     return {
         "doc_id": number,
         "target": "['EXIT']",

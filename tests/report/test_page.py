@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from report_runs import GROUP_SIZE, TASKS, few_examples, group, make_run, with_alarms
 
-from vlm_grpo.cli.report import run_folder
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report, compare_runs
@@ -364,15 +363,6 @@ def test_spread_out() -> None:
     assert spread_out([3, 5, 9], 8) == {3, 5, 9}
     chosen = spread_out(range(100), 5)
     assert chosen == {0, 25, 50, 74, 99}  # the ends, and evenly between
-
-
-def test_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("runs/counting").mkdir(parents=True)
-    assert run_folder("counting") == Path("runs/counting")
-    assert run_folder("runs/counting") == Path("runs/counting")
-    with pytest.raises(UserError, match="did you mean counting"):
-        run_folder("countin")
 
 
 def test_example_without_an_image(tmp_path: Path) -> None:

@@ -1,20 +1,20 @@
-"""``vlm-grpo data``: look at a dataset before a model is trained or measured on it."""
+"""``vlm-grpo data``: inspect a dataset before it is used for training or evaluation."""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vlm_grpo.config.run import DataSettings
-from vlm_grpo.data.checks import check_source, find_shared_images, format_overlap, format_report
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+
+if TYPE_CHECKING:
+    from vlm_grpo.config.run import DataSettings
 
 app = typer.Typer(
-    help="Look at a dataset before a model is trained or measured on it.",
+    help="Inspect a dataset before it is used for training or evaluation.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -23,67 +23,86 @@ app = typer.Typer(
 
 @app.callback()
 def _data() -> None:
-    """A callback keeps the commands' names, also while there is only one."""
+    """Keep the name of the command ``check``: typer drops the name of an only command."""
+
+
+Source = Annotated[
+    str, typer.Argument(metavar="DATA", help="Examples: .jsonl, .parquet, hf:… or embedded:….")
+]
+TaskOfRows = Annotated[str, typer.Option(help="Task of the rows: a name or a .py file.")]
+Against = Annotated[
+    str | None, typer.Option(help="Another source, which must share no image with DATA.")
+]
+ImageRoot = Annotated[
+    Path | None, typer.Option(help="Folder of the images; default: the folder of the data file.")
+]
+AgainstRoot = Annotated[
+    Path | None, typer.Option(help="Folder of the images of --against; default: that of DATA.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="Number of rows to check; default: all.")]
+TokenSide = Annotated[
+    int | None,
+    typer.Option(help="Pixels per side of an image token: 28 for Qwen2(.5)-VL, 32 for Qwen3-VL."),
+]
+MaxPixels = Annotated[
+    int, typer.Option(help="Pixel budget of the model, for counting image tokens.")
+]
 
 
 @app.command()
 def check(
-    source: Annotated[
-        str, typer.Argument(metavar="DATA", help="Examples: .jsonl, .parquet, hf:… or embedded:….")
-    ],
-    task: Annotated[str, typer.Option(help="Which task's rows they are; name or .py file.")],
-    against: Annotated[
-        str | None, typer.Option(help="Another source that must share no picture with it.")
-    ] = None,
-    image_root: Annotated[
-        Path | None, typer.Option(help="Folder of the images; without it the data file's folder.")
-    ] = None,
-    against_root: Annotated[
-        Path | None, typer.Option(help="The same for --against; without it that of DATA.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Look at the first so many rows.")] = None,
-    token_side: Annotated[
-        int | None,
-        typer.Option(help="Pixels of an image token's side: 28 for Qwen2(.5)-VL, 32 for Qwen3-VL."),
-    ] = None,
-    max_pixels: Annotated[
-        int, typer.Option(help="The model's pixel budget, for counting image tokens.")
-    ] = 12_845_056,
+    source: Source,
+    task: TaskOfRows,
+    against: Against = None,
+    image_root: ImageRoot = None,
+    against_root: AgainstRoot = None,
+    limit: Limit = None,
+    token_side: TokenSide = None,
+    max_pixels: MaxPixels = 12_845_056,
 ) -> None:
-    """Find bad rows, dead images, boxes outside, copies, and what train and test share.
+    """Find bad rows, unreadable images, boxes outside the image, duplicates and shared images.
 
     \b
     vlm-grpo data check train.jsonl --task grounding --image-root train2014
     vlm-grpo data check train.jsonl --task grounding --against test.jsonl
     vlm-grpo data check embedded:counting --task counting --token-side 28
 
-    Exit status 2 where something is wrong or where DATA and --against share a picture.
+    Exits with status 2 if something is wrong, or if DATA and --against share an image.
     """
+    from vlm_grpo.data.checks import (
+        check_source,
+        find_shared_images,
+        format_overlap,
+        format_report,
+    )
+    from vlm_grpo.registry import load_task
+
     loaded = load_task(task)
-    tokens = None if token_side is None else _token_counter(token_side, max_pixels)
-    settings = _settings(source, image_root, limit)
-    report = check_source(source, loaded, settings, tokens)
+    tokens = None if token_side is None else _build_token_counter(token_side, max_pixels)
+    report = check_source(source, loaded, _data_settings(source, image_root, limit), tokens)
     for line in format_report(report):
         typer.echo(line)
-    shared = False
+    passed = report.passed
     if against is not None:
-        root = against_root or image_root
-        other = check_source(against, loaded, _settings(against, root, limit), tokens)
+        settings = _data_settings(against, against_root or image_root, limit)
+        other = check_source(against, loaded, settings, tokens)
         for line in (*format_report(other), *format_overlap(report, other)):
             typer.echo(line)
-        shared = bool(find_shared_images(report, other)) or not other.passed
-    if shared or not report.passed:
+        passed = passed and other.passed and not find_shared_images(report, other)
+    if not passed:
         raise UserError("the data are not sound: see above")
 
 
-def _settings(source: str, image_root: Path | None, limit: int | None) -> DataSettings:
+def _data_settings(source: str, image_root: Path | None, limit: int | None) -> DataSettings:
+    from vlm_grpo.config.run import DataSettings
+
     root = None if source.startswith("embedded:") else image_root
     return DataSettings(train=source, eval=source, image_root=root, eval_limit=limit)
 
 
-def _token_counter(side: int, max_pixels: int):
-    """Image tokens of an image, by Qwen-VL's own resize."""
-    smart_resize = importlib.import_module("qwen_vl_utils.vision_process").smart_resize  # slow
+def _build_token_counter(side: int, max_pixels: int) -> Callable[[tuple[int, int]], int]:
+    """Build a function from an image's size to its number of tokens under Qwen-VL's resize."""
+    from qwen_vl_utils.vision_process import smart_resize
 
     def count(size: tuple[int, int]) -> int:
         width, height = size

@@ -1,10 +1,9 @@
-"""``vlm-grpo export``: a trained checkpoint as a model for other programs."""
+"""``vlm-grpo export``: write a trained checkpoint as a model for other programs."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,31 +12,43 @@ from vlm_grpo.errors import UserError
 
 def export(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder or name, or a checkpoint's folder.")
+        str,
+        typer.Argument(metavar="RUN", help="Folder or name of a run, or folder of a checkpoint."),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone.")] = False,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the LoRA adapter only.")
+    ] = False,
     step: Annotated[
-        str | None, typer.Option(help="The checkpoint's step, or best; else the newest.")
+        str | None, typer.Option(help="Step of the checkpoint, or best; default: the newest.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32 or bfloat16; else the precision of the original model."),
+        typer.Option(help="float32 or bfloat16; default: the dtype of the original model."),
     ] = None,
 ) -> None:
-    """Write a trained model's folder, as transformers and vLLM load it, with a model card.
+    """Write a trained model in the format of transformers and vLLM, with a model card.
 
-    Adapters are merged into the weights. The processor carries the pixel budget of the training.
+    Adapters are merged into the weights. The processor is saved with the pixel budget of the
+    training.
 
     \b
     vlm-grpo export counting exported
     vlm-grpo export runs/mine exported --step best --dtype bfloat16
     vlm-grpo export runs/mine/checkpoints/step-300 adapter --adapter
     """
-    if dtype not in (None, "float32", "bfloat16"):
+    weights_dtype: Literal["float32", "bfloat16"] | None = None
+    if dtype == "float32" or dtype == "bfloat16":
+        weights_dtype = dtype
+    elif dtype is not None:
         raise UserError(f"--dtype is {dtype!r}; it is float32 or bfloat16")
-    if step is not None and step != "best" and not step.isdecimal():
-        raise UserError(f"--step is {step!r}; it is a number of steps, or best")
-    number = int(step) if step is not None and step != "best" else step
-    module = importlib.import_module("vlm_grpo.deploy.export")
-    typer.echo(f"model in {module.export(run, out, adapter, number, dtype)}")
+    which: int | Literal["best"] | None = None
+    if step == "best":
+        which = "best"
+    elif step is not None:
+        if not step.isdecimal():
+            raise UserError(f"--step is {step!r}; it is a number of steps, or best")
+        which = int(step)
+    from vlm_grpo.deploy import export
+
+    typer.echo(f"model in {export.export(run, out, adapter, which, weights_dtype)}")

@@ -1,4 +1,4 @@
-"""``vlm-grpo new-task``: start a task of one's own."""
+"""``vlm-grpo new-task``: write a new task from a template."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from vlm_grpo.cli.task_template import write_task
 
 
 def new_task(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The task's name, as read_clock.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the task, for example read_clock.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
 ) -> None:
-    """Write a task to start from, and its test.
+    """Write a new task and its test from a template.
 
     \b
     vlm-grpo new-task read_clock

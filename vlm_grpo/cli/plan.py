@@ -1,38 +1,37 @@
-"""``vlm-grpo plan``: memory and time of a recipe before it runs."""
+"""``vlm-grpo plan``: estimate the memory and time of a recipe before it runs."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Annotated
 
 import typer
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.cli.common import Overrides, Recipe
 
 
 def plan(
-    recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="As for train: a name, a .yaml or a .py file.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe."),
-    ] = None,
+    recipe: Recipe,
+    overrides: Overrides = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A GPU's name, as H100, or its memory, as 24GB; else this machine."),
+        typer.Option(
+            help="A GPU by name, for example H100, or by memory, for example 24GB; "
+            "default: this machine."
+        ),
     ] = None,
-    devices: Annotated[int, typer.Option(min=1, help="How many such devices.")] = 1,
+    devices: Annotated[int, typer.Option(min=1, help="Number of such devices.")] = 1,
 ) -> None:
-    """Say what a recipe will need, before weights are downloaded or anything runs.
+    """Estimate what a recipe needs, before weights are downloaded or anything runs.
 
-    Counts the data's prompt tokens, adds up the memory of each part, estimates the seconds of a
-    step, and finds the largest group and batch that fit, or the changes that make it fit.
+    Counts the prompt tokens of the data, adds up the memory of each component, estimates the
+    seconds per step, and finds the largest group and batch that fit, or changes that make it fit.
 
     \b
     vlm-grpo plan counting
     vlm-grpo plan grounding_qwen2_5_vl_3b data.train=train.jsonl data.eval=test.jsonl --gpu 24GB
     vlm-grpo plan recipe.yaml rollout.num_generations=16 --gpu H100 --devices 8
     """
-    settings = load_settings(recipe, overrides or [])
-    typer.echo(importlib.import_module("vlm_grpo.planning").plan(settings, gpu, devices))
+    from vlm_grpo.config.run import load_settings
+    from vlm_grpo.planning import plan
+
+    typer.echo(plan(load_settings(recipe, overrides or []), gpu, devices))

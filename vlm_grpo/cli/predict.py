@@ -1,14 +1,13 @@
-"""``vlm-grpo predict``: ask a model, and see its answer on the image."""
+"""``vlm-grpo predict``: generate one answer and draw it on the image."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from PIL import Image
 
+from vlm_grpo.cli.common import Overrides
 from vlm_grpo.errors import UserError
 
 
@@ -17,23 +16,24 @@ def predict(
         str,
         typer.Argument(metavar="MODEL", help="Hub name, folder, run, checkpoint, or embedded."),
     ],
-    question: Annotated[str, typer.Option(help="What to ask; for grounding the object alone.")],
-    image: Annotated[list[Path], typer.Option(help="An image; several times for several images.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings over those of the run."),
-    ] = None,
+    question: Annotated[
+        str, typer.Option(help="The question; for grounding, the object's description.")
+    ],
+    image: Annotated[list[Path], typer.Option(help="An image; repeat it for several images.")],
+    overrides: Overrides = None,
     task: Annotated[
         str | None,
-        typer.Option(help="Task that words the question and reads the answer; else the run's own."),
+        typer.Option(
+            help="Task that builds the prompt and parses the answer; default: the run's task."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Picture to write; else IMAGE-answer.png here.")
+        Path | None, typer.Option(help="Image file to write; default: IMAGE-answer.png here.")
     ] = None,
 ) -> None:
-    """Ask a model one question; print its answer and draw it on the image.
+    """Answer one question about an image; print the answer and draw it on the image.
 
-    A checkpoint is asked as it was trained: with its adapter, pixel budget, task and wording.
+    A checkpoint is run as it was trained: with its adapter, pixel budget, task and prompt.
 
     \b
     vlm-grpo predict embedded --image photo.png --question "How many red circles are there?"
@@ -42,28 +42,33 @@ def predict(
     vlm-grpo predict runs/mine/checkpoints/step-300 evaluation.temperature=0.7 seed=1 \\
         --image a.jpg --question "How many cups?"
     """
-    picture = _free(out, image[0])
-    # Loaded here because a model's libraries take seconds, which no other command should cost.
-    module = importlib.import_module("vlm_grpo.deploy.predict")
-    found = module.predict(model, image, question, task, overrides or ())
-    found.picture.save(picture)
-    completion = found.completion
+    picture = _choose_file(out, image[0])
+    from vlm_grpo.deploy import predict
+
+    prediction = predict.predict(model, image, question, task, overrides or ())
+    prediction.picture.save(picture)
+    completion = prediction.completion
     typer.echo(f"output   {completion.text}")
     if completion.stop == "length":
         typer.echo(
-            f"         cut off after {len(completion.token_ids)} tokens: "
+            f"         truncated after {len(completion.token_ids)} tokens: "
             "raise rollout.max_completion_length"
         )
-    if found.has_task:
-        typer.echo(
-            f"answer   {'none: the task reads no answer' if found.answer is None else found.answer}"
-        )
+    if prediction.has_task:
+        answer = prediction.answer
+        typer.echo(f"answer   {'none: the output holds no answer' if answer is None else answer}")
     typer.echo(f"picture  {picture}")
 
 
-def _free(out: Path | None, image: Path) -> Path:
-    """``out``, or ``IMAGE-answer.png`` in the current folder with the first free number."""
+def _choose_file(out: Path | None, image: Path) -> Path:
+    """Return ``out``, or ``IMAGE-answer.png`` in the current folder with the first free number.
+
+    Raises:
+        UserError: ``out`` exists, is in no folder, or has a suffix that Pillow cannot write.
+    """
     if out is not None:
+        from PIL import Image
+
         if out.exists():
             raise UserError(f"{out} exists already: give another name by --out")
         if not out.parent.is_dir():

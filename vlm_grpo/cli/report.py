@@ -1,44 +1,45 @@
-"""``vlm-grpo report``: the page of a run, or of two runs side by side."""
+"""``vlm-grpo report``: write the HTML report of a run, or a comparison of two runs."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vlm_grpo.config.run import RUNS
 from vlm_grpo.errors import UserError, nearest
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's folder, or its name in runs/.")
+    str, typer.Argument(metavar="RUN", help="Folder of a run, or its name in runs/.")
 ]
 OtherRun = Annotated[
-    str | None, typer.Argument(metavar="[RUN2]", help="Another run, to compare with.")
+    str | None, typer.Argument(metavar="[RUN2]", help="Another run to compare with.")
 ]
 
 
 def report(run: RunName, other: OtherRun = None) -> None:
-    """Make the page of a run, or one that compares two runs; it opens in any browser.
+    """Write the report of a run, or one that compares two runs; it opens in any browser.
 
     \b
     vlm-grpo report counting                  writes runs/counting/report.html
     vlm-grpo report counting counting-lora    writes runs/compare-counting-counting-lora.html
     """
-    folders = [run_folder(name) for name in (run, other) if name is not None]
-    # Loaded here because the plotting library takes a second, which no other command should cost.
-    pages = importlib.import_module("vlm_grpo.report")
-    path = pages.build_report(*folders) if other is None else pages.compare_runs(*folders)
+    run_dir = find_run_dir(run)
+    other_dir = None if other is None else find_run_dir(other)
+    from vlm_grpo.report import build_report, compare_runs
+
+    path = build_report(run_dir) if other_dir is None else compare_runs(run_dir, other_dir)
     typer.echo(f"report in {path}")
 
 
-def run_folder(name: str) -> Path:
-    """The folder of a run given by its path or by its name in ``runs``.
+def find_run_dir(name: str) -> Path:
+    """Return the folder of a run given by its path or by its name in ``runs``.
 
     Raises:
-        UserError: there is no such folder; the message names what is probably meant.
+        UserError: there is no such folder; the message suggests the nearest name.
     """
+    from vlm_grpo.config.run import RUNS
+
     for folder in (Path(name), RUNS / name):
         if folder.is_dir():
             return folder

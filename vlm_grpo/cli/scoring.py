@@ -1,4 +1,4 @@
-"""Score outputs that any model wrote, against a dataset, with a task's own rules."""
+"""Scores of given outputs on a dataset, by the rewards and metrics of a task."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
 PREDICTIONS = "predictions"
-"""The name of our own layout, beside those of other projects."""
-_ROWS_SHOWN = 50
+"""Name of vlm-grpo's format of predictions, next to ``foreign.LAYOUTS``."""
+_MAX_TABLE_ROWS = 50
 
 
 @dataclass(frozen=True)
 class Report:
-    """Scores of all outputs, and what they come to.
+    """Scores of all outputs, and their means.
 
     Attributes:
         examples: the dataset's rows that have an output.
-        scores: one for each example.
+        scores: one score per example.
         total: ``n``, ``answered``, ``unscorable``, the mean ``reward``, means of ``rewards`` and
             ``metrics`` by name, and the task's ``corpus`` metrics.
-        unanswered: rows of the dataset that another project's file holds no output for.
+        unanswered: number of rows of the dataset for which the file of another project has no
+            output.
     """
 
     examples: Sequence[Example]
@@ -48,13 +49,13 @@ class Report:
 def score_predictions(
     task: Task, source: str, predictions: Path, data: DataSettings, layout: str = PREDICTIONS
 ) -> Report:
-    """Score every example's prediction.
+    """Score the prediction of every example.
 
     Args:
-        task: with the tags and the frame that the outputs were asked for in.
+        task: the task, with the options for tags and frame under which the outputs were written.
         source: the examples, as for ``load_examples``.
         predictions: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``, one
-            for each example; or what another project's evaluation wrote, for some of them.
+            per example; or the file of another project's evaluation, for some of the examples.
         data: image root and limits.
         layout: ``predictions``, or a key of ``foreign.LAYOUTS``.
 
@@ -67,14 +68,14 @@ def score_predictions(
         examples, texts = read_predictions(predictions, loaded, needs_resized_size)
     else:
         examples, texts = read_foreign(layout, predictions, loaded, needs_resized_size)
-    with RewardScorer() as judge:
-        scores = judge(task, texts, examples)
-    total = _total(task, examples, scores)
+    with RewardScorer() as scorer:
+        scores = scorer(task, texts, examples)
+    total = _summarize(task, examples, scores)
     return Report(examples, scores, total, unanswered=len(loaded) - len(examples))
 
 
 def print_json(report: Report) -> None:
-    """One object a row, then the total."""
+    """Print one JSON object per row, then the total."""
     for example, score in zip(report.examples, report.scores, strict=True):
         row = {
             "id": example.id,
@@ -82,37 +83,37 @@ def print_json(report: Report) -> None:
             "rewards": dict(score.rewards),
             "metrics": dict(score.metrics),
         }
-        print(json.dumps(row, ensure_ascii=False, default=_plain))
+        print(json.dumps(row, ensure_ascii=False, default=_to_json))
     print(json.dumps({"total": report.total}, ensure_ascii=False))
 
 
 def print_table(report: Report) -> None:
-    """The first rows and the total, for people."""
+    """Print the first rows and the total as a table."""
     rewards, metrics = report.total["rewards"], report.total["metrics"]
     table = Table("id", "answer", *rewards, *metrics)
-    for example, score in list(zip(report.examples, report.scores, strict=True))[:_ROWS_SHOWN]:
+    for example, score in list(zip(report.examples, report.scores, strict=True))[:_MAX_TABLE_ROWS]:
         values = [*score.rewards.values(), *score.metrics.values()]
         answer = "no answer" if score.answer is None else str(score.answer)
-        table.add_row(example.id, answer[:60], *map(_number, values))
-    if (more := len(report.examples) - _ROWS_SHOWN) > 0:
+        table.add_row(example.id, answer[:60], *map(_format, values))
+    if (more := len(report.examples) - _MAX_TABLE_ROWS) > 0:
         table.add_row("…", f"{more} more; --json shows all")
     table.add_section()
     total = report.total
     means = [*rewards.values(), *metrics.values()]
-    table.add_row(f"all {total['n']}", f"{total['answered']} answered", *map(_number, means))
+    table.add_row(f"all {total['n']}", f"{total['answered']} answered", *map(_format, means))
     console = Console()
     console.print(table, markup=False)
     for name, value in total["corpus"].items():
-        console.print(f"{name} {_number(value)}", markup=False)
+        console.print(f"{name} {_format(value)}", markup=False)
     if report.unanswered:
         console.print(f"{report.unanswered} more examples have no output in the file")
     if total["unscorable"]:
         console.print(
-            f"{total['unscorable']} outputs could not be scored: a reward raised or took too long"
+            f"{total['unscorable']} outputs could not be scored: a reward failed or took too long"
         )
 
 
-def _total(task: Task, examples: Sequence[Example], scores: Sequence[Score]) -> dict[str, Any]:
+def _summarize(task: Task, examples: Sequence[Example], scores: Sequence[Score]) -> dict[str, Any]:
     def means(values: Callable[[Score], Mapping[str, float | None]]) -> dict[str, float | None]:
         return {name: _mean(values(score)[name] for score in scores) for name in values(scores[0])}
 
@@ -128,17 +129,17 @@ def _total(task: Task, examples: Sequence[Example], scores: Sequence[Score]) -> 
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the values there are; None where there is none."""
+    """Return the mean of the values that are not None; None if all are."""
     present = [value for value in values if value is not None]
     return fmean(present) if present else None
 
 
-def _number(value: float | None) -> str:
+def _format(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _plain(value: Any) -> Any:
-    """What a task returns as an answer, in JSON's types."""
+def _to_json(value: Any) -> Any:
+    """Convert an answer, which may be any type, to a JSON type."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, (set, frozenset)):

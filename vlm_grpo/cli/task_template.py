@@ -1,4 +1,4 @@
-"""The files of a new task: one that runs as it stands, and its test."""
+"""The files of a new task: a task that runs as it is, and its test."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from string import Template
 from vlm_grpo.errors import UserError
 
 _FILES = {"{}.py": "task.py.txt", "test_{}.py": "test_task.py.txt"}
-"""Files to write, by the name of their template."""
+"""File names and their templates."""
 LONGEST_NAME = 40
-"""Letters of a name; a longer one would not fit the templates' lines."""
+"""Letters of a name; a longer one would not fit into the lines of the templates."""
 
 
 def write_task(name: str, folder: Path) -> list[Path]:
     """Write ``NAME.py`` and ``test_NAME.py``; neither may exist yet.
 
     Args:
-        name: the file's name without ``.py``, as ``read_clock``.
-        folder: where to; made if it does not exist.
+        name: file name without ``.py``, for example ``read_clock``.
+        folder: folder to write to; created if it does not exist.
 
     Returns:
-        The task's file and its test's.
+        The paths of the task and of its test.
 
     Raises:
-        UserError: the name is no module's name, a file is there already, or the folder cannot be
-            written to. Nothing has been written then.
+        UserError: the name is not valid, a file exists already, or the folder cannot be written
+            to. Nothing has been written in the first two cases.
     """
     _check_name(name)
     words = name.split("_")
@@ -45,13 +45,13 @@ def write_task(name: str, folder: Path) -> list[Path]:
         )
         for file, template in _FILES.items()
     }
-    there = [str(path) for path in texts if path.exists()]
-    if there:
-        raise UserError(f"{' and '.join(there)} exists: give another name, or another --out")
+    existing = [str(path) for path in texts if path.exists()]
+    if existing:
+        raise UserError(f"{' and '.join(existing)} exists: give another name, or another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            with path.open("x", encoding="utf-8") as file:  # "x": never over another's file
+            with path.open("x", encoding="utf-8") as file:  # "x": never overwrite a file
                 file.write(text)
     except OSError as error:
         raise UserError(f"folder {folder} cannot be written to: {error.strerror}") from error
@@ -59,19 +59,20 @@ def write_task(name: str, folder: Path) -> list[Path]:
 
 
 def _check_name(name: str) -> None:
-    """Refuse a name that is no module's, or that would hide another module from Python."""
+    """Refuse a name that is not a module name, or that would shadow another module."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise UserError(
-            f"{name!r} is no name for a task: use small letters, digits and single underscores, "
-            "a letter first, as read_clock"
+            f"{name!r} is not a name for a task: use lowercase letters, digits and single "
+            "underscores, starting with a letter, for example read_clock"
         )
     if len(name) > LONGEST_NAME:
         raise UserError(f"{name!r} is too long for a task's name: {LONGEST_NAME} letters at most")
     if keyword.iskeyword(name):
-        raise UserError(f"{name!r} is a word of Python itself: give another name")
+        raise UserError(f"{name!r} is a keyword of Python: give another name")
     if name in sys.stdlib_module_names:
         raise UserError(
-            f"{name!r} is a module of Python's own, which {name}.py would hide: give another name"
+            f"{name!r} is a module of Python's standard library, which {name}.py would shadow: "
+            "give another name"
         )
     if name.startswith("test_"):
-        raise UserError(f"{name!r} would be taken for a test: leave out test_")
+        raise UserError(f"{name!r} would be collected as a test: leave out test_")

@@ -1,4 +1,4 @@
-"""Prove a task on its gold answers and on known ways of gaming a reward, without a model."""
+"""Checks of a task on its gold answers and on known exploits of rewards, without a model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vlm_grpo.types import Example, ImageRef, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 
 _ROUNDING = 1e-6
-"""Of floating-point numbers, in a reward between 0 and 1."""
+"""Tolerance for floating-point rounding in a reward between 0 and 1."""
 _HEDGE_BOUND = 0.5
-"""What naming two answers may earn: half of them is right where several are asked for."""
+"""Reward allowed for two answers at once: where several are requested, half of them are right."""
 _EXPLOIT_ROWS = 200
-"""Rows on which the exploits are tried; a rule that pays one shows it within a few."""
+"""Rows on which exploits are tried; a reward with a flaw shows it within a few rows."""
 _PARSE_SECONDS = 0.01
-"""Longest that reading a text of 100,000 characters may take."""
+"""Limit for parsing a text of 100,000 characters."""
 
 _HOSTILE = {
     "100,000 letters": "a" * 100_000,
@@ -37,12 +37,12 @@ _HOSTILE = {
     "half a surrogate pair": "\ud800",
     "not a number": '{"bbox_2d": [NaN, Infinity, 1e999, -1]}',
 }
-"""Texts on which parsers have raised or hung."""
+"""Texts on which parsers have raised exceptions or hung."""
 
 
 @dataclass(frozen=True)
 class Exploit:
-    """A text that games some rule, and the share of the full reward that it may earn."""
+    """A text that exploits a flawed reward, and the share of the full reward that it may earn."""
 
     name: str
     text: str
@@ -50,7 +50,7 @@ class Exploit:
 
 
 def validate_task(task: Task, source: str, data: DataSettings) -> Iterator[str]:
-    """Lines of a report; the last one says that all is well.
+    """Check a task on its data, and yield the lines of a report.
 
     Args:
         task: the task with its options.
@@ -58,42 +58,44 @@ def validate_task(task: Task, source: str, data: DataSettings) -> Iterator[str]:
         data: image root and limits.
 
     Raises:
-        UserError: bad rows or images, gold answers short of the full reward, exploits that pay, or
-            a parser that raises or is slow; everything found in that part is named.
+        UserError: rows or images are bad, gold answers earn less than the full reward, an exploit
+            earns more than its bound, or the parser raises or is slow. The message lists all
+            problems of the first check that failed.
     """
     examples = load_examples(source, task, data)
     images = {image.name: image for example in examples for image in example.images}
-    _raise("images that cannot be decoded", _undecodable(images.values()))
+    _raise("images that cannot be decoded", _find_undecodable(images.values()))
     yield f"{source}: {len(examples)} examples with {len(images)} images, all well-formed"
 
     written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
     wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
-    _raise("gold answers of which write makes no text", wrong)
+    _raise("gold answers for which write returns no text", wrong)
     full = _full_reward(task)
     if full <= 0:
-        raise UserError("no reward has a positive weight: nothing would be learned")
-    shares = [_share(task, task.gold(example), example, full) for example in examples]
-    _raise("gold answers that do not earn the full reward", _bad_golds(task, examples))
+        raise UserError("no reward has a positive weight: training would learn nothing")
+    shares = [_reward_share(task, task.gold(example), example, full) for example in examples]
+    _raise("gold answers that do not earn the full reward", _find_bad_golds(task, examples))
     yield f"gold answers earn {fmean(shares):.3f} of the full reward, at least {min(shares):.3f}"
 
-    yield from _report_exploits(task, examples, full)
-    _raise("texts that the parser does not stand", _parser_problems(task, examples[0]))
-    yield "the parser stands hostile texts, each within 10 ms"
+    yield from _check_exploits(task, examples, full)
+    _raise("texts that the parser cannot handle", _find_parser_problems(task, examples[0]))
+    yield "the parser handles hostile texts, each within 10 ms"
 
     texts = Counter(task.gold(example) for example in examples)
     text, count = texts.most_common(1)[0]
-    earned = fmean(_share(task, text, example, full) for example in examples[:_EXPLOIT_ROWS])
+    rows = examples[:_EXPLOIT_ROWS]
+    earned = fmean(_reward_share(task, text, example, full) for example in rows)
     yield f"always answering {text[:60]!r}, the answer of {count} rows, earns {earned:.3f}"
     yield f"{type(task).__name__} is sound on this data"
 
 
-def exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
-    """Known ways of gaming a reward, for any task.
+def build_exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
+    """Build the known exploits of rewards that apply to any task.
 
     Args:
-        task: says how answers are asked for.
-        example: whose gold answer the exploits are built on.
-        other: an example with another gold answer, to hedge with.
+        task: the task, whose options decide whether answers need tags.
+        example: the example whose gold answer the exploits use.
+        other: an example with another gold answer, for hedging.
     """
     gold = task.write(task.gold_answer(example), example)
     hedge = task.write(task.gold_answer(other), example)
@@ -101,52 +103,52 @@ def exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
     def tagged(text: str) -> str:
         return f"<answer>{text}</answer>"
 
-    def asked(text: str) -> str:
+    def in_form(text: str) -> str:
         return tagged(text) if task.tags else text
 
-    found = [
+    exploits = [
         Exploit("an empty text", ""),
         Exploit("white space", " \n\t"),
         Exploit("empty tags", "<answer></answer>" if task.tags else "<think></think>"),
-        Exploit("the answer inside the thinking", f"<think>{asked(gold)}</think>"),
-        Exploit("thinking that does not end", f"<think>{asked(gold)}"),
-        Exploit("two answers with or between", asked(f"{gold} or {hedge}"), _HEDGE_BOUND),
-        Exploit("two answers, listed", asked(f"{hedge}, {gold}"), _HEDGE_BOUND),
+        Exploit("the answer inside the thinking", f"<think>{in_form(gold)}</think>"),
+        Exploit("thinking that does not end", f"<think>{in_form(gold)}"),
+        Exploit("two answers with or between", in_form(f"{gold} or {hedge}"), _HEDGE_BOUND),
+        Exploit("two answers, listed", in_form(f"{hedge}, {gold}"), _HEDGE_BOUND),
     ]
     if task.tags:
-        found += [
+        exploits += [
             Exploit("the answer without tags", gold),
             Exploit("an unclosed tag", f"<answer>{gold}"),
             Exploit("two tagged answers", tagged(hedge) + tagged(gold)),
             Exploit("the answer twice", tagged(gold) * 2),
         ]
-    return found
+    return exploits
 
 
 def _score(task: Task, text: str, example: Example) -> Score:
-    with _limited() as call:
+    with _time_limited() as call:
         return task.score(text, example, call=call)
 
 
-def _limited() -> AbstractContextManager[Callable[..., Any]]:
-    """The time limit of training's rewards, where one can be kept."""
+def _time_limited() -> AbstractContextManager[Callable[..., Any]]:
+    """Apply the time limit of rewards in training, where the platform can enforce it."""
     return time_limit(REWARD_TIMEOUT if can_interrupt() else None)
 
 
-def _share(task: Task, text: str, example: Example, full: float) -> float:
-    """What the text earns, as a share of the full reward."""
+def _reward_share(task: Task, text: str, example: Example, full: float) -> float:
+    """Return the reward of a text as a share of the full reward."""
     score = _score(task, text, example)
     if score.failures:
         trace = next(iter(score.failures.values()))
         raise UserError(
-            f"{', '.join(score.failures)} failed on example {example.id!r} and the text "
+            f"{', '.join(score.failures)} failed on example {example.id!r} with the text "
             f"{text[:60]!r}:\n{trace}"
         )
     return (score.total or 0.0) / full
 
 
 def _full_reward(task: Task) -> float:
-    """The sum of the weights that a right answer earns; penalties only take away."""
+    """Return the sum of the weights that a right answer earns; penalties only subtract."""
     rules = _reward_rules(task)
     weights = task.reward_weights().items()
     return sum(weight for name, weight in weights if weight > 0 and rules[name].needs_answer)
@@ -156,8 +158,8 @@ def _reward_rules(task: Task) -> dict[str, Rule]:
     return {**task.rules("reward"), **task.rules("optional")}
 
 
-def _bad_golds(task: Task, examples: Sequence[Example]) -> list[str]:
-    """Gold completions to which a reward gives less than the task says that it must."""
+def _find_bad_golds(task: Task, examples: Sequence[Example]) -> list[str]:
+    """Describe the gold completions that earn less than ``task.gold_reward``."""
     rules, weights = _reward_rules(task), task.reward_weights()
     problems = []
     for example in examples:
@@ -172,48 +174,52 @@ def _bad_golds(task: Task, examples: Sequence[Example]) -> list[str]:
             and value < (least if rules[name].needs_answer else 0.0) - _ROUNDING
         }
         if short:
-            read = "holds no answer" if score.answer is None else f"reads as {score.answer!r}"
+            parsed = "holds no answer" if score.answer is None else f"is parsed as {score.answer!r}"
             earned = ", ".join(f"{name} {value:.3f}" for name, value in short.items())
-            problems.append(f"{example.id}: {text[:60]!r} {read} and earns {earned}")
+            problems.append(f"{example.id}: {text[:60]!r} {parsed} and earns {earned}")
     return problems
 
 
-def _report_exploits(task: Task, examples: Sequence[Example], full: float) -> Iterator[str]:
-    """One line for each exploit with the most it earned."""
+def _check_exploits(task: Task, examples: Sequence[Example], full: float) -> Iterator[str]:
+    """Yield one line per exploit with the largest share that it earned.
+
+    Raises:
+        UserError: an exploit earns more than its bound.
+    """
     worst: dict[str, float] = {}
     problems: list[str] = []
     rows = examples[:_EXPLOIT_ROWS]
     for example in rows:
-        for exploit in exploits(task, example, _another(task, example, examples)):
-            share = _share(task, exploit.text, example, full)
+        for exploit in build_exploits(task, example, _find_other(task, example, examples)):
+            share = _reward_share(task, exploit.text, example, full)
             worst[exploit.name] = max(worst.get(exploit.name, share), share)
             if share > exploit.bound + _ROUNDING:
                 problems.append(
                     f"{exploit.name} earns {share:.3f}, above {exploit.bound}, "
                     f"on {example.id}: {exploit.text[:60]!r}"
                 )
-    _raise("exploits that pay", problems)
+    _raise("exploits that earn too much", problems)
     for name, share in worst.items():
         yield f"{name} earns at most {share:.3f}"
 
 
-def _another(task: Task, example: Example, examples: Sequence[Example]) -> Example:
-    """The first example with another gold answer, or the same one if all are alike."""
-    own = task.gold_answer(example)
-    return next((other for other in examples if task.gold_answer(other) != own), example)
+def _find_other(task: Task, example: Example, examples: Sequence[Example]) -> Example:
+    """Return the first example with another gold answer, or ``example`` if there is none."""
+    gold = task.gold_answer(example)
+    return next((other for other in examples if task.gold_answer(other) != gold), example)
 
 
-def _parser_problems(task: Task, example: Example) -> list[str]:
+def _find_parser_problems(task: Task, example: Example) -> list[str]:
     problems = []
     for name, text in _HOSTILE.items():
         text = f"<answer>{text}</answer>" if task.tags else text
         times = []
-        for _ in range(3):  # the fastest of three: the machine may have been busy
+        for _ in range(3):  # the fastest of three: the machine may be busy
             start = time.perf_counter()
             try:
-                with _limited() as call:
+                with _time_limited() as call:
                     call(task.read, text, example)
-            except FAILURES as error:  # a user's parser may raise anything; that it does is news
+            except FAILURES as error:  # a user's parser may raise anything
                 problems.append(f"{name}: it raised {type(error).__name__}: {error}")
                 break
             times.append(time.perf_counter() - start)
@@ -222,7 +228,7 @@ def _parser_problems(task: Task, example: Example) -> list[str]:
     return problems
 
 
-def _undecodable(images: Iterable[ImageRef]) -> list[str]:
+def _find_undecodable(images: Iterable[ImageRef]) -> list[str]:
     problems = []
     for image in images:
         try:

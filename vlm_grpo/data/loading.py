@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,13 +19,7 @@ logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
 
-_EMBEDDED = {
-    "counting": "vlm_grpo.data_scripts.make_shapes",
-    "cluttered": "vlm_grpo.data_scripts.make_shapes",
-    "grounding": "vlm_grpo.data_scripts.make_shapes",
-    "crowded": "vlm_grpo.data_scripts.make_shapes",
-    "ocr": "vlm_grpo.data_scripts.make_words",
-}
+_EMBEDDED = ("counting", "cluttered", "grounding", "crowded", "ocr")
 _EMBEDDED_SEED = 1
 """Differs from the seed of the examples on which the embedded model was trained."""
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
@@ -108,8 +101,9 @@ def open_source(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
     """Return the rows of a source and the folder that its image paths are relative to."""
     if source.startswith("hf:"):
         # Imported here because the library takes seconds to load and only this source needs it.
-        hub = importlib.import_module("vlm_grpo.data.hub")
-        return hub.read_hub(source.removeprefix("hf:"), split)
+        from vlm_grpo.data.hub import read_hub
+
+        return read_hub(source.removeprefix("hf:"), split)
     path = Path(source).expanduser()
     readers = {".jsonl": read_jsonl, ".parquet": _read_parquet}
     reader = readers.get(path.suffix)
@@ -124,7 +118,9 @@ def open_source(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
 
 
 def _read_parquet(path: Path) -> Iterable[Row]:
-    return importlib.import_module("vlm_grpo.data.parquet").read_parquet(path)
+    from vlm_grpo.data.parquet import read_parquet  # slow to import
+
+    return read_parquet(path)
 
 
 def _load_embedded(name: str, limit: int | None, split: Split, task: Task) -> list[Example]:
@@ -134,7 +130,9 @@ def _load_embedded(name: str, limit: int | None, split: Split, task: Task) -> li
             f"there is no embedded dataset {name!r}{nearest(name, _EMBEDDED)}: "
             f"give one of {', '.join(f'embedded:{known}' for known in _EMBEDDED)}"
         )
-    generator = importlib.import_module(_EMBEDDED[name])
+    from vlm_grpo.data_scripts import make_shapes, make_words
+
+    generator = make_words if name == "ocr" else make_shapes
     examples = generator.draw_examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
     try:
         select_valid(examples[:1], task)

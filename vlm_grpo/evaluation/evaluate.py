@@ -184,7 +184,7 @@ def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evalua
 
 def _refuse_no_folder(checkpoint: Path | None) -> None:
     if checkpoint is not None and not checkpoint.is_dir():
-        raise UserError(f"checkpoint {checkpoint} is no folder")
+        raise UserError(f"checkpoint {checkpoint} is not a folder")
 
 
 def evaluate_benchmark(

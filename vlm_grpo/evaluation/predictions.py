@@ -155,8 +155,8 @@ def read_predictions(
         else:
             if needs_resized_size and not _valid_sizes(row.values.get("seen"), wanted[identity]):
                 problems.append(
-                    f'{row.location}: with --frame resized it needs "seen": [[width, height]], '
-                    "one pair for each image"
+                    f'{row.location}: --frame resized needs "seen": [[width, height]], one pair '
+                    "per image"
                 )
             found[identity] = row.values
     missing = [f"{path}: no prediction for id {name!r}" for name in wanted if name not in found]

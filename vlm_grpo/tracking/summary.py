@@ -117,7 +117,7 @@ class TrainResult:
         yield f"samples    {self.run_dir / 'samples'}"
         yield f"checkpoint {self.checkpoint}"
         config = self.run_dir / "config.yaml"
-        yield f"next       vlm-grpo evaluate {config} checkpoint={self.checkpoint}"
+        yield f"next       vlm-grpo evaluate {config} --checkpoint {self.checkpoint}"
         yield f"           vlm-grpo export {self.checkpoint} exported"
 
     def _where(self, step: int) -> str:

@@ -1,0 +1,90 @@
+"""Arguments and helpers that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vlm_grpo.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.errors import Stopped, UserError, nearest
+
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Name of a recipe, or path to a .yaml recipe or a .py task."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe's."),
+]
+RecipeTask = Annotated[
+    str | None,
+    typer.Option("--task", help="Task to use instead of the recipe's: a name or a .py file."),
+]
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="Name of a task, or a .py file.")]
+TaskOptions = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OPTION=VALUE", help="Options of the task, for example tags=true."),
+]
+ImageRoot = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the images; default: the folder of the data file."),
+]
+
+
+def add_task_override(overrides: Sequence[str] | None, task: str | None) -> list[str]:
+    """Return the overrides with ``--task`` as the last one."""
+    return [*(overrides or []), *([f"task={task}"] if task else [])]
+
+
+def get_frame(name: str) -> CoordinateFrame:
+    """Return the coordinate frame of that name.
+
+    Raises:
+        UserError: there is no such frame; the message suggests the nearest name.
+    """
+    if name not in FRAMES:
+        raise UserError(
+            f"there is no frame {name!r}{nearest(name, FRAMES)}: give one of {', '.join(FRAMES)}"
+        )
+    return FRAMES[name]
+
+
+def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
+    """Parse ``tags=true weights.exact=2`` into a task's options.
+
+    Raises:
+        UserError: an option is not ``name=value``, or its value is not valid YAML.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for option in options or []:
+        if "=" not in option:
+            raise UserError(
+                f"{option!r} is not an option of a task: write name=value, for example tags=true"
+            )
+    try:
+        values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(options or [])))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise UserError(f"the task's options cannot be parsed: {error}") from error
+    return values
+
+
+@contextmanager
+def exit_when_stopped() -> Iterator[None]:
+    """Print a stop on request as one line, and exit with its status."""
+    try:
+        yield
+    except Stopped as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(stopped.status) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted; finished checkpoints are kept (resume=true)", err=True)
+        raise typer.Exit(130) from None

@@ -1,0 +1,34 @@
+"""``vlm-grpo doctor``: check that a model gives the same results with a shared prompt pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlm_grpo.errors import UserError
+
+
+def doctor(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub name, folder of a model, or embedded.")
+    ],
+    image: Annotated[Path | None, typer.Option(help="Image of the prompt; default: noise.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+) -> None:
+    """Check a model: compare the shared prompt pass with the repeated one on this model.
+
+    Prints the model's family, its coordinate frame, the number of prompt tokens, the differences
+    in log-probabilities and gradients, the speed of both forms, and which one training will use.
+
+    \b
+    vlm-grpo doctor embedded
+    vlm-grpo doctor Qwen/Qwen2.5-VL-3B-Instruct --image photo.jpg --dtype bfloat16
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"--dtype is {dtype!r}; it is float32 or bfloat16")
+    from vlm_grpo.deploy.doctor import diagnose
+
+    for line in diagnose(model, image, dtype):
+        typer.echo(line)

@@ -1,0 +1,69 @@
+"""``vlm-grpo score``: score the outputs of any model, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vlm_grpo.cli.common import ImageRoot, TaskName, TaskOptions, get_frame, parse_task_options
+from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.errors import UserError, nearest
+
+
+def score(
+    task: TaskName,
+    data: Annotated[str, typer.Option(help="The examples, as for validate.")],
+    predictions: Annotated[
+        Path, typer.Option(help='JSON Lines of {"id": …, "output": …}, one per example.')
+    ],
+    options: TaskOptions = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            help="Format of the predictions: predictions (as above), or the output of an "
+            "evaluation by vlm_r1, r1_v or lmms_eval.",
+        ),
+    ] = "predictions",
+    frame: Annotated[
+        str, typer.Option(help=f"Coordinate frame of the outputs' boxes: {', '.join(FRAMES)}.")
+    ] = "original",
+    tags: Annotated[
+        bool, typer.Option(help="Read answers from <answer> tags, or from the full output.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per row.")] = False,
+    image_root: ImageRoot = None,
+) -> None:
+    """Score the outputs of any model, offline.
+
+    \b
+    vlm-grpo score counting --data test.jsonl --predictions out.jsonl
+    vlm-grpo score grounding --data test.jsonl --predictions out.jsonl --frame permille --no-tags
+    vlm-grpo score ocr --data test.jsonl --predictions out.jsonl --json > scores.jsonl
+
+    With --frame resized every prediction also has "seen": [[width, height]], the size in pixels
+    to which the model resized each image.
+
+    \b
+    vlm-grpo score grounding --data test.jsonl --predictions rec_results_500.json --format vlm_r1 \\
+        --frame resized
+    """
+    from vlm_grpo.cli.foreign import LAYOUTS
+    from vlm_grpo.cli.scoring import PREDICTIONS, print_json, print_table, score_predictions
+    from vlm_grpo.config.run import DataSettings
+    from vlm_grpo.registry import load_task
+
+    if layout not in (known := [PREDICTIONS, *LAYOUTS]):
+        raise UserError(
+            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
+        )
+    values = parse_task_options(options)
+    for name, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
+        if name in values:
+            raise UserError(f"{name} is not a task option of score: give it by {flag}")
+    loaded = load_task(task, **values, tags=tags, frame=get_frame(frame))
+    settings = DataSettings(train=data, image_root=image_root)
+    report = score_predictions(loaded, data, predictions, settings, layout)
+    (print_json if as_json else print_table)(report)

@@ -1,0 +1,44 @@
+"""``vlm-grpo validate``: check a task and its data without a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vlm_grpo.cli.common import ImageRoot, TaskName, TaskOptions, parse_task_options
+from vlm_grpo.errors import UserError
+
+
+def validate(
+    task: TaskName,
+    options: TaskOptions = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Examples to check it on: .jsonl, .parquet, hf:NAME[:SPLIT[:CONFIG]] or "
+            "embedded:NAME; default: the embedded data of the task's name."
+        ),
+    ] = None,
+    image_root: ImageRoot = None,
+) -> None:
+    """Check a task and its data without a model.
+
+    Every row must be well-formed and every image readable; every gold answer must earn the full
+    reward, an empty text 0, and known exploits of a reward no more than their bound.
+
+    \b
+    vlm-grpo validate counting
+    vlm-grpo validate my_task.py tags=true --data train.jsonl
+    """
+    from vlm_grpo.cli.validation import validate_task
+    from vlm_grpo.config.run import DataSettings
+    from vlm_grpo.registry import load_task
+
+    loaded = load_task(task, **parse_task_options(options))
+    if data is None and task not in ("counting", "grounding", "ocr"):
+        raise UserError(f"task {task} has no embedded data: give its data by --data")
+    source = data or f"embedded:{task}"
+    settings = DataSettings(train=source, image_root=image_root)
+    for line in validate_task(loaded, source, settings):
+        typer.echo(line)
