@@ -1,8 +1,8 @@
-"""CLEVR: its counting questions, or the number of objects of its scenes.
+"""CLEVR: its counting questions, or the number of objects in its scenes.
 
---source: CLEVR_v1.0, or one of its files: questions/CLEVR_val_questions.json gives the questions
-whose program ends in a count; scenes/CLEVR_val_scenes.json gives, for every scene, the question
-of R1-V's CLEVR-70k, how many items there are. The folder stands for its questions.
+--source: CLEVR_v1.0 (reads its questions) or one of its files. questions/CLEVR_val_questions.json
+gives the questions whose program ends in a count; scenes/CLEVR_val_scenes.json gives R1-V's
+CLEVR-70k question, how many items there are, for every scene.
 --images: the folder of the split's images, CLEVR_v1.0/images/val. The test split has no answers.
 """
 
@@ -18,7 +18,7 @@ _SCENE_QUESTION = "How many items are there in the image?"
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each counting question, or for each scene."""
+    """Yield one row per counting question, or per scene."""
     path = find_file(request.source, f"**/*_{request.split}_questions.json")
     content = read_json(path)
     if "scenes" in content:
@@ -28,14 +28,14 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             yield ConvertedRow(name, (image,), _SCENE_QUESTION, len(scene["objects"]))
     else:
         for row in content["questions"]:
-            yield counting_question(row, request.split)
+            yield convert_question(row, request.split)
 
 
-def counting_question(row: RawRecord, split: str) -> ConvertedRow | RefusedRow:
-    """A question of the CLEVR form, refused where it asks for no count."""
+def convert_question(row: RawRecord, split: str) -> ConvertedRow | RefusedRow:
+    """Convert a question in CLEVR's form; refuse it if it does not ask for a count."""
     name = f"{split}-{row['question_index']}"
-    step = row["program"][-1]
-    if step.get("function", step.get("type")) != "count":
+    last = row["program"][-1]
+    if last.get("function", last.get("type")) != "count":
         return RefusedRow(name, "it does not ask for a count")
     meta = {"question_family": row.get("question_family_index")}
     return ConvertedRow(name, (row["image_filename"],), row["question"], int(row["answer"]), meta)

@@ -1,7 +1,7 @@
-"""Object detection in COCO's JSON form: COCO, ODinW's parts, Roboflow exports.
+"""Object detection in COCO's JSON format: COCO, ODinW's parts, Roboflow exports.
 
-Every image is asked for all categories of the file, also for those it does not show, as COCO AP
-has it. Crowd regions are left out of the answer (meta.crowds counts them).
+Every question names all categories of the file, including those absent from the image, as COCO AP
+requires. Crowd regions are left out of the answer (meta.crowds counts them).
 
 --source: the annotation file, or a folder with instances_SPLIT*.json or _annotations.coco.json.
 --images: the folder of its images.
@@ -17,16 +17,16 @@ from vlm_grpo.data_scripts.readers import find_file, read_coco, xywh_to_xyxy
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each image, those without objects included."""
+    """Yield one row per image, including images without objects."""
     patterns = (f"**/instances_{request.split}*.json", f"{request.split}/_annotations.coco.json")
     coco = read_coco(find_file(request.source, *patterns))
-    wanted = ", ".join(coco.categories.values())
+    question = ", ".join(coco.categories.values())
     for image, regions in coco.group_by_image().items():
         objects = [a for a in regions if not a.get("iscrowd")]
         yield ConvertedRow(
             id=f"{request.split}-{image}",
             images=(coco.images[image]["file_name"],),
-            question=wanted,
+            question=question,
             answer={
                 "boxes": [xywh_to_xyxy(a["bbox"]) for a in objects],
                 "labels": [coco.categories[a["category_id"]] for a in objects],

@@ -1,9 +1,9 @@
 """CountBenchQA: 491 questions with counts from 2 to 10.
 
-Copies differ in how many images their links still gave, so say n beside a score.
+Copies differ in the number of images that could still be downloaded: report n with a score.
 
 --source: hf:vikhyatk/CountBenchQA, or a folder with its parquet files.
---images: a folder that the images are written into.
+--images: a folder to write the images into.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question; those whose image is gone are refused."""
+    """Yield one row per question; questions without an image are refused."""
     columns = ("image", "question", "number")
     for number, row in enumerate(read_table(request.source, request.split, columns)):
         image = get_image_bytes(row["image"])

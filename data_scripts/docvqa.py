@@ -1,10 +1,10 @@
-"""DocVQA and InfographicVQA in the form of the Robust Reading Competition, and lmms-lab's table.
+"""DocVQA and InfographicVQA in the Robust Reading Competition's format, and lmms-lab's table.
 
 --source: val_v1.0_withQT.json or infographicsVQA_val_v1.0_withQT.json, hf:lmms-lab/DocVQA with
 its configuration (hf:lmms-lab/DocVQA:validation:DocVQA), or a folder with its parquet files. The
 test split has no answers.
---images: the folder that the file's images (documents/…) are relative to, or for infographics the
-folder that holds them; for the table a folder to write them into.
+--images: the folder that the file's image paths (documents/…) are relative to; for infographics,
+the folder that holds the images; for the table, a folder to write them into.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TABLE_SPLITS = {"val": "validation"}
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question that has an answer."""
+    """Yield one row per question; questions without answers are refused."""
     if request.source.endswith(".json"):
         for row in read_json(request.path)["data"]:
             # DocVQA names the field image, InfographicVQA image_local_name.

@@ -1,7 +1,7 @@
-"""Flickr30k Entities: the phrases of five captions an image, each with its boxes.
+"""Flickr30k Entities: the phrases of five captions per image, each with its boxes.
 
-A phrase with several boxes gets the box around them all, the protocol that papers call merged
-boxes; meta.boxes keeps the parts. Phrases without a box are refused.
+The answer to a phrase with several boxes is the box that contains them all, the "merged boxes"
+protocol of the literature; meta.boxes keeps the parts. Phrases without a box are refused.
 
 --source: the folder with Sentences, Annotations and val.txt, test.txt, train.txt.
 --images: flickr30k-images.
@@ -23,9 +23,9 @@ _PHRASE = re.compile(r"\[/EN#(\d+)/(\S+) ([^\]]*)\]")
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each phrase of each caption."""
+    """Yield one row per phrase of each caption."""
     for image in read_text(request.path / f"{request.split}.txt").split():
-        boxes = _boxes(request.path / "Annotations" / f"{image}.xml")
+        boxes = _read_boxes(request.path / "Annotations" / f"{image}.xml")
         sentences = read_text(request.path / "Sentences" / f"{image}.txt").splitlines()
         for i, sentence in enumerate(sentences):
             for j, (entity, kinds, phrase) in enumerate(_PHRASE.findall(sentence)):
@@ -42,19 +42,19 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
                 )
 
 
-def _boxes(path: Path) -> dict[str, list[list[int]]]:
-    """xyxy boxes by entity; one box may belong to several entities."""
+def _read_boxes(path: Path) -> dict[str, list[list[int]]]:
+    """Return the xyxy boxes of each entity; a box may belong to several entities."""
     try:
         root = ElementTree.fromstring(read_text(path))
     except ElementTree.ParseError as error:
-        raise UserError(f"{path} is corrupt or cut off: {error}") from error
-    found: dict[str, list[list[int]]] = {}
-    for thing in root.iter("object"):
-        if (box := thing.find("bndbox")) is not None:
-            sides = [int(box.findtext(side, "")) for side in ("xmin", "ymin", "xmax", "ymax")]
-            for name in thing.iter("name"):
-                found.setdefault(name.text or "", []).append(sides)
-    return found
+        raise UserError(f"{path} is corrupt or truncated: {error}") from error
+    boxes: dict[str, list[list[int]]] = {}
+    for element in root.iter("object"):
+        if (box := element.find("bndbox")) is not None:
+            edges = [int(box.findtext(edge, "")) for edge in ("xmin", "ymin", "xmax", "ymax")]
+            for name in element.iter("name"):
+                boxes.setdefault(name.text or "", []).append(edges)
+    return boxes
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("val", "test", "train"))

@@ -1,4 +1,4 @@
-"""FSC-147: crowds of one kind of object, 7 to 3,731 an image; scored by MAE and RMSE.
+"""FSC-147: crowds of one kind of object, 7 to 3,731 per image; scored by MAE and RMSE.
 
 --source: the folder with annotation_FSC147_384.json, Train_Test_Val_FSC_147.json and
 ImageClasses_FSC147.txt. --images: images_384_VarV2.
@@ -14,7 +14,7 @@ from vlm_grpo.data_scripts.readers import read_json, read_text
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each image: as many objects as it has dots."""
+    """Yield one row per image; the answer is its number of annotated points."""
     annotations = read_json(request.path / "annotation_FSC147_384.json")
     lines = read_text(request.path / "ImageClasses_FSC147.txt").splitlines()
     kinds = dict(line.split("\t", 1) for line in lines if line.strip())

@@ -1,4 +1,4 @@
-"""ICDAR 2015 Incidental Scene Text, task 4.3: cropped words with lines of: file, "word".
+"""ICDAR 2015 Incidental Scene Text, task 4.3: cropped words, annotated in lines of file, "word".
 
 --source: gt.txt of the training images or Challenge4_Test_Task3_GT.txt of the test images.
 --images: the folder of the word images.
@@ -19,14 +19,14 @@ _FILES = {"test": "*Test_Task3_GT.txt", "train": "gt.txt"}
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each word."""
+    """Yield one row per word."""
     path = find_file(request.source, _FILES[request.split])
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
-        if (found := _LINE.fullmatch(line)) is None:
-            raise UserError(f"{path}:{number} is corrupt or cut off: {line[:80]!r}")
-        image, word = found[1], found[2].replace('\\"', '"')
+        if (match := _LINE.fullmatch(line)) is None:
+            raise UserError(f"{path}:{number} is corrupt or truncated: {line[:80]!r}")
+        image, word = match[1], match[2].replace('\\"', '"')
         question = "What is the text in the image?"
         yield ConvertedRow(f"{request.split}-{image}", (image,), question, [word])
 

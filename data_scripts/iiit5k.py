@@ -1,4 +1,4 @@
-"""IIIT 5K-word: cropped words, 3,000 to test and 2,000 to train.
+"""IIIT 5K-word: cropped words, 3,000 for testing and 2,000 for training.
 
 --source: the folder with testdata.mat and traindata.mat. --images: the same folder.
 """
@@ -20,18 +20,20 @@ _QUESTION = "What is the word in the image?"
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each word; the lexicons are not used."""
-    for record in _records(find_file(request.source, f"{request.split}data.mat"), request.split):
-        name = str(record["ImgName"])
+    """Yield one row per word; the lexicons are not used."""
+    for entry in _read_entries(
+        find_file(request.source, f"{request.split}data.mat"), request.split
+    ):
+        name = str(entry["ImgName"])
         # MATLAB reads some words as numbers.
-        yield ConvertedRow(f"iiit5k-{name}", (name,), _QUESTION, [str(record["GroundTruth"])])
+        yield ConvertedRow(f"iiit5k-{name}", (name,), _QUESTION, [str(entry["GroundTruth"])])
 
 
-def _records(path: Path, split: str) -> Any:
+def _read_entries(path: Path, split: str) -> Any:
     try:
         return loadmat(path, simplify_cells=True)[f"{split}data"]
-    except Exception as error:  # a damaged file can raise nearly anything in SciPy
-        raise UserError(f"{path} is corrupt, cut off or not IIIT5K's: {error}") from error
+    except Exception as error:  # SciPy raises many types on a damaged file
+        raise UserError(f"{path} is corrupt, truncated or not a file of IIIT5K: {error}") from error
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test", "train"))

@@ -1,7 +1,7 @@
-"""Scenes of coloured shapes for counting and grounding, drawn from a seed.
+"""Random scenes of colored shapes for counting and grounding.
 
-Example ``i`` depends on (task, seed, split, i) and nothing else, so any slice can be drawn
-anywhere: ``python -m vlm_grpo.data_scripts.make_shapes --task counting --count 1000 --out DIR``.
+Example ``i`` depends on (task, seed, split, i) only, so any prefix can be drawn anywhere:
+``python -m vlm_grpo.data_scripts.make_shapes --task counting --count 1000 --out DIR``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLORS = {
     "yellow": (240, 200, 20),
 }
 GAP = 2
-"""Fewest background pixels between two shapes, so that none touch."""
+"""Smallest distance between two shapes in pixels, so that none touch."""
 
 MAX_COUNT = 6
 """Largest answer of a counting example."""
@@ -54,122 +54,126 @@ def draw_examples(task: str, count: int, seed: int = 0, split: str = "train") ->
         task: "counting" or the harder "cluttered" (answer: an integer from 1 to 6), "grounding"
             or the harder "crowded" (answer:
             ``{"boxes": [[x1, y1, x2, y2]], "labels": [expression]}`` in pixels).
-        count: how many, at least 1.
+        count: number of scenes, at least 1.
         seed: the same seed gives the same scenes on every machine.
-        split: name of a part of the data; two splits of one seed are independent draws.
+        split: name of the split; two splits of one seed are independent draws.
 
     Raises:
         ValueError: the task is unknown or the count is below 1.
     """
     if task not in TASKS:
-        raise ValueError(f"there are no shapes for task {task!r}; choose {', '.join(TASKS)}")
+        raise ValueError(f"there are no shapes for task {task!r}: choose {', '.join(TASKS)}")
     if count < 1:
         raise ValueError(f"count is {count}; it must be at least 1")
-    make = {
-        "counting": _counting,
-        "cluttered": _cluttered,
-        "grounding": _grounding,
-        "crowded": _crowded,
+    draw = {
+        "counting": _draw_counting,
+        "cluttered": _draw_cluttered,
+        "grounding": _draw_grounding,
+        "crowded": _draw_crowded,
     }[task]
     return [
-        make(f"shapes-{task}-{split}-{i}", make_rng("shapes", task, seed, split, i))
+        draw(f"shapes-{task}-{split}-{i}", make_rng("shapes", task, seed, split, i))
         for i in range(count)
     ]
 
 
-def _counting(name: str, rng: random.Random) -> Example:
-    """One to six shapes of one kind, in any colours."""
-    return _count(name, rng, distractors=0)
+def _draw_counting(name: str, rng: random.Random) -> Example:
+    """Draw one to six shapes of one kind, in any colors."""
+    return _counting_example(name, rng, distractors=0)
 
 
-def _cluttered(name: str, rng: random.Random) -> Example:
-    """The same among up to two shapes of another kind."""
-    return _count(name, rng, distractors=rng.randint(0, 2))
+def _draw_cluttered(name: str, rng: random.Random) -> Example:
+    """Draw one to six shapes of one kind among up to two of another kind."""
+    return _counting_example(name, rng, distractors=rng.randint(0, 2))
 
 
-def _count(name: str, rng: random.Random, distractors: int) -> Example:
-    asked, other = rng.sample(KINDS, 2)
+def _counting_example(name: str, rng: random.Random, distractors: int) -> Example:
+    target, other = rng.sample(KINDS, 2)
     answer = rng.randint(1, MAX_COUNT)
-    kinds = [asked] * answer + [other] * distractors
+    kinds = [target] * answer + [other] * distractors
     rng.shuffle(kinds)
-    wanted = [(kind, rng.choice(tuple(COLORS))) for kind in kinds]
-    scene, shapes = _draw(wanted, sizes=(14, 20), rng=rng)
+    colored = [(kind, rng.choice(tuple(COLORS))) for kind in kinds]
+    scene, shapes = _draw_scene(colored, sizes=(14, 20), rng=rng)
     return Example(
         id=name,
         images=(encode_png(scene, name),),
-        question=f"How many {asked}s are there?",
+        question=f"How many {target}s are there?",
         answer=answer,
-        meta={"kind": asked, "shapes": [asdict(shape) for shape in shapes]},
+        meta={"kind": target, "shapes": [asdict(shape) for shape in shapes]},
     )
 
 
-def _grounding(name: str, rng: random.Random) -> Example:
-    """A large shape, or (one time in three) two of middle size."""
+def _draw_grounding(name: str, rng: random.Random) -> Example:
+    """Draw one large shape or, with probability 1/3, two of medium size."""
     count = rng.choice((1, 1, 2))
-    return _locate(name, rng, count, sizes=(40, 52) if count == 1 else (30, 38))
+    return _grounding_example(name, rng, count, sizes=(40, 52) if count == 1 else (30, 38))
 
 
-def _crowded(name: str, rng: random.Random) -> Example:
-    """One to three smaller shapes."""
-    return _locate(name, rng, rng.randint(1, 3), sizes=(24, 40))
+def _draw_crowded(name: str, rng: random.Random) -> Example:
+    """Draw one to three smaller shapes."""
+    return _grounding_example(name, rng, rng.randint(1, 3), sizes=(24, 40))
 
 
-def _locate(name: str, rng: random.Random, count: int, sizes: tuple[int, int]) -> Example:
-    """No two shapes are alike in both colour and kind; the first one is asked for."""
+def _grounding_example(
+    name: str, rng: random.Random, count: int, sizes: tuple[int, int]
+) -> Example:
+    """Draw shapes of which no two share color and kind; the first is the one to locate."""
     pairs = [(kind, color) for kind in KINDS for color in COLORS]
-    scene, shapes = _draw(rng.sample(pairs, count), sizes, rng)
-    asked = shapes[0]
+    scene, shapes = _draw_scene(rng.sample(pairs, count), sizes, rng)
+    target = shapes[0]
     return Example(
         id=name,
         images=(encode_png(scene, name),),
-        question=f"the {asked.name}",
-        answer={"boxes": [list(asked.box)], "labels": [asked.name]},
+        question=f"the {target.name}",
+        answer={"boxes": [list(target.box)], "labels": [target.name]},
         meta={"shapes": [asdict(shape) for shape in shapes]},
     )
 
 
-def _draw(
-    wanted: Sequence[tuple[str, str]], sizes: tuple[int, int], rng: random.Random
+def _draw_scene(
+    colored: Sequence[tuple[str, str]], sizes: tuple[int, int], rng: random.Random
 ) -> tuple[Image.Image, list[Shape]]:
-    """A scene with one shape for each wanted (kind, colour), at random free places.
+    """Draw one shape for each (kind, color), at random positions that do not overlap.
 
     Args:
-        wanted: kinds and colours, in the order of the shapes returned.
-        sizes: smallest and largest side of a shape, in pixels.
-        rng: where every choice comes from.
+        colored: kinds and colors, in the order of the returned shapes.
+        sizes: smallest and largest side of a shape in pixels.
+        rng: source of every random choice.
     """
     shade = rng.randint(*BACKGROUND_GRAYS)
     scene = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
     shapes = []
-    for (kind, color), square in zip(wanted, _places(len(wanted), sizes, rng), strict=True):
-        mask = _mask(kind, square)
+    for (kind, color), square in zip(
+        colored, _sample_squares(len(colored), sizes, rng), strict=True
+    ):
+        mask = _draw_mask(kind, square)
         scene.paste(COLORS[color], mask=mask)
         shapes.append(Shape(kind, color, _tight_box(mask)))
     return scene, shapes
 
 
-def _places(
+def _sample_squares(
     count: int, sizes: tuple[int, int], rng: random.Random
 ) -> list[tuple[int, int, int, int]]:
-    """``count`` squares in the scene, at least GAP pixels apart, by rejection."""
-    while True:  # a scene that fills up too early is thrown away whole, to stay unbiased
-        found: list[tuple[int, int, int, int]] = []
+    """Sample ``count`` squares at least GAP pixels apart, by rejection."""
+    while True:  # start over if a scene fills up too early, which keeps the sampling unbiased
+        squares: list[tuple[int, int, int, int]] = []
         for _ in range(30 * count):
             size = rng.randint(*sizes)
             x, y = rng.randint(1, SIDE - size - 1), rng.randint(1, SIDE - size - 1)
             square = (x, y, x + size, y + size)
-            if not any(_near(square, other) for other in found):
-                found.append(square)
-            if len(found) == count:
-                return found
+            if not any(_too_close(square, other) for other in squares):
+                squares.append(square)
+            if len(squares) == count:
+                return squares
 
 
-def _near(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
+def _too_close(a: tuple[int, int, int, int], b: tuple[int, int, int, int]) -> bool:
     return a[0] < b[2] + GAP and b[0] < a[2] + GAP and a[1] < b[3] + GAP and b[1] < a[3] + GAP
 
 
-def _mask(kind: str, square: tuple[int, int, int, int]) -> Image.Image:
-    """The shape's pixels, without soft edges: a pixel belongs to the shape or it does not."""
+def _draw_mask(kind: str, square: tuple[int, int, int, int]) -> Image.Image:
+    """Draw a shape's mask without antialiasing, so that its box is exact."""
     x1, y1, x2, y2 = square[0], square[1], square[2] - 1, square[3] - 1  # Pillow includes ends
     mask = Image.new("1", (SIDE, SIDE), 0)
     pen = ImageDraw.Draw(mask)
@@ -185,12 +189,12 @@ def _mask(kind: str, square: tuple[int, int, int, int]) -> Image.Image:
 def _tight_box(mask: Image.Image) -> tuple[int, int, int, int]:
     box = mask.getbbox()
     if box is None:
-        raise ValueError("a shape was drawn without a pixel; this Pillow cannot be used")
+        raise ValueError("Pillow drew a shape without pixels: install another version")
     return box
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the process's exit status."""
+    """Run the command line and return the process's exit status."""
     return run_maker(draw_examples, TASKS, "Draw scenes of shapes for counting or grounding.", argv)
 
 

@@ -1,11 +1,10 @@
-"""Builds and warms up the embedded tiny VLM: ``python -m vlm_grpo.data_scripts.make_tiny_vlm``.
+"""Build and warm up the embedded tiny VLM: ``python -m vlm_grpo.data_scripts.make_tiny_vlm``.
 
-The model is a Qwen2.5-VL of 1.2 million parameters that has learnt to count shapes, to box one
-of them, and to read words — about every second time. That is where GRPO has most to do: some
-samples of a group earn the reward and some do not. Warm-up is plain supervised learning on
-freshly drawn examples. The three tasks are learnt at different speeds, so a task that is good
-enough gets a small share of each batch while the others catch up, and training stops when all
-three are inside the band.
+The model is a Qwen2.5-VL of 1.2 million parameters that counts shapes, locates a shape and reads
+words with an accuracy of about one half, so that most groups in GRPO hold both right and wrong
+completions. The warm-up is supervised learning on random examples. The three tasks are learned at
+different speeds: a task that has reached its target accuracy gets a small share of each batch while
+the others catch up, and training stops once all three are inside the band.
 """
 
 from __future__ import annotations
@@ -38,44 +37,44 @@ MAKERS = {
     "counting": (make_shapes.draw_examples, "cluttered"),
     "grounding": (make_shapes.draw_examples, "crowded"),
 }
-"""Each task's maker and what it draws, in the order in which the tasks are learnt. Counting and
-grounding are learnt on other scenes than the recipes train on, which leaves more to gain."""
-LONGEST_ANSWER = 40
-"""Tokens; a box takes about 25."""
+"""Each task's maker and kind of data, in the order in which the tasks are learned. Counting and
+grounding use other scenes than the recipes do, which leaves more room for improvement."""
+MAX_ANSWER_TOKENS = 40
+"""A box takes about 25 tokens."""
 
 
 CARD = """# tiny-vlm
 
 A Qwen2.5-VL of {parameters:,} parameters for tests and first runs, made from random weights by
-`python -m vlm_grpo.data_scripts.make_tiny_vlm`. It knows three tasks on drawn images (84×84
-shapes, 84×28 words) about half well, which leaves room for reinforcement learning; it is of no
-use for anything else. No other model's weights, images or texts are in it.
+`python -m vlm_grpo.data_scripts.make_tiny_vlm`. It solves three tasks on synthetic images (84×84
+shapes, 84×28 words) with an accuracy of about one half, which leaves room for reinforcement
+learning, and nothing else. It contains no other model's weights, images or texts.
 
 | task | greedy | sampled, temperature 1 |
 | --- | --- | --- |
 {rows}
 
 Counting and OCR: exact match; grounding: IoU of at least 0.5; {n} held-out examples each.
-Settings, seeds and all figures: `warmup.json`. Licence: Apache-2.0, as the package.
+Settings, seeds and all figures: `warmup.json`. License: Apache-2.0, as the package.
 """
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the warm-up runs.
+class WarmUpSettings:
+    """Settings of the warm-up; ``warmup.json`` stores them under these names.
 
     Attributes:
-        seed: of the weights and of every example drawn.
-        max_steps: optimizer steps at most; also the length of the learning-rate schedule.
-        peak: highest learning rate, reached after ``warmup`` steps, then a cosine to zero.
-        enough: accuracies; below ``enough[0]`` a task is behind, above ``enough[1]`` it rests.
-        focus: examples in a batch of the first task that is behind.
-        other: examples of each other task that is behind.
-        keep: examples of a task that is neither behind nor resting.
-        stop: training ends when every task's held-out accuracy is inside these two.
-        check_every: steps between held-out checks, from ``first_check`` on.
-        held_out: examples a task in a check.
-        test_size: examples a task in the test of the finished model.
+        seed: seed of the weights and of all examples.
+        max_steps: largest number of optimizer steps, and length of the learning-rate schedule.
+        peak: highest learning rate, reached after ``warmup`` steps; a cosine decay to zero follows.
+        enough: two accuracies: a task below the first is behind, a task above the second is done.
+        focus: examples per batch of the first task that is behind.
+        other: examples per batch of each other task that is behind.
+        keep: examples per batch of a task that is neither behind nor done.
+        stop: training stops when the held-out accuracy of every task is in this range.
+        check_every: steps between two held-out checks, starting at step ``first_check``.
+        held_out: examples per task in a held-out check.
+        test_size: examples per task in the test of the finished model.
     """
 
     seed: int = 0
@@ -93,20 +92,22 @@ class Settings:
     test_size: int = 500
 
 
-Lesson = tuple[Task, Example]
+TaskExample = tuple[Task, Example]
 
 
-def draw(task: str, count: int, seed: int, split: str) -> list[Example]:
-    """Examples of one task, from its maker."""
-    maker, kind = MAKERS[task]
-    return maker(kind, count, seed, split)
+def draw_examples(task: str, count: int, seed: int, split: str) -> list[Example]:
+    """Draw examples of one task from its maker."""
+    draw, kind = MAKERS[task]
+    return draw(kind, count, seed, split)
 
 
-def ask(processor: Qwen2_5_VLProcessor, lessons: Sequence[Lesson]) -> dict[str, Tensor]:
-    """The prompts as the model reads them when it is asked: padded on the left.
+def build_prompts(
+    processor: Qwen2_5_VLProcessor, batch: Sequence[TaskExample]
+) -> dict[str, Tensor]:
+    """Build the left-padded prompts of a batch.
 
     Returns:
-        The processor's tensors; ``input_ids`` is (lessons, T_prompt).
+        The processor's tensors; ``input_ids`` is (batch, T_prompt).
     """
     chats = [
         [
@@ -115,64 +116,64 @@ def ask(processor: Qwen2_5_VLProcessor, lessons: Sequence[Lesson]) -> dict[str, 
                 "content": [{"type": "image"}, {"type": "text", "text": task.prompt(example)}],
             }
         ]
-        for task, example in lessons
+        for task, example in batch
     ]
     return dict(
         processor(
             text=processor.apply_chat_template(chats, add_generation_prompt=True, tokenize=False),
-            images=[[image.load() for image in example.images] for _, example in lessons],
+            images=[[image.load() for image in example.images] for _, example in batch],
             padding=True,  # pyright: ignore[reportCallIssue]
             return_tensors="pt",  # pyright: ignore[reportCallIssue]
         )
     )
 
 
-def lesson_loss(
+def supervised_loss(
     model: Qwen2_5_VLForConditionalGeneration,
     processor: Qwen2_5_VLProcessor,
-    lessons: Sequence[Lesson],
+    batch: Sequence[TaskExample],
 ) -> Tensor:
-    """Mean cross-entropy of the gold answers' tokens, each answer's <|im_end|> included."""
+    """Return the mean cross-entropy of the gold answers' tokens, <|im_end|> included."""
     tokenizer = processor.tokenizer
-    inputs = ask(processor, lessons)
-    ids = [tokenizer(task.gold(example) + "<|im_end|>")["input_ids"] for task, example in lessons]
+    inputs = build_prompts(processor, batch)
+    ids = [tokenizer(task.gold(example) + "<|im_end|>")["input_ids"] for task, example in batch]
     answers = torch.full((len(ids), max(map(len, ids))), tokenizer.pad_token_id)
-    real = torch.zeros_like(answers)
+    mask = torch.zeros_like(answers)
     for row, answer in enumerate(ids):
         answers[row, : len(answer)] = torch.tensor(answer)
-        real[row, : len(answer)] = 1
+        mask[row, : len(answer)] = 1
     inputs["input_ids"] = torch.cat([inputs["input_ids"], answers], dim=1)
-    inputs["attention_mask"] = torch.cat([inputs["attention_mask"], real], dim=1)
+    inputs["attention_mask"] = torch.cat([inputs["attention_mask"], mask], dim=1)
     inputs["mm_token_type_ids"] = torch.cat(
-        [inputs["mm_token_type_ids"], torch.zeros_like(real)], dim=1
+        [inputs["mm_token_type_ids"], torch.zeros_like(mask)], dim=1
     )
     with torch.autocast("cpu", torch.bfloat16):
-        # The prompt's last position predicts the first answer token; the last one, nothing.
+        # The prompt's last position predicts the first answer token; the last position is unused.
         logits = model(**inputs, logits_to_keep=answers.shape[1] + 1).logits[:, :-1]
     return functional.cross_entropy(
-        logits.float().flatten(0, 1)[real.flatten() == 1], answers[real == 1]
+        logits.float().flatten(0, 1)[mask.flatten() == 1], answers[mask == 1]
     )
 
 
 @torch.no_grad()
-def accuracy(
+def measure_accuracy(
     model: Qwen2_5_VLForConditionalGeneration,
     processor: Qwen2_5_VLProcessor,
     task: Task,
     examples: Sequence[Example],
     temperature: float = 0.0,
 ) -> float:
-    """The part of the examples on which the task's primary metric is 1 (a box: IoU at least 0.5).
+    """Return the share of examples whose primary metric is 1 (grounding: an IoU of at least 0.5).
 
     Args:
-        temperature: 0 takes the likeliest token; above 0 samples from the whole vocabulary.
+        temperature: 0 decodes greedily; above 0 samples from the full vocabulary.
     """
-    inputs = ask(processor, [(task, example) for example in examples])
-    how: dict[str, Any] = {"do_sample": False}
+    inputs = build_prompts(processor, [(task, example) for example in examples])
+    sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     rows = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
-        **inputs, **how, max_new_tokens=LONGEST_ANSWER
+        **inputs, **sampling, max_new_tokens=MAX_ANSWER_TOKENS
     )
     texts = processor.batch_decode(
         rows[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
@@ -185,160 +186,171 @@ def accuracy(
     return right / len(examples)
 
 
-def mixture(found: Mapping[str, float], settings: Settings) -> dict[str, int]:
-    """How many examples of each task the next batches hold, given held-out accuracies.
+def mix_tasks(accuracies: Mapping[str, float], settings: WarmUpSettings) -> dict[str, int]:
+    """Return the number of examples of each task in a batch, given held-out accuracies.
 
-    The first task below the band gets most of the batch. In equal parts, each task's gradient
-    is too noisy for the hardest of them, reading, to ever begin.
+    The first task below the band gets most of the batch. With equal shares each task's gradient is
+    so noisy that the hardest task, reading, makes no progress.
     """
     low, high = settings.enough
-    behind = [name for name, value in found.items() if value < low]
-    shares = {name: settings.keep if value < high else 0 for name, value in found.items()}
+    behind = [name for name, value in accuracies.items() if value < low]
+    shares = {name: settings.keep if value < high else 0 for name, value in accuracies.items()}
     for name in behind:
         shares[name] = settings.focus if name == behind[0] else settings.other
-    return shares if any(shares.values()) else dict.fromkeys(found, 1)
+    return shares if any(shares.values()) else dict.fromkeys(accuracies, 1)
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """A linear rise to the peak, then a cosine down to zero at ``max_steps``."""
+def compute_learning_rate(step: int, settings: WarmUpSettings) -> float:
+    """Return the learning rate: a linear warm-up to the peak, then a cosine decay to zero."""
     if step < settings.warmup:
         return settings.peak * (step + 1) / settings.warmup
-    done = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)
-    return settings.peak * 0.5 * (1.0 + float(torch.cos(torch.tensor(done * torch.pi))))
+    progress = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)
+    return settings.peak * 0.5 * (1.0 + float(torch.cos(torch.tensor(progress * torch.pi))))
 
 
 def warm_up(
     model: Qwen2_5_VLForConditionalGeneration,
     processor: Qwen2_5_VLProcessor,
     tasks: Mapping[str, Task],
-    settings: Settings,
+    settings: WarmUpSettings,
 ) -> dict[str, Any]:
     """Train until every task is inside the band, or for ``max_steps``.
 
     Returns:
-        The steps taken, the seconds a step, and the last held-out accuracies.
+        The number of steps, the seconds per step, and the last held-out accuracies.
     """
     held_out = {
-        name: draw(name, settings.held_out, settings.seed, "warmup-check") for name in tasks
+        name: draw_examples(name, settings.held_out, settings.seed, "warmup-check")
+        for name in tasks
     }
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    found = dict.fromkeys(tasks, 0.0)
+    accuracies = dict.fromkeys(tasks, 0.0)
     step, seconds = 0, 0.0
     for step in range(1, settings.max_steps + 1):
         start = time.perf_counter()
-        lessons = [
+        batch = [
             (tasks[name], example)
-            for name, share in mixture(found, settings).items()
+            for name, share in mix_tasks(accuracies, settings).items()
             if share
-            for example in draw(name, share, settings.seed, f"warmup-{step}")
+            for example in draw_examples(name, share, settings.seed, f"warmup-{step}")
         ]
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step - 1, settings)
-        loss = lesson_loss(model, processor, lessons)
+            group["lr"] = compute_learning_rate(step - 1, settings)
+        loss = supervised_loss(model, processor, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         seconds += time.perf_counter() - start
         if step >= settings.first_check and step % settings.check_every == 0:
-            found = {
-                name: accuracy(model, processor, task, held_out[name])
+            accuracies = {
+                name: measure_accuracy(model, processor, task, held_out[name])
                 for name, task in tasks.items()
             }
             print(
                 f"step {step} loss {loss.item():.3f} {seconds / step:.2f} s/step",
-                *(f"{name} {value:.2f}" for name, value in found.items()),
-                *mixture(found, settings).values(),
+                *(f"{name} {value:.2f}" for name, value in accuracies.items()),
+                *mix_tasks(accuracies, settings).values(),
                 flush=True,
             )
-            if all(settings.stop[0] <= value <= settings.stop[1] for value in found.values()):
+            if all(settings.stop[0] <= value <= settings.stop[1] for value in accuracies.values()):
                 break
-    return {"steps": step, "seconds_per_step": round(seconds / max(1, step), 3), "check": found}
+    return {
+        "steps": step,
+        "seconds_per_step": round(seconds / max(1, step), 3),
+        "check": accuracies,
+    }
 
 
-def build(settings: Settings, out: Path) -> dict[str, Any]:
-    """Make the model, warm it up, measure it on fresh examples, and save everything.
+def build_tiny_vlm(settings: WarmUpSettings, out: Path) -> dict[str, Any]:
+    """Build the model, warm it up, test it on new examples and save it.
 
     Returns:
-        What is written to ``warmup.json``.
+        The content of ``warmup.json``.
 
     Raises:
         FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
-    with atomic_folder(out) as aside:
+    with atomic_folder(out) as folder:
         tasks = {name: load_task(name, frame=FRAMES["resized"]) for name in MAKERS}
         texts = [
             text
             for name, task in tasks.items()
-            for example in draw(name, 300, settings.seed, "warmup-texts")
+            for example in draw_examples(name, 300, settings.seed, "warmup-texts")
             for text in (task.prompt(example), task.gold(example))
         ]
         processor = build_processor(texts)
         model = build_model(processor, settings.seed)
         trained = warm_up(model, processor, tasks, settings)
-        record = {
+        report = {
             "settings": asdict(settings),
             "parameters": model.num_parameters(),
             **trained,
             "tests": [
-                test(model, processor, tasks, settings, settings.seed + shift) for shift in (1, 2)
+                evaluate_model(model, processor, tasks, settings, settings.seed + shift)
+                for shift in (1, 2)
             ],
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
-        model.save_pretrained(aside)
-        processor.save_pretrained(aside)
-        (aside / "warmup.json").write_text(json.dumps(record, indent=2) + "\n")
-        (aside / "README.md").write_text(model_card(record))
-    return record
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        (folder / "warmup.json").write_text(json.dumps(report, indent=2) + "\n")
+        (folder / "README.md").write_text(render_model_card(report))
+    return report
 
 
-def test(
+def evaluate_model(
     model: Qwen2_5_VLForConditionalGeneration,
     processor: Qwen2_5_VLProcessor,
     tasks: Mapping[str, Task],
-    settings: Settings,
+    settings: WarmUpSettings,
     seed: int,
 ) -> dict[str, Any]:
-    """Accuracies on examples that no check has seen: greedy, and sampled at temperature 1."""
+    """Return the accuracies on new examples, decoded greedily and sampled at temperature 1."""
     torch.manual_seed(seed)
-    fresh = {name: draw(name, settings.test_size, seed, "warmup-test") for name in tasks}
+    examples = {
+        name: draw_examples(name, settings.test_size, seed, "warmup-test") for name in tasks
+    }
     return {
         "split": "warmup-test",
         "seed": seed,
         "examples_per_task": settings.test_size,
         **{
-            how: {
-                name: round(accuracy(model, processor, task, fresh[name], temperature), 4)
+            mode: {
+                name: round(
+                    measure_accuracy(model, processor, task, examples[name], temperature), 4
+                )
                 for name, task in tasks.items()
             }
-            for how, temperature in (("greedy", 0.0), ("sampled", 1.0))
+            for mode, temperature in (("greedy", 0.0), ("sampled", 1.0))
         },
     }
 
 
-def model_card(record: Mapping[str, Any]) -> str:
-    """The model folder's README."""
-    first = record["tests"][0]
+def render_model_card(report: Mapping[str, Any]) -> str:
+    """Return the README of the model folder."""
+    first = report["tests"][0]
     rows = "\n".join(
         f"| {name} | {first['greedy'][name]:.0%} | {first['sampled'][name]:.0%} |"
         for name in first["greedy"]
     )
-    return CARD.format(rows=rows, n=first["examples_per_task"], **record)
+    return CARD.format(rows=rows, n=first["examples_per_task"], **report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the process's exit status."""
+    """Run the command line and return the process's exit status."""
     parser = argparse.ArgumentParser(description="Build and warm up the embedded tiny VLM.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the examples")
-    parser.add_argument("--max-steps", type=int, default=Settings.max_steps)
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and examples")
+    parser.add_argument("--max-steps", type=int, default=WarmUpSettings.max_steps)
     arguments = parser.parse_args(argv)
     try:
-        record = build(Settings(seed=arguments.seed, max_steps=arguments.max_steps), arguments.out)
+        settings = WarmUpSettings(seed=arguments.seed, max_steps=arguments.max_steps)
+        report = build_tiny_vlm(settings, arguments.out)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {arguments.out} after {record['steps']} steps: {record['tests'][0]['greedy']}")
+    print(f"wrote {arguments.out} after {report['steps']} steps: {report['tests'][0]['greedy']}")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""OCRBench v1: 1,000 questions, as OCRBench.json with images, or as the table echo840/OCRBench.
+"""OCRBench v1: 1,000 questions, from OCRBench.json with images or the table echo840/OCRBench.
 
 --source: OCRBench.json, hf:echo840/OCRBench, or a folder with its parquet files.
---images: OCRBench_Images; for the table a folder that the images are written into.
+--images: OCRBench_Images; for the table, a folder to write the images into.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_json,
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question; its answers are a list, whatever the source has."""
+    """Yield one row per question; a single answer becomes a list of one."""
     if request.source.endswith(".json"):
         for row in read_json(request.path):
             yield _row(row, row["id"], row["image_path"], ("answers", "dataset_name", "type"))

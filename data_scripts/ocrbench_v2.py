@@ -1,11 +1,12 @@
-"""OCRBench v2: its questions with short answers; the other types are refused and counted.
+"""OCRBench v2: the questions with short answers; the other types are refused and counted.
 
 Tables, charts, documents, key information, spotting, grounding, full pages and translation need
-scripts of their own (tree edit distance, BLEU, …), so what is left gives no OCRBench v2 score:
-its categories are scores in their own right.
+special metrics (tree edit distance, BLEU, …). The mean over the remaining categories is therefore
+no OCRBench v2 score, but each category's score is comparable.
 
 --source: OCRBench_v2.json, hf:ling99/OCRBench_v2, or a folder with its parquet files.
---images: the folder of its image_path fields; for the table a folder to write them into.
+--images: the folder that its image_path fields are relative to; for the table, a folder to write
+the images into.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_json,
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question of a type that ``official.ocrbench_v2`` scores."""
+    """Yield one row per question of a type that ``benchmarks.metrics`` can score."""
     if request.source.endswith(".json"):
         for row in read_json(request.path):
             yield _row(row, row["image_path"])
@@ -32,7 +33,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
 def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name, kind = f"ocrbench-v2-{row['id']}", row["type"]
     if kind not in OCRBENCH_V2:
-        return RefusedRow(name, f"type {kind} needs a script of its own")
+        return RefusedRow(name, f"type {kind} needs a metric that is not supported")
     answers = row["answers"] if isinstance(row["answers"], list) else [row["answers"]]
     rule = row.get("eval")
     return ConvertedRow(

@@ -1,9 +1,9 @@
-"""OVDEval: open-vocabulary detection in nine parts, each a COCO file of its own.
+"""OVDEval: open-vocabulary detection in nine parts, each a separate COCO file.
 
-Where an image lists its own labels (text and neg_text), it is asked for those; the parts celebrity,
-landmark and logo list none, and are asked for all their categories. Its score is NMS-AP.
+The question names the labels that the image lists (text and neg_text). The parts celebrity,
+landmark and logo list none; their questions name all categories of the part. The metric is NMS-AP.
 
---source: one part's file, as color.json. --images: the folder of that part's images.
+--source: the file of one part, for example color.json. --images: the folder of that part's images.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vlm_grpo.data_scripts.readers import find_file, read_coco, xywh_to_xyxy
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each image, asked for what is there and for what is not."""
+    """Yield one row per image; the question names present and absent labels."""
     path = find_file(request.source)
     coco = read_coco(path)
     for number, regions in coco.group_by_image().items():
         image = coco.images[number]
-        asked = image.get("text", []) + image.get("neg_text", [])
+        labels = image.get("text", []) + image.get("neg_text", [])
         yield ConvertedRow(
             id=f"{path.stem}-{number}",
             images=(image["file_name"],),
-            question=", ".join(asked or coco.categories.values()),
+            question=", ".join(labels or coco.categories.values()),
             answer={
                 "boxes": [xywh_to_xyxy(region["bbox"]) for region in regions],
                 "labels": [coco.categories[region["category_id"]] for region in regions],

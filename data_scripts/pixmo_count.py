@@ -1,10 +1,11 @@
-"""PixMo-Count: labels and counts of web images, given by link and SHA-256 hash.
+"""PixMo-Count: labels and counts of web images, given by URL and SHA-256 hash.
 
-Download the images first, each into a file named by its hash (image_sha256, any ending). An image
-whose bytes have another hash has changed behind its link, and its row is refused. Copies of the
-table that hold the images themselves are read too.
+Download the images first, each into a file named by its hash (image_sha256, any suffix). A row is
+refused if its image's bytes have another hash, because the image has changed since. Copies of the
+table that contain the images are supported too.
 
---source: hf:allenai/pixmo-count, or a folder with its parquet files. --images: those files.
+--source: hf:allenai/pixmo-count, or a folder with its parquet files.
+--images: the folder of the downloaded files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _TABLE_SPLITS = {"val": "validation"}
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each image and label."""
+    """Yield one row per image and label."""
     files = {path.stem: path for path in request.images.glob("*") if path.is_file()}
     split = _TABLE_SPLITS.get(request.split, request.split)
     columns = ("image_sha256", "count", "label")
@@ -30,7 +31,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         if image is None and digest in files:
             image = files[digest].name
             if hashlib.sha256(files[digest].read_bytes()).hexdigest() != digest:
-                yield RefusedRow(name, "its image has changed behind its link", image)
+                yield RefusedRow(name, "its image has changed since publication", image)
                 continue
         question = f"How many {row['label']} are there in the image?"
         yield ConvertedRow(name, (image,), question, row["count"], {"label": row["label"]})

@@ -1,11 +1,11 @@
-"""R1-V's files for counting: its test .jsonl and its training table.
+"""R1-V's counting data: its test .jsonl file and its training table.
 
-The test file (Super-CLEVR-200) has image_path, question and ground_truth; the training table
-(CLEVR-70k) image, problem and a solution in <answer> tags. Rows without a whole number as their
-answer (R1-V's geometry) are refused.
+The test file (Super-CLEVR-200) has the fields image_path, question and ground_truth; the training
+table (CLEVR-70k) has image, problem and a solution in <answer> tags. Rows whose answer is not an
+integer (R1-V's geometry) are refused.
 
 --source: the .jsonl file, hf:leonardPKU/clevr_cogen_a_train, or a folder with its parquet files.
---images: the folder that holds the test images by name, or that the table's are written into.
+--images: the folder that holds the test images by name; for the table, a folder to write them into.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vlm_grpo.data_scripts.readers import get_image_bytes, read_json_rows, read_
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question."""
+    """Yield one row per question."""
     if request.source.endswith((".jsonl", ".json")):
         rows = (
             (row["question"], row["ground_truth"], PurePosixPath(row["image_path"]).name)
@@ -36,7 +36,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         name = f"{request.split}-{number}"
         counts = [a for a in get_answer_candidates(solution) if isinstance(a, int)]
         if not counts:
-            yield RefusedRow(name, "its answer is no whole number", f"{solution!r:.80}")
+            yield RefusedRow(name, "its answer is not an integer", f"{solution!r:.80}")
             continue
         yield ConvertedRow(name, (image,), question, counts[0])
 

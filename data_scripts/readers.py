@@ -1,6 +1,6 @@
-"""Reading what dataset authors publish: JSON, JSON Lines, pickles, tables, COCO annotations.
+"""Readers of published formats: JSON, JSON Lines, pickles, tables and COCO annotations.
 
-Whatever is missing, cut off or of another form raises ``UserError`` with the file's name.
+A file that is missing, truncated or malformed raises ``UserError`` with the file's name.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.errors import UserError
 
 RawRecord = dict[str, Any]
-"""One row, annotation or entry as the source has it."""
+"""One row, annotation or entry in the form of its source."""
 
 
 def find_file(source: str, *patterns: str) -> Path:
-    """The source itself if it is a file, else the only match of the first pattern that has one.
+    """Return the source if it is a file, else the only match of the first pattern that matches.
 
     Args:
         source: a file, or a folder to search.
-        patterns: globs relative to the folder, the preferred one first.
+        patterns: globs relative to the folder, in order of preference.
 
     Raises:
-        UserError: there is no such file, or one pattern matches several.
+        UserError: no file matches, or a pattern matches several.
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -36,32 +36,32 @@ def find_file(source: str, *patterns: str) -> Path:
         found = sorted(path.glob(pattern))
         if len(found) > 1:
             names = ", ".join(str(name) for name in found[:5])
-            raise UserError(f"{source} holds several {pattern} ({names}): give one as --source")
+            raise UserError(f"{source} holds several {pattern} ({names}): pass one as --source")
         if found:
             return found[0]
-    raise UserError(f"{source} is no file and holds no {' or '.join(patterns)}")
+    raise UserError(f"{source} is not a file and holds no {' or '.join(patterns)}")
 
 
 def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
-    """The whole text of a file, without a byte order mark."""
+    """Return the text of a file, without a byte order mark."""
     try:
         return path.read_text(encoding=encoding)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is corrupt: it is no {encoding} text ({error.reason})") from error
+        raise UserError(f"{path} is corrupt: it is not {encoding} text ({error.reason})") from error
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file."""
+    """Return the value in a JSON file."""
     try:
         return json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is corrupt or cut off: {error}") from error
+        raise UserError(f"{path} is corrupt or truncated: {error}") from error
 
 
 def read_json_rows(path: Path) -> Iterator[RawRecord]:
-    """The objects of a JSON Lines file, or of a JSON file that is one list of them."""
+    """Yield the objects of a JSON Lines file, or of a JSON file that holds one list of objects."""
     with path.open("rb") as file:
         is_list = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if is_list:
@@ -69,39 +69,41 @@ def read_json_rows(path: Path) -> Iterator[RawRecord]:
         return
     for row in read_jsonl(path):
         if row.problem is not None:
-            raise UserError(f"{path} is corrupt or cut off: {row.location}: {row.problem}")
+            raise UserError(f"{path} is corrupt or truncated: {row.location}: {row.problem}")
         yield dict(row.values)
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers; a pickle that names any code is refused."""
+class _DataUnpickler(pickle.Unpickler):
+    """An unpickler of dicts, lists, strings and numbers that refuses any reference to code."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and plain data names no code")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}; only plain data is allowed")
 
     def persistent_load(self, pid: Any) -> NoReturn:
         raise pickle.UnpicklingError("it refers to data outside the file")
 
 
 def read_pickle(path: Path) -> Any:
-    """The value of a pickle of plain containers; no code in it can run."""
+    """Return the value of a pickle of plain containers, without running any code in it."""
     try:
         with path.open("rb") as file:
             # Python 2 wrote the published files; UTF-8 reads its byte strings as text.
-            return _PlainUnpickler(file, encoding="utf-8").load()
+            return _DataUnpickler(file, encoding="utf-8").load()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise UserError(f"{path} is corrupt, cut off or no plain pickle: {error}") from error
+        raise UserError(
+            f"{path} is corrupt, truncated or not a pickle of plain data: {error}"
+        ) from error
 
 
 def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[RawRecord]:
-    """The rows of a table with an image column, images as encoded bytes.
+    """Yield the rows of a table with an image column, images as encoded bytes.
 
     Args:
-        source: ``hf:NAME[:SPLIT[:CONFIG]]``, a folder made by ``datasets``, a ``.parquet`` file,
+        source: ``hf:NAME[:SPLIT[:CONFIG]]``, a folder saved by ``datasets``, a ``.parquet`` file,
             or a folder with parquet files whose names begin with the split.
-        split: the split to read where ``source`` does not name one.
+        split: the split to read if ``source`` does not name one.
         columns: columns that the rows must have.
     """
     for row in _table_rows(source, split):
@@ -129,18 +131,18 @@ def _table_rows(source: str, split: str) -> Iterator[Any]:
 
 
 def get_image_bytes(value: Any) -> bytes | None:
-    """The encoded image in a table's image column, or None where it holds none."""
+    """Return the encoded image in a table's image column, or None if the cell is empty."""
     value = value.get("bytes") if isinstance(value, Mapping) else value
     return value if isinstance(value, bytes) else None
 
 
 @dataclass(frozen=True)
 class CocoAnnotations:
-    """A COCO annotation file, by id.
+    """The content of a COCO annotation file, indexed by id.
 
     Attributes:
-        images: image records, with ``file_name``.
-        annotations: annotation records, with ``bbox`` as xywh in pixels.
+        images: image entries, with ``file_name``.
+        annotations: annotation entries, with ``bbox`` as xywh in pixels.
         categories: category names.
     """
 
@@ -149,19 +151,19 @@ class CocoAnnotations:
     categories: Mapping[int, str]
 
     def group_by_image(self) -> dict[int, list[RawRecord]]:
-        """The annotations of every image, none for an image without any."""
-        found: dict[int, list[RawRecord]] = {image: [] for image in self.images}
+        """Return the annotations of every image, an empty list for an image without any."""
+        groups: dict[int, list[RawRecord]] = {image: [] for image in self.images}
         for annotation in self.annotations.values():
-            found[annotation["image_id"]].append(annotation)
-        return found
+            groups[annotation["image_id"]].append(annotation)
+        return groups
 
 
 def read_coco(path: Path) -> CocoAnnotations:
-    """A COCO annotation file."""
+    """Read a COCO annotation file."""
     content = read_json(path)
     missing = [n for n in ("images", "annotations", "categories") if n not in content]
     if missing:
-        raise UserError(f"{path} is no COCO annotation file: it has no {', '.join(missing)}")
+        raise UserError(f"{path} is not a COCO annotation file: it has no {', '.join(missing)}")
     return CocoAnnotations(
         images={image["id"]: image for image in content["images"]},
         annotations={annotation["id"]: annotation for annotation in content["annotations"]},
@@ -170,7 +172,7 @@ def read_coco(path: Path) -> CocoAnnotations:
 
 
 def xywh_to_xyxy(box: Sequence[float]) -> list[float]:
-    """COCO's x, y, width, height → x1, y1, x2, y2.
+    """Convert a box from COCO's x, y, width, height to x1, y1, x2, y2.
 
     >>> xywh_to_xyxy([10, 20, 5.5, 4])
     [10, 20, 15.5, 24]
@@ -180,7 +182,7 @@ def xywh_to_xyxy(box: Sequence[float]) -> list[float]:
 
 
 def enclosing_box(boxes: Sequence[Sequence[float]]) -> list[float]:
-    """The smallest xyxy box around some.
+    """Return the smallest xyxy box that contains all boxes.
 
     >>> enclosing_box([[0, 5, 2, 6], [1, 1, 3, 2]])
     [0, 1, 3, 6]

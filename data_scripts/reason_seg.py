@@ -1,10 +1,10 @@
-"""ReasonSeg (LISA): questions that need reasoning, with the box around the target's outlines.
+"""ReasonSeg (LISA): questions that need reasoning, with the bounding box of the target polygons.
 
-Each image lies beside a .json of polygons. The box is the hull of all "target" polygons, so it
-stands for one object or for all that the question means.
+Each image has a .json file of polygons. The answer is the box that contains all "target" polygons,
+whether they outline one object or several.
 
 --source: a split's folder (ReasonSeg/val), or the folder of the splits. --images: the same folder
-as --source. VLM-R1's LISA-Grounding file is read by vlm_r1.
+as --source. For VLM-R1's LISA-Grounding file see vlm_r1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vlm_grpo.errors import UserError
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each of an image's questions."""
+    """Yield one row per question of each image."""
     folder = request.path / request.split if (request.path / request.split).is_dir() else None
     files = sorted((folder or request.path).glob("*.json"))
     if not files:
         raise UserError(f"{request.source} holds no .json files of split {request.split}")
     for path in files:
-        content = _read(path)
+        content = _read_polygons(path)
         corners = [p for s in content["shapes"] if s["label"] == "target" for p in s["points"]]
         if not corners:
             yield RefusedRow(path.name, "it has no target")
@@ -43,16 +43,15 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             )
 
 
-def _read(path: Path) -> RawRecord:
-    """Some of the published files are in Windows' encoding."""
+def _read_polygons(path: Path) -> RawRecord:
     try:
         text = read_text(path)
-    except UserError:
+    except UserError:  # some of the published files are in Windows' encoding
         text = read_text(path, "cp1252")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UserError(f"{path} is corrupt or cut off: {error}") from error
+        raise UserError(f"{path} is corrupt or truncated: {error}") from error
 
 
 CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("val", "test", "train"))

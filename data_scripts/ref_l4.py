@@ -1,6 +1,6 @@
-"""Ref-L4: 45,341 long referring expressions; its authors count IoU > 0.5, not ≥.
+"""Ref-L4: 45,341 long referring expressions; the official accuracy counts IoU > 0.5, not ≥.
 
---source: the dataset's folder, with ref-l4-val.parquet and ref-l4-test.parquet, or one of them.
+--source: the folder with ref-l4-val.parquet and ref-l4-test.parquet, or one of them.
 --images: the folder that images.tar.gz was unpacked into.
 """
 
@@ -16,7 +16,7 @@ _COLUMNS = ("id", "caption", "bbox", "file_name")
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each expression; published numbers are of val and test together."""
+    """Yield one row per expression; published numbers are for val and test together."""
     parts = ("val", "test") if request.split == "all" else (request.split,)
     for part in parts:
         path = find_file(request.source, f"ref-l4-{part}.parquet")

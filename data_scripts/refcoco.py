@@ -1,4 +1,4 @@
-"""RefCOCO, RefCOCO+ and RefCOCOg as their authors publish them: refs pickle and instances.json.
+"""RefCOCO, RefCOCO+ and RefCOCOg in their official form: a pickle of refs and instances.json.
 
 --source: the folder with refs(unc).p or refs(umd).p and instances.json, or one such pickle.
 --images: COCO's train2014 folder.
@@ -15,15 +15,15 @@ from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow,
 from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_coco, read_pickle, xywh_to_xyxy
 from vlm_grpo.errors import UserError
 
-# The splits that results are published on; Google's have no test set, so they come last.
+# In order of preference: results are published on these splits; Google's has no test set.
 _PICKLES = ("refs(unc).p", "refs(umd).p", "refs(google).p")
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each sentence: a region's sentences are separate questions."""
+    """Yield one row per sentence; the sentences of a region are separate questions."""
     pickle = find_file(request.source, *_PICKLES)
     coco = read_coco(find_file(str(pickle.parent / "instances.json"), "instances.json"))
-    refs = [ref for ref in read_pickle(pickle) if _belongs(ref, request.split)]
+    refs = [ref for ref in read_pickle(pickle) if _is_in_split(ref, request.split)]
     if not refs:
         raise UserError(f"{pickle} has no regions of split {request.split}")
     for ref in refs:
@@ -33,7 +33,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             if annotation is None:
                 yield RefusedRow(name, "its region is not in instances.json", f"{ref['ann_id']}")
                 continue
-            # The pickle's own file_name carries the region's number; the image record's does not.
+            # file_name contains the region's number in the pickle, but not in instances.json.
             yield ConvertedRow(
                 id=name,
                 images=(coco.images[ref["image_id"]]["file_name"],),
@@ -49,8 +49,8 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             )
 
 
-def _belongs(ref: RawRecord, split: str) -> bool:
-    """As refer.py decides: a region of the split "testAB" is in testA and in testB."""
+def _is_in_split(ref: RawRecord, split: str) -> bool:
+    """Return whether refer.py counts a region to a split: "testAB" belongs to testA and testB."""
     if split in ("testA", "testB"):
         return "test" in ref["split"] and split[-1] in ref["split"]
     return ref["split"] == split

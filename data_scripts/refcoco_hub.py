@@ -1,11 +1,11 @@
-"""RefCOCO, + and g in two forms of the Hugging Face hub, told apart by their columns.
+"""RefCOCO, RefCOCO+ and RefCOCOg in two forms on the hub, recognized by their columns.
 
-lmms-lab/RefCOCO (also RefCOCOplus, RefCOCOg): images inside, boxes xywh, several expressions in
-each row's answer. Its val holds 8,811 regions and is not UNC's: do not compare it to published
-numbers. jxu124/refcoco (also refcocoplus, refcocog): boxes xyxy, images from COCO's train2014.
+lmms-lab/RefCOCO (also RefCOCOplus, RefCOCOg): embedded images, xywh boxes, several expressions in
+each row's answer. Its val has 8,811 regions and differs from UNC's: do not compare with published
+numbers. jxu124/refcoco (also refcocoplus, refcocog): xyxy boxes, images from COCO's train2014.
 
 --source: hf:lmms-lab/RefCOCO, hf:jxu124/refcoco, or a folder with their parquet files.
---images: train2014 for jxu124; for lmms-lab a folder that the images are written into.
+--images: train2014 for jxu124; for lmms-lab, a folder to write the images into.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_table
 from vlm_grpo.errors import UserError
 
 _ROUNDING = 0.5
-"""Pixels that jxu124's box may differ from the annotation that it was made of."""
+"""Largest difference in pixels between jxu124's box and the original annotation."""
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each expression; none is preferred for fitting the box."""
+    """Yield one row per expression."""
     for number, row in enumerate(read_table(request.source, request.split, ("bbox",))):
         if "raw_anns" in row:
-            yield from _jxu124(row, request.split)
+            yield from _convert_jxu124(row, request.split)
         elif "question_id" in row and "answer" in row:
-            yield from _lmms_lab(row, f"{request.split}-{number}")
+            yield from _convert_lmms_lab(row, f"{request.split}-{number}")
         else:
             raise UserError(
                 f"{request.source} is neither lmms-lab's nor jxu124's RefCOCO: "
@@ -37,7 +37,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             )
 
 
-def _lmms_lab(row: RawRecord, name: str) -> Iterator[ConvertedRow | RefusedRow]:
+def _convert_lmms_lab(row: RawRecord, name: str) -> Iterator[ConvertedRow | RefusedRow]:
     for i, expression in enumerate(row["answer"]):
         yield ConvertedRow(
             id=f"{name}-{i}",
@@ -48,20 +48,20 @@ def _lmms_lab(row: RawRecord, name: str) -> Iterator[ConvertedRow | RefusedRow]:
         )
 
 
-def _jxu124(row: RawRecord, split: str) -> Iterator[ConvertedRow | RefusedRow]:
-    annotated = xywh_to_xyxy(json.loads(row["raw_anns"])["bbox"])
-    agrees = all(abs(a - b) <= _ROUNDING for a, b in zip(row["bbox"], annotated, strict=True))
+def _convert_jxu124(row: RawRecord, split: str) -> Iterator[ConvertedRow | RefusedRow]:
+    annotated_box = xywh_to_xyxy(json.loads(row["raw_anns"])["bbox"])
+    agrees = all(abs(a - b) <= _ROUNDING for a, b in zip(row["bbox"], annotated_box, strict=True))
     for sentence in row["sentences"]:
         name = f"{split}-{row['ref_id']}-{sentence['sent_id']}"
         if not agrees:
-            detail = f"{row['bbox']} against {annotated}"
-            yield RefusedRow(name, "its bbox is not the xyxy box of its annotation", detail)
+            detail = f"{row['bbox']} instead of {annotated_box}"
+            yield RefusedRow(name, "its bbox differs from its annotation", detail)
             continue
         yield ConvertedRow(
             id=name,
             images=(PurePosixPath(json.loads(row["raw_image_info"])["file_name"]).name,),
             question=sentence["sent"],
-            answer={"boxes": [annotated], "labels": [sentence["sent"]]},
+            answer={"boxes": [annotated_box], "labels": [sentence["sent"]]},
             meta={"split": row["split"], "ref_id": row["ref_id"], "image_id": row["image_id"]},
         )
 

@@ -1,6 +1,6 @@
-"""SROIE 2019: company, date, address and total of scanned receipts, one question each.
+"""SROIE 2019: company, date, address and total of scanned receipts, as one question per field.
 
---source: the folder with train and test, which hold img and entities; or one of these two.
+--source: the folder with train and test, which hold img and entities; or one of the two.
 --images: the folder with the split's img.
 """
 
@@ -22,9 +22,10 @@ _QUESTIONS = {
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each field that a receipt's entities name."""
-    inner = request.path / request.split
-    files = sorted(((inner if inner.is_dir() else request.path) / "entities").glob("*.txt"))
+    """Yield one row per field and receipt; fields without a value are refused."""
+    folder = request.path / request.split
+    folder = folder if folder.is_dir() else request.path
+    files = sorted((folder / "entities").glob("*.txt"))
     if not files:
         raise UserError(f"{request.source} has no entities/*.txt of split {request.split}")
     for path in files:

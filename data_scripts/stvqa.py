@@ -1,7 +1,7 @@
-"""ST-VQA (Scene Text VQA) in the form of the Robust Reading Competition.
+"""ST-VQA (Scene Text VQA) in the Robust Reading Competition's format.
 
---source: train_task_3.json. Its authors keep the test answers, so papers hold out a part of train:
---limit and --seed draw one. --images: the folder that its file_path fields are relative to.
+--source: train_task_3.json. The test answers are not public, so papers hold out a part of train:
+--limit and --seed sample one. --images: the folder that its file_path fields are relative to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vlm_grpo.data_scripts.readers import find_file, read_json
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question that has an answer."""
+    """Yield one row per question; questions without answers are refused."""
     for row in read_json(find_file(request.source, f"{request.split}_task_3.json"))["data"]:
         name = str(row["question_id"])
         answers = [answer for answer in row.get("answers") or [] if answer.strip()]

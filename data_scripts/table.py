@@ -1,12 +1,12 @@
-"""Any table with an image, a question and an answer: a dataset of the hub by name, or parquet.
+"""Any table of images, questions and answers: a dataset on the hub, or parquet files.
 
-Columns are found by their usual names (image or images; question, problem, query or prompt;
-answer, answers, solution or label; id); every other column of text or numbers becomes meta.
-vlm-grpo also trains on such a table directly (data.train=hf:NAME:SPLIT); converting it makes a
-copy that a person can read, mend and share.
+Columns are recognized by their usual names (image or images; question, problem, query or prompt;
+answer, answers, solution or label; id); other columns of text or numbers become meta. vlm-grpo can
+also train on such a table directly (data.train=hf:NAME:SPLIT); a converted copy can be read,
+corrected and shared.
 
---source: hf:NAME, hf:NAME:SPLIT:CONFIG, a folder or file of parquet.
---images: a folder that the images are written into.
+--source: hf:NAME, hf:NAME:SPLIT:CONFIG, or a parquet file or folder.
+--images: a folder to write the images into.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _ANSWERS = ("answer", "answers", "solution", "label")
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each row whose answer the task can read."""
+    """Yield one row per row whose answer the task can read."""
     for number, row in enumerate(read_table(request.source, request.split, ())):
-        names = [_column(row, kind) for kind in (_IMAGES, _QUESTIONS, _ANSWERS)]
+        names = [_find_column(row, known) for known in (_IMAGES, _QUESTIONS, _ANSWERS)]
         images, question, value = (row[name] for name in names)
         name = f"{request.split}-{row.get('id', number)}"
         answer = parse_foreign_answer(value, request.task)
         if answer is None:
-            yield RefusedRow(name, f"its answer is none of {request.task}", f"{value!r:.80}")
+            yield RefusedRow(name, f"its answer is not valid for {request.task}", f"{value!r:.80}")
             continue
         images = images if isinstance(images, list) else [images]
         kept = (str, int, float)
@@ -45,7 +45,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         yield ConvertedRow(name, tuple(map(get_image_bytes, images)), question, answer, meta)
 
 
-def _column(row: RawRecord, names: tuple[str, ...]) -> str:
+def _find_column(row: RawRecord, names: tuple[str, ...]) -> str:
     found = [name for name in names if name in row]
     if len(found) != 1:
         raise UserError(

@@ -14,7 +14,7 @@ from vlm_grpo.data_scripts.readers import find_file, read_json
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question; meta.kind tells simple from complex."""
+    """Yield one row per question; meta.kind is simple, complex or unknown."""
     for row in read_json(find_file(request.source, f"{request.split}.json")):
         simple = row.get("issimple")
         kind = "unknown" if simple is None else "simple" if simple else "complex"

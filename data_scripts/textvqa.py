@@ -1,8 +1,8 @@
-"""TextVQA 0.5.1: questions about text in photographs, ten answers each.
+"""TextVQA 0.5.1: questions about text in photographs, with ten answers each.
 
 --source: TextVQA_0.5.1_val.json, the folder that holds it, hf:lmms-lab/textvqa, or a folder with
 its parquet files. The test split has no answers.
---images: train_images, where train and val both are; for the table a folder to write them into.
+--images: train_images, which holds train and val; for the table, a folder to write them into.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TABLE_SPLITS = {"val": "validation"}
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each question, with all ten answers: VQA accuracy counts how many agree."""
+    """Yield one row per question with all ten answers, which VQA accuracy needs."""
     folder = Path(request.source).expanduser()
     if folder.suffix == ".json" or any(folder.glob("TextVQA_*.json")):
         path = find_file(request.source, f"TextVQA_*_{request.split}.json")
@@ -39,7 +39,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
 
 def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name = str(row["question_id"])
-    # Some of the ten are empty, which no accepted answer may be; unused places change no match.
+    # An empty answer is no valid gold answer. meta.answers still counts it for the VQA accuracy.
     answers = [answer for answer in row.get("answers") or [] if answer.strip()]
     if not answers:
         return RefusedRow(name, "it has no answers")

@@ -1,7 +1,7 @@
-"""The parts of the embedded tiny VLM: a small Qwen2.5-VL, its tokenizer and its processor.
+"""The architecture of the embedded tiny VLM: a small Qwen2.5-VL, its tokenizer and its processor.
 
-Each part is the very class that a Qwen2.5-VL of the hub loads as, only smaller, so that
-whatever runs on this model runs on the large ones.
+All are the classes that a Qwen2.5-VL from the hub uses, so that code which runs on this model runs
+on the large ones.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Qwen's names; padding is <|endoftext|>, the end of an answer is <|im_end|>."""
+"""Qwen's names; <|endoftext|> is the padding token and <|im_end|> ends an answer."""
 
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's split of a text before byte-pair merges: every digit is a token of its own."""
+"""Qwen2's pre-tokenization pattern; every digit is a separate token."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -60,11 +60,11 @@ CHAT_TEMPLATE = (
 
 
 def build_processor(texts: Iterable[str], vocabulary: int = 480) -> Qwen2_5_VLProcessor:
-    """A processor whose byte-level BPE is trained on ``texts``.
+    """Build a processor whose byte-level BPE is trained on ``texts``.
 
     Args:
-        texts: prompts and answers as the model will meet them.
-        vocabulary: most tokens in all: 256 bytes, the special tokens, and the merges.
+        texts: prompts and answers in the model's format.
+        vocabulary: largest vocabulary size: 256 bytes, the special tokens and the merges.
     """
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Sequence(
@@ -77,7 +77,7 @@ def build_processor(texts: Iterable[str], vocabulary: int = 480) -> Qwen2_5_VLPr
     texts = list(texts)
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - len(SPECIAL_TOKENS),
-        # A merge must be common to many texts: words drawn at random stay single letters.
+        # A merge must occur in many texts, so that random words stay single letters.
         min_frequency=max(2, len(texts) // 50),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -103,10 +103,10 @@ def build_processor(texts: Iterable[str], vocabulary: int = 480) -> Qwen2_5_VLPr
 
 
 def build_model(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL of about 1.2 million parameters with random weights.
+    """Build a Qwen2.5-VL of about 1.2 million parameters with random weights.
 
-    Matrices start at std = 1 / sqrt(inputs). With the library's 0.02, which suits wide models,
-    this narrow one does not learn to see within a thousand steps.
+    Matrices are initialized with std = 1 / sqrt(fan_in). With the library's 0.02, which suits wide
+    models, this narrow one does not learn to use the image within a thousand steps.
     """
     tokenizer = processor.tokenizer
     token = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
@@ -155,6 +155,6 @@ def build_model(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForCondi
 
 
 def _vocab_and_merges(tokenizer: Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The trained tables, with the special tokens in their usual place after all merges."""
+    """Return the trained vocabulary and merges."""
     state = json.loads(tokenizer.to_str())["model"]
     return state["vocab"], [tuple(merge) for merge in state["merges"]]

@@ -1,4 +1,4 @@
-"""Visual Genome: region descriptions as phrases to ground. It has no official splits.
+"""Visual Genome: region descriptions as grounding phrases. It has no official splits.
 
 --source: region_descriptions.json, or its folder. --images: the folder with VG_100K and VG_100K_2.
 """
@@ -15,7 +15,7 @@ _FOLDERS = ("VG_100K", "VG_100K_2")
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """One row for each region."""
+    """Yield one row per region."""
     for entry in read_json(find_file(request.source, "region_descriptions.json")):
         paths = [f"{folder}/{entry['id']}.jpg" for folder in _FOLDERS]
         image = next((path for path in paths if (request.images / path).is_file()), paths[0])

@@ -1,9 +1,9 @@
-"""VLM-R1's files: training .jsonl with conversations, and evaluation .json with problem, solution.
+"""VLM-R1's data: training .jsonl with conversations, evaluation .json with problem and solution.
 
-One row may have several images. Boxes are xyxy in pixels of the original image.
+A row may have several images. Boxes are xyxy in pixels of the original image.
 
 --source: one such file. --images: the folder that its image paths are relative to.
---split is not in the files: it is a name, and goes into the rows' ids.
+--split: a name for the rows' ids; the files do not contain it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _REC_PREFIX = "Please provide the bounding box coordinate of the region this sen
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """The file's rows, numbered where they have no id."""
+    """Yield the file's rows; a row without an id gets its number."""
     for number, row in enumerate(read_json_rows(find_file(request.source)), start=1):
         name = f"{request.split}-{row.get('id', number)}"
-        question, solution = _turns(row) if "conversations" in row else _problem(row)
+        is_conversation = "conversations" in row
+        question, solution = _read_conversation(row) if is_conversation else _read_problem(row)
         answer = parse_foreign_answer(solution, request.task)
         if answer is None:
-            yield RefusedRow(name, f"its answer is none of {request.task}", f"{solution!r:.80}")
+            yield RefusedRow(
+                name, f"its answer is not valid for {request.task}", f"{solution!r:.80}"
+            )
             continue
         images = row.get("image", row.get("images", []))
         yield ConvertedRow(
@@ -42,14 +45,14 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         )
 
 
-def _turns(row: RawRecord) -> tuple[str, object]:
+def _read_conversation(row: RawRecord) -> tuple[str, object]:
     human, gpt = row["conversations"]
     if (human["from"], gpt["from"]) != ("human", "gpt"):
         raise ValueError("conversations must be one turn from human and one from gpt")
     return human["value"], gpt["value"]
 
 
-def _problem(row: RawRecord) -> tuple[str, object]:
+def _read_problem(row: RawRecord) -> tuple[str, object]:
     return row.get("normal_caption", row["problem"]), row["solution"]
 
 

@@ -1,4 +1,4 @@
-"""A converter's command run on a small dataset, and what it wrote or said."""
+"""Fixtures that run a converter's command line on a small dataset."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from vlm_grpo.registry import load_task
 from vlm_grpo.types import Example
 
 
-class Conversion:
-    """What a converter's command did.
+class ConversionResult:
+    """The output of a converter's command.
 
     Attributes:
-        rows: the rows that were written, as JSON.
-        examples: the same rows through the toolkit's loader.
-        told: what it printed.
-        reasons: how many rows were refused for which reason.
+        rows: the written rows, as JSON.
+        examples: the written rows, loaded by the toolkit's loader.
+        output: the text printed to stdout.
+        reasons: number of refused rows by reason.
     """
 
-    def __init__(self, out: Path, images: Path, task: str, options: Mapping, told: str) -> None:
-        self.told = told
+    def __init__(self, out: Path, images: Path, task: str, options: Mapping, output: str) -> None:
+        self.output = output
         self.rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
         data = DataSettings(train=str(out), image_root=images)
         self.examples: list[Example] = load_examples(str(out), load_task(task, **options), data)
         self.reasons = {
             reason: int(count)
-            for count, reason in re.findall(r"(\d+) × (.*?)(?: \(first.*)?\n", told)
+            for count, reason in re.findall(r"(\d+) × (.*?)(?: \(first.*)?\n", output)
         }
 
     @property
@@ -43,10 +43,10 @@ class Conversion:
 
 
 @pytest.fixture
-def convert(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., Conversion]:
-    """Run a converter by its module's name on a source, and load what it wrote."""
+def convert(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., ConversionResult]:
+    """Return a function that runs a converter by its module's name and loads its output."""
 
-    def run(name: str, source: Path | str, images: Path, **arguments: Any) -> Conversion:
+    def run(name: str, source: Path | str, images: Path, **arguments: Any) -> ConversionResult:
         converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").CONVERTER
         out = tmp_path / "out" / f"{name}.jsonl"
         argv = ["--source", str(source), "--images", str(images), "--out", str(out)]
@@ -55,14 +55,17 @@ def convert(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., Conv
         capsys.readouterr()
         assert converter.main(argv) == 0, capsys.readouterr().err
         task = arguments.get("task", converter.tasks[0])
-        return Conversion(out, images, task, converter.options, capsys.readouterr().out)
+        return ConversionResult(out, images, task, converter.options, capsys.readouterr().out)
 
     return run
 
 
 @pytest.fixture
-def fails(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """Run a converter that must fail; the message, after checking that nothing was left behind."""
+def convert_with_error(tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """Return a function that runs a converter that must fail without leaving files behind.
+
+    The function returns the error message.
+    """
 
     def run(name: str, source: Path | str, images: Path, **arguments: Any) -> str:
         converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").CONVERTER

@@ -1,4 +1,4 @@
-"""What holds for every converter: the same arguments, and help that says what to give."""
+"""Tests of all converters: common arguments, help texts and broken sources."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ FOLDER = Path(vlm_grpo.data_scripts.__file__).parent
 MODULES = sorted(p.stem for p in FOLDER.glob("*.py") if "CONVERTER = " in p.read_text("utf-8"))
 
 
-def test_there_are_as_many_as_the_guide_lists():
+def test_the_guide_lists_every_converter():
     guide = Path(__file__).parents[2] / "docs" / "benchmarks.md"
-    named = [name for name in MODULES if f"`{name}`" in guide.read_text(encoding="utf-8")]
-    assert named == MODULES
+    listed = [name for name in MODULES if f"`{name}`" in guide.read_text(encoding="utf-8")]
+    assert listed == MODULES
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_arguments_and_help(name, capsys):
+def test_help_lists_the_common_arguments(name, capsys):
     converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").CONVERTER
     assert isinstance(converter, Converter)
     with pytest.raises(SystemExit, match="0"):
         converter.main(["--help"])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for option in ("--source", "--images", "--split", "--out", "--limit", "--seed"):
-        assert option in told
-    assert "--source:" in converter.about, "the module says what --source is"
-    assert "--images:" in converter.about
+        assert option in output
+    assert "--source:" in converter.description, "the docstring must describe --source"
+    assert "--images:" in converter.description
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_source_that_is_not_there_is_one_message(name, tmp_path, capsys):
+def test_a_missing_source_is_one_message(name, tmp_path, capsys):
     converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").CONVERTER
     source, out = str(tmp_path / "nowhere"), str(tmp_path / "out" / "x.jsonl")
     argv = ["--source", source, "--images", str(tmp_path / "images"), "--out", out]
@@ -46,7 +46,7 @@ def test_a_source_that_is_not_there_is_one_message(name, tmp_path, capsys):
 
 
 BROKEN = {
-    "source.json": b'{"data": [{"id": 1, "im',  # cut off
+    "source.json": b'{"data": [{"id": 1, "im',  # truncated
     "source.jsonl": b"[1, 2, 3]\n",
     "source.parquet": b"\x00\xff\x13no parquet" * 50,
     "source.p": b"\x80\x04\x95\x10\x00\x00",  # a pickle's first bytes

@@ -1,4 +1,4 @@
-"""What all converters share: whole files or none, resuming, drawing, checks of every row."""
+"""Tests of the command line shared by all converters: row checks, resuming, sampling, atomicity."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataset_files import png, put
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow
 
 
-def counting(count: int, stop_after: int | None = None) -> Converter:
-    """A converter of ``count`` rows; it is interrupted after some, if asked."""
+def make_converter(count: int, stop_after: int | None = None) -> Converter:
+    """Return a converter of ``count`` rows that is interrupted after ``stop_after`` rows."""
 
     def read(request):
         for i in range(count):
@@ -32,61 +32,61 @@ def argv(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def rows_of(tmp_path: Path) -> list[dict]:
+def read_rows(tmp_path: Path) -> list[dict]:
     text = (tmp_path / "out" / "set.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path, argv, capsys):
-    assert counting(20).main(argv) == 0
-    unbroken = (tmp_path / "out" / "set.jsonl").read_bytes()
+def test_a_resumed_run_writes_the_same_file(tmp_path, argv, capsys):
+    assert make_converter(20).main(argv) == 0
+    uninterrupted = (tmp_path / "out" / "set.jsonl").read_bytes()
     (tmp_path / "out" / "set.jsonl").unlink()
 
-    assert counting(20, stop_after=9).main(argv) == 130
+    assert make_converter(20, stop_after=9).main(argv) == 130
     assert not (tmp_path / "out" / "set.jsonl").exists()
     (part,) = (tmp_path / "out").glob(".set.jsonl.*.part")
-    with part.open("ab") as file:  # a machine that stops may leave half a line
+    with part.open("ab") as file:  # a power loss may leave half a line
         file.write(b'{"id": "row-9", "ima')
     capsys.readouterr()
-    assert counting(20).main(argv) == 0
-    told = capsys.readouterr().out
-    assert "going on after 9 rows" in told
-    assert "rows read 20, written 20, refused 0" in told
-    assert (tmp_path / "out" / "set.jsonl").read_bytes() == unbroken
-    assert not list((tmp_path / "out").glob(".*")), "nothing is left aside"
+    assert make_converter(20).main(argv) == 0
+    output = capsys.readouterr().out
+    assert "resuming after 9 rows" in output
+    assert "rows read 20, written 20, refused 0" in output
+    assert (tmp_path / "out" / "set.jsonl").read_bytes() == uninterrupted
+    assert not list((tmp_path / "out").glob(".*")), "no temporary file is left"
 
 
-def test_a_finished_output_is_left_alone(tmp_path, argv, capsys):
-    assert counting(3).main(argv) == 0
+def test_a_complete_output_is_not_written_again(tmp_path, argv, capsys):
+    assert make_converter(3).main(argv) == 0
     before = (tmp_path / "out" / "set.jsonl").stat().st_mtime_ns
     capsys.readouterr()
-    assert counting(5).main(argv) == 0
-    assert "finished already and is left alone" in capsys.readouterr().out
+    assert make_converter(5).main(argv) == 0
+    assert "is already complete; nothing to do" in capsys.readouterr().out
     assert (tmp_path / "out" / "set.jsonl").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("change", [["--split", "train"], ["--limit", "2"], ["--seed", "3"]])
-def test_an_output_of_another_command_is_not_taken_for_its_own(argv, capsys, change):
-    assert counting(3).main(argv) == 0
-    assert counting(3).main([*argv, *change]) == 1
-    assert "this command with this source did not make it" in capsys.readouterr().err
+def test_an_output_of_another_command_is_an_error(argv, capsys, change):
+    assert make_converter(3).main(argv) == 0
+    assert make_converter(3).main([*argv, *change]) == 1
+    assert "was made by another command or from another source" in capsys.readouterr().err
 
 
-def test_limit_draws_by_the_seed(tmp_path, argv):
-    drawn = {}
+def test_limit_samples_rows_by_the_seed(tmp_path, argv):
+    sampled = {}
     for seed in ("1", "1", "2"):
-        assert counting(100).main([*argv, "--limit", "10", "--seed", seed]) == 0
-        names = [row["id"] for row in rows_of(tmp_path)]
-        assert drawn.setdefault(seed, names) == names, "the same seed draws the same rows"
+        assert make_converter(100).main([*argv, "--limit", "10", "--seed", seed]) == 0
+        names = [row["id"] for row in read_rows(tmp_path)]
+        assert sampled.setdefault(seed, names) == names, "one seed, one sample"
         (tmp_path / "out" / "set.jsonl").unlink()
-    assert drawn["1"] != drawn["2"]
-    assert all(len(names) == 10 for names in drawn.values())
-    numbers = [int(name.removeprefix("row-")) for name in drawn["1"]]
-    assert numbers == sorted(numbers), "drawn rows keep the source's order"
-    assert max(numbers) > 50, "they are not just the first"
+    assert sampled["1"] != sampled["2"]
+    assert all(len(names) == 10 for names in sampled.values())
+    numbers = [int(name.removeprefix("row-")) for name in sampled["1"]]
+    assert numbers == sorted(numbers), "sampled rows keep the source's order"
+    assert max(numbers) > 50, "the sample is not just the first rows"
 
 
-def test_limit_makes_up_for_bad_rows(tmp_path, argv):
+def test_limit_replaces_bad_rows(tmp_path, argv):
     def read(request):
         for i in range(40):
             image = None if i % 3 == 0 else png(shade=i)
@@ -94,10 +94,10 @@ def test_limit_makes_up_for_bad_rows(tmp_path, argv):
 
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main([*argv, "--limit", "10"]) == 0
-    assert len(rows_of(tmp_path)) == 10
+    assert len(read_rows(tmp_path)) == 10
 
 
-def bad_rows(request):
+def read_bad_rows(request):
     yield ConvertedRow("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
     yield ConvertedRow("good", (png(),), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]})
     yield ConvertedRow(
@@ -111,49 +111,50 @@ def bad_rows(request):
     yield ConvertedRow(
         "outside", ("../secret.png",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]}
     )
-    yield RefusedRow("skipped", "it is of no use")
+    yield RefusedRow("skipped", "it has no use")
 
 
 def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
-    converter = Converter("rows", bad_rows, tasks=("grounding",), splits=("test",))
+    converter = Converter("rows", read_bad_rows, tasks=("grounding",), splits=("test",))
     assert converter.main(argv) == 0
-    assert [row["id"] for row in rows_of(tmp_path)] == ["good", "rounded"]
-    told = capsys.readouterr().out
-    assert "rows read 10, written 2, refused 8" in told
+    assert [row["id"] for row in read_rows(tmp_path)] == ["good", "rounded"]
+    output = capsys.readouterr().out
+    assert "rows read 10, written 2, refused 8" in output
     summary = json.loads((tmp_path / "out" / "set.summary.json").read_text())
-    # 64x48 pixels: "xywh" ends at 70, which is how a width taken for an edge shows.
+    # The image is 64x48: "xywh" ends at x = 70, as a box does whose width was read as an edge.
     assert {row["id"]: row["reason"] for row in summary["refused"]} == {
         "good": "its id is used by an earlier row",
-        "xywh": "a box leaves its image",
-        "reversed": "a box is no box",
+        "xywh": "a box extends beyond its image",
+        "reversed": "a box is malformed",
         "two": "the task does not accept its answer",
         "lost": "its image is missing in the source",
         "rotten": "its image cannot be used",
         "outside": "its image cannot be used",
-        "skipped": "it is of no use",
+        "skipped": "it has no use",
     }
 
 
-def test_a_source_in_which_no_row_is_good_gives_no_output(tmp_path, argv, capsys):
+def test_a_source_without_a_valid_row_gives_no_output(tmp_path, argv, capsys):
     def read(request):
         yield ConvertedRow("lost", (None,), "How many?", 1)
 
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main(argv) == 1
     error = capsys.readouterr().err
-    assert "gave no row to write" in error
+    assert "no row of" in error
+    assert "can be converted" in error
     assert "1 × its image is missing in the source" in error
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_layout_that_breaks_in_the_middle_leaves_no_output(tmp_path, argv, capsys):
+def test_a_layout_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys):
     def read(request):
         yield ConvertedRow("first", (png(),), "How many?", 1)
         yield ConvertedRow("second", (png(),), {}["question"], 1)
 
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main(argv) == 1
-    assert "not the published layout of this dataset (KeyError: 'question')" in (
+    assert "does not have the published layout of this dataset (KeyError: 'question')" in (
         capsys.readouterr().err
     )
     assert list((tmp_path / "out").iterdir()) == []
@@ -161,16 +162,16 @@ def test_a_layout_that_breaks_in_the_middle_leaves_no_output(tmp_path, argv, cap
 
 
 def test_out_must_be_jsonl(tmp_path, argv, capsys):
-    assert counting(1).main([*argv[:-1], str(tmp_path / "set.json")]) == 1
+    assert make_converter(1).main([*argv[:-1], str(tmp_path / "set.json")]) == 1
     assert "must end in .jsonl" in capsys.readouterr().err
 
 
-def test_paths_of_images_are_kept_and_nothing_is_copied(tmp_path, argv):
+def test_image_paths_are_kept_and_no_image_is_copied(tmp_path, argv):
     def read(request):
         yield ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)
 
     put(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main(argv) == 0
-    assert rows_of(tmp_path)[0]["images"] == ["deep/a.png", "b.png"]
+    assert read_rows(tmp_path)[0]["images"] == ["deep/a.png", "b.png"]
     assert len(list((tmp_path / "images").rglob("*.png"))) == 2

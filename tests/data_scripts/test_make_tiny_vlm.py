@@ -1,9 +1,9 @@
-"""The embedded tiny VLM: what ships loads like a hub model and stands where the record says."""
+"""Tests of the embedded tiny VLM: it loads like a hub model and has its recorded accuracy."""
 
 from __future__ import annotations
 
 import json
-from importlib.resources import files
+from importlib.resources import files as package_files
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,19 @@ from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_tiny_vlm
 from vlm_grpo.data_scripts.make_tiny_vlm import (
     MAKERS,
-    Settings,
-    accuracy,
-    ask,
-    build,
-    draw,
-    learning_rate,
-    mixture,
+    WarmUpSettings,
+    build_prompts,
+    build_tiny_vlm,
+    compute_learning_rate,
+    draw_examples,
+    measure_accuracy,
+    mix_tasks,
 )
 from vlm_grpo.registry import load_task
 
-FOLDER = Path(str(files("vlm_grpo") / "embedded" / "tiny-vlm"))
+FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
 BAND = (0.25, 0.65)
-"""Held-out accuracy that leaves GRPO both right and wrong samples to learn from."""
+"""Range of held-out accuracies in which most groups hold right and wrong completions."""
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +40,26 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def record():
+def report():
     return json.loads((FOLDER / "warmup.json").read_text())
 
 
-def lessons(name: str, count: int, seed: int = 99):
+def make_batch(name: str, count: int, seed: int = 99):
     task = load_task(name, frame=FRAMES["resized"])
-    return [(task, example) for example in draw(name, count, seed, "embedded-test")]
+    return [(task, example) for example in draw_examples(name, count, seed, "embedded-test")]
 
 
-def test_folder_is_small_and_holds_no_pickle():
-    found = [path for path in FOLDER.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in found) <= 6 * 2**20  # it travels in every wheel
-    assert {path.suffix for path in found} <= {".json", ".jinja", ".safetensors", ".md"}
+def test_the_folder_is_small_and_holds_no_pickle():
+    files = [path for path in FOLDER.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 6 * 2**20  # the wheel contains it
+    assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors", ".md"}
 
 
 def test_it_is_a_qwen2_5_vl(processor, model):
     assert model.config.model_type == "qwen2_5_vl"
     assert type(processor).__name__ == "Qwen2_5_VLProcessor"
     assert all(parameter.isfinite().all() for parameter in model.parameters())
-    # The token that ends an answer is the same wherever a trainer may look for it.
+    # All places where a trainer may look up the end-of-sequence token agree.
     end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert processor.tokenizer.eos_token_id == end
     assert model.generation_config.eos_token_id == end
@@ -68,8 +68,8 @@ def test_it_is_a_qwen2_5_vl(processor, model):
     assert model.config.image_token_id == processor.image_token_id
 
 
-def test_prompt_is_in_qwens_chat_form(processor):
-    inputs = ask(processor, lessons("counting", 1))
+def test_the_prompt_has_qwens_chat_format(processor):
+    inputs = build_prompts(processor, make_batch("counting", 1))
     text = processor.tokenizer.decode(inputs["input_ids"][0])
     image = "<|vision_start|>" + 9 * "<|image_pad|>" + "<|vision_end|>"  # 84 / 28 = 3, squared
     assert text.startswith(f"<|im_start|>user\n{image}How many ")
@@ -77,9 +77,9 @@ def test_prompt_is_in_qwens_chat_form(processor):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_tokenizer_gives_back_prompts_and_answers(processor, name):
+def test_the_tokenizer_round_trips_prompts_and_answers(processor, name):
     tokenizer = processor.tokenizer
-    for task, example in lessons(name, 20):
+    for task, example in make_batch(name, 20):
         for text in (task.prompt(example), task.gold(example), "Zoë ≤ 3"):
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     digits = tokenizer.tokenize("84")
@@ -88,18 +88,18 @@ def test_tokenizer_gives_back_prompts_and_answers(processor, name):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_gold_answers_score_one_and_fit(processor, name):
-    for task, example in lessons(name, 20):
+    for task, example in make_batch(name, 20):
         task.check(example)
         gold = task.gold(example)
         score = task.score(gold, example)
         assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0
         ids = processor.tokenizer(gold + "<|im_end|>")["input_ids"]
-        assert len(ids) <= make_tiny_vlm.LONGEST_ANSWER
+        assert len(ids) <= make_tiny_vlm.MAX_ANSWER_TOKENS
 
 
-def test_recorded_accuracies_are_in_the_band(record):
-    assert len(record["tests"]) == 2
-    for test in record["tests"]:
+def test_recorded_accuracies_are_in_the_band(report):
+    assert len(report["tests"]) == 2
+    for test in report["tests"]:
         assert test["examples_per_task"] == 500  # ± 4.4 points at 95 %
         assert set(test["greedy"]) == set(MAKERS)
         for value in test["greedy"].values():
@@ -107,19 +107,19 @@ def test_recorded_accuracies_are_in_the_band(record):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_accuracy_is_still_what_was_recorded(processor, model, record, name):
-    examples = draw(name, 64, 99, "embedded-test")
+def test_the_accuracy_matches_the_recorded_one(processor, model, report, name):
+    examples = draw_examples(name, 64, 99, "embedded-test")
     task = load_task(name, frame=FRAMES["resized"])
-    recorded = record["tests"][0]["greedy"][name]
+    recorded = report["tests"][0]["greedy"][name]
     # n = 64 at an accuracy near 1/2 has a standard error of 0.0625; three of them on either side.
-    assert accuracy(model, processor, task, examples) == pytest.approx(recorded, abs=0.19)
+    assert measure_accuracy(model, processor, task, examples) == pytest.approx(recorded, abs=0.19)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_samples_of_one_prompt_differ_in_reward(processor, model, name):
     torch.manual_seed(0)
-    pairs = lessons(name, 16)
-    inputs = ask(processor, pairs)
+    pairs = make_batch(name, 16)
+    inputs = build_prompts(processor, pairs)
     rows = model.generate(
         **inputs, do_sample=True, top_k=0, num_return_sequences=8, max_new_tokens=40
     )
@@ -130,40 +130,40 @@ def test_samples_of_one_prompt_differ_in_reward(processor, model, name):
     for row, (task, example) in enumerate(pairs):
         totals = {task.score(text, example).total for text in texts[8 * row : 8 * row + 8]}
         spread += len(totals) > 1
-    assert spread >= 8, "GRPO learns only from groups whose rewards differ; most groups must"
+    assert spread >= 8, "GRPO learns only from groups whose rewards differ: most must"
 
 
-def test_mixture_favours_the_first_task_behind_and_rests_what_is_good_enough():
-    settings = Settings(enough=(0.4, 0.5), focus=36, other=8, keep=4)
+def test_the_mixture_favors_the_first_task_behind_and_drops_finished_ones():
+    settings = WarmUpSettings(enough=(0.4, 0.5), focus=36, other=8, keep=4)
     start = dict.fromkeys(MAKERS, 0.0)
-    assert mixture(start, settings) == {"ocr": 36, "counting": 8, "grounding": 8}
+    assert mix_tasks(start, settings) == {"ocr": 36, "counting": 8, "grounding": 8}
     later = {"ocr": 0.45, "counting": 0.6, "grounding": 0.2}
-    assert mixture(later, settings) == {"ocr": 4, "counting": 0, "grounding": 36}
-    assert sum(mixture(dict.fromkeys(MAKERS, 0.9), settings).values()) > 0  # never an empty batch
+    assert mix_tasks(later, settings) == {"ocr": 4, "counting": 0, "grounding": 36}
+    assert sum(mix_tasks(dict.fromkeys(MAKERS, 0.9), settings).values()) > 0  # never an empty batch
 
 
-def test_learning_rate_rises_to_the_peak_and_falls_to_zero():
-    settings = Settings(max_steps=100, warmup=10, peak=1.0)
-    rates = [learning_rate(step, settings) for step in range(101)]
+def test_the_learning_rate_rises_to_the_peak_and_falls_to_zero():
+    settings = WarmUpSettings(max_steps=100, warmup=10, peak=1.0)
+    rates = [compute_learning_rate(step, settings) for step in range(101)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[9] == 1.0
     assert rates[100] == pytest.approx(0.0, abs=1e-6)
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-def test_three_steps_make_a_folder_that_loads(tmp_path):
+def test_three_steps_write_a_folder_that_loads(tmp_path):
     out = tmp_path / "tiny"
-    build(Settings(seed=5, max_steps=3, test_size=4), out)
-    made = json.loads((out / "warmup.json").read_text())
-    assert (made["steps"], made["settings"]["seed"]) == (3, 5)
+    build_tiny_vlm(WarmUpSettings(seed=5, max_steps=3, test_size=4), out)
+    report = json.loads((out / "warmup.json").read_text())
+    assert (report["steps"], report["settings"]["seed"]) == (3, 5)
     AutoProcessor.from_pretrained(out, local_files_only=True)
     model = AutoModelForImageTextToText.from_pretrained(out, local_files_only=True)
-    assert model.num_parameters() == made["parameters"]
+    assert model.num_parameters() == report["parameters"]
     assert "| ocr |" in (out / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
-def test_a_used_folder_is_refused_before_any_training(tmp_path, capsys):
+def test_a_folder_in_use_is_an_error_before_any_training(tmp_path, capsys):
     (tmp_path / "mine.txt").write_text("keep")
     assert make_tiny_vlm.main(["--out", str(tmp_path)]) == 1
     assert "not an empty folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rendered words: drawn from a seed, whole inside the image, written as canonical JSONL."""
+"""Tests of the word images: reproducible, inside the image, written as canonical JSONL."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from vlm_grpo.data_scripts import make_words
 from vlm_grpo.data_scripts.make_words import LENGTHS, draw_examples
 
 
-def test_example_depends_on_seed_split_and_index_alone():
+def test_an_example_depends_on_seed_split_and_index_only():
     ten = draw_examples("ocr", 10, seed=4)
     assert draw_examples("ocr", 3, seed=4) == ten[:3]
     assert len({row.images[0].data for row in ten}) == 10
     assert draw_examples("ocr", 3, seed=4, split="eval")[0].answer != ten[0].answer
 
 
-def test_word_is_whole_inside_the_image():
+def test_the_word_fits_into_the_image():
     rows = draw_examples("ocr", 300, seed=1)
     for row in rows:
         gray = np.asarray(row.images[0].load().convert("L"), dtype=int)
         border = np.concatenate([gray[0], gray[-1], gray[:, 0], gray[:, -1]])
         assert row.images[0].size == gray.shape[::-1] == (84, 28)
-        # Ink next to the border would be a cut letter. A soft edge may shade one pixel lightly.
+        # Text pixels at the border would mean a cropped letter; antialiasing may shade one lightly.
         assert np.ptp(border) < 40, row.answer
     assert {len(row.answer) for row in rows} == set(range(LENGTHS[0], LENGTHS[1] + 1))
 
 
-def test_ink_grows_with_the_word():
+def test_longer_words_have_more_text_pixels():
     rows = draw_examples("ocr", 300, seed=2)
-    ink = {row.id: (np.asarray(row.images[0].load().convert("L")) > 170).sum() for row in rows}
+    text_pixels = {
+        row.id: (np.asarray(row.images[0].load().convert("L")) > 170).sum() for row in rows
+    }
     mean = {
-        length: np.mean([ink[row.id] for row in rows if len(row.answer) == length])
+        length: np.mean([text_pixels[row.id] for row in rows if len(row.answer) == length])
         for length in LENGTHS
     }
-    # One letter more on three is a third more ink; a smaller font for wide words takes some back.
+    # A fourth letter adds a third of the pixels; the smaller font of wide words removes some.
     assert mean[LENGTHS[1]] > 1.15 * mean[LENGTHS[0]]
 
 
-def test_file_form_holds_what_the_memory_form_holds(tmp_path):
+def test_files_hold_the_same_examples_as_memory(tmp_path):
     out = tmp_path / "words"
     assert (
         make_words.main(["--count", "3", "--seed", "2", "--split", "eval", "--out", str(out)]) == 0
@@ -51,6 +53,6 @@ def test_file_form_holds_what_the_memory_form_holds(tmp_path):
         assert (out / row["images"][0]).read_bytes() == example.images[0].data
 
 
-def test_unknown_task_is_named():
-    with pytest.raises(ValueError, match="'counting'; choose ocr"):
+def test_an_unknown_task_is_an_error():
+    with pytest.raises(ValueError, match="'counting': choose ocr"):
         draw_examples("counting", 1)

@@ -1,4 +1,4 @@
-"""RefCOCO in its official form and in two of the hub: boxes, sentences, splits, damage."""
+"""Tests of the RefCOCO converters: boxes, sentences, splits and corrupt files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ INSTANCES = {
 }
 
 
-def ref(number: int, annotation: int, split: str, *sentences: str) -> dict:
+def make_ref(number: int, annotation: int, split: str, *sentences: str) -> dict:
     return {
         "ref_id": number,
         "ann_id": annotation,
         "image_id": 7,
         "category_id": 1,
         "split": split,
-        # As in the published files: the region's number is appended to the image's name.
+        # In the published files the region's number is appended to the image's name.
         "file_name": f"COCO_train2014_000000000007_{number}.jpg",
         "sent_ids": [10 * number + i for i in range(len(sentences))],
         "sentences": [
@@ -38,10 +38,10 @@ def ref(number: int, annotation: int, split: str, *sentences: str) -> dict:
 
 
 REFS = [
-    ref(1, 70, "val", "man on the left", "left guy"),
-    ref(2, 71, "train", "everything"),
-    ref(3, 71, "testAB", "all of it"),
-    ref(4, 70, "testA", "him"),
+    make_ref(1, 70, "val", "man on the left", "left guy"),
+    make_ref(2, 71, "train", "everything"),
+    make_ref(3, 71, "testAB", "all of it"),
+    make_ref(4, 70, "testA", "him"),
 ]
 
 
@@ -58,30 +58,30 @@ def train2014(tmp_path: Path) -> Path:
 
 
 def test_each_sentence_is_a_question_and_xywh_becomes_xyxy(convert, folder, train2014):
-    done = convert("refcoco", folder, train2014, split="val")
-    assert [row["question"] for row in done.rows] == ["man on the left", "left guy"]
-    # x 10.5 + width 20, y 5 + height 30.25; taken for xyxy it would end at 20, 30.25.
-    assert [row["answer"]["boxes"] for row in done.rows] == [[[10.5, 5.0, 30.5, 35.25]]] * 2
-    assert done.rows[0]["images"] == ["COCO_train2014_000000000007.jpg"]
-    assert done.rows[0]["meta"]["category"] == "person"
-    assert len(done.examples) == 2
-    assert "rows read 2, written 2, refused 0" in done.told
+    result = convert("refcoco", folder, train2014, split="val")
+    assert [row["question"] for row in result.rows] == ["man on the left", "left guy"]
+    # x 10.5 + width 20, y 5 + height 30.25; read as xyxy, the box would end at 20, 30.25.
+    assert [row["answer"]["boxes"] for row in result.rows] == [[[10.5, 5.0, 30.5, 35.25]]] * 2
+    assert result.rows[0]["images"] == ["COCO_train2014_000000000007.jpg"]
+    assert result.rows[0]["meta"]["category"] == "person"
+    assert len(result.examples) == 2
+    assert "rows read 2, written 2, refused 0" in result.output
 
 
-def test_test_splits_overlap_as_in_refer(convert, folder, train2014):
-    done = convert("refcoco", folder, train2014, split="testA")
-    assert [row["question"] for row in done.rows] == ["all of it", "him"]
+def test_the_test_splits_overlap_as_in_refer(convert, folder, train2014):
+    result = convert("refcoco", folder, train2014, split="testA")
+    assert [row["question"] for row in result.rows] == ["all of it", "him"]
 
 
-def test_a_missing_image_is_counted_and_said(convert, folder, train2014):
+def test_a_missing_image_is_counted_and_reported(convert, folder, train2014):
     other = {**INSTANCES["images"][0], "id": 8, "file_name": "gone.jpg"}
     put(folder, {"instances.json": {**INSTANCES, "images": [*INSTANCES["images"], other]}})
-    refs = [*REFS, {**ref(5, 71, "val", "lost"), "image_id": 8}]
+    refs = [*REFS, {**make_ref(5, 71, "val", "lost"), "image_id": 8}]
     put(folder, {"refs(unc).p": pickle.dumps(refs, protocol=2)})
-    done = convert("refcoco", folder, train2014, split="val")
-    assert done.reasons == {"its image cannot be used": 1}
-    assert "image gone.jpg is missing" in done.told
-    assert "rows read 3, written 2, refused 1" in done.told
+    result = convert("refcoco", folder, train2014, split="val")
+    assert result.reasons == {"its image cannot be used": 1}
+    assert "image gone.jpg is missing" in result.output
+    assert "rows read 3, written 2, refused 1" in result.output
 
 
 class Attack:
@@ -89,31 +89,35 @@ class Attack:
         return (print, ("code ran",))
 
 
-def test_a_pickle_that_names_code_is_refused(fails, folder, train2014, capsys):
+def test_a_pickle_that_refers_to_code_is_an_error(convert_with_error, folder, train2014, capsys):
     put(folder, {"refs(unc).p": pickle.dumps([Attack()])})
-    message = fails("refcoco", folder, train2014)
-    assert "builtins.print, and plain data names no code" in message
+    message = convert_with_error("refcoco", folder, train2014)
+    assert "builtins.print; only plain data is allowed" in message
     assert "code ran" not in capsys.readouterr().out + message
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
-def test_a_cut_off_pickle_gives_one_message(fails, folder, train2014, share):
-    whole = (folder / "refs(unc).p").read_bytes()
-    put(folder, {"refs(unc).p": whole[: int(len(whole) * share)]})
-    message = fails("refcoco", folder, train2014)
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.9])
+def test_a_truncated_pickle_is_one_message(convert_with_error, folder, train2014, fraction):
+    content = (folder / "refs(unc).p").read_bytes()
+    put(folder, {"refs(unc).p": content[: int(len(content) * fraction)]})
+    message = convert_with_error("refcoco", folder, train2014)
     assert message.startswith("error: ")
-    assert "refs(unc).p is corrupt, cut off or no plain pickle" in message
+    assert "refs(unc).p is corrupt, truncated or not a pickle of plain data" in message
     assert message.count("\n") == 1
 
 
-def test_a_cut_off_instances_file_gives_one_message(fails, folder, train2014):
-    whole = (folder / "instances.json").read_text()
-    put(folder, {"instances.json": whole[: len(whole) // 2]})
-    assert "instances.json is corrupt or cut off" in fails("refcoco", folder, train2014)
+def test_a_truncated_instances_file_is_an_error(convert_with_error, folder, train2014):
+    content = (folder / "instances.json").read_text()
+    put(folder, {"instances.json": content[: len(content) // 2]})
+    assert "instances.json is corrupt or truncated" in convert_with_error(
+        "refcoco", folder, train2014
+    )
 
 
-def test_a_split_that_the_set_has_not_is_named(fails, folder, train2014):
-    assert "no regions of split test" in fails("refcoco", folder, train2014, split="test")
+def test_a_split_without_regions_is_an_error(convert_with_error, folder, train2014):
+    assert "no regions of split test" in convert_with_error(
+        "refcoco", folder, train2014, split="test"
+    )
 
 
 LMMS = {
@@ -130,14 +134,14 @@ LMMS = {
 
 def test_lmms_lab_answers_are_separate_questions_about_one_image(convert, tmp_path):
     put_table(tmp_path / "hub" / "data" / "val-00000-of-00001.parquet", [LMMS])
-    done = convert("refcoco_hub", tmp_path / "hub", tmp_path / "images")
-    assert [row["question"] for row in done.rows] == ["the red cup", "cup at right"]
-    assert [row["answer"]["boxes"][0] for row in done.rows] == [[10.0, 5.0, 30.0, 35.0]] * 2
-    assert len({row["images"][0] for row in done.rows}) == 1, "the same bytes are one file"
-    assert done.examples[0].images[0].load().size == (64, 48)
+    result = convert("refcoco_hub", tmp_path / "hub", tmp_path / "images")
+    assert [row["question"] for row in result.rows] == ["the red cup", "cup at right"]
+    assert [row["answer"]["boxes"][0] for row in result.rows] == [[10.0, 5.0, 30.0, 35.0]] * 2
+    assert len({row["images"][0] for row in result.rows}) == 1, "the same bytes are one file"
+    assert result.examples[0].images[0].load().size == (64, 48)
 
 
-def jxu124(box: list[float]) -> dict:
+def make_jxu124_row(box: list[float]) -> dict:
     return {
         "ref_id": 1,
         "image_id": 7,
@@ -151,20 +155,25 @@ def jxu124(box: list[float]) -> dict:
 
 
 def test_jxu124_boxes_are_xyxy_and_checked_against_the_annotation(convert, tmp_path, train2014):
-    rows = [jxu124([10.5, 5.0, 30.5, 35.25]), {**jxu124([10.5, 5.0, 20.0, 30.25]), "ref_id": 2}]
+    rows = [
+        make_jxu124_row([10.5, 5.0, 30.5, 35.25]),
+        {**make_jxu124_row([10.5, 5.0, 20.0, 30.25]), "ref_id": 2},
+    ]
     source = put_table(tmp_path / "validation.parquet", rows)
-    done = convert("refcoco_hub", source, train2014, split="validation")
-    assert [row["answer"]["boxes"][0] for row in done.rows] == [[10.5, 5.0, 30.5, 35.25]] * 2
-    assert done.reasons == {"its bbox is not the xyxy box of its annotation": 2}
+    result = convert("refcoco_hub", source, train2014, split="validation")
+    assert [row["answer"]["boxes"][0] for row in result.rows] == [[10.5, 5.0, 30.5, 35.25]] * 2
+    assert result.reasons == {"its bbox differs from its annotation": 2}
 
 
-def test_another_table_is_named(fails, tmp_path):
+def test_an_unknown_table_is_an_error(convert_with_error, tmp_path):
     source = put_table(tmp_path / "val.parquet", [{"bbox": [1, 2, 3, 4], "text": "x"}])
-    message = fails("refcoco_hub", source, tmp_path / "images")
+    message = convert_with_error("refcoco_hub", source, tmp_path / "images")
     assert "neither lmms-lab's nor jxu124's RefCOCO: its columns are bbox, text" in message
 
 
-def test_a_cut_off_table_leaves_nothing(fails, tmp_path):
+def test_a_truncated_table_is_an_error(convert_with_error, tmp_path):
     source = put_table(tmp_path / "val.parquet", [LMMS])
     source.write_bytes(source.read_bytes()[:-20])
-    assert "val.parquet cannot be read" in fails("refcoco_hub", source, tmp_path / "images")
+    assert "val.parquet cannot be read" in convert_with_error(
+        "refcoco_hub", source, tmp_path / "images"
+    )

@@ -1,4 +1,4 @@
-"""Converters for counting on fixtures in their datasets' layouts."""
+"""Tests of the counting converters on small files in the published layouts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from dataset_files import png, put, put_table
 
 
-def clevr_question(number: int, function: str, answer: str) -> dict[str, Any]:
+def make_clevr_question(number: int, function: str, answer: str) -> dict[str, Any]:
     return {
         "image_index": 0,
         "image_filename": "CLEVR_val_000000.png",
@@ -26,33 +26,33 @@ def clevr_question(number: int, function: str, answer: str) -> dict[str, Any]:
 
 def test_clevr_keeps_the_questions_that_end_in_a_count(convert, tmp_path):
     questions = [
-        clevr_question(0, "count", "3"),
-        clevr_question(1, "exist", "yes"),
-        # Its answer is a number only by chance of its words; no count is asked for.
-        clevr_question(2, "query_size", "large"),
-        clevr_question(3, "count", "0"),
+        make_clevr_question(0, "count", "3"),
+        make_clevr_question(1, "exist", "yes"),
+        # This question does not ask for a count.
+        make_clevr_question(2, "query_size", "large"),
+        make_clevr_question(3, "count", "0"),
     ]
     files = {"questions/CLEVR_val_questions.json": {"info": {}, "questions": questions}}
     source = put(tmp_path / "CLEVR_v1.0", files | {"images/val/CLEVR_val_000000.png": png()})
-    done = convert("clevr", source, source / "images" / "val")
-    assert done.answers == {"val-0": 3, "val-3": 0}
-    assert done.reasons == {"it does not ask for a count": 2}
-    assert done.rows[0]["meta"] == {"question_family": 3}
+    result = convert("clevr", source, source / "images" / "val")
+    assert result.answers == {"val-0": 3, "val-3": 0}
+    assert result.reasons == {"it does not ask for a count": 2}
+    assert result.rows[0]["meta"] == {"question_family": 3}
 
 
-def test_clevr_scenes_are_asked_for_all_their_objects(convert, tmp_path):
-    thing = {"color": "red", "size": "large", "material": "metal", "shape": "cube"}
-    thing |= {"3d_coords": [0.1, 0.2, 0.3], "pixel_coords": [10, 20, 9.5], "rotation": 1.0}
-    scene = {"image_index": 5, "image_filename": "a.png", "objects": [thing] * 4, "split": "val"}
+def test_clevr_scenes_count_all_objects(convert, tmp_path):
+    cube = {"color": "red", "size": "large", "material": "metal", "shape": "cube"}
+    cube |= {"3d_coords": [0.1, 0.2, 0.3], "pixel_coords": [10, 20, 9.5], "rotation": 1.0}
+    scene = {"image_index": 5, "image_filename": "a.png", "objects": [cube] * 4, "split": "val"}
     source = put(tmp_path, {"CLEVR_val_scenes.json": {"scenes": [scene]}, "images/a.png": png()})
-    done = convert("clevr", source / "CLEVR_val_scenes.json", tmp_path / "images")
-    assert done.answers == {"val-5": 4}
-    assert done.examples[0].question == "How many items are there in the image?"
+    result = convert("clevr", source / "CLEVR_val_scenes.json", tmp_path / "images")
+    assert result.answers == {"val-5": 4}
+    assert result.examples[0].question == "How many items are there in the image?"
 
 
-def test_a_cut_off_clevr_file_leaves_nothing(fails, tmp_path):
+def test_a_truncated_clevr_file_leaves_no_output(convert_with_error, tmp_path):
     put(tmp_path, {"CLEVR_val_questions.json": '{"questions": [{"image_filename": "a.p'})
-    assert "CLEVR_val_questions.json is corrupt or cut off" in fails(
+    assert "CLEVR_val_questions.json is corrupt or truncated" in convert_with_error(
         "clevr", tmp_path, tmp_path / "images"
     )
 
@@ -67,8 +67,8 @@ def test_r1_v_test_file(convert, tmp_path):
         {"image_path": "images/superCLEVR_new_025000.png", "question": "?", "ground_truth": "12"},
     ]
     put(tmp_path, {"test200.jsonl": rows, "images/superCLEVR_new_025000.png": png()})
-    done = convert("r1_v", tmp_path / "test200.jsonl", tmp_path / "images")
-    assert done.answers == {"test-1": 4, "test-2": 12}
+    result = convert("r1_v", tmp_path / "test200.jsonl", tmp_path / "images")
+    assert result.answers == {"test-1": 4, "test-2": 12}
 
 
 def test_r1_v_training_table_with_answers_in_tags(convert, tmp_path):
@@ -79,70 +79,70 @@ def test_r1_v_training_table_with_answers_in_tags(convert, tmp_path):
         {"image": None, "problem": "How many items?", "solution": "<answer> 5 </answer>"},
     ]
     put_table(tmp_path / "hub" / "train-00000-of-00001.parquet", rows)
-    done = convert("r1_v", tmp_path / "hub", tmp_path / "images", split="train")
-    assert done.answers == {"train-1": 3}
-    assert done.reasons == {
-        "its answer is no whole number": 1,
+    result = convert("r1_v", tmp_path / "hub", tmp_path / "images", split="train")
+    assert result.answers == {"train-1": 3}
+    assert result.reasons == {
+        "its answer is not an integer": 1,
         "its image is missing in the source": 1,
     }
 
 
-def tally(number: int, **more: object) -> dict:
+def make_tallyqa_row(number: int, **more: object) -> dict:
     row = {"answer": 2, "data_source": "imported_genome", "image": "VG_100K/1.jpg"}
     return row | {"image_id": 1, "question": "How many?", "question_id": number, **more}
 
 
-def test_tallyqa_tells_simple_from_complex(convert, tmp_path):
-    rows = [tally(1, issimple=True), tally(2, issimple=False, answer=0)]
+def test_tallyqa_rows_are_simple_or_complex(convert, tmp_path):
+    rows = [make_tallyqa_row(1, issimple=True), make_tallyqa_row(2, issimple=False, answer=0)]
     source = put(tmp_path, {"test.json": rows, "images/VG_100K/1.jpg": png()})
-    done = convert("tallyqa", source, tmp_path / "images")
-    assert done.answers == {"test-1": 2, "test-2": 0}
-    assert [row["meta"]["kind"] for row in done.rows] == ["simple", "complex"]
+    result = convert("tallyqa", source, tmp_path / "images")
+    assert result.answers == {"test-1": 2, "test-2": 0}
+    assert [row["meta"]["kind"] for row in result.rows] == ["simple", "complex"]
 
 
-def test_tallyqa_in_another_layout_is_named(fails, tmp_path):
+def test_tallyqa_in_another_layout_is_an_error(convert_with_error, tmp_path):
     put(tmp_path, {"test.json": [{"question": "How many?"}]})
-    message = fails("tallyqa", tmp_path, tmp_path / "images")
-    assert "not the published layout of this dataset (KeyError: 'question_id')" in message
+    message = convert_with_error("tallyqa", tmp_path, tmp_path / "images")
+    assert "does not have the published layout of this dataset (KeyError: 'question_id')" in message
 
 
-def test_super_clevr(convert, tmp_path):
-    question: dict[str, Any] = clevr_question(4, "count", "7") | {
+def test_super_clevr_reads_its_counting_questions(convert, tmp_path):
+    question: dict[str, Any] = make_clevr_question(4, "count", "7") | {
         "image_filename": "superCLEVR_new_000000.png"
     }
     question["program"][-1] = {"type": "count", "inputs": [0]}
     files = {"superCLEVR_questions_30k.json": {"questions": [question]}}
     put(tmp_path, files | {"images/superCLEVR_new_000000.png": png()})
-    done = convert("super_clevr", tmp_path, tmp_path / "images")
-    assert done.answers == {"train-4": 7}
+    result = convert("super_clevr", tmp_path, tmp_path / "images")
+    assert result.answers == {"train-4": 7}
 
 
-def test_countbenchqa_refuses_dead_images(convert, tmp_path):
+def test_countbenchqa_refuses_missing_images(convert, tmp_path):
     row = {"text": "Five cups.", "question": "How many cups?", "number": 5}
     rows = [row | {"image": {"bytes": png(), "path": None}}, row | {"image": None}]
     put_table(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows)
-    done = convert("countbenchqa", tmp_path / "hub", tmp_path / "images")
-    assert done.answers == {"countbenchqa-0": 5}
-    assert done.reasons == {"its image is missing in the source": 1}
+    result = convert("countbenchqa", tmp_path / "hub", tmp_path / "images")
+    assert result.answers == {"countbenchqa-0": 5}
+    assert result.reasons == {"its image is missing in the source": 1}
 
 
-def test_pixmo_count_checks_what_came_from_the_links(convert, tmp_path):
+def test_pixmo_count_checks_the_hash_of_downloaded_images(convert, tmp_path):
     good, changed = hashlib.sha256(png()).hexdigest(), hashlib.sha256(png(shade=1)).hexdigest()
     row = {"image_url": "https://x.y/z.jpg", "count": 3, "label": "cups"}
     digests = [good, changed, hashlib.sha256(b"").hexdigest()]
     rows = [row | {"image_sha256": digest} for digest in digests]
     put_table(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", rows)
     put(tmp_path / "images", {f"{good}.jpg": png(), f"{changed}.png": png(shade=2)})
-    done = convert("pixmo_count", tmp_path / "hub", tmp_path / "images", split="val")
-    assert done.answers == {"val-0": 3}
-    assert done.rows[0]["question"] == "How many cups are there in the image?"
-    assert done.reasons == {
-        "its image has changed behind its link": 1,
+    result = convert("pixmo_count", tmp_path / "hub", tmp_path / "images", split="val")
+    assert result.answers == {"val-0": 3}
+    assert result.rows[0]["question"] == "How many cups are there in the image?"
+    assert result.reasons == {
+        "its image has changed since publication": 1,
         "its image is missing in the source": 1,
     }
 
 
-def test_fsc147_counts_the_dots(convert, tmp_path):
+def test_fsc147_counts_the_annotated_points(convert, tmp_path):
     annotation = {"H": 48, "W": 64, "points": [[1.5, 2.0]] * 9, "box_examples_coordinates": []}
     files = {
         "annotation_FSC147_384.json": {"2.jpg": annotation, "3.jpg": annotation},
@@ -150,12 +150,12 @@ def test_fsc147_counts_the_dots(convert, tmp_path):
         "ImageClasses_FSC147.txt": "2.jpg\tsea shells\n3.jpg\thot air balloons\n",
     }
     put(tmp_path, files | {"images/2.jpg": png()})
-    done = convert("fsc147", tmp_path, tmp_path / "images")
-    assert done.answers == {"test-2.jpg": 9}
-    assert done.rows[0]["question"] == "How many sea shells are there in the image?"
+    result = convert("fsc147", tmp_path, tmp_path / "images")
+    assert result.answers == {"test-2.jpg": 9}
+    assert result.rows[0]["question"] == "How many sea shells are there in the image?"
 
 
-def test_fsc147_without_its_split_file(fails, tmp_path):
+def test_fsc147_without_its_split_file_is_an_error(convert_with_error, tmp_path):
     put(tmp_path, {"annotation_FSC147_384.json": {}, "ImageClasses_FSC147.txt": ""})
-    message = fails("fsc147", tmp_path, tmp_path / "images")
+    message = convert_with_error("fsc147", tmp_path, tmp_path / "images")
     assert "Train_Test_Val_FSC_147.json cannot be read: No such file" in message

@@ -1,4 +1,4 @@
-"""Converters for reading text on fixtures in their datasets' layouts."""
+"""Tests of the OCR converters on small files in the published layouts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataset_files import png, put, put_table
 from scipy.io import savemat
 
 
-def ocrbench(number: int, answers: object, **more: object) -> dict:
+def make_ocrbench_row(number: int, answers: object, **more: object) -> dict:
     row = {"dataset_name": "IIIT5K", "id": number, "image_path": "IIIT5K/1.png"}
     row |= {"question": "what is written in the image?", "answers": answers}
     return row | {"type": "Regular Text Recognition", **more}
 
 
 def test_ocrbench_answers_are_strings_or_lists(convert, tmp_path):
-    rows = [ocrbench(0, "CENTRE"), ocrbench(1, ["$5", "5 dollars"])]
+    rows = [make_ocrbench_row(0, "CENTRE"), make_ocrbench_row(1, ["$5", "5 dollars"])]
     put(tmp_path, {"OCRBench.json": rows, "images/IIIT5K/1.png": png()})
-    done = convert("ocrbench", tmp_path / "OCRBench.json", tmp_path / "images")
-    assert done.answers == {"ocrbench-0": ["CENTRE"], "ocrbench-1": ["$5", "5 dollars"]}
-    assert done.rows[0]["meta"] == {"dataset_name": "IIIT5K", "type": "Regular Text Recognition"}
+    result = convert("ocrbench", tmp_path / "OCRBench.json", tmp_path / "images")
+    assert result.answers == {"ocrbench-0": ["CENTRE"], "ocrbench-1": ["$5", "5 dollars"]}
+    assert result.rows[0]["meta"] == {"dataset_name": "IIIT5K", "type": "Regular Text Recognition"}
 
 
 def test_ocrbench_table(convert, tmp_path):
@@ -29,9 +29,9 @@ def test_ocrbench_table(convert, tmp_path):
     row |= {"question_type": "Handwritten Mathematical Expression Recognition"}
     row |= {"image": {"bytes": png(), "path": None}}
     put_table(tmp_path / "hub" / "test-00000-of-00001.parquet", [row])
-    done = convert("ocrbench", tmp_path / "hub", tmp_path / "images")
-    assert done.answers == {"ocrbench-0": ["x ^ 2"]}
-    assert done.rows[0]["meta"]["dataset_name"] == "HME100k"
+    result = convert("ocrbench", tmp_path / "hub", tmp_path / "images")
+    assert result.answers == {"ocrbench-0": ["x ^ 2"]}
+    assert result.rows[0]["meta"]["dataset_name"] == "HME100k"
 
 
 def test_textvqa_keeps_all_ten_answers(convert, tmp_path):
@@ -41,22 +41,22 @@ def test_textvqa_keeps_all_ten_answers(convert, tmp_path):
     file = {"dataset_type": "val", "data": [row, {**row, "question_id": 1, "answers": []}]}
     images = {"train_images/003a8ae2ef43b901.jpg": png()}
     put(tmp_path, {"TextVQA_0.5.1_val.json": file} | images)
-    done = convert("textvqa", tmp_path, tmp_path / "train_images")
-    # The empty tenth answer can match nothing, but still counts as one of ten.
-    assert done.answers == {"34602": answers[:9]}
-    assert done.rows[0]["meta"]["answers"] == 10
-    assert done.reasons == {"it has no answers": 1}
+    result = convert("textvqa", tmp_path, tmp_path / "train_images")
+    # The empty tenth answer can match nothing, but meta still counts ten.
+    assert result.answers == {"34602": answers[:9]}
+    assert result.rows[0]["meta"]["answers"] == 10
+    assert result.reasons == {"it has no answers": 1}
 
 
 def test_textvqa_table(convert, tmp_path):
     row = {"question_id": 5, "image_id": "a", "question": "?", "answers": ["x"] * 10}
     row |= {"image": {"bytes": png(), "path": None}}
     put_table(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", [row])
-    done = convert("textvqa", tmp_path / "hub", tmp_path / "images", split="val")
-    assert done.answers == {"5": ["x"] * 10}
+    result = convert("textvqa", tmp_path / "hub", tmp_path / "images", split="val")
+    assert result.answers == {"5": ["x"] * 10}
 
 
-def test_docvqa(convert, tmp_path):
+def test_docvqa_file(convert, tmp_path):
     row = {
         "questionId": 49153,
         "question": "What is the ‘actual’ value per 1000, during the year 1975?",
@@ -69,114 +69,121 @@ def test_docvqa(convert, tmp_path):
     }
     file = {"dataset_name": "SP-DocVQA", "dataset_split": "val", "data": [row]}
     put(tmp_path, {"val_v1.0_withQT.json": file, "documents/pybv0228_81.png": png()})
-    done = convert("docvqa", tmp_path / "val_v1.0_withQT.json", tmp_path)
-    assert done.answers == {"49153": ["0.28"]}
-    assert done.rows[0]["meta"] == {"type": "figure/diagram", "document": 14465}
+    result = convert("docvqa", tmp_path / "val_v1.0_withQT.json", tmp_path)
+    assert result.answers == {"49153": ["0.28"]}
+    assert result.rows[0]["meta"] == {"type": "figure/diagram", "document": 14465}
 
 
-def test_infographics_name_the_image_otherwise(convert, tmp_path):
+def test_infographicvqa_names_its_image_field_differently(convert, tmp_path):
     row = {"questionId": 98313, "question": "Which?", "image_local_name": "38529.jpeg"}
     row |= {"image_url": "https://x.y/z.jpeg", "ocr_output_file": "38529.json"}
     row |= {"answers": ["wake county"], "answer_type": ["single span"], "data_split": "val"}
     file = {"dataset_name": "infographicVQA", "dataset_split": "val", "data": [row]}
     put(tmp_path, {"infographicsVQA_val_v1.0_withQT.json": file, "38529.jpeg": png()})
-    done = convert("docvqa", tmp_path / "infographicsVQA_val_v1.0_withQT.json", tmp_path)
-    assert done.answers == {"98313": ["wake county"]}
-    assert done.rows[0]["images"] == ["38529.jpeg"]
+    result = convert("docvqa", tmp_path / "infographicsVQA_val_v1.0_withQT.json", tmp_path)
+    assert result.answers == {"98313": ["wake county"]}
+    assert result.rows[0]["images"] == ["38529.jpeg"]
 
 
-def test_docvqa_test_split_has_no_answers(fails, tmp_path):
+def test_docvqa_rows_without_answers_are_refused(convert_with_error, tmp_path):
     row = {"questionId": 1, "question": "What?", "image": "documents/a.png"}
     put(tmp_path, {"test_v1.0.json": {"data": [row]}, "documents/a.png": png()})
-    message = fails("docvqa", tmp_path / "test_v1.0.json", tmp_path)
+    message = convert_with_error("docvqa", tmp_path / "test_v1.0.json", tmp_path)
     assert "1 × it has no answers" in message
 
 
-def test_stvqa(convert, tmp_path):
+def test_stvqa_file(convert, tmp_path):
     row = {"file_path": "coco-text/COCO_train2014_1.jpg", "file_name": "COCO_train2014_1.jpg"}
     row |= {"question": "What?", "question_id": 0, "answers": ["STOP", "stop sign"]}
     row |= {"image_height": 48, "image_width": 64, "set_name": "train", "dataset": "coco-text"}
     file = {"task_name": "task 3", "data": [row]}
     put(tmp_path, {"train_task_3.json": file, "coco-text/COCO_train2014_1.jpg": png()})
-    done = convert("stvqa", tmp_path, tmp_path)
-    assert done.answers == {"0": ["STOP", "stop sign"]}
-    assert done.rows[0]["meta"] == {"dataset": "coco-text"}
+    result = convert("stvqa", tmp_path, tmp_path)
+    assert result.answers == {"0": ["STOP", "stop sign"]}
+    assert result.rows[0]["meta"] == {"dataset": "coco-text"}
 
 
 @pytest.mark.parametrize(
     ("name", "file"),
     [("ocrbench", "OCRBench.json"), ("textvqa", "TextVQA_0.5.1_val.json"), ("docvqa", "v.json")],
 )
-def test_a_cut_off_file_gives_one_message_and_no_output(fails, tmp_path, name, file):
+def test_a_truncated_file_is_one_message_and_no_output(convert_with_error, tmp_path, name, file):
     put(tmp_path, {file: '{"data": [{"question": "Wh'})
-    message = fails(name, tmp_path / file, tmp_path / "images")
-    assert f"{file} is corrupt or cut off" in message
+    message = convert_with_error(name, tmp_path / file, tmp_path / "images")
+    assert f"{file} is corrupt or truncated" in message
     assert message.count("\n") == 1
 
 
-def test_ocrbench_v2_keeps_what_it_can_score(convert, tmp_path):
+def test_ocrbench_v2_keeps_the_types_it_can_score(convert, tmp_path):
     rows = [
-        ocrbench(0, ["CENTRE"], type="text recognition en"),
-        ocrbench(1, "B", type="science QA en", eval="multiple choice"),
-        ocrbench(2, ["<table>"], type="table parsing en"),
+        make_ocrbench_row(0, ["CENTRE"], type="text recognition en"),
+        make_ocrbench_row(1, "B", type="science QA en", eval="multiple choice"),
+        make_ocrbench_row(2, ["<table>"], type="table parsing en"),
     ]
     put(tmp_path, {"OCRBench_v2.json": rows, "images/IIIT5K/1.png": png()})
-    done = convert("ocrbench_v2", tmp_path / "OCRBench_v2.json", tmp_path / "images")
-    assert done.answers == {"ocrbench-v2-0": ["CENTRE"], "ocrbench-v2-1": ["B"]}
-    assert [row["meta"]["eval"] for row in done.rows] == [None, "multiple choice"]
-    assert done.rows[1]["meta"]["category"] == "knowledge reasoning"
-    assert done.reasons == {"type table parsing en needs a script of its own": 1}
+    result = convert("ocrbench_v2", tmp_path / "OCRBench_v2.json", tmp_path / "images")
+    assert result.answers == {"ocrbench-v2-0": ["CENTRE"], "ocrbench-v2-1": ["B"]}
+    assert [row["meta"]["eval"] for row in result.rows] == [None, "multiple choice"]
+    assert result.rows[1]["meta"]["category"] == "knowledge reasoning"
+    assert result.reasons == {"type table parsing en needs a metric that is not supported": 1}
 
 
 def test_ocrbench_v2_table(convert, tmp_path):
-    row = ocrbench(3, ["x"], type="cognition VQA cn", eval="None", image={"bytes": png()})
+    row = make_ocrbench_row(3, ["x"], type="cognition VQA cn", eval="None", image={"bytes": png()})
     put_table(tmp_path / "hub" / "test-0.parquet", [row])
-    done = convert("ocrbench_v2", tmp_path / "hub", tmp_path / "images")
-    assert done.rows[0]["meta"]["eval"] is None
+    result = convert("ocrbench_v2", tmp_path / "hub", tmp_path / "images")
+    assert result.rows[0]["meta"]["eval"] is None
 
 
-def test_iiit5k(convert, tmp_path):
+def test_iiit5k_file(convert, tmp_path):
     kinds = [("ImgName", object), ("GroundTruth", object)]
     words = [("test/1002_1.png", "PRIVATE"), ("test/1009_2.png", "24")]
     put(tmp_path, {name: png() for name, _ in words})
     savemat(tmp_path / "testdata.mat", {"testdata": np.array([words], dtype=kinds)})
-    done = convert("iiit5k", tmp_path, tmp_path)
-    assert done.answers == {"iiit5k-test/1002_1.png": ["PRIVATE"], "iiit5k-test/1009_2.png": ["24"]}
+    result = convert("iiit5k", tmp_path, tmp_path)
+    assert result.answers == {
+        "iiit5k-test/1002_1.png": ["PRIVATE"],
+        "iiit5k-test/1009_2.png": ["24"],
+    }
 
 
-def test_iiit5k_cut_off(fails, tmp_path):
+def test_a_truncated_iiit5k_file_is_an_error(convert_with_error, tmp_path):
     put(tmp_path, {"testdata.mat": b"MATLAB 5.0 MAT-file"})
-    assert "testdata.mat is corrupt, cut off or not IIIT5K's" in fails("iiit5k", tmp_path, tmp_path)
+    assert "testdata.mat is corrupt, truncated or not a file of IIIT5K" in convert_with_error(
+        "iiit5k", tmp_path, tmp_path
+    )
 
 
-def test_icdar2015(convert, tmp_path):
+def test_icdar2015_lines_with_quotes(convert, tmp_path):
     text = '\ufeffword_1.png, "Genaxis Theatre"\r\nword_2.png, "say \\"no, thanks\\""\r\n'
     put(tmp_path, {"gt.txt": text, "word_1.png": png(), "word_2.png": png()})
-    done = convert("icdar2015", tmp_path, tmp_path, split="train")
-    assert done.answers == {
+    result = convert("icdar2015", tmp_path, tmp_path, split="train")
+    assert result.answers == {
         "train-word_1.png": ["Genaxis Theatre"],
         "train-word_2.png": ['say "no, thanks"'],
     }
 
 
-def test_icdar2015_cut_off(fails, tmp_path):
+def test_a_truncated_icdar2015_file_is_an_error(convert_with_error, tmp_path):
     put(tmp_path, {"gt.txt": 'word_1.png, "Gen', "word_1.png": png()})
-    assert "gt.txt:1 is corrupt or cut off" in fails("icdar2015", tmp_path, tmp_path, split="train")
+    assert "gt.txt:1 is corrupt or truncated" in convert_with_error(
+        "icdar2015", tmp_path, tmp_path, split="train"
+    )
 
 
-def test_sroie_asks_for_each_field(convert, tmp_path):
+def test_sroie_has_one_question_per_field(convert, tmp_path):
     entities = {"company": "TAN WOON YANN", "date": "25/12/2018", "address": "", "total": "9.00"}
     files = {"test/entities/X001.txt": json.dumps(entities), "test/img/X001.jpg": png()}
     put(tmp_path, files)
-    done = convert("sroie", tmp_path, tmp_path / "test")
-    assert done.answers == {
+    result = convert("sroie", tmp_path, tmp_path / "test")
+    assert result.answers == {
         "test-X001-company": ["TAN WOON YANN"],
         "test-X001-date": ["25/12/2018"],
         "test-X001-total": ["9.00"],
     }
-    assert done.reasons == {"the receipt has no address": 1}
+    assert result.reasons == {"the receipt has no address": 1}
 
 
-def test_sroie_cut_off(fails, tmp_path):
+def test_a_truncated_sroie_file_is_an_error(convert_with_error, tmp_path):
     put(tmp_path, {"entities/X001.txt": '{"company": "TAN', "img/X001.jpg": png()})
-    assert "X001.txt is corrupt or cut off" in fails("sroie", tmp_path, tmp_path)
+    assert "X001.txt is corrupt or truncated" in convert_with_error("sroie", tmp_path, tmp_path)
