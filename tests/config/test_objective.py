@@ -1,4 +1,4 @@
-"""Which settings are refused, and what is said of those that are idle or biased."""
+"""The objective's settings: invalid combinations, notes, and what a step needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from vlm_grpo.config.objective import ObjectiveSettings
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "set epsilon_high to 1 or more"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "one bound"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 6.0}, "one bound"),
-        ({"normalize_each_reward": True, "scale_rewards": "none"}, "leave it at group"),
+        (
+            {"normalize_each_reward": True, "scale_rewards": "none"},
+            "scale_rewards would be ignored: remove it",
+        ),
         (
             {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False},
             "set use_bias_correction_kl=true",
@@ -34,27 +37,30 @@ from vlm_grpo.config.objective import ObjectiveSettings
                 "use_bias_correction_kl": False,
                 "reference_refresh_every": 5,
             },
-            "leave it out with kl_in=reward",
+            "remove it with kl_in=reward",
         ),
         (
             {"normalize_each_reward": True, "beta": 0.1, "kl_in": "reward"},
             "set kl_in to loss",
         ),
-        ({"reference_device": "cpu"}, "keep none.*set beta above 0"),
-        ({"reference_device": "cpu", "beta": 0.1}, "keep none.*reference_refresh_every above 1"),
+        ({"reference_device": "cpu"}, "without a reference snapshot.*set beta above 0"),
+        (
+            {"reference_device": "cpu", "beta": 0.1},
+            "without a reference snapshot.*reference_refresh_every above 1",
+        ),
         ({"reference_refresh_every": 0}, "at least 1"),
         ({"reference_refresh_every": "sometimes"}, "never"),
         ({"beta": float("nan")}, "beta"),
         ({"learning_rate": 1e-6}, "learning_rate"),
     ],
 )
-def test_refusals_name_the_remedy(fields, remedy):
+def test_an_invalid_combination_is_refused_with_its_remedy(fields, remedy):
     with pytest.raises(ValidationError, match=remedy):
         ObjectiveSettings(**fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "note"),
     [
         ({}, "a policy loss near 0 is normal"),
         ({"beta": 0.04}, "beta=0.04 has no effect"),
@@ -70,7 +76,7 @@ def test_refusals_name_the_remedy(fields, remedy):
         ),
         (
             {"beta": 0.04, "use_bias_correction_kl": False, "num_iterations": 2},
-            "no longer the policy's",
+            "samples no longer come from the policy",
         ),
         (
             {"beta": 0.04, "use_bias_correction_kl": False},
@@ -94,19 +100,19 @@ def test_refusals_name_the_remedy(fields, remedy):
         ),
         (
             {"beta": 0.1, "reference_refresh_every": 5, "sampler_correction": "token"},
-            "weights the policy's loss alone",
+            "weights only the policy loss",
         ),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, "same gradient as dapo"),
         ({"normalize_each_reward": True, "advantage_estimator": "rloo"}, "hence not unbiased"),
         ({"sampler_correction_cap": 2.0}, "unused"),
     ],
 )
-def test_idle_and_biased_settings_are_said(fields, said):
+def test_settings_that_are_unused_or_biased_are_noted(fields, note):
     notes = "\n".join(ObjectiveSettings(**fields).notes())
-    assert re.search(said, notes)
+    assert re.search(note, notes)
 
 
-def test_a_sound_recipe_needs_no_note():
+def test_a_sound_recipe_has_no_note():
     recipe = ObjectiveSettings(
         loss_type="dapo",
         num_iterations=2,
@@ -117,38 +123,38 @@ def test_a_sound_recipe_needs_no_note():
     assert recipe.notes() == []
 
 
-def test_settings_survive_being_written_and_read():
-    """A run's resolved settings are all fields at once; none of the defaults may be refused."""
+def test_settings_survive_a_round_trip():
+    """A run's resolved settings give every field; no default may be refused."""
     for settings in (ObjectiveSettings(), ObjectiveSettings(loss_type="cispo", epsilon_high=5.0)):
         assert ObjectiveSettings(**settings.model_dump()) == settings
 
 
-@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
-def test_a_sampler_that_is_not_the_policy_is_refused_or_corrected(cut):
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}])
+def test_a_truncated_sampler_is_refused_without_a_correction(sampling):
     with pytest.raises(ValueError, match="sampler_correction"):
-        ObjectiveSettings().check_sampling(**cut)
-    ObjectiveSettings(sampler_correction="token").check_sampling(**cut)
+        ObjectiveSettings().check_sampling(**sampling)
+    ObjectiveSettings(sampler_correction="token").check_sampling(**sampling)
 
 
 def test_dropout_is_refused_where_two_passes_are_compared():
     ObjectiveSettings().check_dropout(0.1)
-    compared: list[dict[str, Any]] = [
+    with_two_passes: list[dict[str, Any]] = [
         {"num_iterations": 2},
         {"sampler_correction": "token"},
         {"beta": 0.1, "reference_refresh_every": "never"},
     ]
-    for fields in compared:
+    for fields in with_two_passes:
         ObjectiveSettings(**fields).check_dropout(0.0)
         with pytest.raises(ValueError, match=r"dropout of 0\.1"):
             ObjectiveSettings(**fields).check_dropout(0.1)
 
 
-def test_what_a_step_needs():
-    plain = ObjectiveSettings()
-    assert (plain.needs_reference, plain.needs_old_logprobs) == (False, False)
-    assert plain.can_skip_zero_advantages
-    never = ObjectiveSettings(beta=0.1, reference_refresh_every="never")
-    assert never.needs_reference
-    assert not never.can_skip_zero_advantages
-    assert not ObjectiveSettings(beta=0.1).needs_reference  # the old log-probs are its own
+def test_the_settings_say_what_a_step_needs():
+    default = ObjectiveSettings()
+    assert (default.needs_reference, default.needs_old_logprobs) == (False, False)
+    assert default.can_skip_zero_advantages
+    initial = ObjectiveSettings(beta=0.1, reference_refresh_every="never")
+    assert initial.needs_reference
+    assert not initial.can_skip_zero_advantages
+    assert not ObjectiveSettings(beta=0.1).needs_reference  # the old log-probs are the reference's
     assert not ObjectiveSettings(entropy_coef=0.01).can_skip_zero_advantages

@@ -1,4 +1,4 @@
-"""Advantages from rewards: groups by id, silent groups, unscorable completions, scales."""
+"""Advantages from rewards: groups by id, groups without spread, unscorable completions, scales."""
 
 from __future__ import annotations
 
@@ -22,85 +22,83 @@ def double(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_the_formula_on_numbers_worked_by_hand():
+def test_the_formula_on_an_example_computed_by_hand():
     """Rewards 1, 0, 0, 1: mean 1/2, deviation sqrt(4 · 1/4 / 3) = 0.57735 with ddof 1."""
-    found = group_advantages(double(1, 0, 0, 1), ["a"] * 4)
+    result = group_advantages(double(1, 0, 0, 1), ["a"] * 4)
     expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
-    assert found.values.tolist() == pytest.approx([expected, -expected, -expected, expected])
-    assert found.group_means.tolist() == [0.5]
-    assert found.group_stds.tolist() == pytest.approx([math.sqrt(1 / 3)])
+    assert result.values.tolist() == pytest.approx([expected, -expected, -expected, expected])
+    assert result.group_stds.tolist() == pytest.approx([math.sqrt(1 / 3)])
 
 
-def test_leave_one_out_on_numbers_worked_by_hand():
-    """The others' means of 3, 0, 0 are 0, 3/2, 3/2."""
-    found = group_advantages(double(3, 0, 0), "aaa", estimator="rloo", scale_rewards="none")
-    assert found.values.tolist() == pytest.approx([3, -1.5, -1.5])
+def test_leave_one_out_on_an_example_computed_by_hand():
+    """Of 3, 0, 0, the means of the other rewards are 0, 3/2, 3/2."""
+    result = group_advantages(double(3, 0, 0), "aaa", estimator="rloo", scale_rewards="none")
+    assert result.values.tolist() == pytest.approx([3, -1.5, -1.5])
 
 
-def test_groups_are_found_by_id_in_any_order_and_of_any_size():
+def test_groups_are_identified_by_id_in_any_order_and_of_any_size():
     rewards, ids = double(1, 5, 0, 2, 3, 8), ["b", "a", "b", "c", "a", "a"]
-    found = group_advantages(rewards, ids)
-    assert found.group.tolist() == [0, 1, 0, 2, 1, 1]
+    result = group_advantages(rewards, ids)
+    assert result.group.tolist() == [0, 1, 0, 2, 1, 1]
     for name in "abc":
         rows = [i for i, group in enumerate(ids) if group == name]
         alone = group_advantages(rewards[rows], [name] * len(rows))
-        assert found.values[rows].tolist() == pytest.approx(alone.values.tolist())
-    assert found.zero_spread.tolist() == [False, False, True]  # c has one completion
-    assert found.values[3] == 0
+        assert result.values[rows].tolist() == pytest.approx(alone.values.tolist())
+    assert result.zero_spread.tolist() == [False, False, True]  # c has one completion
+    assert result.values[3] == 0
 
 
-def test_ids_may_be_a_tensor():
+def test_group_ids_may_be_a_tensor():
     rewards = double(1, 0, 0.5, 0.2)
     by_tensor = group_advantages(rewards, torch.tensor([7, -1, 7, -1]))
     assert torch.equal(by_tensor.values, group_advantages(rewards, list("xyxy")).values)
 
 
 def test_unscorable_completions_are_left_out():
-    found = group_advantages(double(1, NAN, 0), "aaa")
+    result = group_advantages(double(1, NAN, 0), "aaa")
     pair = group_advantages(double(1, 0), "aa")
-    assert found.values.tolist() == [pair.values[0], 0.0, pair.values[1]]
-    assert found.unscorable == 1
-    assert found.scorable.tolist() == [True, False, True]
+    assert result.values.tolist() == [pair.values[0], 0.0, pair.values[1]]
+    assert result.unscorable == 1
+    assert result.scorable.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 @pytest.mark.parametrize("estimator", list(ADVANTAGE_ESTIMATORS))
-def test_nothing_is_learnt_where_nothing_can_be_compared(scale_rewards, estimator):
-    """A group of one, of one scorable, of none, and of equal rewards; not one NaN."""
+def test_groups_without_spread_have_advantage_zero(scale_rewards, estimator):
+    """Groups of one, of one scorable completion, of none, and of equal rewards; no NaN anywhere."""
     rewards = double(0.3, 0.7, NAN, NAN, NAN, 0.1 + 0.2, 0.3, 1, 0)
     ids = ["one", "scorable", "scorable", "none", "none", "equal", "equal", "live", "live"]
-    found = group_advantages(rewards, ids, estimator=estimator, scale_rewards=scale_rewards)
-    assert found.values[:7].tolist() == [0.0] * 7
-    assert found.values[7] == -found.values[8] > 0
-    assert found.zero_spread.tolist() == [True, True, True, True, False]
-    assert found.frac_reward_zero_std == 0.8
-    assert torch.isnan(found.group_means).tolist() == [False, False, True, False, False]
-    assert found.group_stds[:4].tolist() == [0.0] * 4
+    result = group_advantages(rewards, ids, estimator=estimator, scale_rewards=scale_rewards)
+    assert result.values[:7].tolist() == [0.0] * 7
+    assert result.values[7] == -result.values[8] > 0
+    assert result.zero_spread.tolist() == [True, True, True, True, False]
+    assert result.frac_reward_zero_std == 0.8
+    assert result.group_stds[:4].tolist() == [0.0] * 4
 
 
-def test_a_group_is_silent_by_its_spread_and_not_by_its_mean():
-    found = group_advantages(double(-1, 1, 1, 1), "aabb")
-    assert found.group_means.tolist() == [0.0, 1.0]
-    assert found.zero_spread.tolist() == [False, True]
+def test_zero_spread_depends_on_the_deviation_and_not_on_the_mean():
+    """Group a has mean 0, group b mean 1."""
+    result = group_advantages(double(-1, 1, 1, 1), "aabb")
+    assert result.zero_spread.tolist() == [False, True]
 
 
-def test_small_graded_rewards_are_not_taken_for_equal():
-    """A spread of 1e-7 on rewards of 1e-7 is all there is; rounding is relative to the rewards."""
-    found = group_advantages(double(1e-7, 2e-7), "aa", scale_rewards="none")
-    assert found.values.tolist() == pytest.approx([-0.5e-7, 0.5e-7])
+def test_small_graded_rewards_do_not_count_as_equal():
+    """A spread of 1e-7 is large for rewards of 1e-7: rounding is relative to the rewards."""
+    result = group_advantages(double(1e-7, 2e-7), "aa", scale_rewards="none")
+    assert result.values.tolist() == pytest.approx([-0.5e-7, 0.5e-7])
 
 
 def test_batch_scale_is_the_deviation_of_all_scorable_rewards():
     rewards = double(1, 0, 5, 3, NAN)
-    found = group_advantages(rewards, "aabbb", scale_rewards="batch")
+    result = group_advantages(rewards, "aabbb", scale_rewards="batch")
     scale = rewards[:4].std().item() + 1e-4
-    assert found.values.tolist() == pytest.approx(
+    assert result.values.tolist() == pytest.approx(
         [0.5 / scale, -0.5 / scale, 1 / scale, -1 / scale, 0]
     )
 
 
-def test_normalising_each_reward_keeps_apart_what_the_sum_would_merge():
-    """Rewards (1, 0) and (0, 1) have one sum; GDPO tells them apart when their spreads differ."""
+def test_normalizing_each_reward_distinguishes_combinations_with_equal_sums():
+    """Rewards (1, 0) and (0, 1) have one sum; GDPO distinguishes them if their spreads differ."""
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
     weights = double(1, 1)
     summed = group_advantages(rewards.sum(dim=1), "aaaa").values
@@ -109,12 +107,12 @@ def test_normalising_each_reward_keeps_apart_what_the_sum_would_merge():
     assert abs(each[0] - each[1]) > 0.1
 
 
-def test_normalising_each_reward_ignores_the_scale_of_a_reward():
+def test_normalizing_each_reward_ignores_the_scale_of_a_reward():
     rewards = torch.rand(8, 2, dtype=torch.float64)
     weights = double(1, 0.5)
     plain = per_reward_advantages(rewards, weights, "aaaabbbb").values
     wide = per_reward_advantages(rewards * double(1, 1000), weights, "aaaabbbb").values
-    # Not exact: the 1e-4 beside the deviation counts for less when rewards are wide.
+    # Not exact: the 1e-4 added to the deviation matters less when rewards are large.
     assert torch.allclose(plain, wide, atol=1e-3)
 
 
@@ -126,44 +124,44 @@ def test_a_reward_of_weight_zero_cannot_make_a_completion_unscorable():
     assert half.values.tolist() == [0.0, 0.0]
 
 
-def test_errors_say_what_is_wrong():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
         group_advantages(double(0, 1), ["a"])
     with pytest.raises(ValueError, match="infinite"):
         group_advantages(double(0, math.inf), "aa")
     with pytest.raises(ValueError, match="group, batch or none"):
         group_advantages(double(0, 1), "aa", scale_rewards="std")
-    with pytest.raises(ValueError, match="grpo, rloo"):
+    with pytest.raises(ValueError, match="choose grpo or rloo"):
         group_advantages(double(0, 1), "aa", estimator="gae")
 
 
-def test_no_completions_at_all():
-    found = group_advantages(torch.zeros(0), [])
-    assert found.values.shape == (0,)
-    assert found.frac_reward_zero_std == 0.0
+def test_a_step_without_completions_has_no_advantages():
+    result = group_advantages(torch.zeros(0), [])
+    assert result.values.shape == (0,)
+    assert result.frac_reward_zero_std == 0.0
 
 
-def group_of(*rewards: dict[str, float | None]) -> Group:
-    """A group whose completions earned these rewards by name."""
+def make_group(*rewards: dict[str, float | None]) -> Group:
+    """Build a group of completions with these rewards by name."""
     prompt = Prompt(Example("1", (), "?", 0), "", (), {})
     completions = tuple(Completion((1,), (0.0,), "", "eos") for _ in rewards)
     return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
 
 
-def test_a_rollout_asks_the_advantages_whether_a_group_teaches_anything():
-    """Replacing groups without spread goes by what the update will make of them."""
+def test_a_group_has_spread_if_its_advantages_are_not_zero():
+    """Dynamic sampling replaces the groups whose advantages the update would find to be 0."""
     plain, weights = ObjectiveSettings(), {"a": 1.0, "b": 1.0, "shown": 0.0}
-    rounded = group_of({"a": 0.1, "b": 0.2, "shown": 1}, {"a": 0.3, "b": 0.0, "shown": 2})
-    assert 0.1 + 0.2 != 0.3  # one total, two roundings; what has no weight has no say
+    rounded = make_group({"a": 0.1, "b": 0.2, "shown": 1}, {"a": 0.3, "b": 0.0, "shown": 2})
+    assert 0.1 + 0.2 != 0.3  # one total, rounded twice; a reward of weight 0 is ignored
     assert not has_spread(rounded, weights, plain)
-    assert has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.0}), weights, plain)
-    assert not has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": None, "b": 0.0}), weights, plain)
-    # Equal totals of unequal rewards are silent summed, and not where each is normalised.
-    swapped = group_of({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+    assert has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.0}), weights, plain)
+    assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": None, "b": 0.0}), weights, plain)
+    # Equal totals of unequal rewards have no spread, unless each reward is normalized.
+    swapped = make_group({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
     assert not has_spread(swapped, weights, plain)
     each = ObjectiveSettings(normalize_each_reward=True)
     assert has_spread(swapped, weights, each)
-    assert not has_spread(group_of({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
+    assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
 
 
 REWARDS = st.lists(
@@ -178,22 +176,22 @@ REWARDS = st.lists(
 
 @given(REWARDS, st.randoms(), st.sampled_from(["group", "batch", "none"]))
 def test_properties_of_any_batch(rows, random, scale_rewards):
-    """Finite, centred in each group, with the reward's order, and free of the rows' order."""
+    """Finite, centered in each group, ordered as the rewards, independent of the rows' order."""
     ids = [group for group, _ in rows]
     rewards = double(*[NAN if value is None else value for _, value in rows])
-    found = group_advantages(rewards, ids, scale_rewards=scale_rewards)
-    assert torch.isfinite(found.values).all()
-    for number in range(len(found.zero_spread)):
-        members = (found.group == number) & found.scorable
-        # Each advantage is at most 5/1e-4 in size: 1e-9 is rounding.
-        assert abs(found.values[members].sum()) < 1e-9
-        if not found.zero_spread[number]:
+    result = group_advantages(rewards, ids, scale_rewards=scale_rewards)
+    assert torch.isfinite(result.values).all()
+    for number in range(len(result.zero_spread)):
+        members = (result.group == number) & result.scorable
+        # No advantage exceeds 5/1e-4 in size: 1e-9 is rounding.
+        assert abs(result.values[members].sum()) < 1e-9
+        if not result.zero_spread[number]:
             best, worst = rewards[members].argmax(), rewards[members].argmin()
-            assert found.values[members][best] > found.values[members][worst]
+            assert result.values[members][best] > result.values[members][worst]
     order = list(range(len(rows)))
     random.shuffle(order)
     shuffled = group_advantages(
         rewards[order], [ids[i] for i in order], scale_rewards=scale_rewards
     )
-    assert torch.allclose(shuffled.values, found.values[order], atol=1e-9)
-    assert shuffled.frac_reward_zero_std == found.frac_reward_zero_std
+    assert torch.allclose(shuffled.values, result.values[order], atol=1e-9)
+    assert shuffled.frac_reward_zero_std == result.frac_reward_zero_std

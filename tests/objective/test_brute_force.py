@@ -1,8 +1,8 @@
-"""Expected gradients of the estimators, computed by enumeration, against the true ones.
+"""Expected gradients of the estimators, computed by enumeration, against the true gradients.
 
-The policy writes two tokens from an alphabet of three, so there are nine completions; a group of
-G has 9^G equally explicit outcomes. An expectation is a sum over them, in float64, with nothing
-sampled: what differs from the true gradient is bias, not noise.
+The policy generates two tokens from an alphabet of three, so there are nine completions and 9^G
+outcomes of a group of G. An expectation is a sum over them, in float64, with nothing sampled: a
+difference from the true gradient is bias, not noise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _float64():
 
 @dataclass(frozen=True)
 class Policy:
-    """An autoregressive policy over two tokens: logits of the first, and of the second after it."""
+    """An autoregressive policy over two tokens: logits of the first, and of the second given it."""
 
     first: Tensor
     second: Tensor
@@ -54,7 +54,7 @@ class Policy:
     def random(cls) -> Policy:
         return cls(torch.randn(ALPHABET), torch.randn(ALPHABET, ALPHABET))
 
-    def trained(self) -> Policy:
+    def with_gradient(self) -> Policy:
         return Policy(self.first.clone().requires_grad_(), self.second.clone().requires_grad_())
 
     @property
@@ -62,12 +62,12 @@ class Policy:
         return self.first, self.second
 
     def logprobs(self) -> Tensor:
-        """Of each token of each completion, (9, 2)."""
+        """Return the log-prob of each token of each completion, (9, 2)."""
         first, second = self.first.log_softmax(-1), self.second.log_softmax(-1)
         return torch.stack([torch.stack([first[a], second[a, b]]) for a, b in COMPLETIONS])
 
     def probabilities(self) -> Tensor:
-        """Of each completion, (9,)."""
+        """Return the probability of each completion, (9,)."""
         return self.logprobs().sum(dim=1).exp()
 
 
@@ -76,7 +76,7 @@ def gradient(loss: Tensor, policy: Policy) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def flat(chosen: list[int], table: Tensor | None) -> Tensor | None:
+def flatten(chosen: list[int], table: Tensor | None) -> Tensor | None:
     return None if table is None else table[chosen].flatten()
 
 
@@ -90,13 +90,12 @@ def expected_gradient(
     reference: Policy | None = None,
     old: Policy | None = None,
 ) -> Tensor:
-    """−E[gradient of the loss of one group of ``size`` completions], × LENGTH.
+    """Return −E[gradient of the loss of one group of ``size`` completions] × LENGTH.
 
-    (dr_grpo divides the tokens' sum by the length; the true gradients below are of whole
-    completions.)
+    (dr_grpo divides the sum over tokens by the length; the true gradients below do not.)
     """
-    behaviour = sampled_from or old or policy
-    weights = behaviour.probabilities().detach()
+    behavior = sampled_from or old or policy
+    weights = behavior.probabilities().detach()
     tables = {
         "sampler_logprobs": None if sampled_from is None else sampled_from.logprobs(),
         "reference_logprobs": None if reference is None else reference.logprobs(),
@@ -112,29 +111,30 @@ def expected_gradient(
             completion=torch.arange(size).repeat_interleave(LENGTH),
             advantages=advantages(chosen),
             lengths=torch.full((size,), LENGTH),
-            **{name: flat(chosen, table) for name, table in tables.items()},
+            **{name: flatten(chosen, table) for name, table in tables.items()},
         )
         loss = loss + weights[chosen].prod() * policy_loss(batch, totals, settings).loss
     return -gradient(loss, policy) * LENGTH
 
 
-def estimated(rewards: Tensor, **options: str) -> Callable[[list[int]], Tensor]:
-    def of(chosen: list[int]) -> Tensor:
+def make_estimator(rewards: Tensor, **options: str) -> Callable[[list[int]], Tensor]:
+    def advantages(chosen: list[int]) -> Tensor:
         return group_advantages(rewards[chosen], [0] * len(chosen), **options).values
 
-    return of
+    return advantages
 
 
 def no_advantages(chosen: list[int]) -> Tensor:
     return torch.zeros(len(chosen))
 
 
-def unbiased(**fields: Any) -> ObjectiveSettings:
-    """A constant normaliser, and nothing clipped however far the policies are apart."""
+def unbiased_settings(**fields: Any) -> ObjectiveSettings:
+    """Settings with a constant normalizer."""
     return ObjectiveSettings(loss_type="dr_grpo", **fields)
 
 
 UNCLIPPED: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.999999, "epsilon_high": 1e6}
+"""Two updates whose ratios are never clipped, however far the policies differ."""
 
 
 def reward_gradient(policy: Policy, rewards: Tensor) -> Tensor:
@@ -146,11 +146,11 @@ def reward_gradient(policy: Policy, rewards: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_rloo_follows_the_gradient_of_the_expected_reward(size):
-    policy, rewards = Policy.random().trained(), torch.randn(9)
+    policy, rewards = Policy.random().with_gradient(), torch.randn(9)
     found = expected_gradient(
         policy,
-        unbiased(),
-        estimated(rewards, estimator="rloo", scale_rewards="none"),
+        unbiased_settings(),
+        make_estimator(rewards, estimator="rloo", scale_rewards="none"),
         size=size,
     )
     torch.testing.assert_close(found, reward_gradient(policy, rewards), **EXACT)
@@ -158,13 +158,13 @@ def test_rloo_follows_the_gradient_of_the_expected_reward(size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_group_mean_shrinks_the_gradient_by_one_minus_one_over_g(size):
-    """The mean holds the completion's own reward, of which 1/G is taken away from itself.
+    """The mean includes the completion's own reward, so 1/G of it cancels.
 
-    The direction is right, so a learning rate makes up for it.
+    The direction is right, so the learning rate compensates for it.
     """
-    policy, rewards = Policy.random().trained(), torch.randn(9)
+    policy, rewards = Policy.random().with_gradient(), torch.randn(9)
     found = expected_gradient(
-        policy, unbiased(), estimated(rewards, scale_rewards="none"), size=size
+        policy, unbiased_settings(), make_estimator(rewards, scale_rewards="none"), size=size
     )
     true = reward_gradient(policy, rewards)
     torch.testing.assert_close(found, (1 - 1 / size) * true, **EXACT)
@@ -173,23 +173,23 @@ def test_the_group_mean_shrinks_the_gradient_by_one_minus_one_over_g(size):
 def success_factor(p: float, size: int) -> float:
     """f(p) of the next test: E[(1/G) Σ A_i ∇log π(o_i)] = f(p) · ∇p.
 
-    Of K ~ Binomial(G, p) successes, each scores ∇p/p on average and each failure −∇p/(1−p).
+    K ~ Binomial(G, p); a success has a mean score of ∇p/p, a failure of −∇p/(1−p).
     """
     factor = 0.0
     for k in range(1, size):
-        chance = math.comb(size, k) * p**k * (1 - p) ** (size - k)
+        probability = math.comb(size, k) * p**k * (1 - p) ** (size - k)
         mean = k / size
         scale = math.sqrt(k * (1 - mean) / (size - 1)) + 1e-4
         success, failure = (1 - mean) / scale, -mean / scale
-        factor += chance * (k * success / p - (size - k) * failure / (1 - p)) / size
+        factor += probability * (k * success / p - (size - k) * failure / (1 - p)) / size
     return factor
 
 
 def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
-    """With rewards 0 and 1, grpo's expected gradient is f(p) · ∇p, p the chance of success.
+    """With rewards 0 and 1, grpo's expected gradient is f(p) · ∇p, p the probability of success.
 
-    f is not constant: prompts that are solved nearly always or nearly never count for more
-    than they do in the expected reward.
+    f is not constant: prompts that are solved nearly always or nearly never have a larger weight
+    than in the expected reward.
     """
     size = 8
     for p in (0.5, 0.9):
@@ -204,29 +204,29 @@ def test_dividing_by_the_groups_deviation_weights_prompts_by_their_difficulty():
                 group_advantages(torch.tensor(chosen).double(), [0] * size).values,
                 torch.ones(size, dtype=torch.long),
             )
-            chance = logprobs[chosen].sum().exp().detach()
+            probability = logprobs[chosen].sum().exp().detach()
             part = policy_loss(batch, StepTotals(size, size, 1), ObjectiveSettings()).loss
-            loss = loss + chance * part
+            loss = loss + probability * part
         found = -torch.autograd.grad(loss, logit)[0].item()
         assert found == pytest.approx(success_factor(p, size) * p * (1 - p), abs=1e-12)
-    # At p = 0.9 the deviation is smaller by 0.3 / 0.5, but 43 % of the groups are silent.
+    # At p = 0.9 the deviation is smaller by 0.3 / 0.5, but 43 % of the groups have no spread.
     assert success_factor(0.9, size) > 1.15 * success_factor(0.5, size)
 
 
-def test_dividing_by_the_groups_deviation_turns_the_gradient_where_rewards_are_graded():
+def test_dividing_by_the_groups_deviation_rotates_the_gradient_of_graded_rewards():
     """With more than two reward values the bias is no longer a factor: the direction differs."""
-    policy, rewards = Policy.random().trained(), torch.randn(9) ** 3
-    found = expected_gradient(policy, unbiased(), estimated(rewards), size=3)
+    policy, rewards = Policy.random().with_gradient(), torch.randn(9) ** 3
+    found = expected_gradient(policy, unbiased_settings(), make_estimator(rewards), size=3)
     true = reward_gradient(policy, rewards)
     cosine = torch.nn.functional.cosine_similarity(found, true, dim=0)
-    assert 0.5 < cosine < 0.999  # the same way up, not the same way
+    assert 0.5 < cosine < 0.999  # ascent, in a different direction
 
 
 def test_the_mean_over_tokens_weights_short_completions_more():
     """loss_type=grpo divides each completion's tokens by its own length.
 
-    Two completions of lengths 1 and 4 with equal and opposite advantages: per token, the short
-    one counts four times. dr_grpo gives each token the same weight.
+    Two completions of lengths 1 and 4 with opposite advantages: a token of the short one has four
+    times the weight. dr_grpo gives each token the same weight.
     """
     weights = {}
     for loss_type in ("grpo", "dr_grpo"):
@@ -245,12 +245,12 @@ def test_the_mean_over_tokens_weights_short_completions_more():
 
 
 def test_the_sequence_ratio_of_the_sampler_correction_is_exact():
-    """Completions from another policy, weighted by π/π_sampler of the whole completion."""
-    policy, sampler, rewards = Policy.random().trained(), Policy.random(), torch.randn(9)
+    """Completions of another policy, weighted by π/π_sampler of the full completion."""
+    policy, sampler, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
     found = expected_gradient(
         policy,
-        unbiased(sampler_correction="sequence", sampler_correction_cap=1e6),
-        estimated(rewards, estimator="rloo", scale_rewards="none"),
+        unbiased_settings(sampler_correction="sequence", sampler_correction_cap=1e6),
+        make_estimator(rewards, estimator="rloo", scale_rewards="none"),
         size=2,
         sampled_from=sampler,
     )
@@ -258,35 +258,37 @@ def test_the_sequence_ratio_of_the_sampler_correction_is_exact():
 
 
 @pytest.mark.parametrize("correction", ["none", "token"])
-def test_another_correction_or_none_leaves_a_bias(correction):
-    """The token's own ratio does not make up for a prefix that came from elsewhere."""
-    policy, sampler, rewards = Policy.random().trained(), Policy.random(), torch.randn(9)
+def test_a_token_correction_or_none_leaves_a_bias(correction):
+    """The token's ratio does not correct for a prefix that another policy sampled."""
+    policy, sampler, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
     found = expected_gradient(
         policy,
-        unbiased(sampler_correction=correction, sampler_correction_cap=1e6)
+        unbiased_settings(sampler_correction=correction, sampler_correction_cap=1e6)
         if correction != "none"
-        else unbiased(),
-        estimated(rewards, estimator="rloo", scale_rewards="none"),
+        else unbiased_settings(),
+        make_estimator(rewards, estimator="rloo", scale_rewards="none"),
         size=2,
         sampled_from=sampler,
     )
     assert (found - reward_gradient(policy, rewards)).abs().max() > 1e-2
 
 
-def test_token_ratios_after_the_first_update_leave_out_where_the_prefix_came_from():
-    """The surrogate's own bias at μ > 1; with π_old = π_θ the same computation is exact."""
-    policy, old, rewards = Policy.random().trained(), Policy.random(), torch.randn(9)
-    advantages = estimated(rewards, estimator="rloo", scale_rewards="none")
+def test_token_ratios_after_the_first_update_ignore_who_sampled_the_prefix():
+    """The surrogate's bias at μ > 1; with π_old = π_θ the same computation is exact."""
+    policy, old, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
+    advantages = make_estimator(rewards, estimator="rloo", scale_rewards="none")
     true = reward_gradient(policy, rewards)
-    moved = expected_gradient(policy, unbiased(**UNCLIPPED), advantages, size=2, old=old)
+    moved = expected_gradient(policy, unbiased_settings(**UNCLIPPED), advantages, size=2, old=old)
     assert (moved - true).abs().max() > 1e-2
-    still = Policy(policy.first.detach(), policy.second.detach())
-    first = expected_gradient(policy, unbiased(**UNCLIPPED), advantages, size=2, old=still)
+    unmoved = Policy(policy.first.detach(), policy.second.detach())
+    first = expected_gradient(
+        policy, unbiased_settings(**UNCLIPPED), advantages, size=2, old=unmoved
+    )
     torch.testing.assert_close(first, true, **EXACT)
 
 
-# The KL in the loss. One-token completions, where a token's ratio is the completion's; for two
-# tokens see the test of what token-level ratios leave out.
+# The KL in the loss. One-token completions, whose token ratio is the completion's ratio; the last
+# section has completions of two tokens.
 
 
 def token_gradient(
@@ -296,7 +298,7 @@ def token_gradient(
     old: Tensor | None,
     reference: Tensor,
 ) -> Tensor:
-    """E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy)."""
+    """Return E[gradient of β·KL in the loss] over one token from ``old`` (or from the policy)."""
     logprobs = logits.log_softmax(-1)
     old_logprobs = None if old is None else old.log_softmax(-1)
     weights = probabilities(logits if old is None else old).detach()
@@ -318,9 +320,9 @@ def softmax(logits: Tensor) -> Tensor:
     return logits.softmax(-1)
 
 
-def divergence(of: Tensor, to: Tensor) -> Tensor:
-    """KL(of ‖ to) of two vectors of logits, by enumeration."""
-    return (of.softmax(-1) * (of.log_softmax(-1) - to.log_softmax(-1))).sum()
+def exact_kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p ‖ q) of two vectors of logits, by enumeration."""
+    return (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum()
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -328,19 +330,19 @@ def divergence(of: Tensor, to: Tensor) -> Tensor:
 def test_the_corrected_kl_in_the_loss_follows_the_gradient_of_the_kl(estimator, moved):
     """Before the first update (the ratio is 1 by construction) and after it (π_θ ≠ π_old)."""
     logits, old, reference = torch.randn(5, requires_grad=True), torch.randn(5), torch.randn(5)
-    settings = unbiased(
+    settings = unbiased_settings(
         beta=1.0,
         kl_estimator=estimator,
         reference_refresh_every="never",
         **(UNCLIPPED if moved else {}),
     )
     found = token_gradient(softmax, settings, logits, old if moved else None, reference)
-    true = torch.autograd.grad(divergence(logits, reference), logits)[0]
+    true = torch.autograd.grad(exact_kl(logits, reference), logits)[0]
     torch.testing.assert_close(found, true, **EXACT)
 
 
 def test_k1_alone_has_no_gradient_in_expectation():
-    """E[∇k1] = E[∇log π] = 0, however far the reference is: why the settings refuse it."""
+    """E[∇k1] = E[∇log π] = 0, however far the reference is, so the settings refuse it."""
     logits, reference = torch.randn(5, requires_grad=True), torch.randn(5)
     logprobs = logits.log_softmax(-1)
     k1 = KL_ESTIMATORS["k1"](logprobs, reference.log_softmax(-1))
@@ -348,44 +350,46 @@ def test_k1_alone_has_no_gradient_in_expectation():
     torch.testing.assert_close(found, torch.zeros(5), **EXACT)
 
 
-def test_k3_alone_follows_the_other_kl():
-    """Without the ratio, E[∇k3] is the gradient of KL(reference ‖ policy): the GRPO paper's."""
+def test_k3_alone_follows_the_kl_in_the_other_direction():
+    """Without the ratio, as in the GRPO paper, E[∇k3] is the gradient of KL(reference ‖ policy)."""
     logits, reference = torch.randn(5, requires_grad=True), torch.randn(5)
-    settings = unbiased(beta=1.0, use_bias_correction_kl=False, reference_refresh_every="never")
+    settings = unbiased_settings(
+        beta=1.0, use_bias_correction_kl=False, reference_refresh_every="never"
+    )
     found = token_gradient(softmax, settings, logits, None, reference)
-    other = torch.autograd.grad(divergence(reference, logits), logits)[0]
+    other = torch.autograd.grad(exact_kl(reference, logits), logits)[0]
     torch.testing.assert_close(found, other, **EXACT)
-    true = torch.autograd.grad(divergence(logits, reference), logits)[0]
+    true = torch.autograd.grad(exact_kl(logits, reference), logits)[0]
     assert (found - true).abs().max() > 1e-2
 
 
-def test_k3_alone_is_neither_kl_once_the_policy_has_moved():
+def test_k3_alone_follows_neither_kl_once_the_policy_has_moved():
     logits, old, reference = torch.randn(5, requires_grad=True), torch.randn(5), torch.randn(5)
-    settings = unbiased(
+    settings = unbiased_settings(
         beta=1.0, use_bias_correction_kl=False, reference_refresh_every="never", **UNCLIPPED
     )
     found = token_gradient(softmax, settings, logits, old, reference)
-    for true in (divergence(logits, reference), divergence(reference, logits)):
+    for true in (exact_kl(logits, reference), exact_kl(reference, logits)):
         assert (found - torch.autograd.grad(true, logits)[0]).abs().max() > 1e-2
 
 
-def test_k2_alone_follows_the_kl_and_corrected_another_objective():
-    """E[∇k2] = E[d·∇log π] is the KL's gradient; E[ρ·k2] has that of half the mean square of d."""
+def test_k2_follows_the_kl_alone_and_half_the_mean_square_when_corrected():
+    """E[∇k2] = E[d·∇log π] is the KL's gradient; the gradient of E[ρ·k2] is that of E[d²]/2."""
     logits, reference = torch.randn(5, requires_grad=True), torch.randn(5)
     fields = {"beta": 1.0, "kl_estimator": "k2", "reference_refresh_every": "never"}
     alone = token_gradient(
-        softmax, unbiased(use_bias_correction_kl=False, **fields), logits, None, reference
+        softmax, unbiased_settings(use_bias_correction_kl=False, **fields), logits, None, reference
     )
-    true = torch.autograd.grad(divergence(logits, reference), logits)[0]
+    true = torch.autograd.grad(exact_kl(logits, reference), logits)[0]
     torch.testing.assert_close(alone, true, **EXACT)
-    corrected = token_gradient(softmax, unbiased(**fields), logits, None, reference)
+    corrected = token_gradient(softmax, unbiased_settings(**fields), logits, None, reference)
     difference = logits.log_softmax(-1) - reference.log_softmax(-1)
     half_square = (logits.softmax(-1) * difference**2 / 2).sum()
     torch.testing.assert_close(corrected, torch.autograd.grad(half_square, logits)[0], **EXACT)
 
 
 def test_the_coefficients_of_the_gradient_at_ratio_one():
-    """Each token's gradient is −(A + β(π_ref/π − 1)) alone, −(A − β log(π/π_ref)) corrected."""
+    """A token's gradient is −(A + β(π_ref/π − 1)) alone and −(A − β log(π/π_ref)) corrected."""
     advantage, beta = 0.7, 0.3
     logprob = torch.tensor([-1.2], requires_grad=True)
     reference = torch.tensor([-0.5])
@@ -411,14 +415,14 @@ def test_the_coefficients_of_the_gradient_at_ratio_one():
     [("k1", True), ("k2", True), ("k2", False), ("k3", True), ("k3", False)],
 )
 def test_a_fresh_reference_has_no_kl_in_expectation(estimator, corrected):
-    """k = 1, μ = 1: the reference is the policy. Exactly 0 for k2 and k3, on average for k1."""
+    """k = 1, μ = 1: the reference is the policy. k2 and k3 are exactly 0, k1 on average."""
     logits = torch.randn(5, requires_grad=True)
-    settings = unbiased(beta=1.0, kl_estimator=estimator, use_bias_correction_kl=corrected)
+    settings = unbiased_settings(beta=1.0, kl_estimator=estimator, use_bias_correction_kl=corrected)
     found = token_gradient(softmax, settings, logits, None, logits.detach())
     torch.testing.assert_close(found, torch.zeros(5), **EXACT)
 
 
-# Whole completions.
+# The KL of completions of two tokens.
 
 
 def completion_kl(policy: Policy, reference: Policy) -> Tensor:
@@ -426,12 +430,12 @@ def completion_kl(policy: Policy, reference: Policy) -> Tensor:
     return (policy.probabilities() * log_ratio).sum()
 
 
-def penalised(
+def make_penalized_estimator(
     rewards: Tensor, policy: Policy, reference: Policy, beta: float, estimator: str
 ) -> Callable[[list[int]], Tensor]:
     logprobs, references = policy.logprobs().detach(), reference.logprobs()
 
-    def of(chosen: list[int]) -> Tensor:
+    def advantages(chosen: list[int]) -> Tensor:
         completion = torch.arange(len(chosen)).repeat_interleave(LENGTH)
         penalty = kl_penalties(
             logprobs[chosen].flatten(),
@@ -445,13 +449,16 @@ def penalised(
             total, [0] * len(chosen), estimator="rloo", scale_rewards="none"
         ).values
 
-    return of
+    return advantages
 
 
 def test_k1_in_the_reward_follows_the_gradient_of_the_kl_of_completions():
-    policy, reference, rewards = Policy.random().trained(), Policy.random(), torch.randn(9)
+    policy, reference, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
     found = expected_gradient(
-        policy, unbiased(), penalised(rewards, policy, reference, 0.4, "k1"), size=2
+        policy,
+        unbiased_settings(),
+        make_penalized_estimator(rewards, policy, reference, 0.4, "k1"),
+        size=2,
     )
     objective = (policy.probabilities() * rewards).sum() - 0.4 * completion_kl(policy, reference)
     torch.testing.assert_close(found, gradient(objective, policy), **EXACT)
@@ -459,42 +466,45 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_kl_of_completions():
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_k2_and_k3_in_the_reward_are_biased(estimator):
-    policy, reference, rewards = Policy.random().trained(), Policy.random(), torch.randn(9)
+    policy, reference, rewards = Policy.random().with_gradient(), Policy.random(), torch.randn(9)
     found = expected_gradient(
-        policy, unbiased(), penalised(rewards, policy, reference, 0.4, estimator), size=2
+        policy,
+        unbiased_settings(),
+        make_penalized_estimator(rewards, policy, reference, 0.4, estimator),
+        size=2,
     )
     objective = (policy.probabilities() * rewards).sum() - 0.4 * completion_kl(policy, reference)
     assert (found - gradient(objective, policy)).abs().max() > 1e-2
 
 
-def test_the_kl_in_the_loss_leaves_out_what_a_token_does_to_later_ones():
-    """In the loss, a token answers for its own KL alone, given what was written before it.
+def test_the_kl_in_the_loss_ignores_a_tokens_effect_on_later_tokens():
+    """In the loss, each token's gradient counts only that token's KL, given its prefix.
 
-    So the first token's gradient lacks what it changes in the second token's KL; the second
-    token's is that of the completions' KL. k1 in the reward, above, has both.
+    The first token's gradient lacks its effect on the second token's KL; the second token's is
+    the gradient of the completions' KL. k1 in the reward, above, has both.
     """
-    policy, reference = Policy.random().trained(), Policy.random()
+    policy, reference = Policy.random().with_gradient(), Policy.random()
     found = -expected_gradient(
         policy,
-        unbiased(beta=1.0, reference_refresh_every="never"),
+        unbiased_settings(beta=1.0, reference_refresh_every="never"),
         no_advantages,
         size=1,
         reference=reference,
     )
-    whole = gradient(completion_kl(policy, reference), policy)
+    exact = gradient(completion_kl(policy, reference), policy)
     first, second = found[:ALPHABET], found[ALPHABET:]
-    alone = torch.autograd.grad(divergence(policy.first, reference.first), policy.first)[0]
+    alone = torch.autograd.grad(exact_kl(policy.first, reference.first), policy.first)[0]
     torch.testing.assert_close(first, alone, **EXACT)
-    torch.testing.assert_close(second, whole[ALPHABET:], **EXACT)
-    assert (first - whole[:ALPHABET]).abs().max() > 1e-2
+    torch.testing.assert_close(second, exact[ALPHABET:], **EXACT)
+    assert (first - exact[:ALPHABET]).abs().max() > 1e-2
 
 
 def test_the_logged_kl_is_unbiased_after_the_policy_has_moved():
-    """Mean over tokens of ρ·k3 under the old policy, exact for one-token completions."""
+    """The mean over tokens of ρ·k3 under the old policy is exact for one-token completions."""
     logits, old, reference = torch.randn(5), torch.randn(5), torch.randn(5)
-    settings = unbiased(
+    settings = unbiased_settings(
         beta=1.0,
-        kl_estimator="k2",  # what is trained on does not change what is logged
+        kl_estimator="k2",  # the trained KL does not change the logged one
         use_bias_correction_kl=False,
         reference_refresh_every="never",
         **UNCLIPPED,
@@ -511,4 +521,4 @@ def test_the_logged_kl_is_unbiased_after_the_policy_has_moved():
         )
         output = policy_loss(batch, StepTotals(1, 1, 1), settings)
         logged += weight * output.metrics.values()["kl"]
-    assert logged == pytest.approx(divergence(logits, reference).item(), abs=1e-12)
+    assert logged == pytest.approx(exact_kl(logits, reference).item(), abs=1e-12)

@@ -1,9 +1,9 @@
 # ruff: noqa: SLF001 (TRL's own arithmetic is in private methods)
 """Advantages, losses, gradients and metrics against TRL's own GRPOTrainer, in float64.
 
-TRL's methods run as they are: they get an object that has the attributes they read, in place of
-a trainer, so nothing of TRL is typed again here. Where this package differs on purpose, a test
-shows both results and says why.
+TRL's methods run unchanged: in place of a trainer they get an object with the attributes they
+read, so no formula of TRL is copied. Where this package differs on purpose, a test shows both
+results and gives the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vlm_grpo.objective import (
 )
 
 LENGTHS = (5, 3, 1, 4, 5, 2)  # ragged, with a completion of one token and two of the full length
-MAX_LENGTH = 7  # longer than any completion, so that dr_grpo's normaliser is told apart
+MAX_LENGTH = 7  # longer than any completion, so that dr_grpo's normalizer differs
 TOLERANCE = 1e-10  # float64: far above rounding (1e-16), far below any difference in formula
 
 
@@ -45,7 +45,7 @@ def _float64():
 
 @dataclass(frozen=True)
 class Case:
-    """Padded tensors (completions, tokens) as TRL takes them."""
+    """Padded tensors (completions, tokens) in TRL's layout."""
 
     logps: Tensor
     mask: Tensor
@@ -55,7 +55,7 @@ class Case:
     ref: Tensor | None = None
     sampler: Tensor | None = None
 
-    def rows(self, rows: slice) -> Case:
+    def select(self, rows: slice) -> Case:
         given = {name: value for name, value in vars(self).items() if value is not None}
         return Case(**{name: value[rows] for name, value in given.items()})
 
@@ -78,7 +78,7 @@ def make_case(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> Ca
     )
 
 
-def trl_trainer(settings: ObjectiveSettings, accumulation: int = 1) -> SimpleNamespace:
+def make_trl_trainer(settings: ObjectiveSettings, accumulation: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(
@@ -108,14 +108,14 @@ def trl_trainer(settings: ObjectiveSettings, accumulation: int = 1) -> SimpleNam
     )
 
 
-def trl_loss(
-    case: Case, settings: ObjectiveSettings, cuts: tuple[slice, ...] = (slice(None),)
+def run_trl_loss(
+    case: Case, settings: ObjectiveSettings, micro_batches: tuple[slice, ...] = (slice(None),)
 ) -> tuple[Tensor, dict[str, list[float]]]:
-    """The step's loss by TRL's ``_compute_loss``, summed over micro-batches of whole rows."""
-    trainer = trl_trainer(settings, accumulation=len(cuts))
+    """Compute the step's loss by TRL's ``_compute_loss``, summed over micro-batches of rows."""
+    trainer = make_trl_trainer(settings, accumulation=len(micro_batches))
     total = torch.zeros(())
-    for rows in cuts:
-        part = case.rows(rows)
+    for rows in micro_batches:
+        part = case.select(rows)
         result = (part.logps, part.entropies, None)
         trainer._get_per_token_logps_and_entropies = lambda *a, result=result, **k: result
         blank = torch.zeros_like(part.mask)
@@ -132,17 +132,17 @@ def trl_loss(
         if part.ref is not None:
             inputs["ref_per_token_logps"] = part.ref
         if part.sampler is not None:
-            inputs["importance_sampling_ratio"] = trl_sampler_ratio(part, settings)
+            inputs["importance_sampling_ratio"] = compute_trl_sampler_ratio(part, settings)
         total = total + GRPOTrainer._compute_loss(cast(Any, trainer), None, inputs)
     return total, trainer._metrics["train"]
 
 
-def our_batch(case: Case) -> TokenBatch:
-    """The same completions flat; a row that is masked out whole is an inactive completion."""
+def build_batch(case: Case) -> TokenBatch:
+    """Flatten the completions; a fully masked row becomes an inactive completion."""
     lengths = torch.tensor(LENGTHS[: len(case.mask)])
     real = torch.arange(case.mask.shape[1]) < lengths[:, None]
 
-    def flat(padded: Tensor | None) -> Tensor | None:
+    def flatten(padded: Tensor | None) -> Tensor | None:
         return None if padded is None else padded[real]
 
     return TokenBatch(
@@ -150,12 +150,16 @@ def our_batch(case: Case) -> TokenBatch:
         completion=torch.arange(len(lengths)).repeat_interleave(lengths),
         advantages=case.advantages,
         lengths=lengths,
-        old_logprobs=flat(case.old),
-        reference_logprobs=flat(case.ref),
-        sampler_logprobs=flat(case.sampler),
+        old_logprobs=flatten(case.old),
+        reference_logprobs=flatten(case.ref),
+        sampler_logprobs=flatten(case.sampler),
         entropies=case.entropies[real],
         active=case.mask.any(dim=1),
     )
+
+
+def count_totals(batch: TokenBatch) -> StepTotals:
+    return StepTotals.from_lengths(batch.lengths, batch.active, MAX_LENGTH)
 
 
 def gradients(loss: Tensor, case: Case) -> tuple[Tensor, Tensor]:
@@ -165,14 +169,11 @@ def gradients(loss: Tensor, case: Case) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def assert_same(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> None:
+def assert_equal(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> None:
     case = make_case(settings, inactive)
-    theirs, their_metrics = trl_loss(case, settings)
-    batch = our_batch(case)
-    assert batch.active is not None
-    ours = policy_loss(
-        batch, StepTotals.from_lengths(batch.lengths, batch.active, MAX_LENGTH), settings
-    )
+    theirs, their_metrics = run_trl_loss(case, settings)
+    batch = build_batch(case)
+    ours = policy_loss(batch, count_totals(batch), settings)
     assert abs(ours.loss.item() - theirs.item()) < TOLERANCE
     for mine, other in zip(gradients(ours.loss, case), gradients(theirs, case), strict=True):
         assert (mine - other).abs().max() < TOLERANCE
@@ -180,7 +181,7 @@ def assert_same(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> 
     shared = set(metrics) & set(their_metrics)
     assert shared >= {"entropy"}
     if settings.importance_sampling_level == "sequence":
-        shared -= {"kl"}  # TRL logs the KL it trains on; here the logged one stays unbiased
+        shared -= {"kl"}  # TRL logs the trained KL; here the logged KL stays unbiased
         if inactive:  # TRL counts masked completions as unclipped; here they are not counted
             shared = {name for name in shared if "clip" not in name}
     if not settings.use_bias_correction_kl:
@@ -205,8 +206,8 @@ LEVELS = ("token", "sequence")
 LOSS_TYPES = get_args(LossType)
 
 
-def test_the_loss_types_are_trls_but_for_three():
-    """What TRL documents; a type that a new version adds is to be added here, or to this list."""
+def test_the_loss_types_are_trls_except_three():
+    """If a new TRL version documents another type, add it to the package or to this list."""
     text = inspect.getdoc(GRPOConfig) or ""
     listed = text.partition("loss_type (`str`")[2].partition("mask_truncated_completions (`bool`")[
         0
@@ -221,16 +222,16 @@ def test_the_loss_types_are_trls_but_for_three():
 def test_clipped_losses_equal_trl(loss_type, level):
     for bounds, kl in itertools.product(BOUNDS, KLS):
         fields = {"loss_type": loss_type, "importance_sampling_level": level, **bounds, **kl}
-        assert_same(ObjectiveSettings(num_iterations=2, **fields))
+        assert_equal(ObjectiveSettings(num_iterations=2, **fields))
         if not bounds:
-            assert_same(ObjectiveSettings(**fields))  # no old log-probs: the ratio is 1
+            assert_equal(ObjectiveSettings(**fields))  # without old log-probs the ratio is 1
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_cispo_equals_trl(level, num_iterations):
     for kl, bound in itertools.product(KLS, (1.0, 1.3, 5.0)):
-        assert_same(
+        assert_equal(
             ObjectiveSettings(
                 loss_type="cispo",
                 epsilon_high=bound,
@@ -253,7 +254,7 @@ def test_entropy_bonus_and_masked_completions_equal_trl(loss_type):
             mask_truncated_completions=True,
             **kl,
         )
-        assert_same(settings, inactive=(1, 4))
+        assert_equal(settings, inactive=(1, 4))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -261,7 +262,7 @@ def test_entropy_bonus_and_masked_completions_equal_trl(loss_type):
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_sampler_correction_equals_trl(loss_type, correction, num_iterations):
     for level, kl in itertools.product(LEVELS, KLS):
-        assert_same(
+        assert_equal(
             ObjectiveSettings(
                 loss_type=loss_type,
                 epsilon_high=5.0 if loss_type == "cispo" else None,
@@ -281,37 +282,34 @@ def test_accumulation_equals_trl(loss_type):
         loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else None, num_iterations=2
     )
     case = make_case(settings)
-    theirs, _ = trl_loss(case, settings, cuts=(slice(0, 3), slice(3, 6)))
-    batch = our_batch(case)
-    ours = policy_loss(
-        batch, StepTotals.from_lengths(batch.lengths, None, MAX_LENGTH), settings
-    ).loss
+    theirs, _ = run_trl_loss(case, settings, micro_batches=(slice(0, 3), slice(3, 6)))
+    batch = build_batch(case)
+    ours = policy_loss(batch, count_totals(batch), settings).loss
     assert (gradients(ours, case)[0] - gradients(theirs, case)[0]).abs().max() < TOLERANCE
 
 
-def test_bnpo_differs_from_trl_where_trl_depends_on_the_cut():
-    """TRL divides by each micro-batch's own tokens; here the step's tokens are the normaliser.
+def test_bnpo_differs_from_trl_where_trl_depends_on_the_split():
+    """TRL divides by the tokens of each micro-batch; here the step's tokens are the normalizer.
 
-    The step's gradient must not depend on how it was cut, so bnpo is here what TRL's is with
-    one micro-batch a step.
+    The step's gradient must not depend on its split, so bnpo here equals TRL's bnpo with one
+    micro-batch per step.
     """
     settings = ObjectiveSettings(loss_type="bnpo", num_iterations=2)
     case = make_case(settings)
-    whole = gradients(trl_loss(case, settings)[0], case)[0]
-    # 9 tokens and 11 tokens: a token's weight is 1/18 or 1/22 where it is 1/20 in the whole.
-    halves = gradients(trl_loss(case, settings, cuts=(slice(0, 3), slice(3, 6)))[0], case)[0]
-    assert (whole - halves).abs().max() > 1e-3
-    batch = our_batch(case)
-    ours = policy_loss(
-        batch, StepTotals.from_lengths(batch.lengths, None, MAX_LENGTH), settings
-    ).loss
-    assert (gradients(ours, case)[0] - whole).abs().max() < TOLERANCE
+    unsplit = gradients(run_trl_loss(case, settings)[0], case)[0]
+    # 9 tokens and 11 tokens: a token's weight is 1/18 or 1/22, and 1/20 without the split.
+    split, _ = run_trl_loss(case, settings, micro_batches=(slice(0, 3), slice(3, 6)))
+    halves = gradients(split, case)[0]
+    assert (unsplit - halves).abs().max() > 1e-3
+    batch = build_batch(case)
+    ours = policy_loss(batch, count_totals(batch), settings).loss
+    assert (gradients(ours, case)[0] - unsplit).abs().max() < TOLERANCE
 
 
-# The first half of a TRL step: from rewards to advantages, and the sampler's ratio.
+# Advantages and the sampler's ratio.
 
 
-def trl_scores(
+def run_trl_scoring(
     rewards: Tensor,
     *,
     num_generations: int = 1,
@@ -321,7 +319,7 @@ def trl_scores(
     case: Case | None = None,
     settings: ObjectiveSettings | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
-    """What TRL's ``_generate_and_score_completions`` makes of rewards (completions, functions)."""
+    """Run TRL's ``_generate_and_score_completions`` on rewards (completions, functions)."""
     count, functions = rewards.shape
     correction = settings.sampler_correction if settings else "none"
     lengths = LENGTHS[:count] if case is not None else (1,) * count
@@ -378,8 +376,8 @@ def trl_scores(
     return output, trainer._metrics["train"]
 
 
-def trl_sampler_ratio(case: Case, settings: ObjectiveSettings) -> Tensor:
-    scores, _ = trl_scores(torch.zeros(len(case.mask), 1), case=case, settings=settings)
+def compute_trl_sampler_ratio(case: Case, settings: ObjectiveSettings) -> Tensor:
+    scores, _ = run_trl_scoring(torch.zeros(len(case.mask), 1), case=case, settings=settings)
     return scores["importance_sampling_ratio"]
 
 
@@ -391,8 +389,8 @@ IDS = [str(i // SIZE) for i in range(GROUPS * SIZE)]
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_advantages_equal_trl(scale_rewards):
     rewards = torch.rand(GROUPS * SIZE)
-    rewards[1] = rewards[6] = torch.nan  # every reward function said None: unscorable in both
-    theirs, metrics = trl_scores(
+    rewards[1] = rewards[6] = torch.nan  # every reward function returned None: unscorable in both
+    theirs, metrics = run_trl_scoring(
         rewards[:, None], num_generations=SIZE, scale_rewards=scale_rewards
     )
     ours = group_advantages(rewards, IDS, scale_rewards=scale_rewards)
@@ -401,10 +399,10 @@ def test_advantages_equal_trl(scale_rewards):
     assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 0.0
 
 
-def test_advantages_normalised_per_reward_equal_trl():
+def test_advantages_normalized_per_reward_equal_trl():
     rewards = torch.rand(GROUPS * SIZE, 3)
     weights = torch.tensor([1.0, 0.5, 2.0])
-    theirs, _ = trl_scores(rewards, num_generations=SIZE, weights=weights, each=True)
+    theirs, _ = run_trl_scoring(rewards, num_generations=SIZE, weights=weights, each=True)
     ours = per_reward_advantages(rewards, weights, IDS)
     assert (ours.values - theirs["advantages"]).abs().max() < TOLERANCE
 
@@ -412,24 +410,24 @@ def test_advantages_normalised_per_reward_equal_trl():
 def test_a_reward_that_is_none_differs_from_trl():
     """One of two reward functions failed on completion 0.
 
-    TRL counts the missing reward as 0, so the completion is pushed down for a fault of the
-    reward function; here it is unscorable, and teaches nothing.
+    TRL counts the missing reward as 0, so the completion is penalized for an error of the reward
+    function; here it is unscorable, and its advantage is 0.
     """
     rewards = torch.tensor([[1.0, torch.nan], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
-    theirs, _ = trl_scores(rewards, num_generations=4)
+    theirs, _ = run_trl_scoring(rewards, num_generations=4)
     assert theirs["advantages"][0] < 0
-    ours = group_advantages(rewards.sum(dim=1), ["a"] * 4)
+    ours = group_advantages(rewards.sum(dim=1), ["a"] * 4, scale_rewards="none")
     assert ours.values[0] == 0
-    assert ours.group_means[0] == pytest.approx(5 / 3)  # 2, 2 and 1
+    assert ours.values[1:].tolist() == pytest.approx([1 / 3, 1 / 3, -2 / 3])  # mean of 2, 2, 1
 
 
 def test_equal_rewards_differ_from_trl_by_being_exactly_zero():
     """TRL divides a rounding error of the mean by 1e-4, in float32 as its rewards are.
 
-    Here the group is exactly silent, which allows it to be left out of the update.
+    Here the advantages are exactly 0, so the update may skip the group.
     """
     rewards = torch.full((7,), 0.1, dtype=torch.float32)
-    theirs, metrics = trl_scores(
+    theirs, metrics = run_trl_scoring(
         rewards[:, None], num_generations=7, weights=torch.ones(1, dtype=torch.float32)
     )
     ours = group_advantages(rewards, ["a"] * 7)
@@ -439,20 +437,20 @@ def test_equal_rewards_differ_from_trl_by_being_exactly_zero():
 
 
 def test_zero_spread_is_counted_by_group_under_batch_scaling():
-    """TRL looks at the batch's deviation there, and so never reports a silent group."""
+    """TRL tests the batch's deviation there, and so never reports a group without spread."""
     rewards = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    _, metrics = trl_scores(rewards[:, None], num_generations=2, scale_rewards="batch")
+    _, metrics = run_trl_scoring(rewards[:, None], num_generations=2, scale_rewards="batch")
     assert metrics["frac_reward_zero_std"] == [0.0]
     ours = group_advantages(rewards, list("aabb"), scale_rewards="batch")
     assert ours.frac_reward_zero_std == 0.5  # group a of a and b
 
 
-def test_a_group_of_one_counts_as_silent():
-    """TRL has groups of one in evaluation alone, and gives them 0.
+def test_a_group_of_one_has_zero_spread():
+    """TRL has groups of one only in evaluation; their advantage is 0.
 
-    Here unequal groups are legal, so one may appear among others that keep their advantages.
+    Here groups of different sizes are valid, so one may appear among others with advantages.
     """
-    alone, _ = trl_scores(torch.tensor([[0.5]]), num_generations=1)
+    alone, _ = run_trl_scoring(torch.tensor([[0.5]]), num_generations=1)
     assert alone["advantages"].tolist() == [0.0]
     ours = group_advantages(torch.tensor([0.5, 1.0, 0.0]), list("abb"), scale_rewards="batch")
     assert ours.values[0] == 0
@@ -460,8 +458,8 @@ def test_a_group_of_one_counts_as_silent():
     assert ours.zero_spread.tolist() == [True, False]
 
 
-def test_the_token_level_is_the_only_one_where_the_logged_kl_matches():
-    """At sequence level TRL logs k3 times the completion's ratio; ours stays the token's.
+def test_the_logged_kl_differs_from_trl_at_sequence_level():
+    """TRL logs k3 times the completion's ratio there; here it is always the token's ratio.
 
     Only the token's ratio makes k3 an unbiased estimate once the policy has moved.
     """
@@ -472,9 +470,9 @@ def test_the_token_level_is_the_only_one_where_the_logged_kl_matches():
         importance_sampling_level="sequence",
     )
     case = make_case(settings)
-    _, theirs = trl_loss(case, settings)
-    batch = our_batch(case)
-    totals = StepTotals.from_lengths(batch.lengths, None, MAX_LENGTH)
+    _, theirs = run_trl_loss(case, settings)
+    batch = build_batch(case)
+    totals = count_totals(batch)
     by_sequence = policy_loss(batch, totals, settings).metrics.values()["kl"]
     tokens = settings.model_copy(update={"importance_sampling_level": "token"})
     by_token = policy_loss(batch, totals, tokens).metrics.values()["kl"]

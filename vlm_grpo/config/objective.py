@@ -1,14 +1,16 @@
-"""Settings of the objective: which advantages, loss and KL, and which combinations make sense.
+"""Settings of the objective: advantages, loss, KL, and the combinations that are valid.
 
-Names and meanings are those of TRL's ``GRPOConfig`` wherever it has one. What would be ignored is
-an error that says what to set; what works but is biased or idle is a line in ``notes()``.
+Names and meanings follow TRL's ``GRPOConfig``. A setting that would be ignored is an error that
+says what to set instead; one that is biased or has no effect is a line in ``notes()``.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from vlm_grpo.config.base import Frozen
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -16,104 +18,103 @@ Estimator = Literal["grpo", "rloo"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence"]
 
-_DEFAULT_EPSILON = 0.2
 
-
-class ObjectiveSettings(BaseModel):
-    """What is maximised in one step. Frozen; an unknown field or an ignored one is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class ObjectiveSettings(Frozen):
+    """The objective of one step: its advantages, its loss, and its KL to a reference policy."""
 
     loss_type: LossType = "grpo"
-    """How per-token losses become one number: ``grpo`` mean over completions of the mean over
-    tokens; ``dr_grpo`` sum over tokens / (completions × max_completion_length); ``dapo``, ``bnpo``
-    and ``cispo`` mean over all active tokens of the step. ``cispo`` also replaces the clipped
-    ratio by a capped, detached weight on the log-probability."""
+    """How per-token losses are reduced: ``grpo`` mean over completions of the mean over tokens;
+    ``dr_grpo`` sum over tokens / (completions × max_completion_length); ``dapo``, ``bnpo`` and
+    ``cispo`` mean over all active tokens of the step. ``cispo`` also replaces the clipped ratio
+    with a capped, detached weight on the log-probability."""
 
     advantage_estimator: Estimator = "grpo"
-    """Baseline of a reward: ``grpo`` the mean of its group; ``rloo`` the mean of the others."""
+    """Baseline of a reward: ``grpo`` the mean of its group; ``rloo`` the mean of the group's other
+    rewards."""
 
     scale_rewards: ScaleRewards = "group"
-    """What an advantage is divided by: the standard deviation of its ``group``, of the whole
-    ``batch``, or nothing (``none``)."""
+    """Scale of an advantage: the standard deviation of the rewards in its ``group``, in the
+    ``batch``, or 1 (``none``)."""
 
     normalize_each_reward: bool = False
-    """True (GDPO): every reward is normalised in its group before the weighted sum, which is then
-    divided by its standard deviation over the batch. False: the weighted sum is normalised."""
+    """True (GDPO): normalize each reward in its group before the weighted sum, then divide the sum
+    by its standard deviation over the batch. False: normalize the weighted sum."""
 
-    beta: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
-    """Weight of the KL to the reference policy. 0: no KL and no reference policy at all."""
+    beta: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL to the reference policy. 0: no KL and no reference policy."""
 
     kl_estimator: KLEstimator = "k3"
-    """Per-token KL estimator, see ``vlm_grpo.objective.kl``."""
+    """Per-token KL estimator; see ``vlm_grpo.objective.kl``."""
 
     kl_in: Literal["loss", "reward"] = "loss"
-    """``loss``: added to each token's loss. ``reward``: the completion's sum is subtracted from its
-    reward before the advantages; only ``k1`` is unbiased there."""
+    """``loss``: add the KL to each token's loss. ``reward``: subtract a completion's sum from its
+    reward, before the advantages; only ``k1`` is unbiased there."""
 
     use_bias_correction_kl: bool = True
-    """True: the KL in the loss is multiplied by the importance ratio, whose gradient counts even
-    where its value is 1; k1 and k3 then have the gradient of KL(policy ‖ reference). False: the
-    KL term of the GRPO paper."""
+    """True: multiply the KL in the loss by the importance ratio, whose gradient counts even where
+    its value is 1; k1 and k3 then have the gradient of KL(policy ‖ reference). False: the KL term
+    of the GRPO paper."""
 
     reference_refresh_every: int | Literal["never"] = 1
-    """The reference becomes the policy before every k-th step. 1: it is the policy at the start of
-    this step, and costs nothing. ``never``: it stays the initial policy."""
+    """Copy the policy to the reference before every k-th step. 1: the reference is the policy at
+    the start of the step, at no cost. ``never``: it stays the initial policy."""
 
     reference_device: Literal["model", "cpu"] = "model"
-    """Where a snapshot of the reference is kept: beside the ``model``, or on the ``cpu``, from
-    where it is moved in for the reference's pass. Only where there is a snapshot: beta above 0
-    and reference_refresh_every other than 1."""
+    """Device of the reference's snapshot: the ``model``'s, or the ``cpu``, from which it is copied
+    to the model's for the reference's pass. There is a snapshot only with beta above 0 and
+    reference_refresh_every other than 1."""
 
     num_iterations: int = Field(default=1, ge=1)
-    """Updates on one rollout (μ). 1: the importance ratio is identically 1 and no old
+    """Updates per rollout (μ). 1: the importance ratio is identically 1 and no old
     log-probabilities are computed."""
 
-    epsilon: float = Field(default=_DEFAULT_EPSILON, gt=0.0, lt=1.0)
+    epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 − epsilon, and above at 1 + epsilon unless ``epsilon_high``
     is set."""
 
-    epsilon_high: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    epsilon_high: float | None = Field(default=None, gt=0.0)
     """The ratio is clipped above at 1 + epsilon_high (clip-higher); None: at 1 + epsilon. With
-    ``cispo`` it is the absolute upper bound of the weight, at least 1, and must be given (ScaleRL
-    uses 5)."""
+    ``cispo`` it is the upper bound of the weight itself, at least 1, and required (ScaleRL uses
+    5)."""
 
-    delta: float | None = Field(default=None, gt=1.0, allow_inf_nan=False)
-    """Two-sided clip: the ratio itself is capped here, which bounds the loss of a completion with
-    negative advantage. None: no cap."""
+    delta: float | None = Field(default=None, gt=1.0)
+    """Two-sided clip: cap the ratio itself, which bounds the loss of a completion with negative
+    advantage. None: no cap."""
 
     importance_sampling_level: Level = "token"
-    """``token``: one ratio per token. ``sequence`` (GSPO): its geometric mean over a completion."""
+    """``token``: one ratio per token. ``sequence`` (GSPO): one ratio per completion, the geometric
+    mean of its tokens' ratios."""
 
-    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the mean token entropy, which is maximised. 0: no bonus."""
 
     mask_truncated_completions: bool = False
-    """True: a completion that hit the length limit contributes nothing to the loss."""
+    """True: leave completions that reached the length limit out of the loss."""
 
     sampler_correction: Literal["none", "token", "sequence"] = "none"
-    """Multiply each token's policy loss by min(trainer's / sampler's probability, cap), of the
-    token or of the whole completion, where the sampler's distribution differs from the one
-    that is trained. ``none``: no weight; the difference is still measured."""
+    """Multiply each token's policy loss by min(trainer's / sampler's probability, cap), taken per
+    ``token`` or over the completion (``sequence``), where the sampler's distribution differs from
+    the trained one. ``none``: no weight; the difference is still logged."""
 
-    sampler_correction_cap: float = Field(default=3.0, ge=1.0, allow_inf_nan=False)
+    sampler_correction_cap: float = Field(default=3.0, ge=1.0)
     """Upper bound of the sampler correction's weight."""
 
     @model_validator(mode="after")
-    def _refuse_what_would_be_ignored(self) -> ObjectiveSettings:
-        for refused, remedy in [*self._clip_refusals(), *self._kl_refusals()]:
-            if refused:
-                raise ValueError(remedy)
+    def _check_combinations(self) -> ObjectiveSettings:
+        for invalid, message in [*self._clip_errors(), *self._kl_errors()]:
+            if invalid:
+                raise ValueError(message)
         return self
 
-    def _clip_refusals(self) -> list[tuple[bool, str]]:
+    def _is_default(self, name: str) -> bool:
+        return getattr(self, name) == type(self).model_fields[name].default
+
+    def _clip_errors(self) -> list[tuple[bool, str]]:
         cispo = self.loss_type == "cispo"
-        idle = {
-            "epsilon_high": self.epsilon_high is not None,
-            "epsilon": self.epsilon != _DEFAULT_EPSILON,
-            "delta": self.delta is not None,
+        changed = {
+            name: not self._is_default(name) for name in ("epsilon_high", "epsilon", "delta")
         }
-        single = self.num_iterations == 1 and not cispo
+        ratio_is_one = self.num_iterations == 1 and not cispo
         return [
             (
                 cispo and (self.epsilon_high is None or self.epsilon_high < 1.0),
@@ -121,30 +122,30 @@ class ObjectiveSettings(BaseModel):
                 "1 + epsilon_high: set epsilon_high to 1 or more, for example 5",
             ),
             (
-                cispo and (idle["epsilon"] or idle["delta"]),
-                "loss_type=cispo has one bound, epsilon_high: leave out epsilon and delta",
+                cispo and (changed["epsilon"] or changed["delta"]),
+                "loss_type=cispo has one bound, epsilon_high: remove epsilon and delta",
             ),
             *(
                 (
-                    single and given,
-                    f"with num_iterations=1 the importance ratio is always 1, so {name} clips "
-                    "nothing: leave it out, or set num_iterations to 2 or more",
+                    ratio_is_one and is_changed,
+                    f"with num_iterations=1 the importance ratio is always 1, so {name} has no "
+                    "effect: remove it, or set num_iterations to 2 or more",
                 )
-                for name, given in idle.items()
+                for name, is_changed in changed.items()
             ),
             (
                 self.delta is not None and self.delta <= 1.0 + self.upper_epsilon,
-                "delta caps the ratio below the clip at 1 + epsilon_high and would replace it: "
+                "delta would cap the ratio below the upper clip bound and replace that bound: "
                 "set delta above 1 + epsilon_high",
             ),
             (
                 self.normalize_each_reward and self.scale_rewards != "group",
                 "normalize_each_reward scales each reward by its group and the sum by the batch, "
-                "so scale_rewards would be ignored: leave it at group",
+                "so scale_rewards would be ignored: remove it",
             ),
         ]
 
-    def _kl_refusals(self) -> list[tuple[bool, str]]:
+    def _kl_errors(self) -> list[tuple[bool, str]]:
         every, corrected = self.reference_refresh_every, self.use_bias_correction_kl
         in_loss = self.beta > 0 and self.kl_in == "loss"
         in_reward = self.beta > 0 and self.kl_in == "reward"
@@ -155,18 +156,18 @@ class ObjectiveSettings(BaseModel):
             ),
             (
                 self.reference_device == "cpu" and not self.needs_reference,
-                "reference_device=cpu says where a snapshot is kept, and these settings keep none: "
-                "leave it out, or set beta above 0 and reference_refresh_every above 1 or to never",
+                "reference_device=cpu has no effect without a reference snapshot: remove it, or "
+                "set beta above 0 and reference_refresh_every above 1 or to never",
             ),
             (
                 self.normalize_each_reward and in_reward,
-                "normalize_each_reward would normalise the KL penalty like a reward, so beta would "
+                "normalize_each_reward would normalize the KL penalty like a reward, so beta would "
                 "be ignored: set kl_in to loss",
             ),
             (
                 in_reward and not corrected,
-                "use_bias_correction_kl=false is about the KL in the loss and would be ignored: "
-                "leave it out with kl_in=reward",
+                "use_bias_correction_kl=false applies to the KL in the loss and would be ignored: "
+                "remove it with kl_in=reward",
             ),
             (
                 in_loss and self.kl_estimator == "k1" and not corrected,
@@ -177,47 +178,39 @@ class ObjectiveSettings(BaseModel):
 
     @property
     def upper_epsilon(self) -> float:
-        """The ratio is clipped above at 1 + this (for ``cispo``: at this)."""
+        """Upper clip bound: the ratio is clipped at 1 + this value (``cispo``: at this value)."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference policy must be kept apart from the policy and run."""
+        """Whether a separate reference policy must be kept and evaluated."""
         return self.beta > 0 and self.reference_refresh_every != 1
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether log-probabilities before the first update must be stored."""
+        """Whether the log-probabilities before the first update must be stored."""
         return self.num_iterations > 1
 
     @property
     def can_skip_zero_advantages(self) -> bool:
-        """Whether a completion with advantage 0 has no gradient, so that it may be skipped."""
+        """Whether a completion with advantage 0 has no gradient, so that the update may skip it."""
         return self.entropy_coef == 0 and (self.beta == 0 or self.kl_in == "reward")
 
     def notes(self) -> list[str]:
-        """What the user should know of these settings, one sentence each, to print at the start."""
+        """Return remarks about the settings, one sentence each, to print when a run starts."""
         return [*self._kl_notes(), *self._ratio_notes()]
 
     def _kl_notes(self) -> list[str]:
         if self.beta == 0:
-            ignored = [
-                name
-                for name in (
-                    "kl_estimator",
-                    "kl_in",
-                    "use_bias_correction_kl",
-                    "reference_refresh_every",
-                )
-                if getattr(self, name) != type(self).model_fields[name].default
-            ]
-            return [f"beta=0: no KL is computed, {', '.join(ignored)} unused"] if ignored else []
+            names = ("kl_estimator", "kl_in", "use_bias_correction_kl", "reference_refresh_every")
+            unused = [name for name in names if not self._is_default(name)]
+            return [f"beta=0: no KL is computed, {', '.join(unused)} unused"] if unused else []
         notes = []
         fresh = self.reference_refresh_every == 1
         if fresh and (self.num_iterations == 1 or self.kl_in == "reward"):
             notes.append(
                 f"beta={self.beta:g} has no effect: with reference_refresh_every=1 the reference "
-                "is the policy itself whenever the KL is taken, so the KL is 0 and so is its "
+                "is the policy itself whenever the KL is computed, so the KL is 0 and so is its "
                 "gradient (k1 in the loss: on average); set reference_refresh_every above 1 or "
                 "to never, or beta=0"
             )
@@ -235,7 +228,7 @@ class ObjectiveSettings(BaseModel):
             if self.num_iterations > 1:
                 notes.append(
                     "use_bias_correction_kl=false: after the first of the num_iterations updates "
-                    "the samples are no longer the policy's, and the KL's gradient is biased"
+                    "the samples no longer come from the policy, and the KL's gradient is biased"
                 )
             if self.kl_estimator == "k3":
                 notes.append(
@@ -244,13 +237,13 @@ class ObjectiveSettings(BaseModel):
                 )
         if self.kl_in == "loss" and self.sampler_correction != "none":
             notes.append(
-                "sampler_correction weights the policy's loss alone: the KL is that at the tokens "
-                "which the sampler's distribution gave"
+                "sampler_correction weights only the policy loss: the KL is estimated on the "
+                "sampler's tokens without a weight"
             )
         if self.kl_in == "loss" and self.importance_sampling_level == "sequence":
             notes.append(
                 "importance_sampling_level=sequence: the KL is weighted by the completion's ratio, "
-                "for which its gradient is not exact"
+                "so its gradient is not exact"
             )
         return notes
 
@@ -268,11 +261,11 @@ class ObjectiveSettings(BaseModel):
         if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
             notes.append(
                 f"importance_sampling_level=sequence with loss_type={self.loss_type} counts a "
-                "completion's ratio once for each of its tokens; GSPO is loss_type=grpo"
+                "completion's ratio once per token; GSPO is loss_type=grpo"
             )
         if self.loss_type == "bnpo":
             notes.append(
-                "loss_type=bnpo equals dapo here: the normaliser is the whole step's active tokens"
+                "loss_type=bnpo equals dapo here: both divide by the active tokens of the step"
             )
         if self.advantage_estimator == "rloo" and self.scale_rewards != "none":
             notes.append(
@@ -280,7 +273,7 @@ class ObjectiveSettings(BaseModel):
                 if not self.normalize_each_reward
                 else "rloo with normalize_each_reward is scaled, hence not unbiased"
             )
-        if self.sampler_correction == "none" and self.sampler_correction_cap != 3.0:
+        if self.sampler_correction == "none" and not self._is_default("sampler_correction_cap"):
             notes.append("sampler_correction=none: sampler_correction_cap is unused")
         return notes
 
@@ -288,29 +281,29 @@ class ObjectiveSettings(BaseModel):
         """Refuse sampling settings for which the importance ratio would be wrong.
 
         Args:
-            top_p: nucleus of the sampler; 1 keeps the whole vocabulary.
-            top_k: size of the sampler's shortlist; 0 keeps the whole vocabulary.
-            min_p: least probability relative to the most likely token; 0 keeps all.
+            top_p: probability mass that the sampler keeps; 1 keeps the full vocabulary.
+            top_k: number of tokens that the sampler keeps; 0 keeps the full vocabulary.
+            min_p: minimum probability relative to the most likely token; 0 keeps all tokens.
 
         Raises:
-            ValueError: the sampler is not the policy and no correction is set.
+            ValueError: the sampler's distribution is not the policy's and no correction is set.
         """
-        cut = top_p < 1.0 or top_k > 0 or min_p > 0.0
-        if cut and self.sampler_correction == "none":
+        truncated = top_p < 1.0 or top_k > 0 or min_p > 0.0
+        if truncated and self.sampler_correction == "none":
             raise ValueError(
-                "top_p, top_k and min_p make the sampler another distribution than the policy "
-                "whose log-probabilities are trained: leave them off, or set sampler_correction "
-                "to token or sequence"
+                "top_p, top_k and min_p change the sampler's distribution from the policy's, whose "
+                "log-probabilities are trained: remove them, or set sampler_correction to token or "
+                "sequence"
             )
 
     def check_dropout(self, dropout: float) -> None:
         """Refuse dropout where log-probabilities of two passes are compared.
 
         Args:
-            dropout: the largest dropout probability in the model that is trained.
+            dropout: largest dropout probability in the trained model.
 
         Raises:
-            ValueError: stored log-probs would be compared with ones under another dropout mask.
+            ValueError: log-probs under different dropout masks would be compared.
         """
         compared = self.needs_old_logprobs or self.sampler_correction != "none" or self.beta > 0
         if dropout > 0.0 and compared:

@@ -1,8 +1,8 @@
 """Advantages, KL and losses as pure functions of tensors.
 
-``advantages`` turns rewards into advantages, ``kl`` holds the KL estimators, ``losses`` turns
-log-probabilities and advantages into the loss, ``diagnostics`` measures it. The derivations are
-in docs/objective.md.
+``advantages`` computes advantages from rewards, ``kl`` holds the KL estimators, ``losses`` computes
+the loss from log-probabilities and advantages, ``diagnostics`` its metrics. docs/objective.md has
+the derivations.
 """
 
 from vlm_grpo.objective.advantages import (

@@ -1,8 +1,7 @@
 """Advantages from outcome rewards: one number per completion, from the rewards of its group.
 
-An estimator of this kind is a baseline and a scale. An estimator that gives every token its own
-advantage (GAE with a critic) needs values per token, not groups: it would stand beside this
-module and fill ``TokenBatch.token_advantages``; the losses take either.
+Each estimator is a baseline and a scale. Estimators with one advantage per token (GAE with a
+critic) need per-token values, not groups, and are left out.
 """
 
 from __future__ import annotations
@@ -20,39 +19,38 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of n completions in g groups, and what is known of the groups.
+    """Advantages of n completions in g groups, and statistics of the groups.
 
     Attributes:
-        values: one per completion; exactly 0 where there is nothing to learn from.
-        group: index in 0..g−1 of each completion's group, in the order of first appearance.
-        group_means: mean of the scorable rewards; NaN in a group without any.
-        group_stds: their standard deviation (ddof 1); 0 in a group with fewer than two.
-        zero_spread: groups whose advantages are all 0: equal rewards, or fewer than two
-            scorable completions.
-        scorable: completions that have a reward.
+        values: advantage of each completion; exactly 0 where the group gives no signal.
+        group: index in 0..g−1 of each completion's group, in order of first appearance.
+        group_stds: standard deviation (ddof 1) of each group's scorable rewards; 0 with fewer
+            than two of them.
+        zero_spread: True for a group whose advantages are all 0: its rewards are equal, or fewer
+            than two of its completions are scorable.
+        scorable: True for a completion that has a reward.
     """
 
     values: Float[Tensor, " n"]
     group: Int[Tensor, " n"]
-    group_means: Float[Tensor, " g"]
     group_stds: Float[Tensor, " g"]
     zero_spread: Bool[Tensor, " g"]
     scorable: Bool[Tensor, " n"]
 
     @property
     def frac_reward_zero_std(self) -> float:
-        """Share of the groups that teach nothing."""
+        """Fraction of the groups whose advantages are all 0."""
         return self.zero_spread.double().mean().item() if len(self.zero_spread) else 0.0
 
     @property
     def unscorable(self) -> int:
-        """How many completions have no reward."""
+        """Number of completions without a reward."""
         return int((~self.scorable).sum())
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Moments of one reward in each group, in float64."""
+    """Mean and deviation of one reward by group, in float64; ``sizes`` counts scorable rewards."""
 
     index: Int[Tensor, " n"]
     sizes: Float[Tensor, " g"]
@@ -64,18 +62,18 @@ class _Groups:
 Baseline = Callable[
     [Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"]], Float[Tensor, " n"]
 ]
-"""(rewards, their group's mean, their group's scorable size) → baseline of each reward."""
+"""(rewards, mean of each reward's group, its number of scorable rewards) → baselines."""
 
 
 def group_mean(rewards: Tensor, means: Tensor, sizes: Tensor) -> Tensor:
-    """The mean of the group, the completion itself included (DeepSeekMath, arXiv:2402.03300)."""
+    """Return the group's mean, the completion itself included (DeepSeekMath, arXiv:2402.03300)."""
     return means
 
 
 def leave_one_out(rewards: Tensor, means: Tensor, sizes: Tensor) -> Tensor:
-    """The mean of the group's other completions (RLOO; Ahmadian et al., arXiv:2402.14740).
+    """Return the mean of the group's other rewards (RLOO; Ahmadian et al., arXiv:2402.14740).
 
-    It does not depend on the completion whose baseline it is, so the gradient stays unbiased.
+    The baseline does not depend on its own completion, so the gradient stays unbiased.
     """
     return (sizes * means - rewards) / (sizes - 1).clamp(min=1)
 
@@ -90,37 +88,36 @@ def group_advantages(
     estimator: str = "grpo",
     scale_rewards: str = "group",
 ) -> Advantages:
-    """A_i = (r_i − baseline_i) / (std + 1e-4), std with ddof 1 (arXiv:2402.03300, section 4.1.2).
+    """Compute A_i = (r_i − baseline_i) / (std + 1e-4), ddof 1 (arXiv:2402.03300, section 4.1.2).
 
-    Groups are found by id: their order and sizes are free. A completion without a reward counts
-    for nothing, neither in the mean nor in the deviation, and gets 0. So does every completion of
-    a group with fewer than two rewards, or whose rewards are all equal. The step's completions
-    must all be here, those of other ranks too, or groups and the batch's deviation are partial.
+    Groups are identified by id, in any order and of any size. A completion without a reward is
+    left out of the mean and the deviation, and its advantage is 0. So is the advantage of every
+    completion in a group with fewer than two rewards, or with equal rewards. Pass all completions
+    of the step, on all ranks: otherwise the groups and the batch's deviation are incomplete.
 
     Args:
-        rewards: total reward per completion, NaN where it has none (unscorable).
-        group_ids: the group of each completion, n of them.
+        rewards: total reward of each completion; NaN where it has none (unscorable).
+        group_ids: group id of each completion.
         estimator: a name in ``ADVANTAGE_ESTIMATORS``.
-        scale_rewards: divide by the deviation of the ``group``, of the ``batch``, or by 1
+        scale_rewards: divide by the deviation of the ``group`` or of the ``batch``, or by 1
             (``none``; "Dr. GRPO", arXiv:2503.20783).
 
     Raises:
-        ValueError: an infinite reward, another number of ids than rewards, or an unknown name.
+        ValueError: a reward is infinite, there are not n ids, or a name is unknown.
     """
-    scorable = _scorable(rewards, group_ids)
-    index, count = _group_index(group_ids, rewards.device)
-    groups = _moments(rewards, scorable, index, count)
-    values = _centred(rewards, scorable, groups, estimator)
+    scorable = _find_scorable(rewards, group_ids)
+    index, count = _index_groups(group_ids, rewards.device)
+    groups = _compute_moments(rewards, scorable, index, count)
+    values = _subtract_baseline(rewards, scorable, groups, estimator)
     if scale_rewards == "group":
         values = values / (groups.stds[index] + EPSILON)
     elif scale_rewards == "batch":
         values = values / (_std(rewards.double()[scorable]) + EPSILON)
     elif scale_rewards != "none":
-        raise ValueError(f"scale_rewards is {scale_rewards!r}; it is group, batch or none")
+        raise ValueError(f"scale_rewards is {scale_rewards!r}: choose group, batch or none")
     return Advantages(
         values.to(rewards.dtype),
         index,
-        groups.means.to(rewards.dtype),
         groups.stds.to(rewards.dtype),
         groups.zero_spread,
         scorable,
@@ -134,60 +131,59 @@ def per_reward_advantages(
     *,
     estimator: str = "grpo",
 ) -> Advantages:
-    """Normalise each reward in its group, sum by weight, divide by the batch's deviation (GDPO).
+    """Normalize each reward in its group, sum by weight, divide by the batch's deviation (GDPO).
 
-    Summing first lets a reward with a wide spread drown the others, and maps different
-    combinations to one total; normalising first keeps them apart (GDPO, arXiv:2601.05242).
-    The sum needs no centring over the batch: it is 0 in each group already.
+    Summing first lets a reward with a wide spread dominate the others, and maps different
+    combinations to one total; normalizing first keeps them distinct (GDPO, arXiv:2601.05242).
+    The sum needs no centering over the batch: its mean in each group is 0 already.
 
     Args:
-        rewards: k rewards per completion, NaN where one could not be computed; a NaN under
-            a weight other than 0 makes the completion unscorable.
-        weights: of the rewards.
-        group_ids: the group of each completion, n of them.
+        rewards: k rewards per completion; NaN where one could not be computed. A NaN with a
+            weight other than 0 makes the completion unscorable.
+        weights: weight of each reward.
+        group_ids: group id of each completion.
         estimator: a name in ``ADVANTAGE_ESTIMATORS``.
 
     Returns:
-        The advantages; ``group_means`` and ``group_stds`` are those of the weighted sum of the
-        raw rewards, and a group has zero spread when each of its weighted rewards has.
+        The advantages. ``group_stds`` describes the weighted sum of the raw rewards; a group has
+        zero spread when each of its weighted rewards has zero spread.
 
     Raises:
         ValueError: as in ``group_advantages``.
     """
     used = rewards[:, weights != 0]
     total = (used * weights[weights != 0]).sum(dim=1)
-    scorable = _scorable(total, group_ids)
-    index, count = _group_index(group_ids, rewards.device)
+    scorable = _find_scorable(total, group_ids)
+    index, count = _index_groups(group_ids, rewards.device)
     values = torch.zeros(len(rewards), dtype=torch.float64, device=rewards.device)
     zero_spread = torch.ones(count, dtype=torch.bool, device=rewards.device)
     for reward, weight in zip(used.unbind(1), weights[weights != 0].double(), strict=True):
-        groups = _moments(reward, scorable, index, count)
-        centred = _centred(reward, scorable, groups, estimator)
-        values = values + weight * centred / (groups.stds[index] + EPSILON)
+        groups = _compute_moments(reward, scorable, index, count)
+        centered = _subtract_baseline(reward, scorable, groups, estimator)
+        values = values + weight * centered / (groups.stds[index] + EPSILON)
         zero_spread = zero_spread & groups.zero_spread
     values = values / (_std(values[scorable]) + EPSILON)
-    groups = _moments(total, scorable, index, count)
+    groups = _compute_moments(total, scorable, index, count)
     return Advantages(
         values.to(rewards.dtype),
         index,
-        groups.means.to(rewards.dtype),
         groups.stds.to(rewards.dtype),
         zero_spread,
         scorable,
     )
 
 
-def _scorable(
+def _find_scorable(
     rewards: Float[Tensor, " n"], group_ids: Sequence[Hashable] | Tensor
 ) -> Bool[Tensor, " n"]:
     if len(group_ids) != len(rewards):
         raise ValueError(f"{len(rewards)} rewards but {len(group_ids)} group ids")
     if torch.isinf(rewards).any():
-        raise ValueError("a reward is infinite; give NaN for a completion without a reward")
+        raise ValueError("a reward is infinite: use NaN for a completion without a reward")
     return ~torch.isnan(rewards)
 
 
-def _group_index(
+def _index_groups(
     group_ids: Sequence[Hashable] | Tensor, device: torch.device
 ) -> tuple[Int[Tensor, " n"], int]:
     ids = group_ids.tolist() if isinstance(group_ids, Tensor) else group_ids
@@ -196,39 +192,39 @@ def _group_index(
     return torch.tensor(index, dtype=torch.long, device=device), len(order)
 
 
-def _moments(
+def _compute_moments(
     rewards: Float[Tensor, " n"], scorable: Bool[Tensor, " n"], index: Int[Tensor, " n"], count: int
 ) -> _Groups:
-    """Mean and deviation by group, in two passes so that the deviation of equal rewards is 0."""
+    """Compute mean and deviation by group; a second pass makes equal rewards' deviation 0."""
     kept, values = index[scorable], rewards.double()[scorable]
     zeros = values.new_zeros(count)
     sizes = zeros.index_add(0, kept, torch.ones_like(values))
-    means = zeros.index_add(0, kept, values) / sizes  # 0 / 0 is NaN: no reward, no mean
+    means = zeros.index_add(0, kept, values) / sizes  # NaN (0 / 0) in a group without rewards
     squares = zeros.index_add(0, kept, (values - means[kept]) ** 2)
     highest = zeros.scatter_reduce(0, kept, values, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, kept, values, "amin", include_self=False)
-    # The same total summed in another order (0.1 + 0.2, 0.3) differs by a rounding error, which
-    # is no difference in reward. Groups with one reward or none have no spread either.
+    # Equal totals from different summands (0.1 + 0.2 and 0.3) differ by a rounding error, which
+    # must not count as spread. A group with one reward or none has no spread either.
     rounding = 4 * torch.finfo(rewards.dtype).eps * torch.maximum(highest.abs(), lowest.abs())
     zero_spread = highest - lowest <= rounding
     stds = torch.where(zero_spread, zeros, (squares / (sizes - 1).clamp(min=1)).sqrt())
     return _Groups(index, sizes, means, stds, zero_spread)
 
 
-def _centred(
+def _subtract_baseline(
     rewards: Float[Tensor, " n"], scorable: Bool[Tensor, " n"], groups: _Groups, estimator: str
 ) -> Float[Tensor, " n"]:
-    """Reward minus baseline, exactly 0 where there is nothing to compare; float64."""
+    """Return reward − baseline in float64; exactly 0 where the group gives no signal."""
     if estimator not in ADVANTAGE_ESTIMATORS:
         raise ValueError(
-            f"advantage_estimator is {estimator!r}; it is one of {', '.join(ADVANTAGE_ESTIMATORS)}"
+            f"advantage_estimator is {estimator!r}: choose {' or '.join(ADVANTAGE_ESTIMATORS)}"
         )
     values = rewards.double()
     baseline = ADVANTAGE_ESTIMATORS[estimator](
         values, groups.means[groups.index], groups.sizes[groups.index]
     )
-    silent = groups.zero_spread[groups.index] | ~scorable
-    return torch.where(silent, torch.zeros_like(values), values - baseline)
+    no_signal = groups.zero_spread[groups.index] | ~scorable
+    return torch.where(no_signal, torch.zeros_like(values), values - baseline)
 
 
 def _std(values: Float[Tensor, " m"]) -> Float[Tensor, ""]:

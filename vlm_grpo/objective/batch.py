@@ -1,4 +1,4 @@
-"""What a loss is computed from: the tokens of one micro-batch, and the totals of its step."""
+"""Inputs of the loss: the tokens of one micro-batch, and the totals of its step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """M completion tokens of N completions, each completion whole. Log-probs are in nats.
+    """The M tokens of N complete completions, without padding. Log-probs are in nats.
 
     Attributes:
-        logprobs: of each token under the policy being trained, with gradient.
-        completion: index in 0..N−1 of the completion each token belongs to.
-        advantages: one per completion.
-        lengths: tokens of each completion.
-        old_logprobs: under the policy before the first of the step's updates, without gradient;
-            None in the first update, where they are ``logprobs`` themselves.
-        reference_logprobs: under the reference policy, without gradient; None where there is no
+        logprobs: log-probs under the trained policy, with gradient.
+        completion: index in 0..N−1 of each token's completion.
+        advantages: advantage of each completion.
+        lengths: number of tokens of each completion.
+        old_logprobs: log-probs under the policy before the step's first update, without gradient;
+            None in the first update, where they equal ``logprobs``.
+        reference_logprobs: log-probs under the reference policy, without gradient; None without a
             KL in the loss, or where the reference is the policy before this step.
-        sampler_logprobs: under the distribution that sampled, as recorded by the rollout.
-        entropies: of the policy's distribution at each token, with gradient where there is an
-            entropy bonus.
+        sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
+        entropies: entropy of the policy's distribution at each token, with gradient if there is
+            an entropy bonus.
         active: False for a completion that is masked out (truncated); None: all are active.
-        token_advantages: one per token, in place of ``advantages``, from an estimator that
-            gives them.
     """
 
     logprobs: Float[Tensor, " M"]
@@ -39,41 +37,38 @@ class TokenBatch:
     sampler_logprobs: Float[Tensor, " M"] | None = None
     entropies: Float[Tensor, " M"] | None = None
     active: Bool[Tensor, " N"] | None = None
-    token_advantages: Float[Tensor, " M"] | None = None
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:
-        """The advantage of each token."""
-        if self.token_advantages is not None:
-            return self.token_advantages
+        """The advantage of each token: its completion's."""
         return self.advantages[self.completion]
 
     @property
     def active_tokens(self) -> Float[Tensor, " M"]:
-        """1 for each token that counts, 0 for those of masked completions."""
+        """1 for each token of an active completion, 0 for the others."""
         if self.active is None:
             return torch.ones_like(self.logprobs, requires_grad=False)
         return self.active[self.completion].to(self.logprobs.dtype)
 
     def completion_sum(self, values: Float[Tensor, " M"]) -> Float[Tensor, " N"]:
-        """Sum over each completion's tokens."""
+        """Return the sum over each completion's tokens."""
         return values.new_zeros(len(self.lengths)).index_add(0, self.completion, values)
 
     def completion_mean(self, values: Float[Tensor, " M"]) -> Float[Tensor, " N"]:
-        """Mean over each completion's tokens; 0 for one without tokens."""
+        """Return the mean over each completion's tokens; 0 for one without tokens."""
         return self.completion_sum(values) / self.lengths.clamp(min=1)
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What a step's loss is divided by, counted over all its micro-batches and all ranks.
+    """Normalizers of a step's loss, counted over all its micro-batches and all ranks.
 
-    With data-parallel training that averages gradients over R ranks, multiply each loss by R.
+    If data-parallel training averages gradients over R ranks, multiply each loss by R.
 
     Attributes:
-        completions: all completions, masked ones included (as TRL counts).
-        active_tokens: tokens of completions that are not masked out.
-        max_completion_length: the longest completion that sampling allows, in tokens.
+        completions: number of completions, masked ones included (as TRL counts).
+        active_tokens: number of tokens of completions that are not masked out.
+        max_completion_length: length limit of the sampler, in tokens.
     """
 
     completions: int
@@ -87,6 +82,6 @@ class StepTotals:
         active: Bool[Tensor, " n"] | None,
         max_completion_length: int,
     ) -> StepTotals:
-        """Count the completions of a whole step."""
+        """Count the completions and tokens of a full step."""
         counted = lengths if active is None else lengths[active]
         return cls(len(lengths), int(counted.sum()), max_completion_length)

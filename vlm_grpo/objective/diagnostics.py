@@ -1,4 +1,4 @@
-"""Metrics that accumulate over micro-batches and ranks, and those of the loss. Names are TRL's."""
+"""Metrics that accumulate over micro-batches and ranks; metrics of the loss, named as in TRL."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MetricAccumulator:
         )
 
     def cpu(self) -> MetricAccumulator:
-        """Return a copy in host memory, to be sent to other ranks."""
+        """Copy the metrics to host memory, to send them to other ranks."""
         means = {name: (_cpu(total), _cpu(count)) for name, (total, count) in self.means.items()}
         maxima = {name: _cpu(value) for name, value in self.maxima.items()}
         return replace(self, means=means, maxima=maxima)
@@ -106,19 +106,19 @@ def loss_metrics(
     correction: Float[Tensor, " M"] | None,
     settings: ObjectiveSettings,
 ) -> MetricAccumulator:
-    """Metrics over the batch's active tokens.
+    """Compute metrics over the batch's active tokens.
 
-    ``kl`` is k3 times the token's ratio whatever the settings train on: an unbiased estimate of
-    KL(policy ‖ reference), in nats per token, although the old policy sampled. ``clip_ratio`` is
-    the share of tokens (of completions at sequence level) where the clip takes the gradient away.
+    ``kl`` is k3 times the token's ratio, whichever KL the settings train on: an unbiased estimate
+    of KL(policy ‖ reference), in nats per token, although the old policy sampled. ``clip_ratio``
+    is the fraction of tokens (at sequence level, of completions) whose gradient the clip removes.
 
     Args:
         batch: the micro-batch.
         old: log-probs under the policy before the step's first update.
-        reference: log-probs under the reference, or None.
-        ratio: importance ratio of each token, its completion's at sequence level.
+        reference: log-probs under the reference policy, or None.
+        ratio: importance ratio of each token (at sequence level, its completion's).
         correction: weights of the sampler correction, or None.
-        settings: the objective's.
+        settings: settings of the objective.
     """
     active = batch.active_tokens
     if len(active) == 0:
@@ -130,7 +130,7 @@ def loss_metrics(
         means["entropy"] = (batch.entropies, active)
     if reference is not None:
         means["kl"] = (k3(logprobs, reference) * (logprobs - old).exp(), active)
-    for name, clipped in _clipped(batch, ratio, settings).items():
+    for name, clipped in _find_clipped(batch, ratio, settings).items():
         means[name] = (clipped.to(active.dtype), _clip_weights(batch, settings))
     if batch.sampler_logprobs is not None:
         difference = (old - batch.sampler_logprobs).abs()
@@ -147,10 +147,10 @@ def loss_metrics(
     )
 
 
-def _clipped(
+def _find_clipped(
     batch: TokenBatch, ratio: Float[Tensor, " M"], settings: ObjectiveSettings
 ) -> dict[str, Tensor]:
-    """Where the ratio is out of bounds on the side that the advantage's sign makes binding."""
+    """Find the tokens whose ratio is out of bounds on the side that their advantage selects."""
     advantages = batch.per_token_advantages
     if settings.loss_type == "cispo":
         return {"cispo_clip_ratio": (ratio > settings.upper_epsilon) & (advantages > 0)}

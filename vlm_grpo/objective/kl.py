@@ -1,4 +1,4 @@
-"""Estimators of KL(policy ‖ reference) from one sampled token each.
+"""Estimators of KL(policy ‖ reference), each from one sampled token.
 
 With x ~ policy and d = log policy(x) − log reference(x) (J. Schulman, "Approximating KL
 Divergence", 2020):
@@ -7,7 +7,7 @@ Divergence", 2020):
 * ``k2 = d² / 2``: biased, never negative;
 * ``k3 = exp(−d) + d − 1``: unbiased, never negative (DeepSeekMath, arXiv:2402.03300, eq. 4).
 
-Unbiased speaks of the value. What follows for the gradient is derived in docs/objective.md.
+"Unbiased" refers to the value. docs/objective.md derives the gradients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor
 
 
 def k1(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """log policy − log reference, in nats."""
+    """Return log policy − log reference, in nats."""
     return logprobs - reference
 
 
 def k2(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """Half the squared log-ratio."""
+    """Return half the squared log-ratio."""
     return (logprobs - reference) ** 2 / 2
 
 
 def k3(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[Tensor, " M"]:
-    """exp(log reference − log policy) − (log reference − log policy) − 1, in nats."""
+    """Return exp(log reference − log policy) − (log reference − log policy) − 1, in nats."""
     difference = reference - logprobs
     return torch.expm1(difference) - difference
 
@@ -45,17 +45,17 @@ def kl_penalties(
     completions: int,
     estimator: str = "k1",
 ) -> Float[Tensor, " N"]:
-    """What ``kl_in="reward"`` subtracts, times β, from each completion's reward.
+    """Sum the KL estimates of each completion; ``kl_in="reward"`` subtracts β times the sum.
 
-    The sum over a completion's tokens of k1 is log policy(o) − log reference(o): with it in the
-    reward, the policy gradient is that of E[r] − β·KL over whole completions (Ziegler et al.,
-    arXiv:1909.08593, eq. 2). The log-probabilities are those of the policy that sampled.
+    The sum of k1 over a completion o is log policy(o) − log reference(o): with it in the reward,
+    the policy gradient is the gradient of E[r] − β·KL over completions (Ziegler et al.,
+    arXiv:1909.08593, eq. 2).
 
     Args:
-        logprobs: of the sampled tokens under the sampling policy, in nats.
-        reference: of the same tokens under the reference policy, in nats.
-        completion: index in 0..N−1 of the completion each token belongs to.
-        completions: N.
+        logprobs: log-probs of the sampled tokens under the policy that sampled them, in nats.
+        reference: log-probs of these tokens under the reference policy, in nats.
+        completion: index in 0..N−1 of each token's completion.
+        completions: number of completions, N.
         estimator: a name in ``KL_ESTIMATORS``.
 
     Returns:

@@ -1,7 +1,7 @@
-"""The loss of one micro-batch, such that the losses of a step's micro-batches add up to the step's.
+"""The loss of one micro-batch; the losses of a step's micro-batches add up to the step's loss.
 
 Tokens are flat: a micro-batch holds M completion tokens of N completions, without padding. Every
-normaliser is a total over the whole optimizer step (``StepTotals``), so neither the cut into
+normalizer is a total over the full optimizer step (``StepTotals``), so neither the split into
 micro-batches nor the order of completions changes the gradient.
 """
 
@@ -21,14 +21,14 @@ from vlm_grpo.objective.kl import KL_ESTIMATORS
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The micro-batch's share of the step's loss (a scalar with gradient), and its metrics."""
+    """The micro-batch's part of the step's loss (a scalar with gradient), and its metrics."""
 
     loss: Float[Tensor, ""]
     metrics: MetricAccumulator
 
 
 def policy_loss(batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettings) -> LossOutput:
-    """−(surrogate) + β·KL − entropy_coef·entropy, summed over tokens with the step's weights.
+    """Compute surrogate loss + β·KL − entropy_coef·entropy, summed with the step's token weights.
 
     Raises:
         ValueError: the settings need log-probs or entropies that the batch lacks.
@@ -40,7 +40,7 @@ def policy_loss(batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettin
     log_weight = batch.completion_mean(log_ratio)[batch.completion] if per_completion else log_ratio
     ratio = log_weight.exp()
 
-    per_token = surrogate(ratio, batch, settings)
+    per_token = surrogate_loss(ratio, batch, settings)
     correction = sampler_weights(old, batch, settings)
     if correction is not None:
         per_token = per_token * correction
@@ -61,14 +61,14 @@ def policy_loss(batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettin
     return LossOutput(loss, loss_metrics(batch, old, reference, ratio, correction, settings))
 
 
-def surrogate(
+def surrogate_loss(
     ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
 ) -> Float[Tensor, " M"]:
-    """The policy's loss per token, before weights.
+    """Compute the policy loss of each token, before weighting.
 
     −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) (PPO, arXiv:1707.06347, eq. 7; ε_high: DAPO,
     arXiv:2503.14476, eq. 8); ρ in the first term capped at ``delta`` (INTELLECT-2,
-    arXiv:2505.07291). cispo: −min(ρ, ε_high)·A·log π, the weight without gradient
+    arXiv:2505.07291). cispo: −min(ρ, ε_high)·A·log π, with no gradient through the weight
     (MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
     """
     advantages = batch.per_token_advantages
@@ -83,7 +83,7 @@ def surrogate(
 def token_weights(
     batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettings
 ) -> Float[Tensor, " M"]:
-    """How much each token's loss counts.
+    """Compute the weight of each token's loss.
 
     grpo: 1 / (completions × the completion's length) (arXiv:2402.03300, eq. 3); dr_grpo:
     1 / (completions × max_completion_length) (arXiv:2503.20783); dapo, bnpo, cispo:
@@ -101,14 +101,14 @@ def token_weights(
 def sampler_weights(
     old: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
 ) -> Float[Tensor, " M"] | None:
-    """min(π_old / π_sampler, cap) per token, or None where no correction is asked for.
+    """Compute min(π_old / π_sampler, cap) per token, or return None without a correction.
 
-    Truncated importance sampling (E. Ionides, J. Comput. Graph. Stat. 17(2), 2008): makes up for
-    completions that came from another distribution than the trainer's. ``sequence`` takes the
-    ratio of the whole completion.
+    Truncated importance sampling (E. Ionides, J. Comput. Graph. Stat. 17(2), 2008) corrects for
+    completions sampled from a distribution other than the trainer's. ``sequence`` takes the ratio
+    of the full completion.
 
     Raises:
-        ValueError: a correction is asked for and the batch has no sampler_logprobs.
+        ValueError: ``sampler_correction`` is set and the batch has no sampler_logprobs.
     """
     if settings.sampler_correction == "none":
         return None
@@ -123,7 +123,7 @@ def sampler_weights(
 def get_reference_logprobs(
     batch: TokenBatch, old: Float[Tensor, " M"], settings: ObjectiveSettings
 ) -> Float[Tensor, " M"] | None:
-    """Log-probs of the reference; the old ones where it is the policy at the step's start."""
+    """Return the reference's log-probs: the old ones if it is the policy at the step's start."""
     if batch.reference_logprobs is not None:
         return batch.reference_logprobs
     fresh = settings.beta > 0 and settings.reference_refresh_every == 1
@@ -135,9 +135,9 @@ def needs_update(
     active: Bool[Tensor, " n"] | None,
     settings: ObjectiveSettings,
 ) -> Bool[Tensor, " n"]:
-    """Which completions have a gradient; the others may be left out of the update exactly.
+    """Return which completions have a gradient.
 
-    ``StepTotals`` must still count all of them.
+    Skipping the others leaves the step's gradient unchanged, as long as ``StepTotals`` counts them.
     """
     counted = torch.ones_like(advantages, dtype=torch.bool) if active is None else active
     return counted & (advantages != 0) if settings.can_skip_zero_advantages else counted
