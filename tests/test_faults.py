@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_no_earlier_one(
             output_dir=str(disk.folder),
             checkpoint={"every": 1, "keep_last": 0, "asynchronous": asynchronous},
         )
-        with pytest.raises(UserError, match=r"is full \(.*make room and go on with resume=true"):
+        with pytest.raises(UserError, match=r"is full \(.*make room and continue with resume=true"):
             train(run)
         found = checkpoints(run.run_dir / "checkpoints")
         assert [m.steps for m, _ in found] == [1, 2]

@@ -13,15 +13,15 @@ from vlm_grpo.parsing import (
     MAX_CHARACTERS,
     MAX_COORDINATE,
     MAX_ITEMS,
-    answer_text,
+    extract_answer,
     parse_boxes,
     parse_integer,
     parse_points,
 )
 
 PARSERS = {
-    "answer_text with tags": lambda text: answer_text(text, tags=True),
-    "answer_text": lambda text: answer_text(text, tags=False),
+    "extract_answer with tags": lambda text: extract_answer(text, tags=True),
+    "extract_answer": lambda text: extract_answer(text, tags=False),
     "parse_integer": parse_integer,
     "parse_boxes": parse_boxes,
     "parse_points": parse_points,
@@ -51,9 +51,9 @@ PARSERS = {
         (" \n\t", None, None),
     ],
 )
-def test_answer_text(text: str, tagged: str | None, untagged: str | None):
-    assert answer_text(text, tags=True) == tagged
-    assert answer_text(text, tags=False) == untagged
+def test_extract_answer(text: str, tagged: str | None, untagged: str | None):
+    assert extract_answer(text, tags=True) == tagged
+    assert extract_answer(text, tags=False) == untagged
 
 
 def test_every_number_word_is_its_number():
@@ -244,7 +244,7 @@ def random_text(rng: random.Random) -> str:
 def check_forms(text: str) -> None:
     """Whatever was written: no exception, and a value of the promised form or None."""
     for tags in (True, False):
-        inner = answer_text(text, tags)
+        inner = extract_answer(text, tags)
         assert inner is None or (inner == inner.strip() != "" and inner in text)
     number = parse_integer(text)
     assert number is None or (type(number) is int and number >= 0)

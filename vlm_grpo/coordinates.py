@@ -1,8 +1,7 @@
-"""Coordinate frames: between the numbers that a model writes and pixels of the original image.
+"""Coordinate frames: conversion between boxes as a model writes them and original pixels.
 
-A box is xyxy, in pixels of the original image, everywhere in the toolkit. Each model family
-writes boxes in a grammar and a frame of its own; the family declares which, and nothing here
-guesses it from the numbers.
+Throughout the toolkit a box is xyxy in pixels of the original image. Each model family declares
+the grammar and the coordinate frame in which it writes boxes; they are never guessed from numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2: left, top, right and bottom edge."""
+"""x1, y1, x2, y2: the left, top, right and bottom edges."""
 Size = tuple[int, int]
 """Width and height in pixels."""
-Cells = tuple[int, int, int, int]
-"""A box in whole units of a frame, as it is written."""
+RoundedBox = tuple[int, int, int, int]
+"""A box in integer units of a frame, as it is written."""
 
 
-def _json_objects(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
+def _write_json(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
     if labels is None:
         objects: list[dict] = [{"bbox_2d": list(box)} for box in boxes]
     else:
@@ -30,7 +29,7 @@ def _json_objects(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
     return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=False)
 
 
-def _box_tokens(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
+def _write_box_tokens(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
     names = [f"<|object_ref_start|>{label}<|object_ref_end|>" for label in labels or ()]
     return "".join(
         f"{name}<|box_start|>({x1},{y1}),({x2},{y2})<|box_end|>"
@@ -38,7 +37,7 @@ def _box_tokens(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
     )
 
 
-def _box_tags(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
+def _write_box_tags(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
     if labels is None:
         inner = ",".join(f"[{x1},{y1},{x2},{y2}]" for x1, y1, x2, y2 in boxes)
         return f"<box>[{inner}]</box>"
@@ -48,7 +47,7 @@ def _box_tags(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
     )
 
 
-def _loc_tokens(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
+def _write_loc_tokens(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
     names = [f" {label}" for label in labels or ()] or [""] * len(boxes)
     return " ; ".join(
         f"<loc{y1:04d}><loc{x1:04d}><loc{y2:04d}><loc{x2:04d}>{name}"
@@ -57,11 +56,14 @@ def _loc_tokens(boxes: Sequence[Cells], labels: Sequence[str] | None) -> str:
 
 
 def gold_boxes(answer: Any) -> tuple[Box, ...]:
-    """The boxes of a gold answer ``{"boxes": [[x1, y1, x2, y2], …], …}``.
+    """Return the boxes of a gold answer ``{"boxes": [[x1, y1, x2, y2], …], …}``.
+
+    Args:
+        answer: the gold answer, with boxes in pixels of the original image.
 
     Raises:
-        ValueError: the answer has another form, or a box is no four finite numbers with x1 < x2
-            and y1 < y2; the message names what is wrong.
+        ValueError: the answer has another form, or a box is not four finite numbers with x1 < x2
+            and y1 < y2; the message names the problem.
     """
     rows = answer.get("boxes") if isinstance(answer, Mapping) else None
     if not isinstance(rows, Sequence) or isinstance(rows, str):
@@ -83,36 +85,38 @@ def gold_boxes(answer: Any) -> tuple[Box, ...]:
     return tuple(boxes)
 
 
-def _whole(*numbers: float) -> bool:
+def _are_integers(*numbers: float) -> bool:
     return all(number == round(number) for number in numbers)
 
 
 @dataclass(frozen=True)
 class CoordinateFrame:
-    """How a model family writes boxes.
+    """The units and the grammar in which a model family writes boxes.
 
     Attributes:
         name: the key in ``FRAMES``.
-        units: words that tell the model what its numbers mean; ``{width}`` and ``{height}``
-            stand for the original's size in pixels.
-        form: one box as the prompt shows it.
-        span: what the frame's axes measure: pixels of the original, pixels of the image that
-            the model saw, or a fixed number of units from edge to edge.
-        last: the largest number that the grammar can write; None where there is no bound.
-        grammar: writes boxes in whole units, labelled or not.
+        units: description of the units in the prompt; ``{width}`` and ``{height}`` are replaced
+            by the size of the original image in pixels.
+        form: the example of a box in the prompt.
+        span: units along each side of the image: the pixels of the original image, the pixels of
+            the resized image, or a fixed number.
+        max_coordinate: largest number that the grammar can write; None: no limit.
+        grammar: a function that writes rounded boxes, with or without labels.
     """
 
     name: str
     units: str = "in pixels"
     form: str = '{"bbox_2d": [x1, y1, x2, y2]}'
-    span: Literal["original", "seen"] | int = "original"
-    last: int | None = None
-    grammar: Callable[[Sequence[Cells], Sequence[str] | None], str] = _json_objects
+    span: Literal["original", "resized"] | int = "original"
+    max_coordinate: int | None = None
+    grammar: Callable[[Sequence[RoundedBox], Sequence[str] | None], str] = _write_json
 
     def describe(self, size: Size, form: str | None = None) -> str:
-        """How to write one box of an image of this original size, in words for the prompt.
+        """Return the prompt's description of a box in this frame.
 
-        ``form`` stands in for a box where something else is asked for in the same units.
+        Args:
+            size: width and height of the original image, in pixels.
+            form: replaces the example of a box, to request something else in the same units.
 
         >>> PERMILLE.describe((640, 480))
         '{"bbox_2d": [x1, y1, x2, y2]} scaled to 0-1000'
@@ -120,25 +124,28 @@ class CoordinateFrame:
         return f"{form or self.form} {self.units.format(width=size[0], height=size[1])}"
 
     def to_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
-        """A box in this frame's units → original pixels.
+        """Convert a box from this frame's units to original pixels.
 
         Args:
             box: xyxy in units of the frame.
-            size: width and height of the original, in pixels.
-            seen: width and height of the image that the model saw, in pixels.
+            size: width and height of the original image, in pixels.
+            resized_size: width and height of the image after the family's resize, in pixels.
         """
-        width, height = self._extent(size, resized_size)
+        width, height = self._get_span(size, resized_size)
         x, y = size[0] / width, size[1] / height
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
     def from_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
-        """The inverse of ``to_pixels``: original pixels → this frame's units, not rounded."""
-        width, height = self._extent(size, resized_size)
+        """Convert a box from original pixels to this frame's units, without rounding.
+
+        The arguments are those of ``to_pixels``, with ``box`` in original pixels.
+        """
+        width, height = self._get_span(size, resized_size)
         x, y = width / size[0], height / size[1]
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
     def write(self, box: Box, size: Size, resized_size: Size) -> str:
-        """One box in original pixels, as the family writes it.
+        """Write one box, given in original pixels, in the family's grammar.
 
         >>> PERMILLE.write((64, 48, 320, 480), (640, 480), (644, 476))
         '{"bbox_2d": [100, 100, 500, 1000]}'
@@ -152,53 +159,60 @@ class CoordinateFrame:
         resized_size: Size,
         labels: Sequence[str] | None = None,
     ) -> str:
-        """Any number of boxes in original pixels, as the family writes them; none is ``[]``.
+        """Write boxes, given in original pixels, in the family's grammar; no boxes are ``[]``.
 
-        Numbers are rounded to whole units. A box thinner than a unit keeps one unit, because a
-        box without area is no box; with PaliGemma the far edge is unit 1023, the last token.
+        Coordinates are rounded to integer units. A box thinner than one unit gets one, because a
+        box without area is invalid. PaliGemma's largest coordinate is 1023, its last token.
+
+        Args:
+            boxes: xyxy in original pixels.
+            size: width and height of the original image, in pixels.
+            resized_size: width and height of the image after the family's resize, in pixels.
+            labels: the label of each box; None: no labels.
         """
         if not boxes:
             return "[]"
-        cells = [self._cells(self.from_pixels(box, size, resized_size)) for box in boxes]
-        return self.grammar(cells, labels)
+        rounded = [self._round(self.from_pixels(box, size, resized_size)) for box in boxes]
+        return self.grammar(rounded, labels)
 
     def least_iou(self, box: Box, size: Size, resized_size: Size) -> float:
-        """The least IoU that is left between a box and itself written and read again.
+        """Return a lower bound on the IoU between a box and the same box after writing and parsing.
 
-        Each edge moves by half a unit at most, and the worst is all four moving inwards.
+        Each edge moves by at most half a unit; the worst case is that all four move inwards.
         """
         x1, y1, x2, y2 = self.from_pixels(box, size, resized_size)
-        lost = 1.0 if self.last is None else 2.0  # the last token may be a whole unit away
-        left = max(0.0, 1.0 - lost / (x2 - x1)) * max(0.0, 1.0 - lost / (y2 - y1))
-        return 1.0 if _whole(x1, y1, x2, y2) and self.last is None else left
+        loss = 1.0 if self.max_coordinate is None else 2.0  # the last token may be one unit away
+        if self.max_coordinate is None and _are_integers(x1, y1, x2, y2):
+            return 1.0
+        return max(0.0, 1.0 - loss / (x2 - x1)) * max(0.0, 1.0 - loss / (y2 - y1))
 
-    def _cells(self, box: Box) -> Cells:
-        x1, x2 = self._edges(box[0], box[2])
-        y1, y2 = self._edges(box[1], box[3])
+    def _round(self, box: Box) -> RoundedBox:
+        x1, x2 = self._round_edges(box[0], box[2])
+        y1, y2 = self._round_edges(box[1], box[3])
         return (x1, y1, x2, y2)
 
-    def _edges(self, low: float, high: float) -> tuple[int, int]:
-        last = math.inf if self.last is None else self.last
+    def _round_edges(self, low: float, high: float) -> tuple[int, int]:
+        limit = math.inf if self.max_coordinate is None else self.max_coordinate
         first, second = round(low), round(high)
-        if self.last is not None:
-            first, second = max(0, first), min(second, self.last)
+        if self.max_coordinate is not None:
+            first, second = max(0, first), min(second, self.max_coordinate)
         if second <= first:
-            first = int(min(math.floor(low), last - 1))
+            first = int(min(math.floor(low), limit - 1))
             second = first + 1
         return first, second
 
-    def _extent(self, size: Size, resized_size: Size) -> tuple[float, float]:
+    def _get_span(self, size: Size, resized_size: Size) -> tuple[float, float]:
         if self.span == "original":
             return size
-        if self.span == "seen":
+        if self.span == "resized":
             return resized_size
         return (self.span, self.span)
 
 
 ORIGINAL = CoordinateFrame("original", "in pixels of the {width}x{height} image")
-"""Pixels of the original image; the prompt states its size, which the model cannot see."""
-RESIZED = CoordinateFrame("resized", span="seen")
-"""Pixels of the image that the model saw (Qwen2.5-VL)."""
+"""Pixels of the original image; the prompt gives its size, which the model cannot know."""
+RESIZED = CoordinateFrame("resized", span="resized")
+"""Pixels of the resized image (Qwen2.5-VL)."""
 PERMILLE = CoordinateFrame("permille", "scaled to 0-1000", span=1000)
 """Thousandths of the image's sides, in JSON (Qwen3-VL)."""
 QWEN2_VL = CoordinateFrame(
@@ -206,25 +220,25 @@ QWEN2_VL = CoordinateFrame(
     "scaled to 0-1000",
     form="<|box_start|>(x1,y1),(x2,y2)<|box_end|>",
     span=1000,
-    grammar=_box_tokens,
+    grammar=_write_box_tokens,
 )
 INTERNVL = CoordinateFrame(
     "internvl",
     "scaled to 0-1000",
     form="<box>[[x1,y1,x2,y2]]</box>",
     span=1000,
-    grammar=_box_tags,
+    grammar=_write_box_tags,
 )
 PALIGEMMA = CoordinateFrame(
     "paligemma",
     "scaled to 0-1024",
     form="<locYYYY><locXXXX><locYYYY><locXXXX>",
     span=1024,
-    last=1023,
-    grammar=_loc_tokens,
+    max_coordinate=1023,
+    grammar=_write_loc_tokens,
 )
 
 FRAMES = {
     frame.name: frame for frame in (ORIGINAL, RESIZED, PERMILLE, QWEN2_VL, INTERNVL, PALIGEMMA)
 }
-"""Every frame by its name."""
+"""All frames by name."""

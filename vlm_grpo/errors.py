@@ -1,4 +1,4 @@
-"""The one exception that is the user's to mend, and how it names what was probably meant."""
+"""Exceptions for the user's mistakes and for stopped runs, and helpers for their messages."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Bad input, settings or files: the message names the culprit and the remedy.
+    """An error that the user can fix: bad input, settings or files.
 
-    The command line prints the message alone and exits with status 2; ``--debug`` shows the
-    traceback. Anything else that is raised is a defect of the program and keeps its traceback.
+    The message names the culprit and the remedy. The command line prints only the message and
+    exits with status 2; ``--debug`` adds the traceback. Any other exception is a bug of the
+    program and keeps its traceback.
     """
 
 
 class Stopped(Exception):
-    """A run that ended on request, its state saved: not an error, but not the end either.
+    """A run was stopped on request before its last step, and its state has been saved.
 
     Attributes:
-        status: the process's exit status.
+        status: exit status of the process.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -27,19 +28,19 @@ class Stopped(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean X?)`` for the known name closest to ``name``, or nothing if none is near.
+    """Return `` (did you mean X?)`` for the known name closest to ``name``, or an empty string.
 
     >>> nearest("countin", ["counting", "ocr"])
     ' (did you mean counting?)'
     >>> nearest("zebra", ["counting", "ocr"])
     ''
     """
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {found[0]}?)" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 def bullets(problems: Iterable[str], limit: int = 50) -> str:
-    """One line for each problem, the first ``limit`` of them, then how many more there are.
+    """Return the first ``limit`` problems as a bulleted list, then the number of the others.
 
     >>> print(bullets(["a", "b", "c"], limit=2))
       - a

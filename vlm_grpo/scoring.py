@@ -1,6 +1,6 @@
-"""How near an answer is to the truth: overlaps of boxes, matching, and edit distances.
+"""Scores of an answer against the gold answer: box overlap, matching and edit distance.
 
-Boxes are xyxy tuples; the unit cancels out. Nothing is clipped to an image.
+Boxes are xyxy tuples in any common unit. They are not clipped to an image.
 """
 
 from __future__ import annotations
@@ -23,14 +23,22 @@ Boxes = Sequence[Box]
 
 
 def iou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
-    """Intersection over union of every pair, (P, G), as pycocotools computes it."""
+    """Compute the intersection over union of every pair of boxes with pycocotools.
+
+    Args:
+        predicted: P boxes.
+        gold: G boxes.
+
+    Returns:
+        (P, G) values in [0, 1].
+    """
     if not predicted or not gold:
         return np.zeros((len(predicted), len(gold)))
-    return np.asarray(mask.iou(_xywh(predicted), _xywh(gold), [0] * len(gold)))
+    return np.asarray(mask.iou(_to_xywh(predicted), _to_xywh(gold), [0] * len(gold)))
 
 
 def iou(first: Box, second: Box) -> float:
-    """Intersection over union of two boxes, in [0, 1].
+    """Compute the intersection over union of two boxes, in [0, 1].
 
     >>> iou((0, 0, 2, 2), (0, 0, 2, 1))
     0.5
@@ -39,7 +47,7 @@ def iou(first: Box, second: Box) -> float:
 
 
 def giou(first: Box, second: Box) -> float:
-    """Generalised IoU of two boxes, in (-1, 1]: IoU less the empty share of their hull.
+    """Compute the generalized IoU of two boxes, in (-1, 1].
 
     >>> giou((0, 0, 1, 1), (3, 0, 4, 1))
     -0.5
@@ -48,9 +56,17 @@ def giou(first: Box, second: Box) -> float:
 
 
 def giou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
-    """Generalised IoU of every pair, (P, G): IoU − (hull − union) / hull.
+    """Compute the generalized IoU of every pair of boxes: IoU − (hull − union) / hull.
 
-    Source: Rezatofighi et al. 2019, Generalized Intersection over Union, algorithm 1.
+    The hull is the smallest box that encloses both. Source: Rezatofighi et al. 2019, Generalized
+    Intersection over Union, algorithm 1.
+
+    Args:
+        predicted: P boxes.
+        gold: G boxes.
+
+    Returns:
+        (P, G) values in (-1, 1].
     """
     if not predicted or not gold:
         return np.zeros((len(predicted), len(gold)))
@@ -63,60 +79,73 @@ def giou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
 
 
 def match(scores: np.ndarray) -> list[tuple[int, int]]:
-    """The one-to-one assignment of rows to columns with the largest sum of scores.
+    """Compute the one-to-one assignment of rows to columns with the largest sum of scores.
 
     Args:
-        scores: (rows, columns), larger is better.
+        scores: (rows, columns) values; larger is better.
+
+    Returns:
+        The assigned pairs (row, column).
     """
     rows, columns = linear_sum_assignment(scores, maximize=True)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
 
 def matched_mean(scores: np.ndarray) -> float:
-    """Sum of the scores over the best one-to-one matching, divided by the larger count.
+    """Divide the sum of scores of the best one-to-one matching by the larger of P and G.
 
-    For one answer against one gold it is their score. A missing answer and an extra one cost
-    alike; two empty sets agree, 1.0.
+    Missing and extra answers cost the same. For two empty sets the result is 1.0.
 
     Args:
-        scores: (P, G), the score of each answer with each gold, in [0, 1].
+        scores: (P, G) score of each answer with each gold answer, in [0, 1].
     """
-    larger = max(scores.shape)
-    if larger == 0:
+    larger_count = max(scores.shape)
+    if larger_count == 0:
         return 1.0
-    return float(sum(scores[pair] for pair in match(scores))) / larger
+    return float(sum(scores[pair] for pair in match(scores))) / larger_count
 
 
 def f1(true_positives: int, predicted: int, gold: int) -> float:
-    """2TP / (P + G): the harmonic mean of precision and recall; 1.0 where both sets are empty."""
+    """Compute the harmonic mean of precision and recall, 2TP / (P + G); 1.0 for two empty sets.
+
+    Args:
+        true_positives: number of predictions that match a gold item, TP.
+        predicted: number of predictions, P.
+        gold: number of gold items, G.
+    """
     return 2.0 * true_positives / (predicted + gold) if predicted + gold else 1.0
 
 
 def coco_average_precision(
     predicted: Sequence[Sequence[tuple[Box, str]]], gold: Sequence[Sequence[tuple[Box, str]]]
 ) -> dict[str, float]:
-    """COCO's box AP by pycocotools: ``ap`` (IoU 0.50 to 0.95), ``ap_50`` and ``ap_75``.
+    """Compute COCO's average precision of boxes with pycocotools.
 
-    Models write no confidence that could be trusted, so every detection has the same and they
-    rank as written. COCO counts the first 100 of an image and class.
+    Models write no reliable confidence, so all detections have the same one and rank in the order
+    in which they are written. COCO counts the first 100 per image and class.
 
     Args:
-        predicted: for each image its labelled boxes.
-        gold: the same for the truth; with no box at all in it the result is empty.
+        predicted: labeled boxes of each image.
+        gold: labeled gold boxes of each image.
+
+    Returns:
+        ``ap`` (the mean over IoU thresholds from 0.50 to 0.95), ``ap_50`` and ``ap_75``, in
+        [0, 1]; empty if there is no gold box.
     """
     labels = sorted({label for boxes in (*predicted, *gold) for _, label in boxes})
-    names = {label: number for number, label in enumerate(labels)}
-    truth, detections = _coco_rows(gold, names), _coco_rows(predicted, names)
-    if not truth:
+    category_ids = {label: number for number, label in enumerate(labels)}
+    annotations = _build_coco_rows(gold, category_ids)
+    detections = _build_coco_rows(predicted, category_ids)
+    if not annotations:
         return {}
     if not detections:
         return {"ap": 0.0, "ap_50": 0.0, "ap_75": 0.0}
     dataset: Any = {
         "images": [{"id": number} for number in range(len(gold))],
-        "categories": [{"id": number} for number in range(len(names))],
-        "annotations": truth,
+        "categories": [{"id": number} for number in category_ids.values()],
+        "annotations": annotations,
     }
-    with redirect_stdout(io.StringIO()):  # pycocotools talks
+    with redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         coco = COCO()
         coco.dataset = dataset
         coco.createIndex()
@@ -128,32 +157,36 @@ def coco_average_precision(
     return {"ap": ap, "ap_50": ap_50, "ap_75": ap_75}
 
 
-def _coco_rows(images: Sequence[Sequence[tuple[Box, str]]], names: Mapping[str, int]) -> list[dict]:
+def _build_coco_rows(
+    images: Sequence[Sequence[tuple[Box, str]]], category_ids: Mapping[str, int]
+) -> list[dict]:
     rows = []
     for image, boxes in enumerate(images):
         for (x1, y1, x2, y2), label in boxes:
             box = {"bbox": [x1, y1, x2 - x1, y2 - y1], "area": (x2 - x1) * (y2 - y1)}
-            more = {"image_id": image, "category_id": names[label], "score": 1.0}
-            # Ids start at 1, because pycocotools takes a match with id 0 for no match.
-            rows.append({"id": len(rows) + 1, "iscrowd": 0, **box, **more})
+            keys = {"image_id": image, "category_id": category_ids[label], "score": 1.0}
+            # Ids start at 1, because pycocotools treats a match with id 0 as no match.
+            rows.append({"id": len(rows) + 1, "iscrowd": 0, **box, **keys})
     return rows
 
 
 def character_error_rate(predicted: str, gold: str) -> float:
-    """Edit distance over the gold's length, cut off at 1; an empty gold allows nothing.
+    """Compute the edit distance divided by the length of the gold text, at most 1.
+
+    With an empty gold text any prediction has the rate 1.
 
     >>> character_error_rate("abcd", "abxy")
     0.5
     """
     if not gold:
         return float(bool(predicted))
-    # Beyond the gold's length the rate is cut off anyway, which lets the library stop early.
+    # The rate is capped at 1, so the library can stop at this distance.
     distance = Levenshtein.distance(predicted, gold, score_cutoff=len(gold))
     return min(1.0, distance / len(gold))
 
 
 def word_error_rate(predicted: str, gold: str) -> float:
-    """Edit distance in words over the gold's number of words, cut off at 1.
+    """Compute the edit distance in words divided by the number of gold words, at most 1.
 
     >>> word_error_rate("no exit", "no way out")
     0.6666666666666666
@@ -166,26 +199,37 @@ def word_error_rate(predicted: str, gold: str) -> float:
 
 
 def anls(predicted: str, gold: Sequence[str]) -> float:
-    """Average normalised Levenshtein similarity of one question, over its accepted answers.
+    """Compute the average normalized Levenshtein similarity of one question.
 
-    1 − NL where NL, the distance over the longer length, is below 0.5, else 0; the best over
-    the accepted answers; letters' case and the amount of white space do not count.
+    It is 1 − NL if NL, the edit distance divided by the longer length, is below 0.5, otherwise 0,
+    for the best of the accepted answers. Case and amount of white space are ignored.
 
     Source: Biten et al. 2019, Scene Text Visual Question Answering, equation 1.
+
+    Args:
+        predicted: the predicted answer.
+        gold: the accepted answers, at least one.
+
+    Raises:
+        ValueError: ``gold`` is empty.
 
     >>> anls("EXIT", ["Exit sign", "exit"])
     1.0
     """
-    distances = [Levenshtein.normalized_distance(_plain(predicted), _plain(g)) for g in gold]
-    nearest = min(distances)
-    return 1.0 - nearest if nearest < 0.5 else 0.0
+    text = _normalize(predicted)
+    smallest = min(Levenshtein.normalized_distance(text, _normalize(accepted)) for accepted in gold)
+    return 1.0 - smallest if smallest < 0.5 else 0.0
 
 
 def repeated_share(text: str, n: int = 6) -> float:
-    """The share of word n-grams that came before in the same text, in [0, 1].
+    """Compute the share of word n-grams that occur earlier in the same text, in [0, 1].
 
-    A word is a run of letters and digits, or one character of a script without spaces. Six
-    words are longer than what the grammars of boxes repeat from one box to the next.
+    A word is a run of letters and digits, or one character of a script without spaces. The
+    default of six words is longer than the text that repeats between boxes in any grammar.
+
+    Args:
+        text: the text.
+        n: number of words per n-gram.
 
     >>> repeated_share("a b c d a b c d", n=4)
     0.2
@@ -200,11 +244,11 @@ _SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
 _WORDS = re.compile(rf"[{_SPACELESS}]|[^\W_{_SPACELESS}]+")
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def _xywh(boxes: Boxes) -> np.ndarray:
+def _to_xywh(boxes: Boxes) -> np.ndarray:
     array = np.array(boxes, float)
     array[:, 2:] -= array[:, :2]
     return array

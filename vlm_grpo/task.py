@@ -32,13 +32,13 @@ from typing import Any, ClassVar, Self, dataclass_transform
 from PIL import Image
 
 from vlm_grpo.coordinates import ORIGINAL, CoordinateFrame
-from vlm_grpo.parsing import answer_text
+from vlm_grpo.parsing import extract_answer
 from vlm_grpo.scoring import repeated_share
 from vlm_grpo.types import Example, Score
-from vlm_grpo.utils.timing import TookTooLong
+from vlm_grpo.utils.timing import CallTimeout
 
 _ARGUMENTS = ("answer", "example", "text", "tokens")
-FAILURES = (Exception, SystemExit, TookTooLong)
+FAILURES = (Exception, SystemExit, CallTimeout)
 """What a user's parser or rule may raise, none of which may stop a run."""
 
 
@@ -271,7 +271,7 @@ class Task:
 
     def read(self, text: str, example: Example) -> Any | None:
         """The answer in a whole completion, or None where it holds no answer or no single one."""
-        inner = answer_text(text, tags=self.tags)
+        inner = extract_answer(text, tags=self.tags)
         return None if inner is None else self.parse(inner, example)
 
     def score(
@@ -289,7 +289,7 @@ class Task:
             tokens: how many tokens it has; None where that is not known, which leaves out the
                 rules that ask for it.
             call: calls the parser and each rule, ``call(function, *arguments)``, and may raise
-                ``TookTooLong``.
+                ``CallTimeout``.
         """
         try:
             answer = call(self.read, text, example)

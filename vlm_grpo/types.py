@@ -1,7 +1,7 @@
-"""The nouns on the way from a dataset row to a loss.
+"""The data types between a dataset row and the loss.
 
-``Example`` → ``Prompt`` → ``Completion`` → ``Group``: one row of data, the same row as one
-model reads it, one sampled answer, and the G answers to one row with what they earned.
+``Example`` → ``Prompt`` → ``Completion`` → ``Group``: a dataset row, the row prepared for one
+model, one sampled completion, and the G completions of one prompt with their scores.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from vlm_grpo.utils.image_decode import decode
+from vlm_grpo.utils.image_decode import decode_image
 
 StopReason = Literal["eos", "stop", "length"]
 
 
 @dataclass(frozen=True)
 class ImageRef:
-    """One image of an example: where its bytes are, its size, and the size the model sees.
+    """A reference to one image of an example.
 
-    Exactly one of ``path`` and ``data`` is set. The pixels are not kept here: ``load`` decodes
-    them afresh, so that a dataset of a million rows costs no memory.
+    Exactly one of ``path`` and ``data`` is set. Pixels are decoded by each call of ``load`` and
+    not kept, so that large datasets fit in memory.
 
     Attributes:
-        name: what messages call the image (a path, or a row of a table).
-        size: width and height of the original, in pixels.
-        seen: width and height after the model family's resize, in pixels; equal to ``size``
-            until a policy has said otherwise.
-        path: the file that holds the image.
-        data: the encoded image (PNG, JPEG, …) itself.
+        name: name of the image in messages (a path, or a row of a table).
+        size: width and height of the original image, in pixels.
+        resized_size: width and height after the model family's resize, in pixels; equal to
+            ``size`` until a policy sets it.
+        path: file of the encoded image.
+        data: bytes of the encoded image (PNG, JPEG, …).
     """
 
     name: str
@@ -42,20 +42,20 @@ class ImageRef:
     data: bytes | None = None
 
     def load(self) -> Image.Image:
-        """Decode the image to RGB, as ``vlm_grpo.utils.image_decode.decode``.
+        """Decode the image to RGB, as ``vlm_grpo.utils.image_decode.decode_image``.
 
         Raises:
-            ValueError: the bytes are missing, are no whole image, or are no longer those of an
-                image of this size; the message names it.
+            ValueError: the image is missing or corrupt, or its size has changed; the message
+                names it.
         """
         try:
-            image = decode(self.path or io.BytesIO(self.data or b""))
+            image = decode_image(self.path or io.BytesIO(self.data or b""))
         except ValueError as error:
             raise ValueError(f"image {self.name} cannot be read: {error}") from error
         if image.size != self.size:
             raise ValueError(
-                f"image {self.name} has been changed: it has {image.width}x{image.height} pixels, "
-                f"and had {self.size[0]}x{self.size[1]}"
+                f"image {self.name} has changed: it has {image.width}x{image.height} pixels "
+                f"instead of {self.size[0]}x{self.size[1]}"
             )
         return image
 
@@ -65,11 +65,11 @@ class Example:
     """One row of a dataset.
 
     Attributes:
-        id: unique within its dataset; groups are found by it.
-        images: none, one, or several.
-        question: what the row asks (for grounding, the expression to locate).
-        answer: the gold answer in the task's own form (boxes are xyxy in original pixels).
-        meta: every other column of the row, free for tasks and rewards.
+        id: unique name within the dataset; it identifies the example's group.
+        images: zero or more images.
+        question: the question (for grounding, the expression to locate).
+        answer: the gold answer in the task's form (boxes are xyxy in original pixels).
+        meta: the row's other columns, for use by tasks and rewards.
     """
 
     id: str
@@ -81,13 +81,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An example as one model reads it.
+    """An example prepared as input of one model.
 
     Attributes:
-        example: the row, its images' ``seen`` sizes set.
+        example: the example, with the ``resized_size`` of its images set.
         text: the prompt after the chat template, before tokenization.
-        token_ids: the prompt's tokens, image placeholders expanded, T_prompt of them.
-        vision: the tensors that the family's vision tower takes, empty without images
+        token_ids: (T_prompt,) the prompt's tokens, with image placeholders expanded.
+        vision: inputs of the family's vision tower, empty without images
             (for Qwen: ``pixel_values`` (patches, values) and ``image_grid_thw`` (images, 3)).
     """
 
@@ -99,14 +99,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer.
+    """One sampled completion of a prompt.
 
     Attributes:
-        token_ids: the sampled tokens, T of them, the end-of-sequence token included.
-        logprobs: log-probability of each token under the sampling distribution, in nats, T.
-        text: the tokens decoded, without special tokens except those that belong to an answer.
-        stop: why sampling ended: end-of-sequence token, stop string, or length limit.
-        entropies: entropy of the sampling distribution at each token, in nats, T.
+        token_ids: (T,) the sampled tokens, including the end-of-sequence token.
+        logprobs: (T,) log-probability of each token under the sampling distribution, in nats.
+        text: the decoded tokens, without special tokens except those that belong to an answer.
+        stop: reason for the end: end-of-sequence token, stop string, or length limit.
+        entropies: (T,) entropy of the sampling distribution at each token, in nats.
     """
 
     token_ids: tuple[int, ...]
@@ -118,14 +118,14 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """What a task makes of one completion.
+    """The rewards and metrics of one completion.
 
     Attributes:
-        answer: the parsed answer, or None where the text holds none.
-        rewards: each reward by name, before weighting; None where it could not be computed.
-        total: the weighted sum of the rewards; None when any of them is None (unscorable).
-        metrics: each metric by name; None where it is undefined without an answer.
-        failures: the traceback of what raised, by the reward's or metric's name, or "parse".
+        answer: the parsed answer; None if the text contains none.
+        rewards: value of each reward by name, before weighting; None if its method failed.
+        total: weighted sum of the rewards; None if a reward with a weight is None (unscorable).
+        metrics: value of each metric by name; None if it failed or is undefined without an answer.
+        failures: traceback by the name of the reward or metric that failed, or by "parse".
     """
 
     answer: Any
@@ -137,7 +137,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt, its G completions, and what each of them earned."""
+    """One prompt with its G completions and their scores."""
 
     prompt: Prompt
     completions: tuple[Completion, ...]
@@ -145,4 +145,5 @@ class Group:
 
     @property
     def id(self) -> str:
+        """Return the id of the group's example."""
         return self.prompt.example.id

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 from commands import fails, run
+from dataset_files import encode_image, make_row, write_files
+from PIL import Image
 
 
 def test_sound_data_exit_with_status_0_and_count_image_tokens(capsys):
@@ -27,3 +32,27 @@ def test_a_limit_below_1_is_refused(capsys):
     given = ["embedded:counting", "--task", "counting", "--limit", "0"]
 
     assert "--limit" in fails(capsys, "data", "check", *given)
+
+
+def test_a_reencoded_copy_in_the_other_source_exits_with_status_2(capsys, tmp_path: Path):
+    colors = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    image = Image.fromarray(colors).resize((160, 120), Image.Resampling.BICUBIC)
+    rows = {"train.jsonl": [make_row()], "test.jsonl": [make_row(images=["copy.jpg"])]}
+    images = {"a.png": encode_image(image), "copy.jpg": encode_image(image, "JPEG", quality=80)}
+    write_files(tmp_path, rows | images)
+    given = [tmp_path / "train.jsonl", "--task", "counting", "--token-side", "28"]
+
+    # Qwen resizes 160x120 to 168x112, which is 6 by 4 tokens of 28 pixels.
+    assert "image tokens per example     24 to 24" in run(capsys, "data", "check", *given)[1]
+    status, out, _ = run(capsys, "data", "check", *given, "--against", tmp_path / "test.jsonl")
+    assert status == 2
+    assert "ARE ALSO IN" in out
+
+
+def test_the_limit_bounds_the_rows_that_are_checked(capsys, tmp_path: Path):
+    rows = [make_row(images=...), make_row(id="b", images=["gone.png"])]
+    source = write_files(tmp_path, {"train.jsonl": rows}) / "train.jsonl"
+
+    status, out, _ = run(capsys, "data", "check", source, "--task", "counting", "--limit", "1")
+    assert status == 0
+    assert "1 good rows" in out

@@ -1,4 +1,4 @@
-"""A thousand corrupt rows of twenty kinds among good rows: each is told, with line and reason."""
+"""A thousand corrupt rows of two dozen kinds: each is reported with its line and reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_files import png_that_claims
+from dataset_files import make_row, png_with_claimed_size
 from PIL import Image
 
 from vlm_grpo.config.run import DataSettings
@@ -18,23 +18,21 @@ from vlm_grpo.data.checks import check_source
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
-OF_EACH = 50
+ROWS_PER_KIND = 50
 
 
 def row(number: int, **changes: Any) -> bytes:
-    values = {"id": f"row-{number}", "images": ["a.png"], "question": "How many?", "answer": 3}
-    kept = {key: value for key, value in {**values, **changes}.items() if value is not ...}
-    return json.dumps(kept).encode()
+    return json.dumps(make_row(**{"id": f"row-{number}", **changes})).encode()
 
 
-def turns(number: int) -> bytes:
-    conversation = [{"from": "human", "value": "How many?"}] * (number % 2 + 1)
-    return json.dumps({"image": "a.png", "conversations": conversation}).encode()
+def conversation(number: int) -> bytes:
+    turns = [{"from": "human", "value": "How many?"}] * (number % 2 + 1)
+    return json.dumps({"image": "a.png", "conversations": turns}).encode()
 
 
-# What a row of the kind is, by its number, and what must be said of it.
+# By name of the kind: a function from a number to a row, and the expected reason.
 KINDS: dict[str, tuple[Callable[[int], bytes], str]] = {
-    "cut off": (lambda n: row(n)[: 10 + n % 40], "the line is not JSON"),
+    "truncated": (lambda n: row(n)[: 10 + n % 40], "the line is not JSON"),
     "not UTF-8": (lambda n: row(n).replace(b"many", b"m\xffny"), "not UTF-8"),
     "no object": (lambda n: b"[" + row(n) + b"]", "must be a JSON object, not a list"),
     "NaN": (lambda n: row(n).replace(b": 3", b": NaN"), "it contains NaN"),
@@ -60,35 +58,35 @@ KINDS: dict[str, tuple[Callable[[int], bytes], str]] = {
     "text": (lambda n: row(n, images=["text.png"]), "corrupt or of a format"),
     "bomb": (lambda n: row(n, images=["bomb.png"]), "10000x9000 pixels, more than"),
     "two names": (lambda n: row(n, image="a.png"), ": keep one of them"),
-    "half a conversation": (turns, "one turn from human and one from gpt"),
+    "half a conversation": (conversation, "one turn from human and one from gpt"),
 }
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> tuple[str, dict[int, str]]:
-    """The file, and for the number of each bad line what must be said of it."""
+    """Return the path of a file and the expected reason of each bad line by line number."""
     Image.new("RGB", (8, 6)).save(tmp_path / "a.png")
     (tmp_path / "zeros.png").write_bytes(bytes(300))
     (tmp_path / "text.png").write_text("not an image")
-    (tmp_path / "bomb.png").write_bytes(png_that_claims(10_000, 9_000))
+    (tmp_path / "bomb.png").write_bytes(png_with_claimed_size(10_000, 9_000))
     bad = [
-        (make(1000 * kind + number), reason)
-        for kind, (make, reason) in enumerate(KINDS.values(), start=1)
-        for number in range(OF_EACH)
+        (make_line(1000 * kind + number), reason)
+        for kind, (make_line, reason) in enumerate(KINDS.values(), start=1)
+        for number in range(ROWS_PER_KIND)
     ]
     lines = [*bad, *((row(100_000 + number), "") for number in range(200))]
     random.Random(0).shuffle(lines)
-    lines.insert(0, (row(0), ""))  # the one that others are a duplicate of
+    lines.insert(0, (row(0), ""))  # the row that others duplicate
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join(line for line, _ in lines) + b"\n")
     return str(path), {n: reason for n, (_, reason) in enumerate(lines, start=1) if reason}
 
 
-def test_every_corrupt_row_is_told_with_its_line_and_reason(
+def test_every_corrupt_row_is_reported_with_its_line_and_reason(
     source: tuple[str, dict[int, str]],
 ) -> None:
     path, expected = source
-    assert len(expected) == len(KINDS) * OF_EACH >= 1000
+    assert len(expected) == len(KINDS) * ROWS_PER_KIND >= 1000
     care = check_source(path, load_task("counting"), DataSettings(train=path))
     assert len(care.examples) == 201
     found = {int(line.removeprefix(f"{path}:").split(":")[0]): line for line in care.bad_rows}
@@ -97,7 +95,7 @@ def test_every_corrupt_row_is_told_with_its_line_and_reason(
     assert not wrong
 
 
-def test_training_refuses_them_or_leaves_them_out(source: tuple[str, dict[int, str]]) -> None:
+def test_training_refuses_or_skips_corrupt_rows(source: tuple[str, dict[int, str]]) -> None:
     path, expected = source
     task = load_task("counting")
     with pytest.raises(UserError, match=rf"{len(expected)} bad rows \(good rows: 201\)"):

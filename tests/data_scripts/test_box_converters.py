@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from dataset_files import png, put, put_table
+from dataset_files import png, write_files, write_table
 
 
 def make_turns(question: str, answer: str) -> list[dict]:
@@ -24,7 +24,7 @@ def test_vlm_r1_conversations_with_one_and_several_images(convert, tmp_path):
         },
         {"id": 3, "image": "a.png", "conversations": make_turns("<image>Why?", "because")},
     ]
-    put(tmp_path, {"rec.jsonl": rows, "images/a.png": png(), "images/b.png": png()})
+    write_files(tmp_path, {"rec.jsonl": rows, "images/a.png": png(), "images/b.png": png()})
     result = convert("vlm_r1", tmp_path / "rec.jsonl", tmp_path / "images")
     assert result.answers == {
         "train-1": {"boxes": [[1, 2, 30, 40]]},
@@ -37,7 +37,7 @@ def test_vlm_r1_conversations_with_one_and_several_images(convert, tmp_path):
 
 def test_vlm_r1_evaluation_file(convert, tmp_path):
     row = {"image": "a.png", "problem": "the cup", "solution": [1, 2, 30, 40]}
-    put(tmp_path, {"lisa_test.json": [row | {"dataset_name": "lisa"}], "a.png": png()})
+    write_files(tmp_path, {"lisa_test.json": [row | {"dataset_name": "lisa"}], "a.png": png()})
     result = convert("vlm_r1", tmp_path / "lisa_test.json", tmp_path, split="test")
     assert result.answers == {"test-1": {"boxes": [[1, 2, 30, 40]]}}
     assert result.rows[0]["meta"] == {"dataset_name": "lisa"}
@@ -52,14 +52,14 @@ def test_vlm_r1_rows_for_other_tasks(convert, tmp_path, task, value, answer):
         "image": "a.png",
         "conversations": make_turns("<image>?", f"<answer>{value}</answer>"),
     }
-    put(tmp_path, {"other.jsonl": [row], "a.png": png()})
+    write_files(tmp_path, {"other.jsonl": [row], "a.png": png()})
     result = convert("vlm_r1", tmp_path / "other.jsonl", tmp_path, task=task)
     assert result.answers == {"train-1": answer}
 
 
 def test_a_truncated_jsonl_file_is_one_message_and_no_output(convert_with_error, tmp_path):
     good = '{"id": 1, "image": "a.png", "problem": "x", "solution": [1, 2, 3, 4]}\n'
-    put(tmp_path, {"rec.jsonl": good * 2 + good[:30], "a.png": png()})
+    write_files(tmp_path, {"rec.jsonl": good * 2 + good[:30], "a.png": png()})
     message = convert_with_error("vlm_r1", tmp_path / "rec.jsonl", tmp_path)
     assert "rec.jsonl is corrupt or truncated" in message
     assert "rec.jsonl:3" in message
@@ -77,7 +77,7 @@ COCO_IMAGES = {"val2017/1.jpg": png(), "val2017/2.jpg": png()}
 
 
 def test_coco_questions_name_every_category(convert, tmp_path):
-    put(tmp_path, {"annotations/instances_val2017.json": COCO} | COCO_IMAGES)
+    write_files(tmp_path, {"annotations/instances_val2017.json": COCO} | COCO_IMAGES)
     result = convert("coco_detection", tmp_path, tmp_path / "val2017")
     assert {row["question"] for row in result.rows} == {"person, car"}
     # x 10 + width 30, y 20 + height 15.5; the crowd region is left out; image 2 has no objects.
@@ -89,14 +89,14 @@ def test_coco_questions_name_every_category(convert, tmp_path):
 
 
 def test_a_coco_file_without_its_lists_is_an_error(convert_with_error, tmp_path):
-    put(tmp_path, {"ann.json": {"images": []}})
+    write_files(tmp_path, {"ann.json": {"images": []}})
     message = convert_with_error("coco_detection", tmp_path / "ann.json", tmp_path / "images")
     assert "not a COCO annotation file: it has no annotations, categories" in message
 
 
 def test_a_coco_annotation_of_an_unknown_image_is_an_error(convert_with_error, tmp_path):
     stray = {"id": 7, "image_id": 9, "category_id": 1, "bbox": [0, 0, 5, 5]}
-    put(tmp_path, {"ann.json": {**COCO, "annotations": [stray]}} | COCO_IMAGES)
+    write_files(tmp_path, {"ann.json": {**COCO, "annotations": [stray]}} | COCO_IMAGES)
     assert "KeyError: 9" in convert_with_error(
         "coco_detection", tmp_path / "ann.json", tmp_path / "val2017"
     )
@@ -109,9 +109,9 @@ def make_ref_l4_row(number: str, **more: object) -> dict:
 
 
 def test_ref_l4_reads_val_and_test_together(convert, tmp_path):
-    put_table(tmp_path / "ref-l4-val.parquet", [make_ref_l4_row("000001")])
-    put_table(tmp_path / "ref-l4-test.parquet", [make_ref_l4_row("000002")])
-    put(tmp_path / "images", {"a.jpg": png()})
+    write_table(tmp_path / "ref-l4-val.parquet", [make_ref_l4_row("000001")])
+    write_table(tmp_path / "ref-l4-test.parquet", [make_ref_l4_row("000002")])
+    write_files(tmp_path / "images", {"a.jpg": png()})
     result = convert("ref_l4", tmp_path, tmp_path / "images")
     # x 10 + width 20, y 5 + height 30.
     box = [10.0, 5.0, 30.0, 35.0]
@@ -123,7 +123,7 @@ def test_ref_l4_reads_val_and_test_together(convert, tmp_path):
 
 
 def test_ref_l4_without_its_columns_is_an_error(convert_with_error, tmp_path):
-    put_table(tmp_path / "ref-l4-val.parquet", [{"id": "1", "bbox": [1, 2, 3, 4]}])
+    write_table(tmp_path / "ref-l4-val.parquet", [{"id": "1", "bbox": [1, 2, 3, 4]}])
     message = convert_with_error("ref_l4", tmp_path, tmp_path / "images", split="val")
     assert "has no column caption, file_name; it has id, bbox" in message
 
@@ -137,7 +137,7 @@ def test_reason_seg_returns_the_box_around_all_targets(convert, tmp_path):
     entry = {"text": ["who drinks?", "the guest’s cup"], "is_sentence": True, "shapes": shapes}
     nothing = {"text": ["?"], "is_sentence": False, "shapes": shapes[2:]}
     files = {"val/1.json": entry, "val/1.jpg": png(), "val/2.json": nothing, "val/2.jpg": png()}
-    put(tmp_path, files)
+    write_files(tmp_path, files)
     result = convert("reason_seg", tmp_path, tmp_path, split="val")
     assert [row["answer"]["boxes"] for row in result.rows] == [[[10, 5, 40, 40]]] * 2
     assert [row["images"] for row in result.rows] == [["val/1.jpg"]] * 2
@@ -147,7 +147,7 @@ def test_reason_seg_returns_the_box_around_all_targets(convert, tmp_path):
 def test_reason_seg_reads_files_in_windows_encoding(convert, tmp_path):
     text = '{"text": ["the guest’s cup"], "is_sentence": false, "shapes": [{"label": "target", '
     text += '"points": [[1, 2], [3, 4]]}]}'
-    put(tmp_path, {"1.json": text.encode("cp1252"), "1.jpg": png()})
+    write_files(tmp_path, {"1.json": text.encode("cp1252"), "1.jpg": png()})
     result = convert("reason_seg", tmp_path, tmp_path)
     assert result.rows[0]["question"] == "the guest’s cup"
 
@@ -164,7 +164,7 @@ def test_ovdeval_questions_name_the_labels_of_the_image(convert, tmp_path):
             for number, name in enumerate(["a red cup", "a blue cup", "a fork"])
         ],
     }
-    put(tmp_path, {"color.json": content, "images/1.jpg": png(), "images/2.jpg": png()})
+    write_files(tmp_path, {"color.json": content, "images/1.jpg": png(), "images/2.jpg": png()})
     result = convert("ovdeval", tmp_path / "color.json", tmp_path / "images")
     assert [row["question"] for row in result.rows] == [
         "a red cup, a blue cup",
@@ -182,8 +182,8 @@ def test_visual_genome_finds_images_in_both_folders(convert, tmp_path):
         {"id": 3, "regions": [region | {"region_id": 13, "phrase": "a dog"}]},
     ]
     images = {"images/VG_100K/1.jpg": png(), "images/VG_100K_2/2.jpg": png()}
-    put(tmp_path, {"region_descriptions.json": entries} | images)
-    put(tmp_path, {"images/VG_100K_2/3.jpg": png()})
+    write_files(tmp_path, {"region_descriptions.json": entries} | images)
+    write_files(tmp_path, {"images/VG_100K_2/3.jpg": png()})
     result = convert("visual_genome", tmp_path, tmp_path / "images")
     assert result.answers["train-11"] == {"boxes": [[10, 5, 30, 35]], "labels": ["a cup"]}
     assert result.rows[1]["images"] == ["VG_100K_2/3.jpg"]
@@ -205,7 +205,7 @@ def test_flickr30k_merges_the_boxes_of_a_phrase(convert, tmp_path):
     )
     sentences += "[/EN#1/people Men] stand .\n"
     files = {"val.txt": "100\n", "Sentences/100.txt": sentences, "Annotations/100.xml": FLICKR_XML}
-    put(tmp_path, files | {"flickr30k-images/100.jpg": png()})
+    write_files(tmp_path, files | {"flickr30k-images/100.jpg": png()})
     result = convert("flickr30k", tmp_path, tmp_path / "flickr30k-images", split="val")
     assert [(row["question"], row["answer"]["boxes"][0]) for row in result.rows] == [
         ("Two men", [10, 5, 40, 40]),
@@ -219,7 +219,7 @@ def test_flickr30k_merges_the_boxes_of_a_phrase(convert, tmp_path):
 
 def test_a_truncated_flickr30k_annotation_is_an_error(convert_with_error, tmp_path):
     files = {"val.txt": "100", "Sentences/100.txt": "[/EN#1/people Men] .", "flickr/100.jpg": png()}
-    put(tmp_path, files | {"Annotations/100.xml": FLICKR_XML[:90]})
+    write_files(tmp_path, files | {"Annotations/100.xml": FLICKR_XML[:90]})
     assert "100.xml is corrupt or truncated" in convert_with_error(
         "flickr30k", tmp_path, tmp_path / "flickr"
     )

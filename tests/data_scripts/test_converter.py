@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dataset_files import png, put
+from dataset_files import png, write_files
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow
 
@@ -170,7 +170,7 @@ def test_image_paths_are_kept_and_no_image_is_copied(tmp_path, argv):
     def read(request):
         yield ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)
 
-    put(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
+    write_files(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
     converter = Converter("rows", read, tasks=("counting",), splits=("test",))
     assert converter.main(argv) == 0
     assert read_rows(tmp_path)[0]["images"] == ["deep/a.png", "b.png"]

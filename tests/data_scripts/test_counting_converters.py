@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from dataset_files import png, put, put_table
+from dataset_files import png, write_files, write_table
 
 
 def make_clevr_question(number: int, function: str, answer: str) -> dict[str, Any]:
@@ -32,8 +32,11 @@ def test_clevr_keeps_the_questions_that_end_in_a_count(convert, tmp_path):
         make_clevr_question(2, "query_size", "large"),
         make_clevr_question(3, "count", "0"),
     ]
-    files = {"questions/CLEVR_val_questions.json": {"info": {}, "questions": questions}}
-    source = put(tmp_path / "CLEVR_v1.0", files | {"images/val/CLEVR_val_000000.png": png()})
+    files = {
+        "questions/CLEVR_val_questions.json": {"info": {}, "questions": questions},
+        "images/val/CLEVR_val_000000.png": png(),
+    }
+    source = write_files(tmp_path / "CLEVR_v1.0", files)
     result = convert("clevr", source, source / "images" / "val")
     assert result.answers == {"val-0": 3, "val-3": 0}
     assert result.reasons == {"it does not ask for a count": 2}
@@ -44,14 +47,15 @@ def test_clevr_scenes_count_all_objects(convert, tmp_path):
     cube = {"color": "red", "size": "large", "material": "metal", "shape": "cube"}
     cube |= {"3d_coords": [0.1, 0.2, 0.3], "pixel_coords": [10, 20, 9.5], "rotation": 1.0}
     scene = {"image_index": 5, "image_filename": "a.png", "objects": [cube] * 4, "split": "val"}
-    source = put(tmp_path, {"CLEVR_val_scenes.json": {"scenes": [scene]}, "images/a.png": png()})
+    files = {"CLEVR_val_scenes.json": {"scenes": [scene]}, "images/a.png": png()}
+    source = write_files(tmp_path, files)
     result = convert("clevr", source / "CLEVR_val_scenes.json", tmp_path / "images")
     assert result.answers == {"val-5": 4}
     assert result.examples[0].question == "How many items are there in the image?"
 
 
 def test_a_truncated_clevr_file_leaves_no_output(convert_with_error, tmp_path):
-    put(tmp_path, {"CLEVR_val_questions.json": '{"questions": [{"image_filename": "a.p'})
+    write_files(tmp_path, {"CLEVR_val_questions.json": '{"questions": [{"image_filename": "a.p'})
     assert "CLEVR_val_questions.json is corrupt or truncated" in convert_with_error(
         "clevr", tmp_path, tmp_path / "images"
     )
@@ -66,7 +70,7 @@ def test_r1_v_test_file(convert, tmp_path):
         },
         {"image_path": "images/superCLEVR_new_025000.png", "question": "?", "ground_truth": "12"},
     ]
-    put(tmp_path, {"test200.jsonl": rows, "images/superCLEVR_new_025000.png": png()})
+    write_files(tmp_path, {"test200.jsonl": rows, "images/superCLEVR_new_025000.png": png()})
     result = convert("r1_v", tmp_path / "test200.jsonl", tmp_path / "images")
     assert result.answers == {"test-1": 4, "test-2": 12}
 
@@ -78,7 +82,7 @@ def test_r1_v_training_table_with_answers_in_tags(convert, tmp_path):
         {"image": image, "problem": "What angle?", "solution": "<answer> 45° </answer>"},
         {"image": None, "problem": "How many items?", "solution": "<answer> 5 </answer>"},
     ]
-    put_table(tmp_path / "hub" / "train-00000-of-00001.parquet", rows)
+    write_table(tmp_path / "hub" / "train-00000-of-00001.parquet", rows)
     result = convert("r1_v", tmp_path / "hub", tmp_path / "images", split="train")
     assert result.answers == {"train-1": 3}
     assert result.reasons == {
@@ -94,14 +98,14 @@ def make_tallyqa_row(number: int, **more: object) -> dict:
 
 def test_tallyqa_rows_are_simple_or_complex(convert, tmp_path):
     rows = [make_tallyqa_row(1, issimple=True), make_tallyqa_row(2, issimple=False, answer=0)]
-    source = put(tmp_path, {"test.json": rows, "images/VG_100K/1.jpg": png()})
+    source = write_files(tmp_path, {"test.json": rows, "images/VG_100K/1.jpg": png()})
     result = convert("tallyqa", source, tmp_path / "images")
     assert result.answers == {"test-1": 2, "test-2": 0}
     assert [row["meta"]["kind"] for row in result.rows] == ["simple", "complex"]
 
 
 def test_tallyqa_in_another_layout_is_an_error(convert_with_error, tmp_path):
-    put(tmp_path, {"test.json": [{"question": "How many?"}]})
+    write_files(tmp_path, {"test.json": [{"question": "How many?"}]})
     message = convert_with_error("tallyqa", tmp_path, tmp_path / "images")
     assert "does not have the published layout of this dataset (KeyError: 'question_id')" in message
 
@@ -112,7 +116,7 @@ def test_super_clevr_reads_its_counting_questions(convert, tmp_path):
     }
     question["program"][-1] = {"type": "count", "inputs": [0]}
     files = {"superCLEVR_questions_30k.json": {"questions": [question]}}
-    put(tmp_path, files | {"images/superCLEVR_new_000000.png": png()})
+    write_files(tmp_path, files | {"images/superCLEVR_new_000000.png": png()})
     result = convert("super_clevr", tmp_path, tmp_path / "images")
     assert result.answers == {"train-4": 7}
 
@@ -120,7 +124,7 @@ def test_super_clevr_reads_its_counting_questions(convert, tmp_path):
 def test_countbenchqa_refuses_missing_images(convert, tmp_path):
     row = {"text": "Five cups.", "question": "How many cups?", "number": 5}
     rows = [row | {"image": {"bytes": png(), "path": None}}, row | {"image": None}]
-    put_table(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows)
+    write_table(tmp_path / "hub" / "data" / "test-00000-of-00001.parquet", rows)
     result = convert("countbenchqa", tmp_path / "hub", tmp_path / "images")
     assert result.answers == {"countbenchqa-0": 5}
     assert result.reasons == {"its image is missing in the source": 1}
@@ -131,8 +135,8 @@ def test_pixmo_count_checks_the_hash_of_downloaded_images(convert, tmp_path):
     row = {"image_url": "https://x.y/z.jpg", "count": 3, "label": "cups"}
     digests = [good, changed, hashlib.sha256(b"").hexdigest()]
     rows = [row | {"image_sha256": digest} for digest in digests]
-    put_table(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", rows)
-    put(tmp_path / "images", {f"{good}.jpg": png(), f"{changed}.png": png(shade=2)})
+    write_table(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", rows)
+    write_files(tmp_path / "images", {f"{good}.jpg": png(), f"{changed}.png": png(shade=2)})
     result = convert("pixmo_count", tmp_path / "hub", tmp_path / "images", split="val")
     assert result.answers == {"val-0": 3}
     assert result.rows[0]["question"] == "How many cups are there in the image?"
@@ -149,13 +153,13 @@ def test_fsc147_counts_the_annotated_points(convert, tmp_path):
         "Train_Test_Val_FSC_147.json": {"train": ["3.jpg"], "val": [], "test": ["2.jpg"]},
         "ImageClasses_FSC147.txt": "2.jpg\tsea shells\n3.jpg\thot air balloons\n",
     }
-    put(tmp_path, files | {"images/2.jpg": png()})
+    write_files(tmp_path, files | {"images/2.jpg": png()})
     result = convert("fsc147", tmp_path, tmp_path / "images")
     assert result.answers == {"test-2.jpg": 9}
     assert result.rows[0]["question"] == "How many sea shells are there in the image?"
 
 
 def test_fsc147_without_its_split_file_is_an_error(convert_with_error, tmp_path):
-    put(tmp_path, {"annotation_FSC147_384.json": {}, "ImageClasses_FSC147.txt": ""})
+    write_files(tmp_path, {"annotation_FSC147_384.json": {}, "ImageClasses_FSC147.txt": ""})
     message = convert_with_error("fsc147", tmp_path, tmp_path / "images")
     assert "Train_Test_Val_FSC_147.json cannot be read: No such file" in message

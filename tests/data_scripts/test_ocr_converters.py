@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from dataset_files import png, put, put_table
+from dataset_files import png, write_files, write_table
 from scipy.io import savemat
 
 
@@ -18,7 +18,7 @@ def make_ocrbench_row(number: int, answers: object, **more: object) -> dict:
 
 def test_ocrbench_answers_are_strings_or_lists(convert, tmp_path):
     rows = [make_ocrbench_row(0, "CENTRE"), make_ocrbench_row(1, ["$5", "5 dollars"])]
-    put(tmp_path, {"OCRBench.json": rows, "images/IIIT5K/1.png": png()})
+    write_files(tmp_path, {"OCRBench.json": rows, "images/IIIT5K/1.png": png()})
     result = convert("ocrbench", tmp_path / "OCRBench.json", tmp_path / "images")
     assert result.answers == {"ocrbench-0": ["CENTRE"], "ocrbench-1": ["$5", "5 dollars"]}
     assert result.rows[0]["meta"] == {"dataset_name": "IIIT5K", "type": "Regular Text Recognition"}
@@ -28,7 +28,7 @@ def test_ocrbench_table(convert, tmp_path):
     row = {"dataset": "HME100k", "question": "Write the formula.", "answer": ["x ^ 2"]}
     row |= {"question_type": "Handwritten Mathematical Expression Recognition"}
     row |= {"image": {"bytes": png(), "path": None}}
-    put_table(tmp_path / "hub" / "test-00000-of-00001.parquet", [row])
+    write_table(tmp_path / "hub" / "test-00000-of-00001.parquet", [row])
     result = convert("ocrbench", tmp_path / "hub", tmp_path / "images")
     assert result.answers == {"ocrbench-0": ["x ^ 2"]}
     assert result.rows[0]["meta"]["dataset_name"] == "HME100k"
@@ -40,7 +40,7 @@ def test_textvqa_keeps_all_ten_answers(convert, tmp_path):
     row |= {"answers": answers, "set_name": "val", "image_width": 64, "image_height": 48}
     file = {"dataset_type": "val", "data": [row, {**row, "question_id": 1, "answers": []}]}
     images = {"train_images/003a8ae2ef43b901.jpg": png()}
-    put(tmp_path, {"TextVQA_0.5.1_val.json": file} | images)
+    write_files(tmp_path, {"TextVQA_0.5.1_val.json": file} | images)
     result = convert("textvqa", tmp_path, tmp_path / "train_images")
     # The empty tenth answer can match nothing, but meta still counts ten.
     assert result.answers == {"34602": answers[:9]}
@@ -51,7 +51,7 @@ def test_textvqa_keeps_all_ten_answers(convert, tmp_path):
 def test_textvqa_table(convert, tmp_path):
     row = {"question_id": 5, "image_id": "a", "question": "?", "answers": ["x"] * 10}
     row |= {"image": {"bytes": png(), "path": None}}
-    put_table(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", [row])
+    write_table(tmp_path / "hub" / "data" / "validation-00000-of-00001.parquet", [row])
     result = convert("textvqa", tmp_path / "hub", tmp_path / "images", split="val")
     assert result.answers == {"5": ["x"] * 10}
 
@@ -68,7 +68,7 @@ def test_docvqa_file(convert, tmp_path):
         "data_split": "val",
     }
     file = {"dataset_name": "SP-DocVQA", "dataset_split": "val", "data": [row]}
-    put(tmp_path, {"val_v1.0_withQT.json": file, "documents/pybv0228_81.png": png()})
+    write_files(tmp_path, {"val_v1.0_withQT.json": file, "documents/pybv0228_81.png": png()})
     result = convert("docvqa", tmp_path / "val_v1.0_withQT.json", tmp_path)
     assert result.answers == {"49153": ["0.28"]}
     assert result.rows[0]["meta"] == {"type": "figure/diagram", "document": 14465}
@@ -79,7 +79,7 @@ def test_infographicvqa_names_its_image_field_differently(convert, tmp_path):
     row |= {"image_url": "https://x.y/z.jpeg", "ocr_output_file": "38529.json"}
     row |= {"answers": ["wake county"], "answer_type": ["single span"], "data_split": "val"}
     file = {"dataset_name": "infographicVQA", "dataset_split": "val", "data": [row]}
-    put(tmp_path, {"infographicsVQA_val_v1.0_withQT.json": file, "38529.jpeg": png()})
+    write_files(tmp_path, {"infographicsVQA_val_v1.0_withQT.json": file, "38529.jpeg": png()})
     result = convert("docvqa", tmp_path / "infographicsVQA_val_v1.0_withQT.json", tmp_path)
     assert result.answers == {"98313": ["wake county"]}
     assert result.rows[0]["images"] == ["38529.jpeg"]
@@ -87,7 +87,7 @@ def test_infographicvqa_names_its_image_field_differently(convert, tmp_path):
 
 def test_docvqa_rows_without_answers_are_refused(convert_with_error, tmp_path):
     row = {"questionId": 1, "question": "What?", "image": "documents/a.png"}
-    put(tmp_path, {"test_v1.0.json": {"data": [row]}, "documents/a.png": png()})
+    write_files(tmp_path, {"test_v1.0.json": {"data": [row]}, "documents/a.png": png()})
     message = convert_with_error("docvqa", tmp_path / "test_v1.0.json", tmp_path)
     assert "1 × it has no answers" in message
 
@@ -97,7 +97,7 @@ def test_stvqa_file(convert, tmp_path):
     row |= {"question": "What?", "question_id": 0, "answers": ["STOP", "stop sign"]}
     row |= {"image_height": 48, "image_width": 64, "set_name": "train", "dataset": "coco-text"}
     file = {"task_name": "task 3", "data": [row]}
-    put(tmp_path, {"train_task_3.json": file, "coco-text/COCO_train2014_1.jpg": png()})
+    write_files(tmp_path, {"train_task_3.json": file, "coco-text/COCO_train2014_1.jpg": png()})
     result = convert("stvqa", tmp_path, tmp_path)
     assert result.answers == {"0": ["STOP", "stop sign"]}
     assert result.rows[0]["meta"] == {"dataset": "coco-text"}
@@ -108,7 +108,7 @@ def test_stvqa_file(convert, tmp_path):
     [("ocrbench", "OCRBench.json"), ("textvqa", "TextVQA_0.5.1_val.json"), ("docvqa", "v.json")],
 )
 def test_a_truncated_file_is_one_message_and_no_output(convert_with_error, tmp_path, name, file):
-    put(tmp_path, {file: '{"data": [{"question": "Wh'})
+    write_files(tmp_path, {file: '{"data": [{"question": "Wh'})
     message = convert_with_error(name, tmp_path / file, tmp_path / "images")
     assert f"{file} is corrupt or truncated" in message
     assert message.count("\n") == 1
@@ -120,7 +120,7 @@ def test_ocrbench_v2_keeps_the_types_it_can_score(convert, tmp_path):
         make_ocrbench_row(1, "B", type="science QA en", eval="multiple choice"),
         make_ocrbench_row(2, ["<table>"], type="table parsing en"),
     ]
-    put(tmp_path, {"OCRBench_v2.json": rows, "images/IIIT5K/1.png": png()})
+    write_files(tmp_path, {"OCRBench_v2.json": rows, "images/IIIT5K/1.png": png()})
     result = convert("ocrbench_v2", tmp_path / "OCRBench_v2.json", tmp_path / "images")
     assert result.answers == {"ocrbench-v2-0": ["CENTRE"], "ocrbench-v2-1": ["B"]}
     assert [row["meta"]["eval"] for row in result.rows] == [None, "multiple choice"]
@@ -130,7 +130,7 @@ def test_ocrbench_v2_keeps_the_types_it_can_score(convert, tmp_path):
 
 def test_ocrbench_v2_table(convert, tmp_path):
     row = make_ocrbench_row(3, ["x"], type="cognition VQA cn", eval="None", image={"bytes": png()})
-    put_table(tmp_path / "hub" / "test-0.parquet", [row])
+    write_table(tmp_path / "hub" / "test-0.parquet", [row])
     result = convert("ocrbench_v2", tmp_path / "hub", tmp_path / "images")
     assert result.rows[0]["meta"]["eval"] is None
 
@@ -138,7 +138,7 @@ def test_ocrbench_v2_table(convert, tmp_path):
 def test_iiit5k_file(convert, tmp_path):
     kinds = [("ImgName", object), ("GroundTruth", object)]
     words = [("test/1002_1.png", "PRIVATE"), ("test/1009_2.png", "24")]
-    put(tmp_path, {name: png() for name, _ in words})
+    write_files(tmp_path, {name: png() for name, _ in words})
     savemat(tmp_path / "testdata.mat", {"testdata": np.array([words], dtype=kinds)})
     result = convert("iiit5k", tmp_path, tmp_path)
     assert result.answers == {
@@ -148,7 +148,7 @@ def test_iiit5k_file(convert, tmp_path):
 
 
 def test_a_truncated_iiit5k_file_is_an_error(convert_with_error, tmp_path):
-    put(tmp_path, {"testdata.mat": b"MATLAB 5.0 MAT-file"})
+    write_files(tmp_path, {"testdata.mat": b"MATLAB 5.0 MAT-file"})
     assert "testdata.mat is corrupt, truncated or not a file of IIIT5K" in convert_with_error(
         "iiit5k", tmp_path, tmp_path
     )
@@ -156,7 +156,7 @@ def test_a_truncated_iiit5k_file_is_an_error(convert_with_error, tmp_path):
 
 def test_icdar2015_lines_with_quotes(convert, tmp_path):
     text = '\ufeffword_1.png, "Genaxis Theatre"\r\nword_2.png, "say \\"no, thanks\\""\r\n'
-    put(tmp_path, {"gt.txt": text, "word_1.png": png(), "word_2.png": png()})
+    write_files(tmp_path, {"gt.txt": text, "word_1.png": png(), "word_2.png": png()})
     result = convert("icdar2015", tmp_path, tmp_path, split="train")
     assert result.answers == {
         "train-word_1.png": ["Genaxis Theatre"],
@@ -165,7 +165,7 @@ def test_icdar2015_lines_with_quotes(convert, tmp_path):
 
 
 def test_a_truncated_icdar2015_file_is_an_error(convert_with_error, tmp_path):
-    put(tmp_path, {"gt.txt": 'word_1.png, "Gen', "word_1.png": png()})
+    write_files(tmp_path, {"gt.txt": 'word_1.png, "Gen', "word_1.png": png()})
     assert "gt.txt:1 is corrupt or truncated" in convert_with_error(
         "icdar2015", tmp_path, tmp_path, split="train"
     )
@@ -174,7 +174,7 @@ def test_a_truncated_icdar2015_file_is_an_error(convert_with_error, tmp_path):
 def test_sroie_has_one_question_per_field(convert, tmp_path):
     entities = {"company": "TAN WOON YANN", "date": "25/12/2018", "address": "", "total": "9.00"}
     files = {"test/entities/X001.txt": json.dumps(entities), "test/img/X001.jpg": png()}
-    put(tmp_path, files)
+    write_files(tmp_path, files)
     result = convert("sroie", tmp_path, tmp_path / "test")
     assert result.answers == {
         "test-X001-company": ["TAN WOON YANN"],
@@ -185,5 +185,5 @@ def test_sroie_has_one_question_per_field(convert, tmp_path):
 
 
 def test_a_truncated_sroie_file_is_an_error(convert_with_error, tmp_path):
-    put(tmp_path, {"entities/X001.txt": '{"company": "TAN', "img/X001.jpg": png()})
+    write_files(tmp_path, {"entities/X001.txt": '{"company": "TAN', "img/X001.jpg": png()})
     assert "X001.txt is corrupt or truncated" in convert_with_error("sroie", tmp_path, tmp_path)

@@ -6,7 +6,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from dataset_files import png, put, put_table
+from dataset_files import png, write_files, write_table
 
 INSTANCES = {
     "images": [
@@ -49,12 +49,12 @@ REFS = [
 def folder(tmp_path: Path) -> Path:
     # Python 2 wrote the published pickles, in protocols up to 2.
     files = {"refs(unc).p": pickle.dumps(REFS, protocol=2), "instances.json": INSTANCES}
-    return put(tmp_path / "refcoco", files)
+    return write_files(tmp_path / "refcoco", files)
 
 
 @pytest.fixture
 def train2014(tmp_path: Path) -> Path:
-    return put(tmp_path / "train2014", {"COCO_train2014_000000000007.jpg": png()})
+    return write_files(tmp_path / "train2014", {"COCO_train2014_000000000007.jpg": png()})
 
 
 def test_each_sentence_is_a_question_and_xywh_becomes_xyxy(convert, folder, train2014):
@@ -75,9 +75,9 @@ def test_the_test_splits_overlap_as_in_refer(convert, folder, train2014):
 
 def test_a_missing_image_is_counted_and_reported(convert, folder, train2014):
     other = {**INSTANCES["images"][0], "id": 8, "file_name": "gone.jpg"}
-    put(folder, {"instances.json": {**INSTANCES, "images": [*INSTANCES["images"], other]}})
+    write_files(folder, {"instances.json": {**INSTANCES, "images": [*INSTANCES["images"], other]}})
     refs = [*REFS, {**make_ref(5, 71, "val", "lost"), "image_id": 8}]
-    put(folder, {"refs(unc).p": pickle.dumps(refs, protocol=2)})
+    write_files(folder, {"refs(unc).p": pickle.dumps(refs, protocol=2)})
     result = convert("refcoco", folder, train2014, split="val")
     assert result.reasons == {"its image cannot be used": 1}
     assert "image gone.jpg is missing" in result.output
@@ -90,7 +90,7 @@ class Attack:
 
 
 def test_a_pickle_that_refers_to_code_is_an_error(convert_with_error, folder, train2014, capsys):
-    put(folder, {"refs(unc).p": pickle.dumps([Attack()])})
+    write_files(folder, {"refs(unc).p": pickle.dumps([Attack()])})
     message = convert_with_error("refcoco", folder, train2014)
     assert "builtins.print; only plain data is allowed" in message
     assert "code ran" not in capsys.readouterr().out + message
@@ -99,7 +99,7 @@ def test_a_pickle_that_refers_to_code_is_an_error(convert_with_error, folder, tr
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.9])
 def test_a_truncated_pickle_is_one_message(convert_with_error, folder, train2014, fraction):
     content = (folder / "refs(unc).p").read_bytes()
-    put(folder, {"refs(unc).p": content[: int(len(content) * fraction)]})
+    write_files(folder, {"refs(unc).p": content[: int(len(content) * fraction)]})
     message = convert_with_error("refcoco", folder, train2014)
     assert message.startswith("error: ")
     assert "refs(unc).p is corrupt, truncated or not a pickle of plain data" in message
@@ -108,7 +108,7 @@ def test_a_truncated_pickle_is_one_message(convert_with_error, folder, train2014
 
 def test_a_truncated_instances_file_is_an_error(convert_with_error, folder, train2014):
     content = (folder / "instances.json").read_text()
-    put(folder, {"instances.json": content[: len(content) // 2]})
+    write_files(folder, {"instances.json": content[: len(content) // 2]})
     assert "instances.json is corrupt or truncated" in convert_with_error(
         "refcoco", folder, train2014
     )
@@ -133,7 +133,7 @@ LMMS = {
 
 
 def test_lmms_lab_answers_are_separate_questions_about_one_image(convert, tmp_path):
-    put_table(tmp_path / "hub" / "data" / "val-00000-of-00001.parquet", [LMMS])
+    write_table(tmp_path / "hub" / "data" / "val-00000-of-00001.parquet", [LMMS])
     result = convert("refcoco_hub", tmp_path / "hub", tmp_path / "images")
     assert [row["question"] for row in result.rows] == ["the red cup", "cup at right"]
     assert [row["answer"]["boxes"][0] for row in result.rows] == [[10.0, 5.0, 30.0, 35.0]] * 2
@@ -159,20 +159,20 @@ def test_jxu124_boxes_are_xyxy_and_checked_against_the_annotation(convert, tmp_p
         make_jxu124_row([10.5, 5.0, 30.5, 35.25]),
         {**make_jxu124_row([10.5, 5.0, 20.0, 30.25]), "ref_id": 2},
     ]
-    source = put_table(tmp_path / "validation.parquet", rows)
+    source = write_table(tmp_path / "validation.parquet", rows)
     result = convert("refcoco_hub", source, train2014, split="validation")
     assert [row["answer"]["boxes"][0] for row in result.rows] == [[10.5, 5.0, 30.5, 35.25]] * 2
     assert result.reasons == {"its bbox differs from its annotation": 2}
 
 
 def test_an_unknown_table_is_an_error(convert_with_error, tmp_path):
-    source = put_table(tmp_path / "val.parquet", [{"bbox": [1, 2, 3, 4], "text": "x"}])
+    source = write_table(tmp_path / "val.parquet", [{"bbox": [1, 2, 3, 4], "text": "x"}])
     message = convert_with_error("refcoco_hub", source, tmp_path / "images")
     assert "neither lmms-lab's nor jxu124's RefCOCO: its columns are bbox, text" in message
 
 
 def test_a_truncated_table_is_an_error(convert_with_error, tmp_path):
-    source = put_table(tmp_path / "val.parquet", [LMMS])
+    source = write_table(tmp_path / "val.parquet", [LMMS])
     source.write_bytes(source.read_bytes()[:-20])
     assert "val.parquet cannot be read" in convert_with_error(
         "refcoco_hub", source, tmp_path / "images"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datasets
-from dataset_files import png, put_table
+from dataset_files import png, write_table
 
 
 def test_a_table_is_read_by_its_usual_columns(convert, tmp_path):
@@ -12,7 +12,7 @@ def test_a_table_is_read_by_its_usual_columns(convert, tmp_path):
         {"id": 7, "images": [image, image], "problem": "How many?", "solution": "3", "kind": "x"},
         {"id": 8, "images": [image], "problem": "How many?", "solution": "some", "kind": "x"},
     ]
-    put_table(tmp_path / "hub" / "train-0.parquet", rows)
+    write_table(tmp_path / "hub" / "train-0.parquet", rows)
     result = convert("table", tmp_path / "hub", tmp_path / "images", task="counting")
     assert result.answers == {"train-7": 3}
     assert result.rows[0]["meta"] == {"kind": "x"}
@@ -21,7 +21,7 @@ def test_a_table_is_read_by_its_usual_columns(convert, tmp_path):
 
 
 def test_a_table_without_an_answer_column_is_an_error(convert_with_error, tmp_path):
-    put_table(tmp_path / "train.parquet", [{"image": {"bytes": png()}, "question": "?"}])
+    write_table(tmp_path / "train.parquet", [{"image": {"bytes": png()}, "question": "?"}])
     message = convert_with_error(
         "table", tmp_path / "train.parquet", tmp_path / "images", task="ocr"
     )

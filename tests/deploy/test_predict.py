@@ -12,7 +12,6 @@ from PIL import Image
 from vlm_grpo.config.run import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.deploy.predict import Prediction, Predictor, predict
-from vlm_grpo.drawing import captioned
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.evaluate import evaluate_policy
 from vlm_grpo.model.policy import load_policy
@@ -96,15 +95,6 @@ def test_an_image_may_be_a_path_bytes_or_a_pil_image() -> None:
     assert len({prediction.text for prediction in found}) == 1
     with pytest.raises(UserError, match="give at least one"):
         predictor([], example.question)
-
-
-def test_a_caption_is_cut() -> None:
-    image = Image.new("RGB", (84, 84))
-    one = captioned(image, "word", "red")
-    many = captioned(image, "word\n" * 100, "red")
-    # Eight lines at the most: seven more of 15 pixels each than a single one.
-    assert many.height - one.height == 7 * 15
-    assert captioned(image, "", "red").height == one.height
 
 
 def test_settings_go_over_those_of_the_model() -> None:

@@ -32,7 +32,6 @@ from vlm_grpo.registry import load_task
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.trainer import train
 from vlm_grpo.types import Example, ImageRef
-from vlm_grpo.utils.bootstrap import bootstrap_interval
 
 BENCHMARK = """
 title: Shapes
@@ -236,13 +235,6 @@ def test_the_recipes_evaluation_writes_what_it_scored(rows: Path, tmp_path: Path
 def test_a_missing_checkpoint_is_named(rows: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere is not a folder"):
         evaluate(settings_for(rows, tmp_path), tmp_path / "nowhere")
-
-
-def test_the_interval_covers_the_mean() -> None:
-    low, high = bootstrap_interval([0.0] * 60 + [1.0] * 40, seed=0)
-    # Normal approximation: 0.4 ± 1.96 · sqrt(0.4 · 0.6 / 100) = 0.304 … 0.496.
-    assert (low, high) == (pytest.approx(0.304, abs=0.02), pytest.approx(0.496, abs=0.02))
-    assert bootstrap_interval([1.0, 1.0], seed=0) == (1.0, 1.0)
 
 
 def test_training_keeps_the_checkpoint_that_is_best_by_its_benchmark(

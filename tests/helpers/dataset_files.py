@@ -1,4 +1,4 @@
-"""Small datasets on disk: images, JSON files and tables in the layouts that authors publish."""
+"""Small datasets on disk: images, JSON Lines and tables in published layouts, and bad rows."""
 
 from __future__ import annotations
 
@@ -12,18 +12,41 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
+from vlm_grpo.config.run import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task
 
-def png(width: int = 64, height: int = 48, shade: int = 200) -> bytes:
-    """An encoded image of one colour."""
+
+def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    """Return the image's bytes in a file format."""
     buffer = io.BytesIO()
-    Image.new("RGB", (width, height), (shade, 10, 10)).save(buffer, format="PNG")
+    image.save(buffer, form, **options)
     return buffer.getvalue()
 
 
-def put(root: Path, files: Mapping[str, Any]) -> Path:
-    """Write files below a folder: bytes and text as they are, lists for .jsonl, other as JSON."""
+def png(width: int = 64, height: int = 48, shade: int = 200) -> bytes:
+    """Return an encoded image of one color."""
+    return encode_image(Image.new("RGB", (width, height), (shade, 10, 10)))
+
+
+def png_with_claimed_size(width: int, height: int) -> bytes:
+    """Return a PNG of a few bytes whose header declares the given size."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def write_files(root: Path, files: Mapping[str, Any]) -> Path:
+    """Write files to a folder: bytes and text unchanged, lists as .jsonl, other values as JSON."""
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,20 +61,39 @@ def put(root: Path, files: Mapping[str, Any]) -> Path:
     return root
 
 
-def put_table(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A parquet file; an image column is {"bytes": …, "path": …}, as the hub has it."""
+def write_table(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a Parquet file; images are {"bytes": …, "path": …}, as on the hub."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
-def png_that_claims(width: int, height: int) -> bytes:
-    """A PNG of a few bytes whose header announces this size."""
+def make_row(**changes: Any) -> dict[str, Any]:
+    """Return a canonical counting row with changed fields; the value ``...`` removes a field."""
+    row = {"id": "a", "images": ["a.png"], "question": "How many?", "answer": 3, **changes}
+    return {name: value for name, value in row.items() if value is not ...}
 
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+def write_rows(folder: Path, *rows: dict[str, Any] | str | bytes) -> str:
+    """Write rows, or raw lines, to ``rows.jsonl`` and return its path."""
+    lines = [row if isinstance(row, (str, bytes)) else json.dumps(row) for row in rows]
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"".join((x.encode() if isinstance(x, str) else x) + b"\n" for x in lines))
+    return str(path)
+
+
+def get_load_error(source: str, task: str = "counting", **settings: Any) -> str:
+    """Load a source that must be refused and return the error message."""
+    data = DataSettings.model_validate({"train": source, **settings})
+    with pytest.raises(UserError) as error:
+        load_examples(source, load_task(task), data)
+    return str(error.value)
+
+
+def check_bad_row(folder: Path, bad: dict[str, Any] | str | bytes, reason: str) -> None:
+    """Check that loading a good and a bad row names the bad one's file, line and reason."""
+    source = write_rows(folder, make_row(id="good"), bad)
+    message = get_load_error(source)
+    assert f"{source}:2: " in message
+    assert reason in message
+    assert "1 bad row (good rows: 1)" in message

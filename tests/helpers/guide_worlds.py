@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 import pytest
-from dataset_files import png, put, put_table
+from dataset_files import png, write_files, write_table
 from foreign_results import lmms_eval_sample, r1_v_result, vlm_r1_result
 
 from vlm_grpo import cli
@@ -89,7 +89,7 @@ def _rows_file(name: str, examples: list[Example], folder: str = "") -> None:
     for example in examples:
         (image,) = example.images
         assert image.data is not None
-        put(Path(folder or "images"), {f"{example.id}.png": image.data})
+        write_files(Path(folder or "images"), {f"{example.id}.png": image.data})
         path = f"{example.id}.png" if folder else f"images/{example.id}.png"
         row = {"id": example.id, "images": [path], "question": example.question}
         rows.append(json.dumps({**row, "answer": example.answer}) + "\n")
@@ -123,12 +123,12 @@ def _your_own_data() -> None:
     _grounding()
     _hub("me/my-dataset", "train", "validation")
     _hub("folder", "train", "test")
-    put_table(Path("train.parquet"), _table_rows("train"))
+    write_table(Path("train.parquet"), _table_rows("train"))
 
 
 def _other_columns() -> None:
     for split in ("train", "test"):
-        put_table(Path(f"{split}.parquet"), _table_rows(split, "prompt", "label"))
+        write_table(Path(f"{split}.parquet"), _table_rows(split, "prompt", "label"))
 
 
 def _readme() -> None:
@@ -152,8 +152,8 @@ def _benchmarks() -> None:
     ref: dict[str, Any] = {"ref_id": 1, "ann_id": 70, "image_id": 7, "category_id": 1}
     ref |= {"split": "val", "file_name": image["file_name"], "sent_ids": [0, 1]}
     refs = pickle.dumps([{**ref, "sentences": sentences}], protocol=2)
-    put(Path("refcoco"), {"refs(unc).p": refs, "instances.json": instances})
-    put(Path("train2014"), {image["file_name"]: png()})
+    write_files(Path("refcoco"), {"refs(unc).p": refs, "instances.json": instances})
+    write_files(Path("train2014"), {image["file_name"]: png()})
     _grounding("train2014")
 
 
@@ -166,7 +166,7 @@ def _outputs() -> None:
 
 def _foreign() -> None:
     """One result in the layout of each evaluation that is read."""
-    put(Path("images"), {"7.jpg": png(640, 480)})
+    write_files(Path("images"), {"7.jpg": png(640, 480)})
     answers: dict[str, tuple[str, Any]] = {
         "refcoco_val.jsonl": ("the cup", {"boxes": [[64, 48, 320, 240]]}),
         "superclevr.jsonl": ("How many items?", 3),

@@ -1,4 +1,4 @@
-"""A real file system of a few megabytes, to be filled."""
+"""A real file system of a few megabytes for tests that fill the disk."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ class SmallDisk:
         self._filler = folder / "filler"
 
     def fill(self, leaving: int = 0) -> None:
-        """Take all room but ``leaving`` bytes, in whole pages."""
+        """Fill the disk up to ``leaving`` free bytes, rounded to pages."""
         status = os.statvfs(self.folder)
         self._filler.write_bytes(b"x" * max(0, status.f_bavail * status.f_frsize - leaving))
 
     def make_room(self) -> None:
+        """Remove the file that fills the disk."""
         self._filler.unlink()
 
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[SmallDisk]:
-    """Mount a disk of ``size`` bytes on a folder; the test is skipped where that is not allowed."""
+    """Mount a disk of ``size`` bytes at ``folder``; skip the test where that is not permitted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        pytest.skip(f"no disk to fill: {error}")
-    if done.returncode:
-        pytest.skip(f"no disk to fill, mounting needs root: {done.stderr.strip()}")
+        pytest.skip(f"cannot mount a small disk: {error}")
+    if result.returncode:
+        pytest.skip(f"cannot mount a small disk, which needs root: {result.stderr.strip()}")
     try:
         yield SmallDisk(folder)
     finally:

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, on a disk that is really full too."""
+"""Atomic and durable writes, including on a disk that is really full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.utils.atomic_io import append_durable, explain_disk_full, write_atomic
 
 SIZE = 2**20
-"""Of the disk; what is written is larger."""
+"""Size of the disk in bytes; the tests write more."""
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.mark.parametrize("write", [write_atomic, append_durable])
 @pytest.mark.parametrize("leaving", [0, 8192])
-def test_a_write_that_fails_leaves_the_file_as_it_was(
+def test_a_failed_write_leaves_the_file_unchanged(
     disk: SmallDisk, write: Callable[[Path, bytes], None], leaving: int
 ) -> None:
     path = disk.folder / "file"
@@ -39,7 +39,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     assert path.read_bytes() == (b"after\n" if write is write_atomic else b"before\nafter\n")
 
 
-def test_a_full_disk_is_told_as_such(disk: SmallDisk) -> None:
+def test_a_full_disk_is_named_with_its_remedy(disk: SmallDisk) -> None:
     disk.fill()
     message = r"is full \(.*No space left.*make room.*resume=true"
     with pytest.raises(UserError, match=message), explain_disk_full(disk.folder):
@@ -47,7 +47,7 @@ def test_a_full_disk_is_told_as_such(disk: SmallDisk) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "full"),
     [
         (SafetensorError("I/O error: No space left on device (os error 28)"), True),
         (SafetensorError("I/O error: Permission denied (os error 13)"), False),
@@ -55,6 +55,8 @@ def test_a_full_disk_is_told_as_such(disk: SmallDisk) -> None:
         (ValueError("something else"), False),
     ],
 )
-def test_other_errors_stay_what_they_are(error: Exception, told: bool, tmp_path: Path) -> None:
-    with pytest.raises(UserError if told else type(error)), explain_disk_full(tmp_path):
+def test_only_errors_of_a_full_disk_are_replaced(
+    error: Exception, full: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError if full else type(error)), explain_disk_full(tmp_path):
         raise error

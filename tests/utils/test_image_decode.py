@@ -1,10 +1,9 @@
-"""Image files of every kind: what a person sees is what is read, and broken ones are told."""
+"""Decoding of image files in all formats and orientations, and of damaged files."""
 
 from __future__ import annotations
 
 import io
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from vlm_grpo.data.images import ImageReader
-from vlm_grpo.types import ImageRef
-from vlm_grpo.utils.image_decode import FORMATS, decode, measure
+from vlm_grpo.utils.image_decode import FORMATS, decode_image, read_size
 
 # 3 x 2: red, green, blue over black, white, yellow.
 COLORS = np.array(
@@ -23,7 +21,7 @@ COLORS = np.array(
 SMALL = Image.fromarray(COLORS)
 
 
-def saved(image: Image.Image, kind: str, **options: Any) -> io.BytesIO:
+def encode(image: Image.Image, kind: str, **options: Any) -> io.BytesIO:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     buffer.seek(0)
@@ -35,62 +33,61 @@ def pixels(image: Image.Image) -> list:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
-def test_formats_without_loss_give_their_pixels(kind: str) -> None:
-    assert measure(saved(SMALL, kind)) == (3, 2)
-    assert pixels(decode(saved(SMALL, kind))) == COLORS.tolist()
+def test_lossless_formats_keep_all_pixels(kind: str) -> None:
+    assert read_size(encode(SMALL, kind)) == (3, 2)
+    assert pixels(decode_image(encode(SMALL, kind))) == COLORS.tolist()
 
 
-def test_a_palette_is_looked_up() -> None:
-    assert pixels(decode(saved(SMALL.quantize(6), "PNG"))) == COLORS.tolist()
+def test_palette_images_become_rgb() -> None:
+    assert pixels(decode_image(encode(SMALL.quantize(6), "PNG"))) == COLORS.tolist()
 
 
-def test_16_bits_are_brought_to_8_and_not_clipped() -> None:
-    # 0x0100, 0x8000 and 0xFFFF are 1, 128 and 255 of 255; Pillow's own conversion gives 255 thrice.
+def test_16_bit_images_are_scaled_to_8_bits() -> None:
+    # 0x0100, 0x8000 and 0xFFFF are 1, 128 and 255 of 255; Pillow's conversion clips all to 255.
     image = Image.fromarray(np.array([[0, 0x0100, 0x8000, 0xFFFF]], np.uint16))
-    assert [p[0] for p in pixels(decode(saved(image, "PNG")))[0]] == [0, 1, 128, 255]
+    assert [p[0] for p in pixels(decode_image(encode(image, "PNG")))[0]] == [0, 1, 128, 255]
 
 
-def test_32_bits_are_refused() -> None:
-    file = saved(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF")
-    with pytest.raises(ValueError, match="32 bits: save it with 8"):
-        measure(file)
+def test_32_bit_images_are_refused() -> None:
+    file = encode(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF")
+    with pytest.raises(ValueError, match="32 bits per channel: save it with 8"):
+        read_size(file)
 
 
-def test_transparent_pixels_are_white_whatever_color_they_hide() -> None:
+def test_transparent_pixels_become_white() -> None:
     image = SMALL.copy()
     image.putalpha(Image.fromarray(np.array([[0, 255, 255], [255, 255, 0]], np.uint8)))
-    shown = pixels(decode(saved(image, "PNG")))
+    shown = pixels(decode_image(encode(image, "PNG")))
     assert (shown[0][0], shown[0][1], shown[1][2]) == ([255] * 3, [0, 255, 0], [255] * 3)
 
 
-def test_cmyk_becomes_rgb() -> None:
+def test_cmyk_images_become_rgb() -> None:
     image = Image.new("CMYK", (8, 8), (0, 255, 255, 0))  # red ink
-    red, green, blue = pixels(decode(saved(image, "JPEG", quality=95)))[4][4]
+    red, green, blue = pixels(decode_image(encode(image, "JPEG", quality=95)))[4][4]
     assert red > 230  # JPEG rounds
     assert max(green, blue) < 25
 
 
-def test_an_animation_is_its_first_frame() -> None:
+def test_an_animation_yields_its_first_frame() -> None:
     frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
-    file = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert pixels(decode(file))[0][0] == [255, 0, 0]
+    file = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert pixels(decode_image(file))[0][0] == [255, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_camera_that_was_turned_is_allowed_for(kind: str, orientation: int) -> None:
-    # Four quarters of 16 x 8 pixels, so that JPEG keeps their colours.
+def test_the_exif_orientation_is_applied(kind: str, orientation: int) -> None:
+    # Four colors of 16 x 8 pixels, so that JPEG keeps their colors.
     corners = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [255, 255, 255]]], np.uint8)
     image = Image.fromarray(corners.repeat(8, 0).repeat(16, 1))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    file = saved(image, kind, exif=exif, **({"quality": 95} if kind != "TIFF" else {}))
+    file = encode(image, kind, exif=exif, **({"quality": 95} if kind != "TIFF" else {}))
 
-    size = measure(file)
-    shown = decode(file)
-    # What each orientation does to the upright corners (EXIF 2.3): row 0 is the image's named
-    # side, column 0 its second one.
-    turned = {
+    size = read_size(file)
+    shown = decode_image(file)
+    # The upright corners by orientation: EXIF 2.3 names the sides that row 0 and column 0 show.
+    upright = {
         1: corners,
         2: corners[:, ::-1],
         3: corners[::-1, ::-1],
@@ -102,65 +99,41 @@ def test_a_camera_that_was_turned_is_allowed_for(kind: str, orientation: int) ->
     }[orientation]
     assert size == shown.size == ((32, 16) if orientation < 5 else (16, 32))
     half_width, half_height = shown.width // 2, shown.height // 2
-    found = np.asarray(shown, int)[half_height // 2 :: half_height, half_width // 2 :: half_width]
-    assert np.abs(found - turned).max() < 40  # of 255; JPEG and WebP round
+    colors = np.asarray(shown, int)[half_height // 2 :: half_height, half_width // 2 :: half_width]
+    assert np.abs(colors - upright).max() < 40  # of 255; JPEG and WebP are lossy
 
 
-def test_a_single_pixel_is_an_image() -> None:
-    file = saved(Image.new("RGB", (1, 1), "red"), "PNG")
-    assert (measure(file), decode(file).size) == ((1, 1), (1, 1))
+def test_an_image_may_have_one_pixel() -> None:
+    file = encode(Image.new("RGB", (1, 1), "red"), "PNG")
+    assert (read_size(file), decode_image(file).size) == ((1, 1), (1, 1))
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    "content",
     [
-        (b"", "corrupt or of a format other"),
-        (b"\x00" * 500, "corrupt or of a format other"),
-        (b"hello, I am text\n", "corrupt or of a format other"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "corrupt or of a format other"),
+        b"",
+        b"\x00" * 500,
+        b"hello, I am text\n",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
     ],
     ids=["empty", "zeros", "text", "postscript"],
 )
-def test_what_is_no_image_is_refused_before_and_after_the_checks(
-    content: bytes, reason: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(content)
-    reader = ImageReader(tmp_path, 10**6)
-    with pytest.raises(ValueError, match=f"image a.png cannot be read: .*{reason}"):
-        reader.read("a.png", "row")
-    with pytest.raises(ValueError, match=f"image a.png cannot be read: .*{reason}"):
-        ImageRef("a.png", (9, 9), (9, 9), path=path).load()
+def test_files_of_other_formats_are_refused(content: bytes) -> None:
+    for function in (read_size, decode_image):
+        with pytest.raises(ValueError, match="corrupt or of a format other than PNG, JPEG"):
+            function(io.BytesIO(content))
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_an_image_that_is_cut_off_is_told_when_it_is_decoded(kind: str) -> None:
-    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-    whole = saved(Image.fromarray(noise), kind).getvalue()
-    reference = ImageReader(None, 10**6).read(whole[: len(whole) // 2], "cut")
-    with pytest.raises(ValueError, match="image cut cannot be read"):
-        reference.load()
-
-
-def test_an_image_that_was_exchanged_after_the_checks_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    SMALL.save(path)
-    reference = ImageReader(tmp_path, 10**6).read("a.png", "row")
-    SMALL.resize((6, 4)).save(path)
-    with pytest.raises(ValueError, match="has been changed: it has 6x4 pixels, and had 3x2"):
-        reference.load()
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of what it passes over
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns about the damage that it ignores
 @pytest.mark.parametrize("kind", FORMATS)
-def test_damaged_bytes_are_an_image_or_told_by_name(kind: str) -> None:
-    """200 damaged files of each format: nothing else is raised, and sizes are never wrong."""
+def test_a_damaged_file_decodes_or_is_named(kind: str) -> None:
+    """Damage 200 files of each format; only a ValueError may be raised, and sizes must match."""
     rng = random.Random(kind)
     noise = np.random.default_rng(0).integers(0, 255, (24, 32, 3), dtype=np.uint8)
-    whole = saved(Image.fromarray(noise), kind).getvalue()
-    told = 0
+    intact = encode(Image.fromarray(noise), kind).getvalue()
+    failures = 0
     for _ in range(200):
-        data = bytearray(whole)
+        data = bytearray(intact)
         for _ in range(rng.choice([1, 5, 20])):
             data[rng.randrange(min(len(data), rng.choice([40, 400, len(data)])))] = rng.randrange(
                 256
@@ -171,6 +144,6 @@ def test_damaged_bytes_are_an_image_or_told_by_name(kind: str) -> None:
             reference = ImageReader(None, 10**6).read(bytes(data), "damaged")
             assert reference.load().size == reference.size
         except ValueError as error:
-            assert str(error).startswith("image damaged ")  # noqa: PT017 (not every file fails)
-            told += 1
-    assert told > 20  # a tenth at least: the damage is real
+            assert str(error).startswith("image damaged ")  # noqa: PT017 (only some files fail)
+            failures += 1
+    assert failures > 20  # at least a tenth, so the damage matters

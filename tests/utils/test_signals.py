@@ -1,4 +1,4 @@
-"""What the program does when it is told to stop: the real one, with real signals."""
+"""Stopping the command-line program with real signals and time limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlm_grpo.trainer import train
 from vlm_grpo.utils.signals import StopRequest
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
-"""128 + the signal's number, as a shell tells it."""
+"""Exit status by signal: 128 + the signal's number, as in shells."""
 
 
 @pytest.fixture
@@ -30,21 +30,21 @@ def run(tmp_path: Path) -> Any:
     return partial(small_run, tmp_path, save_tiny_model(tmp_path / "model"))
 
 
-def program(run: Settings, *overrides: str) -> Sequence[str]:
-    """The command that trains as ``run`` says."""
+def build_command(run: Settings, *overrides: str) -> Sequence[str]:
+    """Return the command that trains with the settings of ``run``."""
     recipe = run.output_dir.parent / f"{run.run_dir.name}.yaml"
     run.save(recipe)
     return [sys.executable, "-m", "vlm_grpo.cli", "train", str(recipe), *overrides]
 
 
-def started(run: Settings, *overrides: str) -> subprocess.Popen[str]:
+def start(run: Settings, *overrides: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(program(run, *overrides), env=environment, **pipes)
+    return subprocess.Popen(build_command(run, *overrides), env=environment, **pipes)
 
 
 def wait_for_steps(run: Settings, count: int, process: subprocess.Popen[str]) -> None:
-    """Until so many steps are in ``metrics.jsonl``."""
+    """Wait until ``metrics.jsonl`` has ``count`` steps."""
     path = run.run_dir / "metrics.jsonl"
     while not path.is_file() or path.read_text().count("\n") < count:
         assert process.poll() is None, process.communicate()[1]
@@ -53,28 +53,28 @@ def wait_for_steps(run: Settings, count: int, process: subprocess.Popen[str]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STATUS)
-def test_a_signal_saves_and_nothing_is_lost(run: Any, number: signal.Signals) -> None:
-    # No image comes twice: a resumed run decodes again what the first had still in memory.
+def test_a_signal_saves_and_loses_no_step(run: Any, number: signal.Signals) -> None:
+    # No image is used twice: a resumed run would decode it again and count that.
     more: Any = {"objective": {"num_iterations": 2}, "optim": {"max_steps": 30}}
     more["data"] = {"train_limit": 90}
-    whole, broken = run(name="whole", **more), run(name="broken", **more)
-    train(whole)
-    process = started(broken)
+    unbroken, broken = run(name="unbroken", **more), run(name="broken", **more)
+    train(unbroken)
+    process = start(broken)
     wait_for_steps(broken, 2, process)
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == STATUS[number], errors
-    assert f"{number.name}: finishing this update and saving; once more to stop at once" in errors
+    assert f"{number.name}: finishing this update and saving; repeat to stop at once" in errors
     assert f"stopped by {number.name} after step" in errors
     ((_, saved),) = checkpoints(broken.run_dir / "checkpoints")
     assert f"saved in {saved}; resume=true goes on" in errors
     train(broken.model_copy(update={"resume": True}))
-    assert_same_run(broken.run_dir, whole.run_dir, "step-30")
+    assert_same_run(broken.run_dir, unbroken.run_dir, "step-30")
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once_and_keeps_what_was_saved(run: Any, tmp_path: Path) -> None:
-    # A reward that takes a minute once the third step is reached: no time to wait for its end.
+def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path: Path) -> None:
+    # From the third step on, the reward takes a minute, too long to wait for.
     slow = run(name="slow", optim={"max_steps": 30}, checkpoint={"every": 1, "keep_last": 0})
     task = Path(slow.task)
     task.write_text(
@@ -87,14 +87,14 @@ def test_a_second_signal_ends_at_once_and_keeps_what_was_saved(run: Any, tmp_pat
         )
     )
     task.write_text(f"import time\n{task.read_text()}")
-    process = started(slow)
+    process = start(slow)
     while not (tmp_path / "reached").exists():
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
-    for line in process.stderr:  # the first signal is noted
-        if "once more to stop at once" in line:
+    for line in process.stderr:  # wait until the first signal has been handled
+        if "repeat to stop at once" in line:
             break
     sent = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -102,28 +102,28 @@ def test_a_second_signal_ends_at_once_and_keeps_what_was_saved(run: Any, tmp_pat
     assert time.monotonic() - sent < 30  # the reward would have taken twice that
     assert process.returncode == 130
     assert "interrupted; finished checkpoints are kept (resume=true)" in errors
-    assert [moment.name for moment, _ in checkpoints(slow.run_dir / "checkpoints")] == [
+    assert [step.name for step, _ in checkpoints(slow.run_dir / "checkpoints")] == [
         "step-1",
         "step-2",
     ]
 
 
 @pytest.mark.slow
-def test_the_time_limit_has_a_status_of_its_own(run: Any) -> None:
-    process = started(run(), "checkpoint.max_hours=1e-6")
+def test_the_time_limit_has_its_own_exit_status(run: Any) -> None:
+    process = start(run(), "checkpoint.max_hours=1e-6")
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 75, errors
     assert "stopped by the time limit (checkpoint.max_hours) after step 0 of 4" in errors
 
 
-def test_the_hours_count_from_the_beginning(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_includes_loading(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     limited = run(checkpoint={"max_hours": 1.0})
-    began = time.monotonic()
-    # Loading takes two hours: the time is up before the first step, which is left undone.
+    started = time.monotonic()
+    # Loading takes two hours, so the limit expires before the first step.
     monkeypatch.setattr(
         "vlm_grpo.trainer.set_seed",
         lambda _: monkeypatch.setattr(
-            "vlm_grpo.utils.signals.time.monotonic", lambda: began + 7200
+            "vlm_grpo.utils.signals.time.monotonic", lambda: started + 7200
         ),
     )
     with pytest.raises(Stopped, match="after step 0 of 4") as stopped:
@@ -131,7 +131,7 @@ def test_the_hours_count_from_the_beginning(run: Any, monkeypatch: pytest.Monkey
     assert stopped.value.status == 75
 
 
-def test_a_request_notes_the_first_signal_and_obeys_the_second() -> None:
+def test_a_stop_request_stores_the_first_signal_and_raises_on_the_second() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:
         assert stop.reason is None

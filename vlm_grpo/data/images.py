@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from vlm_grpo.types import ImageRef
-from vlm_grpo.utils.image_decode import measure
+from vlm_grpo.utils.image_decode import read_size
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
@@ -99,7 +99,7 @@ class ImageReader:
             with warnings.catch_warnings():
                 # max_pixels is the limit, not the one that Pillow warns about.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                width, height = measure(file)
+                width, height = read_size(file)
         except ValueError as error:
             raise ValueError(f"image {name} cannot be read: {error}") from error
         if width * height > self.max_pixels:

@@ -15,7 +15,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.deploy.resolve import NO_TASK, choose_model
 from vlm_grpo.distributed.launch import join
-from vlm_grpo.drawing import PREDICTED_COLOR, captioned
+from vlm_grpo.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.generate import generate
 from vlm_grpo.model.policy import Policy, load_policy
@@ -184,4 +184,4 @@ def _draw(task: Task, example: Example, answer: Any, text: str) -> Image.Image:
         drawn = task.draw(image, answer, example, PREDICTED_COLOR)
         if drawn.tobytes() != image.tobytes():
             return drawn
-    return captioned(image, text, PREDICTED_COLOR)
+    return draw_caption(image, text, PREDICTED_COLOR)

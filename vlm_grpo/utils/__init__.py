@@ -1,1 +1,1 @@
-"""Helpers without knowledge of models or tasks."""
+"""Helpers that are independent of models and tasks."""

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, and what to say where the disk is full."""
+"""Atomic writes, durable appends, and the error message for a full disk."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ from pathlib import Path
 
 from vlm_grpo.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full file system, a quota that is used up, and a file of the largest size."""
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers of a full file system, an exhausted quota, and a file of the maximum size."""
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it into place; where that fails, nothing is left of it."""
-    aside = path.with_name(path.name + ".tmp")
+    """Write a temporary file and rename it to ``path``; on failure the file at ``path`` is kept.
+
+    Raises:
+        OSError: the file cannot be written; the temporary file is removed.
+    """
+    tmp_path = path.with_name(path.name + ".tmp")
     try:
-        aside.write_bytes(content)
-        aside.replace(path)
+        tmp_path.write_bytes(content)
+        tmp_path.replace(path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        tmp_path.unlink(missing_ok=True)
         raise
 
 
 def append_durable(path: Path, content: bytes) -> None:
-    """Append to a file and bring it to the disk; where that fails, the file is as it was."""
-    with path.open("ab", buffering=0) as file:  # a buffer would be written again on closing
+    """Append to a file and sync it to disk; on failure the file is left unchanged.
+
+    Raises:
+        OSError: the content cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:  # a buffer would be flushed again on closing
         start = file.seek(0, os.SEEK_END)
         try:
             while content:
                 content = content[file.write(content) :]
-            os.fsync(file.fileno())  # no checkpoint may outlive the lines before it
+            os.fsync(file.fileno())  # a later checkpoint must not survive without these lines
         except OSError:
             file.truncate(start)
             raise
@@ -41,22 +49,22 @@ def append_durable(path: Path, content: bytes) -> None:
 
 @contextmanager
 def explain_disk_full(folder: Path) -> Iterator[None]:
-    """Say that the disk is full where that is why something could not be written.
+    """Replace the error of a full disk by one that names the folder and the remedy.
 
     Args:
-        folder: what is written to.
+        folder: the folder that is written to.
 
     Raises:
-        UserError: in place of the error of a full disk.
+        UserError: the disk is full.
     """
     try:
         yield
-    except Exception as error:  # safetensors has an error of its own, with the number in its text
+    except Exception as error:  # the errors of safetensors have the number only in their text
         number = re.search(r"os error (\d+)", str(error))
         code = error.errno if isinstance(error, OSError) else int(number[1]) if number else None
-        if code not in FULL:
+        if code not in DISK_FULL_ERRORS:
             raise
         raise UserError(
-            f"the disk that holds {folder} is full ({error}): what was written before is whole; "
-            "make room and go on with resume=true"
+            f"the disk of {folder} is full ({error}): earlier files are intact; "
+            "make room and continue with resume=true"
         ) from error

@@ -1,4 +1,4 @@
-"""Confidence intervals of a mean."""
+"""Bootstrap confidence intervals of a mean."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from scipy import stats
 
 
 def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean, from 2,000 resamples; NaN of nothing."""
+    """Return the 95 % percentile bootstrap interval of the mean, from 2,000 resamples.
+
+    Args:
+        values: the sample.
+        seed: seed of the resampling.
+
+    Returns:
+        Lower and upper bound; NaN for an empty sample.
+    """
     if not values:
         return math.nan, math.nan
-    if len(set(values)) == 1:  # nothing varies: the bootstrap has nothing to say
+    if len(set(values)) == 1:  # without variance the interval is one point
         return values[0], values[0]
     result = stats.bootstrap(
         (np.asarray(values),),

@@ -1,4 +1,4 @@
-"""From an image file to its size, and to the RGB pixels that a person would see."""
+"""Decoding of image files to the RGB pixels that an image viewer shows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""Formats that are read. Pillow knows more, some of which start other programs."""
+"""Accepted formats. Pillow supports more, some of which run external programs."""
 
-_TURNED = ("JPEG", "MPO", "WEBP")
-"""Formats in which cameras say how to turn the image (Pillow turns TIFF itself)."""
+_FORMATS_WITH_ORIENTATION = ("JPEG", "MPO", "WEBP")
+"""Formats whose EXIF orientation must be applied here (Pillow applies that of TIFF itself)."""
 
 _TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -25,38 +25,38 @@ _TRANSPOSITIONS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What shows an image upright, by its EXIF orientation; 5 to 8 swap width and height."""
+"""Transposition that turns an image upright, by EXIF orientation; 5 to 8 swap the sides."""
 
 
-def measure(source: Path | BinaryIO) -> tuple[int, int]:
-    """Width and height of the image as it is shown; no pixel is decoded.
+def read_size(source: Path | BinaryIO) -> tuple[int, int]:
+    """Return an image's upright width and height in pixels, without decoding it.
 
     Raises:
-        ValueError: it is no image of ``FORMATS``, is broken, or is of a kind that is not read.
+        ValueError: the file is corrupt, has another format than ``FORMATS``, or 32-bit samples.
     """
-    with _opened(source) as image:
+    with _open(source) as image:
         width, height = image.size
-        return (height, width) if _orientation(image) >= 5 else (width, height)
+        return (height, width) if _get_orientation(image) >= 5 else (width, height)
 
 
-def decode(source: Path | BinaryIO) -> Image.Image:
-    """The image as it is shown: turned upright, the first frame, on white where it is transparent.
+def decode_image(source: Path | BinaryIO) -> Image.Image:
+    """Return an image's first frame as RGB: upright, with a white background if transparent.
 
     Raises:
-        ValueError: as ``measure``, or the pixels cannot be decoded.
+        ValueError: as for ``read_size``, or the pixels cannot be decoded.
     """
-    with _opened(source) as image:
-        turn = _TRANSPOSITIONS.get(_orientation(image))
-        shown = _rgb(image)
-        return shown if turn is None else shown.transpose(turn)
+    with _open(source) as image:
+        transposition = _TRANSPOSITIONS.get(_get_orientation(image))
+        decoded = _convert_to_rgb(image)
+        return decoded if transposition is None else decoded.transpose(transposition)
 
 
 @contextmanager
-def _opened(source: Path | BinaryIO) -> Iterator[Image.Image]:
+def _open(source: Path | BinaryIO) -> Iterator[Image.Image]:
     try:
         with Image.open(source, formats=FORMATS) as image:
             if image.mode in ("I", "F"):
-                raise ValueError("its samples have 32 bits: save it with 8")
+                raise ValueError("it has 32 bits per channel: save it with 8")
             yield image
     except UnidentifiedImageError as error:
         raise ValueError(f"it is corrupt or of a format other than {', '.join(FORMATS)}") from error
@@ -64,26 +64,26 @@ def _opened(source: Path | BinaryIO) -> Iterator[Image.Image]:
         raise ValueError(f"it is too large: {error}") from error
     except MemoryError:
         raise
-    except Exception as error:  # decoders raise a dozen kinds on broken files
+    except Exception as error:  # decoders raise many types for broken files
         raise ValueError(str(error) or type(error).__name__) from error
 
 
-def _orientation(image: Image.Image) -> int:
-    """1 to 8 as in EXIF; 1 (upright) where nothing is said, or nothing that can be read."""
-    if image.format not in _TURNED:
+def _get_orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
+    if image.format not in _FORMATS_WITH_ORIENTATION:
         return 1
     try:
         value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # broken camera data beside a whole image; its readers raise many kinds
+    except Exception:  # corrupt EXIF data of an intact image; its readers raise many types
         return 1
     return value if value in _TRANSPOSITIONS else 1
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # Pillow's own conversion makes all but the darkest white
+def _convert_to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # Pillow would clip at 255
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")
-    shown = image.convert("RGBA")
-    white = Image.new("RGBA", shown.size, "white")
-    return Image.alpha_composite(white, shown).convert("RGB")
+    foreground = image.convert("RGBA")
+    background = Image.new("RGBA", foreground.size, "white")
+    return Image.alpha_composite(background, foreground).convert("RGB")

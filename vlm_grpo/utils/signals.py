@@ -1,4 +1,4 @@
-"""Ending a run on request: signals and time limits, noted at once, obeyed between two updates."""
+"""Stopping a run on a signal or a time limit, at the end of an update."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TIME_LIMIT_STATUS = 75
-"""Exit status after a time limit: "try again" (sysexits.h)."""
+"""Exit status after the time limit: EX_TEMPFAIL of sysexits.h."""
 
 
 class StopRequest:
-    """Notes the first SIGINT or SIGTERM, or that the time is up; a second signal ends at once.
+    """A request to stop: the first SIGINT or SIGTERM, or an expired time limit.
 
-    Handlers are installed while the context is open. Outside the main thread no signal can be
-    caught, and only the time limit holds.
+    As a context manager it handles the signals; a second signal raises ``KeyboardInterrupt``.
+    Outside the main thread signals cannot be handled and only the time limit applies.
 
     Args:
-        max_hours: the most hours from here on; None: no limit.
+        max_hours: time limit in hours from now; None: no limit.
     """
 
     def __init__(self, max_hours: float | None = None) -> None:
         self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
         self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._previous: dict[signal.Signals, object] = {}
 
     @property
     def reason(self) -> str | None:
-        """Why the run should end now, or None."""
+        """Return why the run should stop now, or None."""
         if self.signal is not None:
             return self.signal.name
         if self.deadline is not None and time.monotonic() >= self.deadline:
@@ -38,14 +38,14 @@ class StopRequest:
 
     @property
     def status(self) -> int:
-        """Exit status that says why: 128 + the signal's number, or 75 for the time limit."""
+        """Return the exit status: 128 + the signal's number, or 75 for the time limit."""
         return TIME_LIMIT_STATUS if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> StopRequest:
         try:
-            self._before = {s: signal.signal(s, self._note) for s in SIGNALS}
+            self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
         except ValueError:  # not the main thread
-            self._before = {}
+            self._previous = {}
         return self
 
     def __exit__(
@@ -54,15 +54,15 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         print(
-            f"\n{self.signal.name}: finishing this update and saving; once more to stop at once",
+            f"\n{self.signal.name}: finishing this update and saving; repeat to stop at once",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Where a step's time goes, and how long a call may take."""
+"""Measuring the phases of a step, and limiting the time of a call."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 @dataclass
 class Stopwatch:
-    """Seconds by phase; phases may nest, each counts its own whole time.
+    """A stopwatch that adds up seconds per phase, including the phases nested in it.
 
     Attributes:
         seconds: seconds spent in each phase since the last ``reset``.
-        phase: the innermost phase that is going on; None between phases.
-        wait: called at the beginning and the end of each phase; a benchmark on an accelerator
-            lets it wait for the device, without which only the host's time is seen.
+        phase: the innermost running phase; None between phases.
+        wait: called at the start and end of each phase; benchmarks on an accelerator synchronize
+            the device here, without which only the time of the host is measured.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -43,27 +43,27 @@ class Stopwatch:
         self.seconds.clear()
 
 
-class TookTooLong(BaseException):
-    """A call was interrupted; no ``except Exception`` of the called code can hold this up."""
+class CallTimeout(BaseException):
+    """A call exceeded its time limit. No ``except Exception`` in the called code catches this."""
 
 
 def can_interrupt() -> bool:
-    """Whether ``time_limit`` can interrupt a call here: in the main thread, not on Windows."""
+    """Return whether ``time_limit`` works here: in the main thread, and not on Windows."""
     return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[Callable[..., Any]]:
-    """A way to call functions, ``call(function, *arguments)``, that interrupts what takes longer.
+    """Yield ``call(function, *arguments)``, which interrupts calls that exceed the time limit.
 
-    Python code is interrupted, regular expressions too; other compiled code that holds on runs
-    to its end. A timer that was set before (of a test runner, say) goes on afterwards.
+    Python code and regular expressions are interrupted; other compiled code runs to its end. A
+    timer that was set before, such as a test runner's, continues afterwards.
 
     Args:
-        seconds: the most that one call may take; None: any time.
+        seconds: time limit of one call; None: no limit.
 
     Raises:
-        TookTooLong: from the call, where it took longer.
+        CallTimeout: raised by ``call`` when the limit is exceeded.
     """
     if seconds is None:
         yield lambda function, *arguments: function(*arguments)
@@ -71,8 +71,8 @@ def time_limit(seconds: float | None) -> Iterator[Callable[..., Any]]:
     running = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if running:  # else the call had just ended
-            raise TookTooLong(f"it took longer than its limit of {seconds:g} s")
+        if running:  # otherwise the call has just ended
+            raise CallTimeout(f"it took longer than its limit of {seconds:g} s")
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal running
@@ -93,6 +93,6 @@ def time_limit(seconds: float | None) -> Iterator[Callable[..., Any]]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:
-            # At least a moment: zero would switch the other timer off.
+            # Never zero, which would disable the other timer.
             left = max(1e-3, left - (time.monotonic() - started))
             signal.setitimer(signal.ITIMER_REAL, left, interval)

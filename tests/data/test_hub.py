@@ -1,0 +1,50 @@
+"""Datasets from a local folder, as ``datasets`` reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+from dataset_files import get_load_error
+from PIL import Image
+
+from vlm_grpo.data import load_examples
+from vlm_grpo.registry import load_task
+
+COUNTING = load_task("counting")
+
+
+def test_image_columns_are_read_without_decoding(tmp_path: Path):
+    columns = {"image": datasets.Image(), "more": datasets.List(datasets.Image())}
+    features = datasets.Features(
+        {**columns, "question": datasets.Value("string"), "answer": datasets.Value("int64")}
+    )
+    rows = {
+        "image": [Image.new("RGB", (8, 6))],
+        "more": [[Image.new("RGB", (2, 2))]],
+        "question": ["How many?"],
+        "answer": [3],
+    }
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"test": dataset}).save_to_disk(str(tmp_path / "saved"))
+
+    (example,) = load_examples(f"hf:{tmp_path / 'saved'}", COUNTING)
+
+    assert example.images[0].load().size == (8, 6)
+    assert example.meta["more"][0]["bytes"].startswith(b"\x89PNG")
+
+
+def test_a_missing_dataset_or_split_is_named(tmp_path: Path):
+    dataset = datasets.Dataset.from_dict({"question": ["?"], "answer": [3]})
+    datasets.DatasetDict({"test": dataset}).save_to_disk(str(tmp_path / "saved"))
+
+    assert "split nothing" in get_load_error(f"hf:{tmp_path / 'saved'}:nothing")
+    assert str(tmp_path / "none") in get_load_error(f"hf:{tmp_path / 'none'}")
+
+
+def test_an_image_path_is_relative_to_the_dataset_folder(tmp_path: Path):
+    rows = {"image": ["a.png"], "question": ["?"], "answer": [3]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "saved"))
+
+    message = get_load_error(f"hf:{tmp_path / 'saved'}")
+    assert f"image a.png is missing in {tmp_path / 'saved'}" in message

@@ -1,0 +1,118 @@
+"""Images of a dataset: every form of reference, and the reason why each bad one is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dataset_files import check_bad_row, get_load_error, make_row, png, write_rows
+from dataset_files import png_with_claimed_size as claimed_size
+from PIL import Image
+
+from vlm_grpo.config.run import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data_scripts import make_shapes
+from vlm_grpo.registry import load_task
+
+COUNTING = load_task("counting")
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("a.png", "a.png"),
+        (png(8, 6), "row 1"),
+        ({"bytes": png(8, 6), "path": "x.png"}, "x.png"),
+        ({"bytes": png(8, 6), "path": None}, "row 1"),
+        ({"path": "a.png"}, "a.png"),
+        (Image.new("RGB", (8, 6), (200, 10, 10)), "row 1"),
+    ],
+    ids=["path", "bytes", "bytes and path", "bytes without path", "path in a table", "Pillow"],
+)
+def test_an_image_is_read_from_every_form_of_reference(folder: Path, value: Any, name: str):
+    reference = ImageReader(folder, max_pixels=48).read(value, "row 1")
+
+    assert (reference.name, reference.size, reference.resized_size) == (name, (8, 6), (8, 6))
+    assert reference.load().getpixel((7, 5)) == (200, 10, 10)
+
+
+def test_each_file_is_opened_once(folder: Path):
+    reader = ImageReader(folder, max_pixels=48)
+    first = reader.read("a.png", "row 1")
+    with pytest.raises(ValueError, match=r"b\.png is missing"):
+        reader.read("b.png", "row 2")
+    (folder / "a.png").unlink()
+    (folder / "b.png").write_bytes(png(8, 6))
+
+    assert reader.read("a.png", "row 3") is first
+    with pytest.raises(ValueError, match=r"b\.png is missing"):
+        reader.read("b.png", "row 4")
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (make_row(images=[5]), "an image must be a path"),
+        (make_row(images=["none.png"]), "image none.png is missing"),
+        (make_row(images=["broken.png"]), "image broken.png cannot be read: it is corrupt"),
+        (make_row(images=["text.png"]), "image text.png cannot be read: it is corrupt or of a f"),
+        (make_row(images=["."]), "image . is missing"),
+        (make_row(images=["a\x00.png"]), "cannot be read"),
+        (make_row(images=["../outside.png"]), "is outside the image folder"),
+        (make_row(images=["/etc/hostname"]), "is outside the image folder"),
+        (make_row(images=["link.png"]), "is outside the image folder"),
+        (make_row(images=["loop.png"]), "image loop.png"),
+        (make_row(images=["https://example.org/a.png"]), "is a URL"),
+        (make_row(images=["file:///etc/hostname"]), "is a URL"),
+        (make_row(images=["data:image/png;base64,AAAA"]), "is a URL"),
+        (make_row(images=["bomb.png"]), "image bomb.png has 10000x9000 pixels"),
+        (make_row(images=["huge.png"]), "image huge.png cannot be read: it is too large"),
+    ],
+)
+def test_a_row_with_a_bad_image_is_named_with_file_line_and_reason(
+    folder: Path, bad: dict, reason: str
+):
+    (folder / "broken.png").write_bytes(png()[:10])
+    (folder / "text.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n")
+    (folder / "link.png").symlink_to(folder.parent / "outside.png")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    # 90 megapixels exceed the default limit; 400 exceed the limit of Pillow.
+    (folder / "bomb.png").write_bytes(claimed_size(10_000, 9_000))
+    (folder / "huge.png").write_bytes(claimed_size(20_000, 20_000))
+
+    check_bad_row(folder, bad, reason)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00" * 500, b"hello, I am text\n", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9\n"],
+    ids=["empty", "zeros", "text", "postscript"],
+)
+def test_a_file_that_is_no_image_is_named(folder: Path, content: bytes):
+    (folder / "b.png").write_bytes(content)
+    with pytest.raises(ValueError, match=r"image b\.png cannot be read: .*corrupt or of a format"):
+        ImageReader(folder, 10**6).read("b.png", "row 1")
+
+
+def test_a_path_without_a_root_names_the_setting():
+    with pytest.raises(ValueError, match=r"image a\.png is a path: set data\.image_root"):
+        ImageReader(None, 10**6).read("a.png", "row 1")
+
+
+def test_the_pixel_limit_is_a_setting(folder: Path):
+    source = write_rows(folder, make_row())
+
+    assert "8x6 pixels" in get_load_error(source, max_image_pixels=47)
+    assert load_examples(source, COUNTING, DataSettings(train=source, max_image_pixels=48))
+
+
+def test_a_truncated_image_passes_loading_and_is_named_when_decoded(folder: Path):
+    data = make_shapes.draw_examples("counting", 1)[0].images[0].data
+    assert data is not None
+    (folder / "a.png").write_bytes(data[:-200])
+    (example,) = load_examples(write_rows(folder, make_row()), COUNTING)
+
+    with pytest.raises(ValueError, match=r"image a\.png cannot be read"):
+        example.images[0].load()

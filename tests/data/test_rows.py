@@ -1,0 +1,132 @@
+"""Conversion of rows in every supported form, and the reason why each bad row is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dataset_files import check_bad_row, get_load_error, make_row, write_rows
+
+from vlm_grpo.config.run import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
+from vlm_grpo.registry import load_task
+
+COUNTING = load_task("counting")
+GROUNDING = load_task("grounding")
+
+
+def test_a_canonical_row_becomes_an_example(folder: Path):
+    first_row = make_row(meta={"level": 2}, license="CC0")
+    source = write_rows(folder, first_row, "", make_row(id=7, images=...))
+
+    first, second = load_examples(source, COUNTING)
+
+    assert (first.id, first.question, first.answer) == ("a", "How many?", 3)
+    assert first.meta == {"level": 2, "license": "CC0"}
+    assert first.images[0].size == first.images[0].resized_size == (8, 6)
+    assert first.images[0].load().getpixel((0, 0)) == (200, 10, 10)
+    assert (second.id, second.images) == ("7", ())  # rows without an image are valid
+
+
+def test_a_row_may_have_several_images(folder: Path):
+    source = write_rows(folder, make_row(images=["inside/a.png", "outside.png"]))
+
+    data = DataSettings(train=source, image_root=folder.parent)
+    (example,) = load_examples(source, COUNTING, data)
+
+    assert [image.name for image in example.images] == ["inside/a.png", "outside.png"]
+
+
+def test_vlm_r1_grounding_rows_are_converted(folder: Path):
+    question = (
+        "<image>Please provide the bounding box coordinate of the region this sentence "
+        "describes: the red cup"
+    )
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": [1, 2, 3, 4.5]}]
+    source = write_rows(folder, {"id": 1, "image": "a.png", "conversations": turns, "size": 3})
+
+    (example,) = load_examples(source, GROUNDING)
+
+    assert (example.id, example.question) == ("1", "the red cup")
+    assert example.answer == {"boxes": [[1, 2, 3, 4.5]]}
+    assert example.meta == {"size": 3}
+
+
+def test_vlm_r1_counting_rows_may_have_several_images_and_text_answers(folder: Path):
+    turns = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "12"}]
+    source = write_rows(folder, {"image": ["a.png", "a.png"], "conversations": turns})
+
+    (example,) = load_examples(source, COUNTING)
+
+    assert (example.id, example.answer, len(example.images)) == ("row-1", 12, 2)
+
+
+def test_columns_with_other_names_are_mapped(folder: Path):
+    values = {"uid": "x", "ask": "How many?", "n": 3, "png": "a.png"}
+    reader = ImageReader(folder, max_pixels=100)
+    columns: Any = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}
+
+    example = to_example(Row("row 1", 1, values), columns, reader, COUNTING)
+
+    assert (example.id, example.question, example.answer) == ("x", "How many?", 3)
+    assert [image.name for image in example.images] == ["a.png"]
+    with pytest.raises(ValueError, match="it has no asked; it has uid, ask, n, png"):
+        to_example(Row("row 1", 1, values), {"question": "asked"}, reader, COUNTING)
+
+
+@pytest.mark.parametrize(
+    ("value", "candidates"),
+    [
+        ("<answer> 3 </answer>", ["3", 3]),
+        ("EXIT 3", ["EXIT 3"]),
+        (3.0, [3.0, 3]),
+        (["a", "b"], [["a", "b"]]),
+        ([[1, 2, 3, 4], [5, 6, 7, 8]], [..., {"boxes": [[1, 2, 3, 4], [5, 6, 7, 8]]}]),
+        ("[1, 2, 3, 4]", ["[1, 2, 3, 4]", {"boxes": [[1, 2, 3, 4]]}]),
+        (
+            '```json\n[{"bbox_2d": [1, 2, 3, 4], "label": "cup"}]\n```',
+            [..., {"boxes": [[1, 2, 3, 4]], "labels": ["cup"]}],
+        ),
+        ("[1, 2", ["[1, 2"]),
+        ("[" * 5000, ["[" * 5000]),
+    ],
+)
+def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidates: list):
+    found = get_answer_candidates(value)
+
+    assert found == [f if c is ... else c for f, c in zip(found, candidates, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (make_row(answer="three"), "the answer 'three' is no whole number"),
+        (make_row(answer=True), "no whole number"),
+        (make_row(answer="3"), "no whole number"),  # the canonical form is strict
+        (make_row(answer=...), "it has no answer"),
+        (make_row(question=...), "it has no question"),
+        (make_row(question=5), "question must be text"),
+        (make_row(id=...), "id must be non-empty text"),
+        (make_row(id=""), "id must be non-empty text"),
+        (make_row(id=True), "id must be non-empty text"),
+        (make_row(meta=[1]), "meta must be an object"),
+        (make_row(image="a.png"), "it has images and image: keep one of them"),
+        ({"image": "a.png", "conversations": []}, "one turn from human and one from gpt"),
+        ({"image": "a.png", "conversations": [{"from": "gpt", "value": 3}] * 2}, "one turn from"),
+    ],
+)
+def test_a_bad_row_is_named_with_file_line_and_reason(folder: Path, bad: dict, reason: str):
+    check_bad_row(folder, bad, reason)
+
+
+def test_a_check_that_raises_another_error_makes_a_bad_row(folder: Path):
+    source = write_rows(
+        folder,
+        make_row(answer={"boxes": [[1, 2, 3]]}),
+        make_row(id="b", answer={"boxes": 5}),
+    )
+
+    assert "2 bad rows" in get_load_error(source, "grounding")

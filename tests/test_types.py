@@ -1,0 +1,67 @@
+"""Decoding of image references, and the id of a group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dataset_files import encode_image
+from PIL import Image
+
+from vlm_grpo.types import Completion, Example, Group, ImageRef, Prompt, Score
+
+
+def noise(width: int, height: int) -> Image.Image:
+    values = np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def test_an_image_is_decoded_from_its_file_or_bytes(tmp_path: Path) -> None:
+    data = encode_image(noise(6, 4))
+    (tmp_path / "a.png").write_bytes(data)
+    for path, content in ((tmp_path / "a.png", None), (None, data)):
+        reference = ImageRef("a", (6, 4), (28, 28), path, content)
+        assert reference.load().tobytes() == noise(6, 4).tobytes()
+        assert reference.load() is not reference.load()  # pixels are not kept
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00" * 500, b"hello, I am text\n", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9\n"],
+    ids=["empty", "zeros", "text", "postscript"],
+)
+def test_a_file_that_became_unreadable_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"image a\.png cannot be read: .*corrupt or of a format"):
+        ImageRef("a.png", (9, 9), (9, 9), path=path).load()
+
+
+def test_a_missing_image_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"image a\.png cannot be read: .*No such file"):
+        ImageRef("a.png", (9, 9), (9, 9), path=tmp_path / "a.png").load()
+    with pytest.raises(ValueError, match="image row 3 cannot be read"):
+        ImageRef("row 3", (9, 9), (9, 9)).load()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_a_truncated_image_is_named(form: str) -> None:
+    data = encode_image(noise(64, 64), form)
+    reference = ImageRef("truncated", (64, 64), (64, 64), data=data[: len(data) // 2])
+    with pytest.raises(ValueError, match="image truncated cannot be read"):
+        reference.load()
+
+
+def test_an_image_whose_size_changed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    noise(6, 4).save(path)
+    reference = ImageRef("a.png", (3, 2), (3, 2), path=path)
+    with pytest.raises(ValueError, match=r"a\.png has changed: it has 6x4 pixels instead of 3x2"):
+        reference.load()
+
+
+def test_a_group_has_the_id_of_its_example() -> None:
+    prompt = Prompt(Example("row-1", (), "?", 3), "?", (1, 2), {})
+    completion = Completion((5, 6), (-0.1, -0.2), "3", "eos")
+    assert Group(prompt, (completion,), (Score(3, {"exact": 1.0}, 1.0, {}),)).id == "row-1"
