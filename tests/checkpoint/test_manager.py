@@ -112,7 +112,7 @@ def test_writing_in_the_background_writes_the_same(
     train(plain)
     assert "asynchronous" not in capsys.readouterr().out
     train(behind)
-    assert "a crash while a checkpoint is being written goes back" in capsys.readouterr().out
+    assert "after a crash while a checkpoint is written, the run resumes" in capsys.readouterr().out
     for step in range(1, 5):
         a, b = (run.run_dir / "checkpoints" / f"step-{step}" for run in (plain, behind))
         for path in a.glob("*.safetensors"):

@@ -19,7 +19,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.evaluate import summarise, write_predictions, write_summary
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.metrics import MetricsLog, rollout_metrics
+from vlm_grpo.tracking.metrics import StepLog, rollout_metrics
 from vlm_grpo.tracking.samples import write_held_out, write_samples
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
@@ -58,7 +58,7 @@ def make_run(
     train = few_examples(task_name, task, 4 * steps, "train")
     examples = few_examples(task_name, task, held_out, "eval")
     policy, chance = write or answer, random.Random(seed)
-    log = MetricsLog(settings.run_dir / "metrics.jsonl")
+    log = StepLog(settings.run_dir / "metrics.jsonl")
     samples = settings.run_dir / "samples"
     for step in range(steps + 1):
         now = skill[0] + (skill[1] - skill[0]) * step / steps

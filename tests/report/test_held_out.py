@@ -14,13 +14,9 @@ from vlm_grpo.config.run import load_settings
 from vlm_grpo.deploy.export import model_card
 from vlm_grpo.deploy.resolve import choose_model
 from vlm_grpo.evaluation.evaluate import summarise
-from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report
 from vlm_grpo.report.panels import charts, comparison
 from vlm_grpo.report.run import Run, read_run
-from vlm_grpo.task import Task
-from vlm_grpo.tracking.alarms import Health, Trained
-from vlm_grpo.tracking.run_dir import RunFolder
 from vlm_grpo.trainer import train
 from vlm_grpo.types import Example
 
@@ -137,43 +133,3 @@ def test_a_broken_summary_is_left_out(text: str, tmp_path: Path) -> None:
     run: Run = read_run(folder)
     assert run.primary_metric == "exact"  # as the samples have it
     assert run.change() is not None
-
-
-def test_alarms_know_that_an_error_is_better_when_less(tmp_path: Path) -> None:
-    """The format is learned while the answers get worse: the error rises from 0.5 to 1.5."""
-
-    def alarms(error: list[float], lower: bool) -> list[str]:
-        trained = Trained({"exact": 1.0, "format": 0.2}, "absolute_error", 64, lower)
-        health = Health(trained)
-        told: list[str] = []
-        for step, value in enumerate(error):
-            row = {
-                "metrics/absolute_error": value,
-                "rewards/exact/mean": 0.5,
-                "rewards/format/mean": 0.2 + 0.6 * step / len(error),
-            }
-            told += [alarm.message for alarm in health.step(step, row)]
-        return told
-
-    rising = [0.5] * 20 + [0.5 + step / 30 for step in range(31)]
-    assert any("absolute_error went from 0.50 to" in message for message in alarms(rising, True))
-    assert not any("absolute_error" in message for message in alarms(rising[::-1], True))
-    assert not any("absolute_error" in message for message in alarms(rising, False))
-
-
-def test_samples_are_watched_by_the_held_out_headline_if_they_have_it(tmp_path: Path) -> None:
-    settings = load_settings("counting", [f"output_dir={tmp_path}"])
-    task = load_task("counting")
-    folders = {
-        metric: RunFolder(settings, task, judge(tmp_path, metric), is_main=True)
-        for metric in ("absolute_error", "rmse")
-    }
-    watched = folders["absolute_error"].watched
-    assert (watched.primary_metric, watched.lower_is_better) == ("absolute_error", True)
-    assert folders["rmse"].watched is task  # no completion has a value of its own
-
-
-def judge(folder: Path, metric: str) -> Task:
-    path = folder / f"{metric}.yaml"
-    path.write_text(f"title: Errors\ntask: counting\nmetric: {metric}\n")
-    return load_benchmark(str(path)).load_task()

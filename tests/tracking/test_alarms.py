@@ -1,22 +1,22 @@
-"""Alarms: none on a run that went well, one for each way of going wrong, each told once."""
+"""No alarms on a run that goes well, and one alarm for each kind of failure."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from vlm_grpo.tracking.alarms import RULES, SHORT, WINDOW, Alarm, Health, Row, Trained
+from vlm_grpo.tracking.alarms import RULES, SHORT, WINDOW, Alarm, AlarmContext, AlarmMonitor, Row
 
-TRAINED = Trained({"exact": 1.0, "format": 0.2}, "exact", 100)
+CONTEXT = AlarmContext({"exact": 1.0, "format": 0.2}, "exact", 100)
 STEPS = 80
 
 
 def healthy(step: int) -> dict[str, float]:
-    """A run that learns: accuracy 0.3 to 0.7, format nearly always earned."""
+    """A step of a run that learns: accuracy 0.3 to 0.7, format nearly always earned."""
     done = step / STEPS
     return {
         "step": step,
@@ -36,13 +36,13 @@ def healthy(step: int) -> dict[str, float]:
     }
 
 
-def alarms(rows: list[dict[str, float]], trained: Trained = TRAINED) -> list[Alarm]:
-    health = Health(trained)
-    return [alarm for step, row in enumerate(rows) for alarm in health.step(step, row)]
+def collect_alarms(rows: Sequence[Row], context: AlarmContext = CONTEXT) -> list[Alarm]:
+    monitor = AlarmMonitor(context)
+    return [alarm for step, row in enumerate(rows) for alarm in monitor.update(step, row)]
 
 
-def run(**changes: Callable[[float], float]) -> list[dict[str, float]]:
-    """The healthy run with some metrics replaced by functions of how far it is, 0 to 1."""
+def make_rows(**changes: Callable[[float], float]) -> list[dict[str, float]]:
+    """The healthy run with some metrics replaced by functions of its progress, 0 to 1."""
     rows = [healthy(step) for step in range(STEPS)]
     for name, value in changes.items():
         for step, row in enumerate(rows):
@@ -55,14 +55,14 @@ def test_a_recorded_quickstart_raises_nothing() -> None:
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 200  # the recipe's steps; exact rose from 0.46 to 0.83 in them
     # 32 prompts with 8 completions each.
-    assert alarms(rows, Trained({"exact": 1.0}, "exact", 256)) == []
+    assert collect_alarms(rows, AlarmContext({"exact": 1.0}, "exact", 256)) == []
 
 
 def test_a_run_that_learns_raises_nothing() -> None:
-    assert alarms(run()) == []
+    assert collect_alarms(make_rows()) == []
 
 
-COLLAPSES: dict[str, dict[str, Callable[[float], float]]] = {
+FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
     "groups without a spread": {"frac_reward_zero_std": lambda t: min(1.0, 0.1 + 1.5 * t)},
     "length drift": {"completions/mean_length": lambda t: 30 + 100 * t},
     "cut off": {"completions/clipped_ratio": lambda t: t},
@@ -82,13 +82,13 @@ COLLAPSES: dict[str, dict[str, Callable[[float], float]]] = {
 }
 
 
-def test_every_rule_has_its_collapse() -> None:
-    assert set(COLLAPSES) == {rule.name for rule in RULES}
+def test_every_rule_has_its_failure() -> None:
+    assert set(FAILURES) == {rule.name for rule in RULES}
 
 
-@pytest.mark.parametrize("name", COLLAPSES)
-def test_a_collapse_is_told_once_with_its_remedy(name: str) -> None:
-    found = alarms(run(**COLLAPSES[name]))
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_raises_one_alarm_with_a_remedy(name: str) -> None:
+    found = collect_alarms(make_rows(**FAILURES[name]))
     assert [alarm.name for alarm in found] == [name]
     alarm = found[0]
     assert 0 < alarm.step < STEPS
@@ -97,59 +97,79 @@ def test_a_collapse_is_told_once_with_its_remedy(name: str) -> None:
     assert "nan" not in alarm.message
 
 
-def test_shrinking_is_a_drift_too_and_a_few_tokens_are_none() -> None:
-    shrinking = run(**{"completions/mean_length": lambda t: 60 - 50 * t})
-    assert [alarm.name for alarm in alarms(shrinking)] == ["length drift"]
+def test_shrinking_raises_length_drift_and_a_few_tokens_do_not() -> None:
+    shrinking = make_rows(**{"completions/mean_length": lambda t: 60 - 50 * t})
+    assert [alarm.name for alarm in collect_alarms(shrinking)] == ["length drift"]
     # From 2 to 8 tokens: four times as many, but a count of "12" for "3" is no drift.
-    assert alarms(run(**{"completions/mean_length": lambda t: 2 + 6 * t})) == []
+    assert collect_alarms(make_rows(**{"completions/mean_length": lambda t: 2 + 6 * t})) == []
 
 
-def test_format_that_rises_with_accuracy_is_no_alarm() -> None:
-    assert alarms(run(**{"rewards/format/mean": lambda t: 0.5 + 0.4 * t})) == []
+def test_format_that_rises_with_accuracy_raises_nothing() -> None:
+    assert collect_alarms(make_rows(**{"rewards/format/mean": lambda t: 0.5 + 0.4 * t})) == []
 
 
-def test_a_dominating_reward_is_fine_where_the_others_are_earned() -> None:
-    # format is always earned and has no spread left: all of it is exact's.
-    rows = run(**{"rewards/format/mean": lambda t: 1.0, "rewards/format/std": lambda t: 0.0})
-    assert alarms(rows) == []
+def test_a_dominating_reward_raises_nothing_if_the_others_are_earned() -> None:
+    # format is always earned and has no spread left: all of the spread is exact's.
+    rows = make_rows(**{"rewards/format/mean": lambda t: 1.0, "rewards/format/std": lambda t: 0.0})
+    assert collect_alarms(rows) == []
 
 
-def test_a_mismatch_that_is_corrected_is_meant() -> None:
-    rows = run(**COLLAPSES["sampler mismatch"])
+def test_a_mismatch_that_is_corrected_raises_nothing() -> None:
+    rows = make_rows(**FAILURES["sampler mismatch"])
     for row in rows:
         row["sampling/importance_sampling_ratio/mean"] = 1.0
-    assert alarms(rows) == []
+    assert collect_alarms(rows) == []
 
 
-def test_an_alarm_is_raised_again_only_after_it_was_over() -> None:
-    def told(*levels: float) -> list[int]:
-        """Steps of alarms where each level of cut-off completions lasts two windows."""
+def test_an_alarm_is_raised_again_only_after_it_was_cleared() -> None:
+    def raised_at(*levels: float) -> list[int]:
+        """Return the positions of alarms if each share of truncated completions lasts 2 windows."""
         rows = [healthy(0) for _ in range(2 * WINDOW * len(levels))]
         for step, row in enumerate(rows):
             row["completions/clipped_ratio"] = levels[step // (2 * WINDOW)]
-        return [alarm.step // (2 * WINDOW) for alarm in alarms(rows)]
+        return [alarm.step // (2 * WINDOW) for alarm in collect_alarms(rows)]
 
     # 0.25 raises and 0.15 clears: between them neither happens.
-    assert told(0.0, 0.3, 0.2, 0.3) == [1]
-    assert told(0.0, 0.3, 0.1, 0.3) == [1, 3]
+    assert raised_at(0.0, 0.3, 0.2, 0.3) == [1]
+    assert raised_at(0.0, 0.3, 0.1, 0.3) == [1, 3]
 
 
-def test_a_failing_reward_is_told_within_a_few_steps() -> None:
-    (alarm,) = alarms(run(**{"rewards/exact/failed": lambda t: 100}))
+def test_a_failing_reward_raises_an_alarm_within_a_few_steps() -> None:
+    (alarm,) = collect_alarms(make_rows(**{"rewards/exact/failed": lambda t: 100}))
     assert alarm.step < SHORT
     assert "exact failed on 100.0%" in alarm.message
 
 
 @pytest.mark.parametrize("value", [math.nan, None, "odd"])
-def test_numbers_that_are_none_raise_nothing_and_break_nothing(value: object) -> None:
+def test_values_that_are_not_numbers_raise_nothing(value: object) -> None:
     rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
-    health = Health(TRAINED)
-    names = [alarm.name for step, row in enumerate(rows) for alarm in health.step(step, row)]
-    assert names == []
+    assert collect_alarms(rows) == []
 
 
-def test_what_is_kept_does_not_grow() -> None:
-    health = Health(TRAINED)
+def test_the_history_does_not_grow() -> None:
+    monitor = AlarmMonitor(CONTEXT)
     for step in range(500):
-        health.step(step, healthy(step % STEPS))
-    assert len(health.history.first) == len(health.history.last) == WINDOW
+        monitor.update(step, healthy(step % STEPS))
+    assert len(monitor.history.first) == len(monitor.history.last) == WINDOW
+
+
+def test_a_primary_metric_that_is_an_error_is_better_if_lower() -> None:
+    """The format is learned while the answers get worse: the error rises from 0.5 to 1.5."""
+
+    def messages(errors: list[float], lower_is_better: bool) -> list[str]:
+        weights = {"exact": 1.0, "format": 0.2}
+        rows = [
+            {
+                "metrics/absolute_error": error,
+                "rewards/exact/mean": 0.5,
+                "rewards/format/mean": 0.2 + 0.6 * step / len(errors),
+            }
+            for step, error in enumerate(errors)
+        ]
+        context = AlarmContext(weights, "absolute_error", 64, lower_is_better)
+        return [alarm.message for alarm in collect_alarms(rows, context)]
+
+    rising = [0.5] * 20 + [0.5 + step / 30 for step in range(31)]
+    assert any("absolute_error went from 0.50 to" in text for text in messages(rising, True))
+    assert not any("absolute_error" in text for text in messages(rising[::-1], True))
+    assert not any("absolute_error" in text for text in messages(rising, False))

@@ -10,7 +10,7 @@ import pytest
 from report_runs import few_examples, group
 
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.metrics import MetricsLog, rollout_metrics
+from vlm_grpo.tracking.metrics import StepLog, rollout_metrics
 
 
 def test_rollout_metrics_count_rewards_lengths_and_truncations() -> None:
@@ -36,10 +36,11 @@ def test_a_rollout_without_groups_has_means_that_are_nan() -> None:
 
 
 def test_a_resumed_log_drops_the_steps_that_are_run_again(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log = StepLog(tmp_path / "metrics.jsonl")
     for step in range(3):
         log.write(step, {"reward": step / 4})
-    resumed = MetricsLog(log.path, resume_at=2)
+    resumed = StepLog(log.path)
+    resumed.truncate(2)
     resumed.write(2, {"reward": 1.0})
     assert log.path.read_text() == (
         '{"step": 0, "reward": 0.0}\n{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 1.0}\n'

@@ -1,4 +1,4 @@
-"""What a run writes step by step, and that a resumed run writes what an unbroken one would."""
+"""A resumed run writes the same metrics and alarms as one that was not interrupted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config.run import Settings
 from vlm_grpo.registry import load_task
 from vlm_grpo.tracking.run_dir import RunFolder
@@ -15,28 +16,24 @@ from vlm_grpo.tracking.run_dir import RunFolder
 STEPS = 70
 
 
-def row(step: int) -> dict[str, float]:
-    """Entropy falls to nothing; completions are cut off from step 30 to 40."""
+def make_row(step: int) -> dict[str, float]:
+    """Entropy falls to nothing; completions are truncated from step 30 to 40."""
     return {
         "entropy": 0.5 * 0.9**step,
         "completions/clipped_ratio": 0.9 if 30 <= step < 40 else 0.0,
     }
 
 
-def folder_of(settings: Settings) -> RunFolder:
+def write_steps(settings: Settings, start: int, stop: int) -> None:
     task = load_task("counting")
-    return RunFolder(settings, task, task, is_main=True)
-
-
-def write(settings: Settings, start: int, stop: int) -> None:
-    folder = folder_of(settings)
-    folder.open(start)
+    run_dir = RunFolder(settings, task, task, is_main=True)
+    run_dir.open(start)
     for step in range(start, stop):
-        folder.write_metrics(step, row(step))
-    folder.trackers.finish()
+        run_dir.write_metrics(step, make_row(step))
+    run_dir.trackers.finish()
 
 
-def alarms_of(settings: Settings) -> list[dict[str, Any]]:
+def read_alarms(settings: Settings) -> list[dict[str, Any]]:
     lines = (settings.run_dir / "alarms.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -52,35 +49,50 @@ def settings(tmp_path: Path) -> Any:
     return named
 
 
-# Killed before the first alarm, between the two, while one is on, and after both; the checkpoint
-# is then one step, or many, behind what had been written.
+# Killed before the first alarm, between the two, while one is active, and after both; the newest
+# checkpoint is one step, or many, behind the log.
 @pytest.mark.parametrize("killed", [10, 33, 38, 45, 69])
 @pytest.mark.parametrize("behind", [1, 9])
-def test_a_resumed_run_has_the_alarms_of_an_unbroken_one(
+def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(
     settings: Any, killed: int, behind: int
 ) -> None:
-    unbroken, broken = settings("unbroken"), settings("broken")
-    write(unbroken, 0, STEPS)
-    write(broken, 0, killed)
-    write(broken, killed - behind, STEPS)
+    uninterrupted, resumed = settings("uninterrupted"), settings("resumed")
+    write_steps(uninterrupted, 0, STEPS)
+    write_steps(resumed, 0, killed)
+    write_steps(resumed, killed - behind, STEPS)
 
-    expected = alarms_of(unbroken)
+    expected = read_alarms(uninterrupted)
     assert [alarm["name"] for alarm in expected] == ["cut off", "entropy collapse"]
     assert set(expected[0]) == {"step", "name", "message", "remedy"}
-    assert alarms_of(broken) == expected
+    assert read_alarms(resumed) == expected
 
 
-def test_an_alarm_is_a_line_in_the_log(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
-    write(settings("run"), 0, STEPS)
-    (step,) = [alarm["step"] for alarm in alarms_of(settings("run")) if alarm["name"] == "cut off"]
+def test_an_alarm_is_logged_once(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
+    write_steps(settings("run"), 0, STEPS)
+    alarms = read_alarms(settings("run"))
+    (step,) = [alarm["step"] for alarm in alarms if alarm["name"] == "cut off"]
     assert f"step {step}: cut off:" in caplog.text
     assert caplog.text.count("cut off:") == 1
 
 
 def test_other_ranks_write_nothing(settings: Any) -> None:
     task = load_task("counting")
-    folder = RunFolder(settings("run"), task, task, is_main=False)
-    folder.open(0)
-    folder.write_metrics(0, row(0))
-    folder.close()
-    assert not folder.path.exists()
+    run_dir = RunFolder(settings("run"), task, task, is_main=False)
+    run_dir.open(0)
+    run_dir.write_metrics(0, make_row(0))
+    run_dir.close()
+    assert not run_dir.path.exists()
+
+
+@pytest.mark.parametrize("metric", ["absolute_error", "rmse"])
+def test_alarms_monitor_the_held_out_metric_if_completions_have_it(
+    settings: Any, tmp_path: Path, metric: str
+) -> None:
+    path = tmp_path / "benchmark.yaml"
+    path.write_text(f"title: Errors\ntask: counting\nmetric: {metric}\n")
+    task, held_out_task = load_task("counting"), load_benchmark(str(path)).load_task()
+    monitored = RunFolder(settings("run"), task, held_out_task, is_main=True).monitored
+    if metric == "absolute_error":
+        assert (monitored.primary_metric, monitored.lower_is_better) == (metric, True)
+    else:  # of the full set: no completion has a value
+        assert monitored is task

@@ -1,4 +1,4 @@
-"""Trackers: what arrives, and that one that fails is left out without ending anything."""
+"""Trackers receive metrics and images, and one that fails is dropped without ending the run."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ from vlm_grpo.tracking.trackers import Trackers, check_installed
 from vlm_grpo.trainer import train
 
 
-def events_of(run_dir: Path) -> EventAccumulator:
+def load_events(run_dir: Path) -> EventAccumulator:
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
     return events
 
 
-def test_tensorboard_gets_numbers_pictures_and_nothing_that_is_no_number(tmp_path: Path) -> None:
-    trackers = Trackers(["tensorboard"], tmp_path, {"optim.lr": "0.1"})
+def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Trackers:
+    trackers = Trackers(names, run_dir)
+    trackers.start({"optim.lr": "0.1"}, resume_at)
+    return trackers
+
+
+def test_tensorboard_gets_finite_metrics_and_images(tmp_path: Path) -> None:
+    trackers = start_trackers(["tensorboard"], tmp_path)
     trackers.log(1, {"reward": 0.5, "kl": math.nan})
     trackers.log_images(1, {"samples/0": Image.new("RGB", (6, 4), (255, 0, 0))})
     trackers.log(2, {"reward": 0.75, "kl": 0.1})
     trackers.finish()
 
-    events = events_of(tmp_path)
+    events = load_events(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
     assert [e.step for e in events.Scalars("kl")] == [2]
     (shown,) = events.Images("samples/0")
@@ -42,16 +48,16 @@ def test_tensorboard_gets_numbers_pictures_and_nothing_that_is_no_number(tmp_pat
     assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
 
 
-def test_a_resumed_run_hides_the_steps_that_are_done_again(tmp_path: Path) -> None:
-    first = Trackers(["tensorboard"], tmp_path, {})
+def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
+    first = start_trackers(["tensorboard"], tmp_path)
     for step in (1, 2, 3):
         first.log(step, {"reward": float(step)})
     first.finish()
-    again = Trackers(["tensorboard"], tmp_path, {}, resume_at=2)
+    again = start_trackers(["tensorboard"], tmp_path, resume_at=2)
     again.log(3, {"reward": 30.0})
     again.finish()
 
-    assert [e.value for e in events_of(tmp_path).Scalars("reward")] == [1, 2, 30]
+    assert [e.value for e in load_events(tmp_path).Scalars("reward")] == [1, 2, 30]
 
 
 class Broken(GeneralTracker):
@@ -90,7 +96,7 @@ class Broken(GeneralTracker):
 
 
 @pytest.mark.parametrize("point", ["start", "config", "log", "images", "finish"])
-def test_a_tracker_that_fails_is_told_once_and_left_out(
+def test_a_tracker_that_fails_is_reported_once_and_dropped(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(Broken):
@@ -99,16 +105,16 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(
     Failing.calls = []
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Failing)
     with caplog.at_level(logging.WARNING):
-        trackers = Trackers(["wandb", "tensorboard"], tmp_path, {})
+        trackers = start_trackers(["wandb", "tensorboard"], tmp_path)
         for step in (1, 2):
             trackers.log(step, {"reward": 0.5})
             trackers.log_images(step, {"samples/0": Image.new("RGB", (4, 4))})
         trackers.finish()
 
-    assert caplog.text.count("tracker wandb failed and gets nothing more") == 1
+    assert caplog.text.count("tracker wandb failed and is dropped") == 1
     assert "ConnectionError: the service is down" in caplog.text
-    assert Failing.calls[-1] == point  # nothing was asked of it afterwards
-    events = events_of(tmp_path)
+    assert Failing.calls[-1] == point  # it is not called afterwards
+    events = load_events(tmp_path)
     assert len(events.Scalars("reward")) == len(events.Images("samples/0")) == 2
 
 
@@ -118,8 +124,8 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_command() -> None:
         check_installed(["tensorboard", "no_such_service"])
 
 
-@pytest.mark.filterwarnings("default")  # those of mlflow's own libraries
-def test_mlflow_has_a_runs_numbers_settings_and_pictures(
+@pytest.mark.filterwarnings("default")  # mlflow's libraries warn
+def test_mlflow_gets_metrics_settings_and_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = pytest.importorskip("mlflow")  # not among the development tools: it brings 60 others
@@ -131,14 +137,14 @@ def test_mlflow_has_a_runs_numbers_settings_and_pictures(
     result = train(
         load_settings(
             "counting",
-            [*short, "name=told", "logging.trackers=[mlflow]", "logging.samples_every=1"],
+            [*short, "name=logged", "logging.trackers=[mlflow]", "logging.samples_every=1"],
         )
     )
 
     client = mlflow.MlflowClient(store)
     experiment = client.get_experiment_by_name("vlm-grpo")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status) == ("told", "FINISHED")
+    assert (run.info.run_name, run.info.status) == ("logged", "FINISHED")
     assert run.data.params["rollout.num_generations"] == "8"
     lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
     logged = [json.loads(line) for line in lines]
@@ -146,7 +152,7 @@ def test_mlflow_has_a_runs_numbers_settings_and_pictures(
     assert [(m.step, m.value) for m in history] == [
         (row["step"] + 1, row["reward"]) for row in logged
     ]
-    pictures = [a.path for a in client.list_artifacts(run.info.run_id, "images")]
-    (first,) = [p for p in pictures if re.match(r"images/samples~0\+step\+1\+.*\.png", p)]
+    images = [a.path for a in client.list_artifacts(run.info.run_id, "images")]
+    (first,) = [p for p in images if re.match(r"images/samples~0\+step\+1\+.*\.png", p)]
     shown = Image.open(client.download_artifacts(run.info.run_id, first))
     assert shown.size == (84, 84)  # the embedded scenes, with the answers drawn on

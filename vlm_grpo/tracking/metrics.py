@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes on: metrics by step, and samples of what it wrote."""
+"""The metrics of a rollout, and the log to which a run writes its metrics."""
 
 from __future__ import annotations
 
@@ -13,25 +13,30 @@ from vlm_grpo.utils.atomic_io import append_durable, write_atomic
 from vlm_grpo.utils.jsonl import read_rows
 
 
-class MetricsLog:
-    """``metrics.jsonl``: one line of numbers for each step.
+class StepLog:
+    """A JSON Lines file with one object per step, such as ``metrics.jsonl``.
 
     Args:
-        path: the file.
-        resume_at: drop the lines of this step and later ones, which will be run again.
+        path: the file; its folder must exist when the first row is written.
     """
 
-    def __init__(self, path: Path, resume_at: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        kept = [row for row in self.read() if row["step"] < resume_at]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, b"".join(_line(row) for row in kept))
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        append_durable(self.path, _line({"step": step, **metrics}))
+    def truncate(self, step: int) -> None:
+        """Drop the rows of this step and later ones, which are run again.
+
+        Raises:
+            UserError: a line before the last one cannot be read.
+        """
+        kept = [row for row in self.read() if row["step"] < step]
+        write_atomic(self.path, b"".join(_line(row) for row in kept))
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        append_durable(self.path, _line({"step": step, **row}))
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines; a last one cut off by a crash is left out."""
+        """Return all rows, without a last one that a crash has truncated."""
         return read_rows(self.path)
 
 

@@ -1,4 +1,4 @@
-"""How far a run is: two live lines in a terminal, a line now and then elsewhere."""
+"""The progress of a run: two live lines in a terminal, and occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.utils.timing import Stopwatch
 
 PLAIN_SECONDS = 15.0
-"""Between two lines where the output is no terminal."""
+"""Minimum time between two lines if the output is not a terminal."""
 
 
 class Progress:
     """Shows a run's progress on stderr.
 
     Args:
-        settings: the run's.
-        primary metric: of the task; its held-out value is shown once there is one.
-        stopwatch: knows the phase that is going on.
-        done: steps done before.
+        settings: the run's settings.
+        primary_metric: the metric whose held-out value is shown.
+        stopwatch: knows the current phase.
+        done: number of finished steps.
         enabled: False on all ranks but the first.
     """
 
@@ -68,7 +68,7 @@ class Progress:
         self.bar.stop()
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """One step more, with its metrics."""
+        """Advance by one step and show its metrics."""
         self.done += 1
         if (value := metrics.get(f"eval/{self.primary_metric}")) is not None:
             self.held_out = f"  held-out {self.primary_metric} {value:.3f}"
@@ -90,12 +90,12 @@ class Progress:
 
     def _memory(self, metrics: Mapping[str, float]) -> str:
         on_device = metrics.get("memory/cuda_peak")
-        held = metrics["memory/resident"] if on_device is None else on_device
-        return f"{held:.1f} GiB"
+        used = metrics["memory/resident"] if on_device is None else on_device
+        return f"{used:.1f} GiB"
 
 
 class _TwoLines(Bar):
-    """The bar, and below it the phase and the last step's numbers."""
+    """The bar, and below it the phase and the last step's metrics."""
 
     def __init__(self, progress: Progress, console: Console, disable: bool) -> None:
         self.progress = progress

@@ -1,4 +1,4 @@
-"""Samples of what a policy writes, with small pictures for people."""
+"""Samples of completions, with thumbnails of images and drawings of answers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from vlm_grpo.utils.atomic_io import write_atomic
 logger = logging.getLogger(__name__)
 
 HELD_OUT_SHOWN = 128
-"""Held-out examples whose answers are kept with a picture at every evaluation."""
+"""Number of held-out examples that are written with images at every evaluation."""
 THUMBNAIL_SIDE = 448
-"""Longest side of a kept picture, in pixels."""
+"""Longest side of a thumbnail, in pixels."""
 THUMBNAIL_BYTES = 12_000
-"""Size of a kept picture's file, so that a report with a thousand of them is below 25 MB."""
+"""Largest file of a thumbnail; a report with a thousand of them stays below 25 MB."""
 
 
-class Album:
-    """Small pictures for people: ``images/<hash>.webp``, each image once, none over 12 kB.
+class ThumbnailStore:
+    """Thumbnails in ``images/<hash>.webp``, one per image and none over 12 kB.
 
-    Names are hashes, so nothing of the data gets into a path.
+    Names are hashes, so that nothing of the data gets into a path.
 
     Args:
         folder: the folder that holds ``images``.
@@ -40,32 +40,31 @@ class Album:
         self.folder = folder / "images"
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def picture(self, image: ImageRef) -> str | None:
-        """Name of the image's thumbnail; None where the image cannot be decoded any more."""
+    def add_image(self, image: ImageRef) -> str | None:
+        """Write an image's thumbnail and return its name; None if it cannot be decoded."""
         try:
             key = image.data or b""
             if image.path is not None:
                 key = f"{image.path.resolve()}:{image.path.stat().st_mtime_ns}".encode()
             name = _file_name(key)
-            if not (self.folder / name).exists():  # decoding is what takes long
+            if not (self.folder / name).exists():  # decoding is slow
                 self._write(name, thumbnail(image.load()))
         except (OSError, ValueError) as error:
-            logger.warning("a picture is missing among the samples: %s", error)
+            logger.warning("the samples lack an image: %s", error)
             return None
         return name
 
-    def marks(self, task: Task, example: Example, answer: Any, color: str) -> str | None:
-        """Name of a transparent picture of what the task draws for an answer.
+    def add_drawing(self, task: Task, example: Example, answer: Any, color: str) -> str | None:
+        """Write a transparent image of an answer, to lay over the thumbnail, and return its name.
 
-        Laid over the image's thumbnail it shows the answer on it. None where the task draws
-        nothing.
+        None if the task draws nothing.
         """
         if answer is None or not example.images:
             return None
         canvas = Image.new("RGBA", example.images[0].size)
         try:
             drawn = task.draw(canvas, answer, example, color).convert("RGBA")
-        except Exception:  # a user's drawing may raise anything; the run must go on
+        except Exception:  # a user's drawing may raise anything; the run must continue
             logger.warning("task %s could not draw an answer", type(task).__name__, exc_info=True)
             return None
         if drawn.getbbox() is None:
@@ -81,7 +80,7 @@ class Album:
 
 
 def thumbnail(image: Image.Image) -> bytes:
-    """The image as WebP of at most 448 pixels a side and 12 kB; lossless where that fits."""
+    """Return the image as WebP of at most 448 pixels per side and 12 kB; lossless if it fits."""
     small = image.copy()
     small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
     data = _webp(small, lossless=True, quality=60)
@@ -105,10 +104,10 @@ def _file_name(key: bytes) -> str:
     return f"{hashlib.sha256(key).hexdigest()[:32]}.webp"
 
 
-def illustrate(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
-    """The example's first image with the gold answer and a predicted one drawn on it.
+def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
+    """Draw the gold answer and a predicted one on the example's first image.
 
-    None where there is no image, or where it or the drawing fails.
+    None if there is no image, or if it cannot be decoded or drawn on.
     """
     if not example.images:
         return None
@@ -117,7 +116,7 @@ def illustrate(task: Task, example: Example, answer: Any | None) -> Image.Image 
         if answer is not None:
             image = task.draw(image, answer, example, PREDICTED_COLOR)
         return task.draw(image, task.gold_answer(example), example, GOLD_COLOR)
-    except Exception:  # a user's drawing may raise anything; the run must go on
+    except Exception:  # a user's drawing may raise anything; the run must continue
         logger.warning("task %s could not draw an answer", type(task).__name__, exc_info=True)
         return None
 
@@ -129,16 +128,16 @@ def write_samples(
     advantages: Iterable[Sequence[float]],
     task: Task | None = None,
 ) -> Path:
-    """``step-N.jsonl``: a line for each group, with its completions, rewards and advantages.
+    """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages.
 
     Args:
-        folder: pictures go to ``images`` in it.
-        step: updates that the policy had seen when it wrote these.
-        groups: what to write.
-        advantages: for each group those of its completions.
-        task: draws the answers; None: pictures without drawings.
+        folder: its ``images`` holds the thumbnails.
+        step: number of steps that the policy had been trained for.
+        groups: the groups to write.
+        advantages: one per completion, by group.
+        task: draws the answers; None: thumbnails without drawings.
     """
-    album = Album(folder)
+    thumbnails = ThumbnailStore(folder)
     rows = []
     for group, values in zip(groups, advantages, strict=True):
         example = group.prompt.example
@@ -146,13 +145,13 @@ def write_samples(
         for completion, score, advantage in zip(
             group.completions, group.scores, values, strict=True
         ):
-            described = _described(album, task, example, score)
-            described |= {"text": completion.text, "stop": completion.stop}
-            described |= {"tokens": len(completion.token_ids), "advantage": advantage}
-            completions.append(described)
-        about = _about(album, task, example)
+            row = _score_fields(thumbnails, task, example, score)
+            row |= {"text": completion.text, "stop": completion.stop}
+            row |= {"tokens": len(completion.token_ids), "advantage": advantage}
+            completions.append(row)
+        fields = _example_fields(thumbnails, task, example)
         rows.append(
-            {"step": step, **about, "prompt": group.prompt.text, "completions": completions}
+            {"step": step, **fields, "prompt": group.prompt.text, "completions": completions}
         )
     return _write_rows(folder / f"step-{step:06d}.jsonl", rows)
 
@@ -164,16 +163,16 @@ def write_held_out(
     examples: Sequence[Example],
     rows: Sequence[Mapping[str, Any]],
 ) -> Path:
-    """``held-out-N.jsonl``: the first held-out examples with their answers, as ``write_samples``.
+    """Write ``held-out-N.jsonl``: the first held-out examples with their answers.
 
     Args:
-        folder: pictures go to ``images`` in it.
-        step: updates that the policy had seen.
+        folder: its ``images`` holds the thumbnails.
+        step: number of steps that the policy had been trained for.
         task: scored the answers, and draws them.
-        examples: the held-out examples, ``seen`` sizes set.
-        rows: ``Evaluation.rows``, one for each example.
+        examples: the held-out examples, with ``resized_size`` set.
+        rows: ``Evaluation.rows``, one per example.
     """
-    album = Album(folder)
+    thumbnails = ThumbnailStore(folder)
     weights = task.reward_weights()
     written = []
     for example, row in list(zip(examples, rows, strict=True))[:HELD_OUT_SHOWN]:
@@ -182,41 +181,45 @@ def write_held_out(
         total = sum(weights[name] * (value or 0.0) for name, value in rewards.items())
         total = None if unscorable else total
         score = Score(row["answer"], row["rewards"], total, row["metrics"])
-        described = {"text": row["output"], **_described(album, task, example, score)}
-        written.append({"step": step, **_about(album, task, example), "completions": [described]})
+        completion = {"text": row["output"], **_score_fields(thumbnails, task, example, score)}
+        fields = _example_fields(thumbnails, task, example)
+        written.append({"step": step, **fields, "completions": [completion]})
     return _write_rows(folder / f"held-out-{step:06d}.jsonl", written)
 
 
-def _about(album: Album, task: Task | None, example: Example) -> dict[str, Any]:
-    """What a line says of its example."""
+def _example_fields(
+    thumbnails: ThumbnailStore, task: Task | None, example: Example
+) -> dict[str, Any]:
+    """Return the fields of a line about its example."""
     gold = None
     if task is not None:
-        gold = album.marks(task, example, task.gold_answer(example), GOLD_COLOR)
+        gold = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
     return {
         "id": example.id,
         "images": [image.name for image in example.images],
-        "pictures": [album.picture(image) for image in example.images],
+        "pictures": [thumbnails.add_image(image) for image in example.images],
         "sizes": [image.size for image in example.images],
         "seen": [image.resized_size for image in example.images],
         "question": example.question,
         "gold": example.answer,
         "gold_marks": gold,
-        "headline": _primary_metric(task) if task is not None else None,
+        "headline": _get_primary_metric(task) if task is not None else None,
     }
 
 
-def _primary_metric(task: Task) -> str | None:
-    """The primary metric where each answer has a value of it, and 1 means that the answer is
-    right."""
-    of_answers = task.primary_metric in {**task.rules("reward"), **task.rules("metric")}
-    return task.primary_metric if of_answers and not task.lower_is_better else None
+def _get_primary_metric(task: Task) -> str | None:
+    """Return the primary metric if each answer has a value of it, where 1 is a right answer."""
+    per_answer = task.primary_metric in {**task.rules("reward"), **task.rules("metric")}
+    return task.primary_metric if per_answer and not task.lower_is_better else None
 
 
-def _described(album: Album, task: Task | None, example: Example, score: Score) -> dict[str, Any]:
-    """What a line says of a completion's score."""
+def _score_fields(
+    thumbnails: ThumbnailStore, task: Task | None, example: Example, score: Score
+) -> dict[str, Any]:
+    """Return the fields of a line about a completion's score."""
     marks = None
     if task is not None:
-        marks = album.marks(task, example, score.answer, PREDICTED_COLOR)
+        marks = thumbnails.add_drawing(task, example, score.answer, PREDICTED_COLOR)
     return {
         "answer": score.answer,
         "rewards": dict(score.rewards),
@@ -229,6 +232,6 @@ def _described(album: Album, task: Task | None, example: Example, score: Score) 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    # Half of a surrogate pair, which UTF-8 cannot hold, becomes the escape that JSON has for it.
+    # UTF-8 cannot hold a lone surrogate; it becomes its JSON escape.
     write_atomic(path, "".join(lines).encode("utf-8", errors="backslashreplace"))
     return path

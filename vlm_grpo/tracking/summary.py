@@ -1,4 +1,4 @@
-"""What a run says before its first step, and after its last."""
+"""The text that a run prints before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.bootstrap import bootstrap_interval
 
-LOOKED_AT = 64
-"""Examples whose image tokens are counted before the first step."""
+COUNTED_EXAMPLES = 64
+"""Number of examples whose image tokens are counted before the first step."""
 
 
 def describe_run(
@@ -29,14 +29,14 @@ def describe_run(
     train: Sequence[Example],
     held_out: Sequence[Example],
 ) -> Iterator[str]:
-    """The first lines of a run: what it will do."""
+    """Yield the lines that describe a run before its first step."""
     weights = [full_shape(weight).numel() for _, weight in policy.trainable_parameters()]
     total = sum(full_shape(weight).numel() for weight in policy.model.parameters())
     kind = "LoRA" if policy.adapters is not None else "full weights"
     yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
     yield f"task       {settings.task}"
     yield f"data       {settings.data.train}: {len(train):,} examples; {len(held_out):,} held out"
-    yield from _image_line(policy, task, train[:LOOKED_AT])
+    yield from _image_line(policy, task, train[:COUNTED_EXAMPLES])
     rewards = ", ".join(f"{name} × {w:g}" for name, w in task.reward_weights().items() if w)
     yield f"rewards    {rewards}"
     form = "one prompt pass per group" if policy.shared else "one prompt pass per completion"
@@ -50,21 +50,21 @@ def describe_run(
         yield f"note       {note}"
     if settings.checkpoint.asynchronous:
         yield (
-            "note       checkpoint.asynchronous: a crash while a checkpoint is being written goes "
-            "back to the one before"
+            "note       checkpoint.asynchronous: after a crash while a checkpoint is written, the "
+            "run resumes from the previous one"
         )
     yield f"run folder {settings.run_dir}"
 
 
 def _image_line(policy: Policy, task: Task, examples: Sequence[Example]) -> Iterator[str]:
-    """Image tokens of the first examples, for families whose images have a size of their own."""
+    """Yield the range of image tokens, for families that keep the images' sizes."""
     if policy.budget is None or not any(example.images for example in examples):
         return
     sizes = Prompts(examples, task, policy.family, policy.processor).sizes(policy.budget)
     images = sorted(size.image_tokens for size in sizes)
     spread = f"{images[0]:,}" if images[0] == images[-1] else f"{images[0]:,} to {images[-1]:,}"
     yield (
-        f"images     {spread} tokens an example, prompts up to {sizes[-1].tokens:,} "
+        f"images     {spread} tokens per example, prompts up to {sizes[-1].tokens:,} "
         f"(the first {len(examples)} examples)"
     )
 
@@ -76,21 +76,22 @@ def _reference(objective: ObjectiveSettings) -> str:
     if every == 1:
         return "the policy at the start of each step (k=1): no second model, and a KL of about 0"
     if every == "never":
-        return "the policy before its first step, for the whole run"
-    return f"the policy, taken anew every {every} steps"
+        return "the policy before its first step, for the entire run"
+    return f"a copy of the policy, refreshed every {every} steps"
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        before: held-out evaluation of the model as it was loaded; None without held-out data.
-        after: the same after the last step.
-        best: the best held-out value with its step, the loaded model's included; None without.
-        checkpoint: the last checkpoint's folder.
+        before: held-out evaluation of the loaded model; None without held-out data.
+        after: held-out evaluation after the last step; None without held-out data.
+        best: the best held-out value, that of the loaded model included, with its step; None
+            without held-out data.
+        checkpoint: folder of the last checkpoint.
         run_dir: the run's folder.
-        lower_is_better: the held-out primary metric is an error.
+        lower_is_better: whether the held-out primary metric is an error.
     """
 
     before: Evaluation | None
@@ -109,10 +110,10 @@ class TrainResult:
         if self.after is not None:
             yield f"after      {self.after}"
         if self.before is not None and self.after is not None:
-            yield f"change     {change_line(self.before, self.after)}"
+            yield f"change     {format_change(self.before, self.after)}"
         if self.best is not None:
             value, step = self.best
-            yield f"best       {shown(value, self.lower_is_better)}, {self._where(step)}"
+            yield f"best       {shown(value, self.lower_is_better)}, {self._locate(step)}"
         yield f"report     {self.run_dir / 'report.html'}"
         yield f"samples    {self.run_dir / 'samples'}"
         yield f"checkpoint {self.checkpoint}"
@@ -120,24 +121,24 @@ class TrainResult:
         yield f"next       vlm-grpo evaluate {config} --checkpoint {self.checkpoint}"
         yield f"           vlm-grpo export {self.checkpoint} exported"
 
-    def _where(self, step: int) -> str:
+    def _locate(self, step: int) -> str:
         checkpoint = self.checkpoint.with_name(f"step-{step}")
         if step == 0:
-            return "the model as it was loaded"
+            return "the loaded model"
         if checkpoint.is_dir():
             return str(checkpoint)
         return f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
 
 
-def change_line(before: Evaluation, after: Evaluation) -> str:
-    """The primary metric's mean change with its 95 % interval, paired by example.
+def format_change(before: Evaluation, after: Evaluation) -> str:
+    """Format the primary metric's mean change with its 95 % interval, paired by example.
 
-    A metric of the whole set has its change alone: no example has a value of its own.
+    A metric of the full set has no interval, because examples have no value of it.
     """
-    first = {row["id"]: _value(row, before.primary_metric) for row in before.rows}
-    pairs = [(first.get(row["id"]), _value(row, after.primary_metric)) for row in after.rows]
+    first = {row["id"]: _get_value(row, before.primary_metric) for row in before.rows}
+    pairs = [(first.get(row["id"]), _get_value(row, after.primary_metric)) for row in after.rows]
     changes = [b - a for a, b in pairs if a is not None and b is not None]
-    if math.isnan(after.interval[0]):  # of the whole set, though its examples may have values
+    if math.isnan(after.interval[0]):  # a metric of the full set, even if examples have values
         changes = []
     scale, form, unit = (1, "{:+.3f}", "") if after.lower_is_better else (100, "{:+.1f}", " points")
     if not changes:
@@ -148,10 +149,10 @@ def change_line(before: Evaluation, after: Evaluation) -> str:
     low, high = bootstrap_interval(changes, seed=0)
     mean = sum(changes) / len(changes)
     verdict = "" if low > 0 or high < 0 else ", which may be chance"
-    told, least, most = (form.format(scale * change) for change in (mean, low, high))
-    return f"{told}{unit} [{least}, {most}]{verdict}"
+    change, least, most = (form.format(scale * value) for value in (mean, low, high))
+    return f"{change}{unit} [{least}, {most}]{verdict}"
 
 
-def _value(row: Mapping[str, Any], name: str) -> float | None:
+def _get_value(row: Mapping[str, Any], name: str) -> float | None:
     value = row["rewards"].get(name)
     return row["metrics"].get(name) if value is None else value

@@ -1,7 +1,7 @@
-"""Services that get a run's metrics and pictures: TensorBoard, Weights & Biases, trackio, MLflow.
+"""Trackers of a run's metrics and images: TensorBoard, Weights & Biases, trackio and MLflow.
 
-They are Accelerate's trackers, each on its own: one that cannot be started or fails later is
-reported once and left out from there on, for a dashboard must not end a run.
+They are Accelerate's trackers. One that fails is reported once and dropped, because a dashboard
+must not end a run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from vlm_grpo.errors import UserError
 logger = logging.getLogger(__name__)
 
 PROJECT = "vlm-grpo"
-"""Of Weights & Biases, trackio and MLflow, unless their own environment variable names another."""
+"""Project in Weights & Biases, trackio and MLflow, unless their environment variables name one."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Refuse trackers whose library is missing.
+    """Check that the libraries of these trackers are installed.
 
     Raises:
-        UserError: with the command that installs them.
+        UserError: one is not; the message has the command that installs it.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -42,64 +42,69 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers of one run.
+    """The trackers of one run; none is active before ``start``.
 
     Args:
-        names: as in ``logging.trackers``.
-        run_dir: the run's folder; TensorBoard's events go to ``tensorboard`` in it.
-        config: the run's settings, shown beside its curves.
-        resume_at: steps done before; TensorBoard hides what an earlier try logged after them.
+        names: names as in ``logging.trackers``.
+        run_dir: the run's folder; its ``tensorboard`` holds TensorBoard's events.
     """
 
-    def __init__(
-        self, names: Sequence[str], run_dir: Path, config: Mapping[str, Any], resume_at: int = 0
-    ) -> None:
-        self._live: list[Any] = []  # of GeneralTracker, which declares no name
-        for name in names:
-            tracker = LOGGER_TYPE_TO_CLASS[name](**_arguments(name, run_dir, resume_at))
-            self._live.append(tracker)
-        self._each(lambda tracker: tracker.start())
-        self._each(lambda tracker: tracker.store_init_configuration(dict(config)))
+    def __init__(self, names: Sequence[str], run_dir: Path) -> None:
+        self.names, self.run_dir = names, run_dir
+        self._active: list[Any] = []  # GeneralTracker declares no name
+
+    def start(self, config: Mapping[str, Any], resume_at: int = 0) -> None:
+        """Start the trackers.
+
+        Args:
+            config: the run's settings, shown with its curves.
+            resume_at: number of finished steps; TensorBoard hides what was logged after them.
+        """
+        for name in self.names:
+            arguments = _get_arguments(name, self.run_dir, resume_at)
+            self._active.append(LOGGER_TYPE_TO_CLASS[name](**arguments))
+        self._call_all(lambda tracker: tracker.start())
+        self._call_all(lambda tracker: tracker.store_init_configuration(dict(config)))
 
     @property
     def any(self) -> bool:
-        """Whether anybody still listens."""
-        return bool(self._live)
+        """Whether any tracker is active."""
+        return bool(self._active)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Numbers after ``step`` steps; those that are not finite are left out."""
+        """Log the finite metrics after ``step`` steps."""
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._each(lambda tracker: tracker.log(values, step=step))
+        self._call_all(lambda tracker: tracker.log(values, step=step))
 
     def log_images(self, step: int, images: Mapping[str, Image.Image]) -> None:
-        """Pictures by name, to be shown among the run's curves after ``step`` steps."""
+        """Log images by name after ``step`` steps."""
 
         def show(tracker: Any) -> None:
             for name, image in images.items():
                 _SHOW[tracker.name](tracker, name, image.convert("RGB"), step)
 
-        self._each(show)
+        self._call_all(show)
 
     def finish(self) -> None:
-        self._each(lambda tracker: tracker.finish())
+        self._call_all(lambda tracker: tracker.finish())
 
-    def _each(self, action: Callable[[Any], None]) -> None:
-        for tracker in list(self._live):
+    def _call_all(self, action: Callable[[Any], None]) -> None:
+        for tracker in list(self._active):
             try:
                 action(tracker)
-            except Exception as error:  # any service may raise anything; the run must go on
-                self._live.remove(tracker)
+            except Exception as error:  # any service may raise anything; the run must continue
+                self._active.remove(tracker)
                 logger.warning(
-                    "tracker %s failed and gets nothing more; the run goes on, and metrics.jsonl "
-                    "has everything: %s: %s",
+                    "tracker %s failed and is dropped; the run continues, and metrics.jsonl has "
+                    "all metrics: %s: %s",
                     tracker.name,
                     type(error).__name__,
                     error,
                 )
 
 
-def _arguments(name: str, run_dir: Path, resume_at: int) -> dict[str, Any]:
-    """What Accelerate's tracker of that name is made with."""
+def _get_arguments(name: str, run_dir: Path, resume_at: int) -> dict[str, Any]:
+    """Return the constructor arguments of Accelerate's tracker."""
     if name == "tensorboard":
         purge = {"purge_step": resume_at + 1} if resume_at else {}
         return {"run_name": "tensorboard", "logging_dir": run_dir, **purge}
