@@ -1,12 +1,14 @@
 # Everything from a fresh machine with Python 3.11 (or 3.12, 3.13) and make.
 #
-#   make quickstart   install what a run needs, fine-tune the embedded model, show before and after
-#   make test         install the rest and run the tests, with the pure modules' coverage
-#   make crash        kill a training run fifty times, and compare it with one left alone
-#   make check        lint, format, types, import floors, doctests
-#   make clean        remove what these made (not your runs/)
+#   make quickstart   install the runtime, fine-tune the embedded model, show before and after
+#   make test         install the development tools and run the tests, with coverage
+#   make crash        kill a training run fifty times and compare it with an uninterrupted one
+#   make check        lint, format, types, layers, doctests
+#   make docs         build the documentation site in site/; a warning is an error
+#   make lock         update requirements.lock and constraints.txt after a change of dependencies
+#   make clean        remove the files created by these targets (not runs/)
 #
-# PYTHON=/path/to/python picks the interpreter, JOBS=8 the number of test processes.
+# PYTHON=/path/to/python selects the interpreter, JOBS=8 the number of test processes.
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 CANDIDATES := python3 python3.11 python3.12 python3.13 python
@@ -16,14 +18,14 @@ VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
-# Coverage is measured without the slow tests: tracing makes the hundred thousand random texts
-# among them three times as slow, and they reach no line that the others do not.
+# Coverage excludes the slow tests: tracing triples the time of those with a hundred thousand random
+# texts, and they reach no additional lines.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 PURE := types parsing scoring coordinates task errors
 PURE_FILES = $(wildcard $(PURE:%=vlm_grpo/%.py) vlm_grpo/objective*)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test crash check clean
+.PHONY: quickstart test crash check docs lock clean
 
 quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
@@ -42,8 +44,19 @@ check: $(VENV)/dev.stamp
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q --doctest-modules $(PURE_FILES)
 
+docs: $(VENV)/docs.stamp
+	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html docs site
+
+# uv keeps the versions in requirements.lock unless UPGRADE=--upgrade. The file has no address of a
+# package index. constraints.txt holds the same versions without hashes, for ordinary installs.
+lock: $(VENV)/dev.stamp
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --fork-strategy fewest \
+		--python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
+		--quiet $(UPGRADE) -o requirements.lock
+	sed -n 's/^\([^ ]*==[^ ;]*\).*/\1/p' requirements.lock > constraints.txt
+
 clean:
-	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build site *.egg-info .coverage .hypothesis .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -52,7 +65,7 @@ $(BIN)/python:
 			"Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
 
-# The stamps stand for finished installs: a broken one is taken up again at the next call.
+# A stamp marks a finished install; an interrupted install is repeated at the next call.
 $(VENV)/runtime.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing vlm-grpo and its libraries into $(VENV) (PyTorch is about 5 GB)"
 	$(INSTALL) --editable .
@@ -61,4 +74,8 @@ $(VENV)/runtime.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing vlm-grpo, its libraries and the test tools into $(VENV) (PyTorch is about 5 GB)"
 	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/runtime.stamp
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[docs]'
 	@touch $@ $(VENV)/runtime.stamp

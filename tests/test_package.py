@@ -1,4 +1,4 @@
-"""What is installed: the wheel's files, the pinned versions, and a run outside the checkout."""
+"""The distribution: its files, the pinned versions, and a run from the wheel in an empty folder."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from guide_worlds import shell_lines
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# Package directories in the checkout, and where the wheel has them.
+# Package directories in the checkout, and their paths in the wheel.
 INSTALLED_AS = {
     "vlm_grpo": "vlm_grpo",
     "tasks": "vlm_grpo/tasks",
@@ -28,9 +31,9 @@ INSTALLED_AS = {
     "data_scripts": "vlm_grpo/data_scripts",
 }
 
-# Addresses and options that tie an install to one place; put together here so that this file
-# does not hold them itself.
-TIED_TO_A_PLACE = [
+# Addresses and options that tie an install to one package index; joined here so that this file does
+# not contain them.
+PACKAGE_INDEXES = [
     ".".join(parts)
     for parts in [
         ("pypi", "org"),
@@ -42,21 +45,48 @@ TIED_TO_A_PLACE = [
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy, so that no build folder is left in the checkout."""
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the source distribution, built from a copy that leaves no files in the checkout."""
     source = tmp_path_factory.mktemp("source")
     for name in INSTALLED_AS:
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    built = tmp_path_factory.mktemp("sdist")
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(built)!r})"
+    _run([sys.executable, "-c", build], source)
+    (found,) = built.glob("vlm_grpo-*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel, built from the source distribution."""
     built = tmp_path_factory.mktemp("wheel")
-    _pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(built), str(source))
+    _pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(built), str(sdist))
     (found,) = built.glob("vlm_grpo-*.whl")
     return found
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+_PRINT_LOCATION = "import vlm_grpo; print(vlm_grpo.__file__)"
+
+
+@pytest.fixture(scope="module")
+def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the program of a new environment that has the wheel and the libraries used here."""
+    home = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(home, with_pip=False)
+    _pip("--python", str(home / "bin/python"), "install", "--no-deps", "--no-index", str(wheel))
+    # The libraries follow the wheel on the path. Their .pth files are not processed there, so the
+    # checkout's editable install is not importable.
+    (site,) = home.glob("lib/python*/site-packages")
+    libraries = {str(Path(module.__file__ or "").parents[1]) for module in (pytest, torch)}
+    (site / "libraries.pth").write_text("\n".join(sorted(libraries)) + "\n")
+    return home / "bin" / "vlm-grpo"
+
+
+def test_wheel_contains_every_file_of_the_package(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {
         f"{target}/{path.relative_to(ROOT / source).as_posix()}"
@@ -69,14 +99,14 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert expected <= names, f"missing from the wheel: {sorted(expected - names)}"
 
 
-def test_the_wheel_installs_one_top_level_package(wheel: Path) -> None:
-    # A top-level `tasks` would be shadowed by anybody's tasks.py, and shadow it in turn.
+def test_wheel_installs_one_top_level_package(wheel: Path) -> None:
+    # A top-level package `tasks` would conflict with any tasks.py of a user.
     top = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     version = PROJECT["project"]["version"]
     assert top == {"vlm_grpo", f"vlm_grpo-{version}.dist-info"}
 
 
-def test_every_package_directory_is_listed_for_setuptools() -> None:
+def test_setuptools_lists_every_package() -> None:
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
     found = {
         ".".join([*target.split("/"), *path.parent.relative_to(ROOT / source).parts])
@@ -86,31 +116,36 @@ def test_every_package_directory_is_listed_for_setuptools() -> None:
     assert found == listed
 
 
-def test_every_installed_library_is_pinned() -> None:
-    pins = _pins()
-    assert len(pins) > 50  # the closure of torch, transformers and the test tools is about 110
-    declared = PROJECT["project"]["dependencies"]
-    declared = declared + PROJECT["project"]["optional-dependencies"]["dev"]
-    missing = {name for name in _closure(declared) if name not in pins}
-    assert not missing, f"not in constraints.txt: {sorted(missing)}"
+def test_constraints_pin_every_installed_library() -> None:
+    pins = _read_constraints()
+    assert len(pins) > 50  # torch, transformers, the tools and their dependencies are about 150
+    missing = {name for name in _find_closure(_list_requirements()) if name not in pins}
+    assert not missing, f"not in constraints.txt: {sorted(missing)}; run make lock"
 
 
-def test_the_pins_satisfy_the_declared_dependencies() -> None:
-    pins = _pins()
-    project = PROJECT["project"]
-    for text in project["dependencies"] + project["optional-dependencies"]["dev"]:
+def test_pins_satisfy_the_declared_requirements() -> None:
+    pins = _read_constraints()
+    for text in _list_requirements():
         requirement = Requirement(text)
         version = pins[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(version), f"{text} against {version}"
+        assert requirement.specifier.contains(version), f"{text} against {version}; run make lock"
         assert "+" not in version, f"{text}: a local version is not in every index"
 
 
-@pytest.mark.parametrize("place", TIED_TO_A_PLACE)
-def test_no_tracked_file_is_tied_to_a_package_index(place: str) -> None:
+def test_constraints_and_lock_pin_the_same_versions() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    pins = dict(re.findall(r"^([\w.-]+)==([^ ;]+)", lock, re.MULTILINE))
+    assert _read_constraints() == {canonicalize_name(name): pin for name, pin in pins.items()}
+    unhashed = re.findall(r"^[\w.-]+==.*[^\\]$", lock, re.MULTILINE)
+    assert not unhashed, "these requirements have no hash"
+
+
+@pytest.mark.parametrize("address", PACKAGE_INDEXES)
+def test_no_tracked_file_names_a_package_index(address: str) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     found = subprocess.run(
-        ["git", "grep", "-nIF", "-e", place, "--", "."],
+        ["git", "grep", "-nIF", "-e", address, "--", "."],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -119,7 +154,7 @@ def test_no_tracked_file_is_tied_to_a_package_index(place: str) -> None:
     assert found.returncode == 1, found.stdout + found.stderr  # 1: git grep found nothing
 
 
-def test_the_makefile_names_the_python_it_needs(tmp_path: Path) -> None:
+def test_makefile_names_the_required_python(tmp_path: Path) -> None:
     old = tmp_path / "python-old"
     old.write_text("#!/bin/sh\nexit 1\n")
     old.chmod(0o755)
@@ -135,22 +170,38 @@ def test_the_makefile_names_the_python_it_needs(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
-def test_the_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    home = tmp_path / "venv"
-    venv.create(home, with_pip=False)
-    python = home / "bin" / "python"
-    (site,) = home.glob("lib/python*/site-packages")
-    _pip("--python", str(python), "install", "--no-deps", "--no-index", str(wheel))
-    # The libraries are those of this environment, after the wheel on the path. Its .pth files
-    # are not read from there, so the editable install of the checkout stays out.
-    libraries = Path(pytest.__file__).parents[1]
-    (site / "libraries.pth").write_text(f"{libraries}\n")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    where = _run([str(python), "-c", "import vlm_grpo; print(vlm_grpo.__file__)"], empty)
-    assert Path(where.strip()).is_relative_to(home)
-    tasks = _run([str(home / "bin" / "vlm-grpo"), "tasks"], empty)
+def test_dockerfile_runs_the_commands_of_the_readme() -> None:
+    commands = set(shell_lines(ROOT / "README.md"))
+    steps = re.findall(r"^RUN (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert steps
+    assert set(steps) <= commands
+
+
+def test_versions_agree() -> None:
+    version = PROJECT["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    latest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert latest is not None
+    assert latest[1] == version
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+
+
+def test_installed_wheel_lists_its_tasks(program: Path, tmp_path: Path) -> None:
+    where = _run([str(program.with_name("python")), "-c", _PRINT_LOCATION], tmp_path)
+    assert Path(where.strip()).is_relative_to(program.parents[1])
+    tasks = _run([str(program), "tasks"], tmp_path)
     assert {"counting", "grounding", "ocr"} <= set(re.findall(r"\w+", tasks))
+
+
+@pytest.mark.slow
+def test_installed_wheel_trains_in_an_empty_folder(program: Path, tmp_path: Path) -> None:
+    settings = ["optim.max_steps=2", "optim.warmup_steps=0", "data.eval_limit=8"]
+    output = _run([str(program), "train", "quickstart", *settings], tmp_path)
+    assert re.search(r"^after +exact .*\(n = 8\)$", output, re.MULTILINE), output
+    assert (tmp_path / "runs/quickstart/report.html").is_file()
 
 
 def _pip(*arguments: str) -> None:
@@ -167,14 +218,20 @@ def _run(command: list[str], folder: Path | None = None) -> str:
     return done.stdout
 
 
-def _pins() -> dict[str, str]:
+def _read_constraints() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().split()
     pins = dict(line.split("==") for line in lines)
     return {canonicalize_name(name): version for name, version in pins.items()}
 
 
-def _closure(declared: list[str]) -> set[str]:
-    """Names of what is installed here on behalf of the declared requirements, extras included."""
+def _list_requirements() -> list[str]:
+    """Return the declared requirements, including those of all extras."""
+    extras = PROJECT["project"]["optional-dependencies"].values()
+    return [*PROJECT["project"]["dependencies"], *(text for extra in extras for text in extra)]
+
+
+def _find_closure(declared: list[str]) -> set[str]:
+    """Return the names of all libraries installed here for the declared requirements."""
     found: set[str] = set()
     seen: set[tuple[str, str]] = set()
     todo = [Requirement(text) for text in declared]
@@ -185,7 +242,7 @@ def _closure(declared: list[str]) -> set[str]:
             seen.add((name, extra))
             try:
                 needs = requires(name) or []
-            except PackageNotFoundError:  # an extra's library that this machine does without
+            except PackageNotFoundError:  # a library of an extra that is not installed here
                 continue
             found.add(name)
             for need in map(Requirement, needs):

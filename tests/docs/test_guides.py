@@ -20,7 +20,7 @@ ELSEWHERE = {
     "make quickstart": ".ci/run runs it",
     "make test": ".ci/run runs it",
     "source .venv/bin/activate": "changes the reader's shell alone",
-    "pip install .": "tests/test_package.py builds and installs the package",
+    "pip install --constraint constraints.txt .": "tests/test_package.py installs the wheel",
     "python -m pytest tests/tasks/test_cheating.py -s": "it is one of the tests",
 }
 """Commands that are not run here, and why."""
