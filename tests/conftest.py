@@ -16,10 +16,11 @@ from jaxtyping import install_import_hook
 
 torch.set_num_threads(1)
 
-# The annotations of these modules are checked at every call while tests run: a tensor of a wrong
-# shape or type fails where it enters. It must stand before anything imports them.
+# Checks the annotations of these packages at every call: a tensor of a wrong shape or type fails
+# where it enters. The hook must be installed before they are imported.
 install_import_hook(
-    ["vlm_grpo.objective", "vlm_grpo.engine", "vlm_grpo.model.policy"], "beartype.beartype"
+    ["vlm_grpo.objective", "vlm_grpo.engine", "vlm_grpo.families", "vlm_grpo.model"],
+    "beartype.beartype",
 )
 
 

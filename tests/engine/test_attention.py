@@ -49,7 +49,7 @@ def results(attend, tensors: list[Tensor]) -> list[Tensor]:
 def test_packed_attention_is_the_masked_one(
     dtype: torch.dtype, bound: float, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(kernels, "MAX_SCORES", at_once)
     tensors = inputs(dtype)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     expected = results(plain, exact)

@@ -151,6 +151,6 @@ def test_only_float32_adapters_are_copied_where_weights_have_no_layout(
         held = net(x)
         for layer in (net.up, net.down):
             assert isinstance(layer, AdaptedLinear)
-            assert layer.held is None
-            assert (layer.get_base_layer().held is not None) == copied
+            assert layer.rollout_factors is None
+            assert (layer.get_base_layer().rollout_weight is not None) == copied
     assert relative(held, net(x)) < 1e-2  # 8 bits

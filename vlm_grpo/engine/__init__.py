@@ -1,1 +1,1 @@
-"""Sampling and scoring completions: the shared-prefix form and the plain repeated one."""
+"""Sampling and scoring of completions, with a shared prompt or with a repeated one."""

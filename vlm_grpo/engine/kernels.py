@@ -1,8 +1,8 @@
-"""The kernels of attention behind a shared prompt: mask-free parts, merged by their log-sum-exps.
+"""Kernels of attention over a shared prompt: mask-free parts, merged by their log-sum-exps.
 
-On CPUs, in float32 and float64, the parts are PyTorch's flash kernel. In bfloat16 they are plain
-products, for there that kernel computes at the rate of float32 and below
-(``perf/README.md``); they round the scores as transformers' eager attention does.
+On CPUs, the parts use PyTorch's flash kernel in float32 and float64. In bfloat16 that kernel is no
+faster than in float32 (``perf/README.md``), so they use plain matrix products, which round the
+scores as transformers' eager attention does.
 """
 
 from __future__ import annotations
@@ -11,55 +11,63 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-# PyTorch's CPU kernels that give the log-sum-exp along with the output.
+# PyTorch's CPU kernels that return the log-sum-exp along with the output.
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
-SCORES_AT_ONCE = 2**24
-"""Attention scores that are held at once where the products are plain ones."""
+MAX_SCORES = 2**24
+"""Attention scores held at once by plain matrix products."""
 CAUSAL_BLOCK = 128
-"""Queries of a causal attention by plain products that share their keys: a product over all keys
-would spend half of its work on scores that count for nothing."""
+"""Queries per block of causal attention by plain matrix products: a single product over all keys
+would spend half of its work on masked scores."""
 
 
 def has_cascade(query: Tensor) -> bool:
-    """Whether ``cascade`` runs on the query's device."""
-    # The log-sum-exp of an attention is public nowhere; CPU's kernel is the one we have tested.
+    """Return whether ``cascade`` runs on the query's device."""
+    # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is tested.
     return query.device.type == "cpu"
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Causal attention of prompts over themselves, (rows, heads, T, head width)."""
-    if _in_plain_products(query):
+def causal(
+    query: Float[Tensor, "rows heads T width"],
+    key: Float[Tensor, "rows key_heads T width"],
+    value: Float[Tensor, "rows key_heads T width"],
+    scaling: float,
+) -> Float[Tensor, "rows heads T width"]:
+    """Compute causal self-attention."""
+    if _uses_plain_products(query):
         return _Causal.apply(query, key, value, scaling)  # type: ignore[return-value]
     key, value = expand_heads(query, key), expand_heads(query, value)
     return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
 
 
-def _in_plain_products(query: Tensor) -> bool:
+def _uses_plain_products(query: Tensor) -> bool:
     return query.device.type == "cpu" and query.dtype == torch.bfloat16
 
 
 def cascade(
-    query: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Float[Tensor, "1 heads T width"],
+    prefix_key: Float[Tensor, "1 key_heads prompt width"],
+    prefix_value: Float[Tensor, "1 key_heads prompt width"],
+    key: Float[Tensor, "1 key_heads T width"],
+    value: Float[Tensor, "1 key_heads T width"],
     lengths: Sequence[int],
     scaling: float,
-) -> Tensor:
-    """Attention of completions over their prompt and, causally, each over itself.
+) -> Float[Tensor, "1 heads T width"]:
+    """Compute attention of completions over their prompt and, causally, each over itself.
 
     Args:
-        query: (1, heads, sum of the lengths, head width).
-        prefix_key: (1, key heads, prompt length, head width); prefix_value likewise.
-        key: (1, key heads, sum of the lengths, head width); value likewise.
-        lengths: tokens of each completion.
+        query: queries of the T completion tokens.
+        prefix_key: keys of the prompt.
+        prefix_value: values of the prompt.
+        key: keys of the completion tokens.
+        value: values of the completion tokens.
+        lengths: tokens of each completion; their sum is T.
         scaling: factor on the dot products.
     """
     return _Cascade.apply(query, prefix_key, prefix_value, key, value, tuple(lengths), scaling)  # type: ignore[return-value]
@@ -76,8 +84,8 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
-        seen = (grad_outputs[0], query, output, lse, key, value)
-        return *_part_backward(*seen, ctx.scaling, causal=True), None
+        tensors = (grad_outputs[0], query, output, lse, key, value)
+        return *_part_backward(*tensors, ctx.scaling, causal=True), None
 
 
 class _Cascade(torch.autograd.Function):
@@ -107,33 +115,31 @@ class _Cascade(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, prefix_key, prefix_value, key, value, output, lse = ctx.saved_tensors
         lengths, scaling = ctx.lengths, ctx.scaling
-        seen = (grad_outputs[0].contiguous(), query, output, lse)
-        d_prefix = _part_backward(*seen, prefix_key, prefix_value, scaling, causal=False)
-        g, q, o, s, k, v = (_unpack(x, lengths) for x in (*seen, key, value))
+        merged = (grad_outputs[0].contiguous(), query, output, lse)
+        d_prefix = _part_backward(*merged, prefix_key, prefix_value, scaling, causal=False)
+        g, q, o, s, k, v = (_unpack(x, lengths) for x in (*merged, key, value))
         own = _part_backward(g, q, o, s, k, v, scaling, causal=True)
         d_own = [_repack(gradient, lengths) for gradient in own]
         return d_prefix[0] + d_own[0], d_prefix[1], d_prefix[2], d_own[1], d_own[2], None, None
 
 
 def _part(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, or causal over as many as there are queries.
-
-    Args:
-        query: (rows, heads, n, width).
-        key: (rows, key heads, m, width); value likewise.
-        scaling: factor on the dot products.
-        causal: query i sees the keys up to i.
+    query: Float[Tensor, "rows heads n width"],
+    key: Float[Tensor, "rows key_heads m width"],
+    value: Float[Tensor, "rows key_heads m width"],
+    scaling: float,
+    causal: bool,
+) -> tuple[Float[Tensor, "rows heads n width"], Float[Tensor, "rows heads n 1"]]:
+    """Compute attention over all keys, or causal attention over as many keys as queries.
 
     Returns:
-        (rows, heads, n, width), and the log-sum-exps in float32, (rows, heads, n, 1).
+        The output, and the log-sum-exps in float32.
     """
-    if _in_plain_products(query):
+    if _uses_plain_products(query):
         return _plain(query, key, value, scaling, causal)
     if causal:
-        whole = (query, expand_heads(query, key), expand_heads(query, value))
-        output, lse = _FLASH(*whole, is_causal=True, scale=scaling)
+        expanded = (query, expand_heads(query, key), expand_heads(query, value))
+        output, lse = _FLASH(*expanded, is_causal=True, scale=scaling)
     else:
         output, lse = _FLASH(_stack_heads(query, key), key, value, scale=scaling)
     return output.reshape(query.shape), lse.reshape(*query.shape[:3], 1)
@@ -149,9 +155,9 @@ def _part_backward(
     scaling: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of a part, given the output and the log-sum-exp of the
-    whole; other arguments as in ``_part``."""
-    if _in_plain_products(query):
+    """Return the gradients of a part's query, key and value from the merged output and
+    log-sum-exp; the other arguments are those of ``_part``."""
+    if _uses_plain_products(query):
         return _plain_backward(grad, query, output, lse, key, value, scaling, causal)
     if causal:
         expanded = (query, expand_heads(query, key), expand_heads(query, value))
@@ -169,14 +175,14 @@ def _part_backward(
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """``_part`` by plain products, some queries at a time."""
+    """Compute ``_part`` by plain matrix products, one block of queries at a time."""
     outputs, sums = [], []
     for start, stop in _blocks(query, key, causal):
-        seen = stop if causal else key.shape[2]
+        visible = stop if causal else key.shape[2]
         part = query[:, :, start:stop]
-        weights, top = _weights(part, key[:, :, :seen], scaling, start if causal else None)
+        weights, top = _weights(part, key[:, :, :visible], scaling, start if causal else None)
         total = weights.sum(-1, keepdim=True, dtype=torch.float32)
-        output = (weights @ value[:, :, :seen] / total).to(value.dtype)
+        output = (weights @ value[:, :, :visible] / total).to(value.dtype)
         outputs.append(output.reshape(part.shape))
         sums.append((total.log() + top).reshape(*part.shape[:3], 1))
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
@@ -192,37 +198,39 @@ def _plain_backward(
     scaling: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``_part_backward`` by plain products, some queries at a time."""
+    """Compute ``_part_backward`` by plain matrix products, one block of queries at a time."""
     d_queries = []
     d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     for start, stop in _blocks(query, key, causal):
-        seen = stop if causal else key.shape[2]
-        k, v = key[:, :, :seen], value[:, :, :seen]
+        visible = stop if causal else key.shape[2]
+        k, v = key[:, :, :visible], value[:, :, :visible]
         part = query[:, :, start:stop]
         weights, top = _weights(part, k, scaling, start if causal else None)
         g, q, o, s = (_stack_heads(x[:, :, start:stop], key) for x in (grad, query, output, lse))
-        # The weights' share in the whole goes to the gradient, which is the smaller factor.
+        # The part's share of the merged softmax scales the gradient, the smaller factor.
         g = g * (top - s).exp()
         mean = (g * o).sum(-1, keepdim=True)
         g = g.to(weights.dtype)
-        d_value[:, :, :seen] += weights.mT @ g
+        d_value[:, :, :visible] += weights.mT @ g
         d_scores = (g @ v.mT).sub_(mean).mul_(weights)
         d_queries.append((d_scores @ k * scaling).reshape(part.shape))
-        d_key[:, :, :seen] += d_scores.mT @ (q * scaling)
+        d_key[:, :, :visible] += d_scores.mT @ (q * scaling)
     return torch.cat(d_queries, dim=2), d_key.to(key.dtype), d_value.to(value.dtype)
 
 
 def _weights(
     query: Tensor, key: Tensor, scaling: float, start: int | None
 ) -> tuple[Tensor, Tensor]:
-    """``exp(scores - top)`` and the largest score of each query, the heads of a key stacked.
+    """Return ``exp(scores - top)`` and ``top``, the largest score of each query.
+
+    The queries that share a key head are stacked (see ``_stack_heads``).
 
     Args:
         query: (rows, heads, n, width).
         key: (rows, key heads, m, width).
         scaling: factor on the dot products.
-        start: causal: the first query's place, after which come the last n keys; None: all are
-            seen.
+        start: index of the first query in causal attention, where the last n keys belong to the
+            n queries; None: every query attends to all keys.
     """
     scores = (_stack_heads(query, key) * scaling) @ key.mT
     if start is not None:
@@ -235,34 +243,36 @@ def _weights(
 
 
 def _blocks(query: Tensor, key: Tensor, causal: bool) -> list[tuple[int, int]]:
-    """First and last queries whose scores are held at once."""
+    """Return the (start, stop) of each block of queries whose scores are held at once."""
     count = query.shape[2]
-    size = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * key.shape[2]))
+    size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
     if causal:
         size = min(size, CAUSAL_BLOCK)
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def expand_heads(query: Tensor, key: Tensor) -> Tensor:
-    """Keys or values repeated for grouped-query attention, (rows, heads, T, head width)."""
+def expand_heads(
+    query: Float[Tensor, "rows heads n width"], key: Float[Tensor, "rows key_heads m width"]
+) -> Float[Tensor, "rows heads m width"]:
+    """Repeat keys or values for grouped-query attention."""
     times = query.shape[1] // key.shape[1]
     return key if times == 1 else key.repeat_interleave(times, dim=1)
 
 
 def _stack_heads(rows: Tensor, key: Tensor) -> Tensor:
-    """Queries (1, heads, n, width) that share a key head, as rows of one matrix."""
+    """Stack the queries (rows, heads, n, width) that share a key head into one matrix."""
     return rows.reshape(rows.shape[0], key.shape[1], -1, rows.shape[-1])
 
 
 def _sum_heads(grad: Tensor, key: Tensor) -> Tensor:
-    """The gradient of repeated keys, as that of the keys."""
+    """Sum the gradient of keys repeated by ``expand_heads``."""
     if grad.shape == key.shape:
         return grad
     return grad.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
 
 
 def _unpack(packed: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """(1, heads, sum of lengths, width) to (completions, heads, longest, width), zero-padded."""
+    """Pad (1, heads, sum of lengths, width) to (completions, heads, longest, width)."""
     if len(set(lengths)) == 1:
         heads, width = packed.shape[1], packed.shape[3]
         return packed.view(heads, len(lengths), lengths[0], width).transpose(0, 1)
@@ -271,6 +281,6 @@ def _unpack(packed: Tensor, lengths: tuple[int, ...]) -> Tensor:
 
 
 def _repack(padded: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The inverse of ``_unpack``."""
+    """Invert ``_unpack``."""
     rows = [row[:, :length] for row, length in zip(padded, lengths, strict=True)]
     return torch.cat(rows, dim=1)[None]

@@ -1,9 +1,9 @@
-"""Linear layers that give the same result in less time: on CPUs, and under LoRA adapters.
+"""Faster linear layers with equal results: on CPUs, and under LoRA adapters.
 
-PyTorch hands float32 matrix products on the CPU to MKL, which holds back on processors that are
-not Intel's; oneDNN, which PyTorch carries as well, ran them 2.1 times as fast on an AMD EPYC
-(``perf/README.md``). For the few rows of a decode step both spend most of their time
-rearranging the weights, which a rollout can do once for all of its tokens.
+On the CPU, PyTorch computes float32 matrix products with MKL, which is slow on processors other
+than Intel's; oneDNN, which is also part of PyTorch, was 2.1 times as fast on an AMD EPYC
+(``perf/README.md``). For the few rows of a decode step both spend most of their time reordering
+the weights, which a rollout can do once for all of its tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from peft.tuners import lora
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,37 +22,38 @@ _ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def use_fast_linears(model: nn.Module) -> None:
-    """Let the linear layers and adapters in ``model`` compute as this module says.
+    """Replace the forward of the model's linear layers and adapters by the ones in this module.
 
-    Their weights and names stay what they are; only the forward of each layer changes.
+    Their weights and names do not change.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
-        elif type(module) is lora.Linear and _is_plain(module):
+        elif type(module) is lora.Linear and _is_plain_lora(module):
             module.__class__ = AdaptedLinear
 
 
-def _is_plain(layer: lora.Linear) -> bool:
-    """Whether the layer is one adapter of LoRA's own form, without dropout or variants."""
+def _is_plain_lora(layer: lora.Linear) -> bool:
+    """Return whether the layer has one adapter, without dropout, bias or a LoRA variant."""
     dropouts = (getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())
     biased = any(layer.lora_bias.values())
     return len(layer.lora_A) == 1 and not layer.lora_variant and not any(dropouts) and not biased
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` with fast products.
+    """``nn.Linear`` with faster matrix products.
 
     Attributes:
-        held: set inside ``rollout_weights`` only, what to multiply with instead of ``weight``.
+        rollout_weight: replaces ``weight`` inside ``rollout_weights``; None outside.
     """
 
-    held: Tensor | None = None
+    rollout_weight: Tensor | None = None
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.held is not None:
-            return _with_held(input.to(self.held.dtype), self.held, self.bias)
-        if _through_onednn(input, self.weight):
+    def forward(self, input: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
+        if self.rollout_weight is not None:
+            input = input.to(self.rollout_weight.dtype)
+            return _prepared_product(input, self.rollout_weight, self.bias)
+        if _uses_onednn(input, self.weight):
             return _Product.apply(input, self.weight, self.bias)  # type: ignore[return-value]
         return functional.linear(input, self.weight, self.bias)
 
@@ -59,38 +61,41 @@ class Linear(nn.Linear):
 class AdaptedLinear(lora.Linear):
     """PEFT's adapted layer, with the adapter's product added in place.
 
-    ``y = x Wᵀ + b + s (x Aᵀ) Bᵀ`` (LoRA: Hu et al., 2021, arXiv:2106.09685, equation 3), all in
-    the format of x, which has that of W.
+    ``y = x Wᵀ + b + s (x Aᵀ) Bᵀ`` (LoRA: Hu et al., 2021, arXiv:2106.09685, equation 3), computed
+    in the dtype of x, which is W's.
 
     Attributes:
-        held: set inside ``rollout_weights`` only, ``[W; A]`` and ``s Bᵀ`` in W's format.
+        rollout_factors: ``[W; A]`` and ``s Bᵀ`` in W's dtype inside ``rollout_weights``; None
+            outside.
     """
 
-    held: tuple[Tensor, Tensor] | None = None
+    rollout_factors: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self, x: Float[Tensor, "*rows inputs"], *args: Any, **kwargs: Any
+    ) -> Float[Tensor, "*rows outputs"]:
         base: Any = self.base_layer
         if self.disable_adapters or self.merged:
             return base(x)
         (name,) = self.active_adapters
-        if self.held is not None:
-            return self._from_held(x, *self.held)
+        if self.rollout_factors is not None:
+            return self._rollout_forward(x, *self.rollout_factors)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return _AdaptedProduct.apply(  # type: ignore[return-value]
             x, base.weight, base.bias, a, b, self.scaling[name]
         )
 
-    def hold(self) -> None:
-        """Join the adapter's first matrix to the weights: one product less for every token."""
+    def prepare_rollout(self) -> None:
+        """Concatenate the weights with the adapter's first matrix, to save a product per token."""
         (name,) = self.active_adapters
         weight = _base(self).weight
         a: Any = self.lora_A[name].weight
         b: Any = self.lora_B[name].weight
         joined, second = torch.cat([weight, a.to(weight.dtype)]), b.T * self.scaling[name]
-        self.held = _rearranged(joined), second.to(weight.dtype)
+        self.rollout_factors = _prepare(joined), second.to(weight.dtype)
 
-    def _from_held(self, x: Tensor, joined: Tensor, second: Tensor) -> Tensor:
-        both = _with_held(x.flatten(0, -2), joined, None)
+    def _rollout_forward(self, x: Tensor, joined: Tensor, second: Tensor) -> Tensor:
+        both = _prepared_product(x.flatten(0, -2), joined, None)
         output, inner = both.split([second.shape[1], second.shape[0]], 1)
         bias = _base(self).bias
         if bias is not None:
@@ -100,13 +105,13 @@ class AdaptedLinear(lora.Linear):
 
 @contextlib.contextmanager
 def rollout_weights(model: nn.Module) -> Iterator[None]:
-    """Inside, nothing is trained, and linear layers hold their weights as decoding wants them.
+    """Prepare the weights of linear layers for decoding; inside, nothing may be trained.
 
-    An adapted float32 layer holds ``W + ΔW`` and skips its adapter, whose two thin products cost
-    more for a handful of rows than the wide one they stand beside. A layer in a shorter format
-    keeps its adapter: there ``ΔW`` is far below the spacing of ``W`` and would be rounded away,
-    and the sampler would not be the policy. Under autocast the weights are cast once. On the CPU
-    all of them are rearranged once; elsewhere nothing else is copied, for memory is dear there.
+    An adapted float32 layer uses ``W + ΔW`` and skips its adapter, whose two thin products cost
+    more than the wide one for a few rows. A layer in a shorter dtype keeps its adapter: there
+    ``ΔW`` is far below the spacing of ``W`` and would be rounded away, and the sampler would not
+    be the policy. Under autocast the weights are cast once. On the CPU all of them are reordered
+    once; on other devices nothing else is copied, to save memory.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
@@ -115,36 +120,40 @@ def rollout_weights(model: nn.Module) -> Iterator[None]:
             base = _base(layer)
             if base.weight.dtype == torch.float32:
                 (name,) = layer.active_adapters
-                base.held = _rearranged(base.weight + layer.get_delta_weight(name))
+                base.rollout_weight = _prepare(base.weight + layer.get_delta_weight(name))
                 layer.merged_adapters.append(name)
-            elif _has_layout(base.weight):
-                layer.hold()
+            elif _can_reorder(base.weight):
+                layer.prepare_rollout()
         bases = {_base(layer) for layer in adapted}
         for layer in layers:
             if layer not in bases:
-                layer.held = _rearranged(layer.weight)
+                layer.rollout_weight = _prepare(layer.weight)
         yield
     finally:
         for layer in adapted:
-            layer.held = None
+            layer.rollout_factors = None
             layer.merged_adapters.clear()
         for layer in layers:
-            layer.held = None
+            layer.rollout_weight = None
 
 
 def _base(layer: AdaptedLinear) -> Linear:
     return layer.get_base_layer()  # type: ignore[return-value]
 
 
-def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``input @ weight.T + bias`` without gradient, (…, in) and (out, in) to (…, out)."""
-    if _through_onednn(input, weight):
+def product(
+    input: Float[Tensor, "*rows inputs"],
+    weight: Float[Tensor, "outputs inputs"],
+    bias: Float[Tensor, " outputs"] | None = None,
+) -> Float[Tensor, "*rows outputs"]:
+    """Compute ``input @ weight.T + bias`` without gradient."""
+    if _uses_onednn(input, weight):
         return _onednn(input, weight, bias)
     return functional.linear(input, weight, bias)
 
 
-def _through_onednn(input: Tensor, weight: Tensor) -> bool:
-    # Products in bfloat16 go to oneDNN by themselves.
+def _uses_onednn(input: Tensor, weight: Tensor) -> bool:
+    # PyTorch already computes bfloat16 products with oneDNN.
     return (
         _ONEDNN
         and input.device.type == "cpu"
@@ -157,30 +166,31 @@ def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")  # noqa: SLF001
 
 
-def _rearranged(weight: Tensor) -> Tensor:
-    """The weights in oneDNN's own layout; as they are where it has none."""
-    weight = weight.detach()  # a parameter would be registered with the module that holds it
+def _prepare(weight: Tensor) -> Tensor:
+    """Cast the weights as autocast would, and reorder them into oneDNN's layout if possible."""
+    weight = weight.detach()  # assigning a parameter to a module would register it
     if torch.is_autocast_enabled(weight.device.type):
         weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    if not _has_layout(weight):
+    if not _can_reorder(weight):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
 
 
-def _has_layout(weight: Tensor) -> bool:
-    """Whether oneDNN has a layout of its own for these weights."""
+def _can_reorder(weight: Tensor) -> bool:
+    """Return whether oneDNN has a layout for these weights."""
     return _ONEDNN and weight.device.type == "cpu" and weight.dtype != torch.float64
 
 
-def _with_held(input: Tensor, held: Tensor, bias: Tensor | None) -> Tensor:
-    if held.is_mkldnn:
+def _prepared_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply with weights from ``_prepare``."""
+    if weight.is_mkldnn:
         bias = None if bias is None else bias.to(input.dtype)
-        return _onednn(input, held, bias)
-    return functional.linear(input, held, bias)
+        return _onednn(input, weight, bias)
+    return functional.linear(input, weight, bias)
 
 
 class _Product(torch.autograd.Function):
-    """``input @ weight.T + bias`` and its gradients, all in oneDNN."""
+    """``input @ weight.T + bias`` and its gradients, computed by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -190,18 +200,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        of_input, of_weight, of_bias = ctx.needs_input_grad
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         grad = grad_outputs[0]
         rows = grad.flatten(0, -2)
         return (
-            product(grad, weight.T) if of_input else None,
-            _outer(rows, input.flatten(0, -2)) if of_weight else None,
-            rows.sum(0) if of_bias else None,
+            product(grad, weight.T) if needs_input else None,
+            _outer(rows, input.flatten(0, -2)) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
         )
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """A frozen layer's product with the adapter's added; gradients of input and adapter."""
+    """The product of a frozen layer plus its adapter's, with gradients of input and adapter."""
 
     @staticmethod
     def forward(
@@ -234,8 +244,8 @@ class _AdaptedProduct(torch.autograd.Function):
         return d_x, None, None, d_a, d_b, None
 
 
-def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """``left.T @ right``, (n, p) and (n, q) to (p, q), computed in the order that is faster."""
+def _outer(left: Float[Tensor, "n p"], right: Float[Tensor, "n q"]) -> Float[Tensor, "p q"]:
+    """Compute ``left.T @ right`` in the faster order."""
     if left.shape[1] > right.shape[1]:
         return product(right.T, left.T).T
     return product(left.T, right.T)

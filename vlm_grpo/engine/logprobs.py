@@ -26,7 +26,7 @@ from vlm_grpo.engine.sampling import SamplingDistribution
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """How completion tokens are scored.
+    """Settings of the scorer.
 
     Attributes:
         distribution: the distribution under which tokens are scored.

@@ -1,7 +1,7 @@
-"""The plain form: the prompt and its images repeated for every completion.
+"""Sampling and scoring with the prompt and its images repeated for every completion.
 
-It uses nothing but the model's own ``forward`` and ``generate``, so it serves every image-text
-model, and it is what the shared form is compared with.
+This form uses only the model's ``forward`` and ``generate``, so it works with every image-text
+model, and the shared form is tested against it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vlm_grpo.types import Prompt
 def _inputs(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Model inputs, one row a completion: prompts padded on the left, completions on the right."""
+    """Build model inputs, one row per completion: prompt padded left, completion padded right."""
     longest_prompt = max(len(prompt.token_ids) for prompt in prompts)
     longest = max(len(tokens) for tokens in completions)
     tokens, mask = [], []
@@ -38,7 +38,7 @@ def _inputs(
         tokens.append([pad] * left + [*prompt.token_ids, *completion] + [pad] * right)
         mask.append([0] * left + [1] * (len(prompt.token_ids) + len(completion)) + [0] * right)
         for name, values in prompt.vision.items():
-            if values.shape[:2] == (1, len(prompt.token_ids)):  # one value a token
+            if values.shape[:2] == (1, len(prompt.token_ids)):  # one value per token
                 values = torch.nn.functional.pad(values, (left, len(completion) + right))
             columns.setdefault(name, []).append(values)
     inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
@@ -53,7 +53,7 @@ def score_repeated(
     pad: int,
     with_entropy: bool = False,
 ) -> TokenScores:
-    """Log-probabilities of a micro-batch's completion tokens, one row a completion."""
+    """Score a micro-batch's completion tokens, one row per completion."""
     prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
     completions = batch.completions
     device = next(model.parameters()).device
@@ -69,53 +69,57 @@ def score_repeated(
     )
 
 
-class _TakeOne(LogitsProcessor):
-    """Draws each row's token itself and leaves ``generate`` only that token to choose."""
+class _SampleToken(LogitsProcessor):
+    """A processor that samples each row's token and leaves ``generate`` no other choice."""
 
-    def __init__(self, draws: SamplerState, rows: Tensor, pad: int) -> None:
-        self.draws, self.rows, self.pad = draws, rows, pad
+    def __init__(self, state: SamplerState, rows: Tensor, pad: int) -> None:
+        self.state, self.rows, self.pad = state, rows, pad
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        active = self.draws.active[self.rows]
+        active = self.state.active[self.rows]
         chosen = torch.full_like(self.rows, self.pad)
-        chosen[active] = self.draws.sample(scores[active], self.rows[active])
+        chosen[active] = self.state.sample(scores[active], self.rows[active])
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
 
-class _Ended(StoppingCriteria):
-    """Stops the rows whose completions are done."""
+class _IsFinished(StoppingCriteria):
+    """A criterion that stops the rows whose completions are finished."""
 
-    def __init__(self, draws: SamplerState, rows: Tensor) -> None:
-        self.draws, self.rows = draws, rows
+    def __init__(self, state: SamplerState, rows: Tensor) -> None:
+        self.state, self.rows = state, rows
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return ~self.draws.active[self.rows]
+        return ~self.state.active[self.rows]
 
 
 def sample_repeated(
-    model: Any, prompts: Sequence[Prompt], draws: SamplerState, max_tokens: int, pad: int
+    model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, pad: int
 ) -> None:
-    """Draw all completions, the G of prompt p at rows p·G … p·G+G−1 of ``draws``.
+    """Sample all completions; prompt p's are the rows p·G … p·G+G−1 of ``state``.
 
     Args:
-        max_tokens: the most tokens of prompts and completions generated at once.
+        model: the bare transformers model.
+        prompts: one per group.
+        state: receives the tokens.
+        max_tokens: most tokens, of prompts and completions, generated at once.
+        pad: the padding token.
     """
-    # What the model's own configuration would add (a repetition penalty, suppressed tokens) is no
+    # The model's generation config may add a repetition penalty or suppress tokens, which are not
     # part of the distribution that is scored.
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        _sample(model, prompts, draws, max_tokens, pad)
+        _sample(model, prompts, state, max_tokens, pad)
     finally:
         model.generation_config = own
 
 
 def _sample(
-    model: Any, prompts: Sequence[Prompt], draws: SamplerState, max_tokens: int, pad: int
+    model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, pad: int
 ) -> None:
-    group = len(draws.lengths) // len(prompts)
-    longest = draws.tokens.shape[1]
-    device = draws.tokens.device
-    order = sorted(range(len(draws.lengths)), key=lambda r: -len(prompts[r // group].token_ids))
+    group = len(state.lengths) // len(prompts)
+    longest = state.tokens.shape[1]
+    device = state.tokens.device
+    order = sorted(range(len(state.lengths)), key=lambda r: -len(prompts[r // group].token_ids))
     while order:
         count = max(1, max_tokens // (len(prompts[order[0] // group].token_ids) + longest))
         rows, order = order[:count], order[count:]
@@ -124,11 +128,11 @@ def _sample(
             max_new_tokens=longest,
             do_sample=False,
             pad_token_id=pad,
-            eos_token_id=list(draws.settings.distribution.eos) or None,
+            eos_token_id=list(state.settings.distribution.eos) or None,
         )
         model.generate(
             **_inputs([prompts[r // group] for r in rows], [()] * len(rows), pad, device),
             generation_config=config,
-            logits_processor=LogitsProcessorList([_TakeOne(draws, chunk, pad)]),
-            stopping_criteria=StoppingCriteriaList([_Ended(draws, chunk)]),
+            logits_processor=LogitsProcessorList([_SampleToken(state, chunk, pad)]),
+            stopping_criteria=StoppingCriteriaList([_IsFinished(state, chunk)]),
         )

@@ -1,9 +1,8 @@
-"""The sampling distribution: one definition for the sampler and for the scorer.
+"""The sampling distribution: one definition for the sampler and the scorer.
 
-A log-probability means something only relative to a distribution. ``SamplingDistribution`` says
-which
-tokens that distribution leaves out and at which temperature it is taken; the rollout draws from
-it and the update scores under it, so that the importance ratio of a fresh completion is 1.
+A log-probability is relative to a distribution. ``SamplingDistribution`` defines which tokens it
+excludes, and its temperature; the rollout samples from it and the update scores under it, so the
+importance ratio of a fresh completion is 1.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.policy import RolloutSettings
@@ -23,13 +23,13 @@ from vlm_grpo.families import Family
 
 @dataclass(frozen=True)
 class SamplingDistribution:
-    """What both sampler and scorer do to the logits.
+    """The distribution over next tokens that both sampler and scorer derive from the logits.
 
     Attributes:
-        temperature: logits are divided by it; 0 means greedy (scored as 1).
-        banned: tokens that never appear (image, video and vision markers).
-        eos: end-of-sequence tokens, banned too in the first ``min_new_tokens`` positions.
-        min_new_tokens: how many tokens a completion has at the least.
+        temperature: divisor of the logits; 0 means greedy (scored as 1).
+        banned: tokens of probability 0 (image, video and vision markers).
+        eos: end-of-sequence tokens, also banned in the first ``min_new_tokens`` positions.
+        min_new_tokens: least number of tokens of a completion.
     """
 
     temperature: float = 1.0
@@ -37,35 +37,37 @@ class SamplingDistribution:
     eos: tuple[int, ...] = ()
     min_new_tokens: int = 0
 
-    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """The restricted logits in float32 (float64 stays), banned ones at -inf; a new tensor.
+    def __call__(
+        self, logits: Float[Tensor, "n vocabulary"], positions: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n vocabulary"]:
+        """Return the distribution's logits as a new tensor in float32, or float64 if given that.
 
         Args:
-            logits: (n, vocabulary).
-            positions: (n,) index of each token within its completion.
+            logits: the model's logits.
+            positions: index of each token within its completion.
         """
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-        restricted = wide / (self.temperature or 1.0)
+        adjusted = wide / (self.temperature or 1.0)
         if self.banned:
-            restricted[:, list(self.banned)] = -torch.inf
+            adjusted[:, list(self.banned)] = -torch.inf
         if self.min_new_tokens and self.eos:
             early = (positions < self.min_new_tokens)[:, None]
-            columns = restricted[:, list(self.eos)]
-            restricted[:, list(self.eos)] = columns.masked_fill(early, -torch.inf)
-        return restricted
+            columns = adjusted[:, list(self.eos)]
+            adjusted[:, list(self.eos)] = columns.masked_fill(early, -torch.inf)
+        return adjusted
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are drawn.
+    """Settings of the sampler.
 
     Attributes:
-        restriction: the distribution that is scored.
-        max_completion_length: the most tokens of a completion, end-of-sequence included.
-        stop: strings that end a completion once its text holds one of them.
-        top_k: keep only the k likeliest tokens; 0 keeps all.
+        distribution: the distribution under which tokens are scored.
+        max_completion_length: most tokens of a completion, end-of-sequence included.
+        stop: strings that end a completion once its text contains one of them.
+        top_k: keep only the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
-        min_p: drop tokens below this share of the likeliest one; 0.0 keeps all.
+        min_p: drop tokens less likely than this share of the most likely one; 0.0 keeps all.
     """
 
     distribution: SamplingDistribution
@@ -76,19 +78,20 @@ class SamplingSettings:
     min_p: float = 0.0
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
+        """Return whether the most likely token is always taken."""
         return self.distribution.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Whether the sampler draws from fewer tokens than are scored."""
+        """Return whether the sampler excludes tokens that the scorer does not."""
         return bool(self.top_k or self.min_p or self.top_p < 1)
 
 
 def build_sampling_distribution(
     model: Any, family: Family, rollout: RolloutSettings
 ) -> SamplingDistribution:
-    """The model's banned and end tokens with the recipe's temperature."""
+    """Build the distribution from the model's special tokens and the rollout settings."""
     eos = model.generation_config.eos_token_id
     eos = model.config.get_text_config().eos_token_id if eos is None else eos
     return SamplingDistribution(
@@ -102,7 +105,7 @@ def build_sampling_distribution(
 def build_sampling_settings(
     distribution: SamplingDistribution, rollout: RolloutSettings
 ) -> SamplingSettings:
-    """How the recipe's rollout draws completions under ``distribution``."""
+    """Build the sampling settings of a rollout from ``distribution``."""
     return SamplingSettings(
         distribution,
         rollout.max_completion_length,
@@ -114,11 +117,11 @@ def build_sampling_settings(
 
 
 def draw_uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
-    """The ``length`` uniform numbers in [0, 1) that a completion's tokens are drawn with.
+    """Draw the ``length`` uniform numbers in [0, 1) from which a completion's tokens are sampled.
 
-    Each completion has a stream of its own, named by its seed (run, step, example, index in the
-    group), so what is sampled does not depend on the batch it was sampled in, on the number of
-    ranks, or on any generator's state.
+    Each completion has a separate random stream, identified by its seed (run, step, example, index
+    in the group). Its tokens therefore do not depend on the batch it is sampled in, on the number
+    of ranks, or on the state of any generator.
     """
     digest = hashlib.blake2b(repr(tuple(seed)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(
@@ -127,25 +130,26 @@ def draw_uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
 
 
 class SamplerState:
-    """Tokens of n completions as they are drawn, with their log-probabilities and entropies.
+    """The tokens sampled so far for N completions, with log-probabilities and entropies.
 
     Args:
-        uniform: (n, longest) the uniform numbers to draw with; see ``draw_uniforms``.
-        settings: how completions are drawn.
-        has_stop_string: whether a completion's tokens hold a stop string; asked after each token
-            where ``settings.stop`` is set.
+        uniform: the uniform numbers to sample with; see ``draw_uniforms``.
+        settings: how completions are sampled.
+        has_stop_string: returns whether a completion's tokens contain a stop string; called after
+            each token if ``settings.stop`` is set.
 
     Attributes:
-        tokens: (n, longest) int64, filled up to ``lengths``.
-        logprobs: log-probability of each token under the very distribution it was drawn from.
-        entropies: of the restricted distribution, before any truncation.
-        lengths: (n,) tokens drawn.
-        active: (n,) whether the completion goes on.
+        tokens: (N, longest) int64, valid up to ``lengths``.
+        logprobs: (N, longest) log-probability of each token under the distribution that it was
+            sampled from, after any truncation.
+        entropies: (N, longest) entropy at each token, before any truncation.
+        lengths: (N,) number of tokens sampled.
+        active: (N,) False once a completion is finished.
     """
 
     def __init__(
         self,
-        uniform: Tensor,
+        uniform: Float[Tensor, "N longest"],
         settings: SamplingSettings,
         has_stop_string: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
@@ -158,26 +162,25 @@ class SamplerState:
         self.active = torch.ones(len(uniform), dtype=torch.bool, device=device)
         self._eos = torch.tensor(settings.distribution.eos, dtype=torch.int64, device=device)
 
-    def sample(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """Draw the next token of each of ``rows``, note it, and end the rows that are done.
+    def sample(
+        self, logits: Float[Tensor, "n vocabulary"], rows: Int[Tensor, " n"]
+    ) -> Int[Tensor, " n"]:
+        """Sample, record and return the next token of n completions, and end the finished ones.
 
         Args:
-            logits: (n, vocabulary), the model's own.
-            rows: (n,) completions, all active.
-
-        Returns:
-            The tokens, (n,).
+            logits: the model's logits.
+            rows: indices of the completions, all active.
         """
         positions = self.lengths[rows]
-        restricted = self.settings.distribution(logits, positions)
-        logprobs = restricted.log_softmax(-1)
+        adjusted = self.settings.distribution(logits, positions)
+        logprobs = adjusted.log_softmax(-1)
         probs = logprobs.exp()
         # A banned token has probability 0 and log-probability -inf; 0 times a finite number is 0.
         entropies = -(probs * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
-        if self.settings.greedy:
-            tokens = restricted.argmax(-1)
+        if self.settings.is_greedy:
+            tokens = adjusted.argmax(-1)
         elif self.settings.truncates:
-            kept = _truncated(probs, self.settings)
+            kept = _truncate(probs, self.settings)
             logprobs = (kept / kept.sum(-1, keepdim=True)).log()
             tokens = _invert(kept, self.uniform[rows, positions])
         else:
@@ -195,20 +198,24 @@ class SamplerState:
         return tokens
 
 
-def _invert(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds the uniform number, (n,).
+def _invert(
+    probs: Float[Tensor, "n vocabulary"], uniform: Float[Tensor, " n"]
+) -> Int[Tensor, " n"]:
+    """Return the first token whose cumulative probability exceeds the uniform number.
 
     A token of probability 0 adds nothing to the sum and is never the first.
     """
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
-    # The product can round up to the total itself; the last token with mass is meant then.
+    # The product can round up to the total; then the last token with mass is the right one.
     return tokens.minimum((cumulative < total).sum(-1))
 
 
-def _truncated(probs: Tensor, settings: SamplingSettings) -> Tensor:
-    """Probabilities with those that top-k, top-p and min-p leave out set to 0."""
+def _truncate(
+    probs: Float[Tensor, "n vocabulary"], settings: SamplingSettings
+) -> Float[Tensor, "n vocabulary"]:
+    """Set the probabilities that top-k, min-p and top-p exclude to 0."""
     if settings.top_k:
         kth = probs.topk(min(settings.top_k, probs.shape[-1]), dim=-1).values[:, -1:]
         probs = probs.where(probs >= kth, 0)

@@ -1,4 +1,4 @@
-"""Passes through the vision tower: one for each image, whoever asks for it in a step."""
+"""Image encoding: one pass through the vision tower per unique image and step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
 
 ENCODER_PATCHES = 65_536
-"""Patches that go through the vision tower at once: 12.8 million pixels of 14 × 14 patches."""
+"""Most patches per pass through the vision tower: 12.8 million pixels of 14 × 14 patches."""
 
 
-def encoder_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
-    """The images in parts of at most ``ENCODER_PATCHES`` patches, or one image each."""
+def split_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
+    """Split images into passes of at most ``ENCODER_PATCHES`` patches, or of a single image."""
     part: list[dict] = []
     patches = 0
     for image in vision:
@@ -33,28 +33,29 @@ def encoder_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
 
 
 @dataclass(frozen=True, eq=False)
-class CutFeatures:
-    """Features that one pass through a trained vision tower gave, cut off from its graph.
+class DetachedFeatures:
+    """Features from one pass through a trained vision tower, detached from its graph.
 
-    Several micro-batches gather their gradients at the cut; the pass itself runs backward once.
+    Several micro-batches accumulate their gradients in the leaves; the pass runs backward once.
 
     Attributes:
-        whole: by image, as the vision tower gave them.
-        cut: the same values as leaves, which the language model is fed with.
+        encoded: the features of each image, attached to the graph.
+        leaves: the same values as leaf tensors, for the language model.
     """
 
-    whole: dict[ImageRef, ImageFeatures]
-    cut: dict[ImageRef, ImageFeatures]
+    encoded: dict[ImageRef, ImageFeatures]
+    leaves: dict[ImageRef, ImageFeatures]
 
-    @staticmethod
-    def of(whole: dict[ImageRef, ImageFeatures]) -> CutFeatures:
-        return CutFeatures(whole, {image: _leaf(features) for image, features in whole.items()})
+    @classmethod
+    def detach(cls, encoded: dict[ImageRef, ImageFeatures]) -> DetachedFeatures:
+        """Detach the features of a pass."""
+        return cls(encoded, {image: _detach(features) for image, features in encoded.items()})
 
     def backward(self) -> None:
-        """Pass the gradient gathered at the cut on into the vision tower."""
+        """Propagate the gradients accumulated in the leaves through the vision tower."""
         outputs, grads = [], []
-        for image, features in self.whole.items():
-            for tensor, leaf in zip(_tensors(features), _tensors(self.cut[image]), strict=True):
+        for image, features in self.encoded.items():
+            for tensor, leaf in zip(_tensors(features), _tensors(self.leaves[image]), strict=True):
                 if leaf.grad is not None:
                     outputs.append(tensor)
                     grads.append(leaf.grad)
@@ -66,36 +67,36 @@ def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
     return features.embeds, *features.deepstack
 
 
-def _leaf(features: ImageFeatures) -> ImageFeatures:
+def _detach(features: ImageFeatures) -> ImageFeatures:
     embeds, *deepstack = (tensor.detach().requires_grad_() for tensor in _tensors(features))
     return ImageFeatures(embeds, tuple(deepstack))
 
 
 class ImageEncoder:
-    """The vision tower, asked once for each unique image.
+    """A vision tower that encodes each unique image once.
 
-    A frozen tower's features are kept until ``forget``; those of a trained one carry their
-    gradient, and are made anew for every pass that is not inside ``share_passes``.
+    Features of a frozen tower are cached until ``clear_cache``. Features of a trained tower carry
+    a gradient and are computed again in every call, except inside ``share_passes``.
 
     Args:
         family: the model's family.
         model: the bare transformers model.
-        is_trained: the tower is trained.
+        is_trained: whether the tower is trained.
         stopwatch: times the phase ``vision``.
     """
 
     def __init__(self, family: Family, model: Any, is_trained: bool, stopwatch: Stopwatch) -> None:
         self.family, self.model, self.is_trained = family, model, is_trained
         self.stopwatch = stopwatch
-        self._kept: dict[ImageRef, ImageFeatures] = {}
-        self._cut: list[CutFeatures] | None = None
+        self._cache: dict[ImageRef, ImageFeatures] = {}
+        self._passes: list[DetachedFeatures] | None = None
 
     def __call__(self, prompts: Sequence[Prompt]) -> tuple[dict[ImageRef, ImageFeatures], int]:
-        """Features of the prompts' images, and how many went through the tower for them."""
+        """Return the features of the prompts' images, and the number of images encoded."""
         with_gradient = self.is_trained and torch.is_grad_enabled()
-        known = {} if self.is_trained else self._kept
+        known = {} if self.is_trained else self._cache
         if with_gradient:
-            known = {image: it for cut in self._cut or () for image, it in cut.cut.items()}
+            known = {image: it for one in self._passes or () for image, it in one.leaves.items()}
         todo: dict[ImageRef, dict] = {}
         for prompt in prompts:
             if any(image not in known for image in prompt.example.images):
@@ -105,38 +106,38 @@ class ImageEncoder:
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
             features = [
                 image
-                for part in encoder_passes(list(todo.values()))
-                for image in self.family.encode_images(self.model, part)
+                for images in split_passes(list(todo.values()))
+                for image in self.family.encode_images(self.model, images)
             ]
         new = dict(zip(todo, features, strict=True))
-        if with_gradient and self._cut is not None and new:
-            self._cut.append(CutFeatures.of(new))
-            new = self._cut[-1].cut
+        if with_gradient and self._passes is not None and new:
+            self._passes.append(DetachedFeatures.detach(new))
+            new = self._passes[-1].leaves
         known |= new
         return known, len(todo)
 
-    def forget(self) -> None:
-        """Drop the features that are kept."""
-        self._kept.clear()
+    def clear_cache(self) -> None:
+        """Drop the cached features."""
+        self._cache.clear()
 
     @contextlib.contextmanager
     def share_passes(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
-        """Inside, micro-batches that share an image share its pass through a trained tower.
+        """Share passes through a trained tower between the micro-batches run inside.
 
         Yields:
-            What to call after each micro-batch's backward with the images that later ones need:
-            the passes that gave none of them run backward then.
+            A function to call after each micro-batch's backward with the images that later ones
+            need; it runs the backward of the passes that encoded none of them.
         """
 
         def finish(needed: Container[ImageRef]) -> None:
-            waiting = self._cut or []
-            self._cut = [cut for cut in waiting if any(image in needed for image in cut.cut)]
-            for cut in waiting:
-                if cut not in self._cut:
-                    cut.backward()
+            passes = self._passes or []
+            self._passes = [one for one in passes if any(image in needed for image in one.leaves)]
+            for one in passes:
+                if one not in self._passes:
+                    one.backward()
 
-        self._cut = []
+        self._passes = []
         try:
             yield finish
         finally:
-            self._cut = None
+            self._passes = None

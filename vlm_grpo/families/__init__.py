@@ -1,4 +1,4 @@
-"""What differs between model families; ``load_family`` finds the one of a configuration."""
+"""Model families: everything that depends on a model's architecture."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _FAMILIES = (Qwen2VL, Qwen25VL, Qwen3VL, InternVL, PaliGemma)
 
 
 def load_family(config: Any) -> Family:
-    """The family of a transformers configuration; the general one where none is known."""
+    """Return the family of a transformers configuration, or the generic one if it is unknown."""
     for family in _FAMILIES:
         if config.model_type in family.model_types:
             return family()

@@ -1,4 +1,4 @@
-"""What the toolkit needs to know of a model family, and nothing that two families share."""
+"""The base class of model families, which serves any image-text model of transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from vlm_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
 class PixelBudget:
-    """How large an image may reach the vision tower, in pixels after the resize."""
+    """Bounds on the number of pixels of a resized image."""
 
     min_pixels: int
     max_pixels: int
@@ -22,70 +23,70 @@ class PixelBudget:
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """What the vision tower makes of one image.
+    """The vision tower's output for one image.
 
     Attributes:
-        embeds: one vector per image token, (tokens, width).
-        deepstack: for families that feed deeper features into the first language layers, one
-            (tokens, width) tensor per layer.
+        embeds: one vector per image token.
+        deepstack: one tensor per layer, in families that feed features from inside the tower into
+            the first language layers.
     """
 
-    embeds: torch.Tensor
-    deepstack: tuple[torch.Tensor, ...] = ()
+    embeds: Float[Tensor, "tokens width"]
+    deepstack: tuple[Float[Tensor, "tokens width"], ...] = ()
 
 
 class Family:
-    """One architecture family: its coordinate frame, its parts, and how it reads a prompt.
+    """One architecture family: its coordinate frame, its parts, and its image processing.
 
-    The base class serves any image-text model that transformers loads, in repeated form: it
-    relies on the model's own ``forward`` and ``generate`` alone. A family that can share a
-    prompt between completions overrides the second half.
+    The base class serves any image-text model of transformers in repeated form, which uses only
+    the model's ``forward`` and ``generate``. A family that can share a prompt between completions
+    overrides the second half of the methods.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     frame: ClassVar[str] = "permille"
-    """Name of the coordinate frame in which the family writes boxes."""
+    """Name of the coordinate frame of the family's boxes."""
     answer_tokens: ClassVar[str] = ""
-    """Pattern of the special tokens that belong to an answer, such as those around a box; all other
-    special tokens (ends, padding, images) are left out of completions' texts."""
+    """Pattern of the special tokens that belong to an answer, such as box markers; all others (end,
+    padding, image) are removed from completions' texts."""
     parts: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Module-name prefixes of the parts that can be frozen: vision, projector, language."""
+    """Prefixes of the module names in each part that can be frozen: vision, projector, language."""
 
     def why_not_shared(self, config: Any) -> str | None:
-        """Why the family cannot share one prompt pass between completions; None if it can."""
+        """Return why completions cannot share a prompt in this family, or None if they can."""
         return f"no shared-prefix form is known for the model type {config.model_type!r}"
 
     def resized_size(self, size: tuple[int, int], budget: PixelBudget, processor: Any) -> tuple:
-        """Width and height in pixels at which the model sees an image of ``size``."""
+        """Return an image's width and height in pixels after the family's resize."""
         return size
 
     def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
-        """Tokens of an image that the model sees at ``size``; 0 where all have equally many."""
+        """Return the number of tokens of an image resized to ``size``; 0 if it is constant."""
         return 0
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
-        """The processor's own budget, or None where the family resizes to a fixed size."""
+        """Return the processor's budget, or None if the family resizes to a fixed size."""
         return None
 
     def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
-        """Make ``budget`` the processor's own, so that it is saved with the model."""
+        """Set the processor's budget, which is saved with the model."""
 
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
-        """The PIL image at the size the model sees, or unchanged if its processor resizes."""
+        """Resize a PIL image, or return it unchanged if the processor resizes."""
         return image
 
     def processor_kwargs(self) -> dict[str, Any]:
-        """Further arguments for the processor's call on resized images."""
+        """Return additional arguments for the processor's call on resized images."""
         return {}
 
     def banned_token_ids(self, config: Any) -> tuple[int, ...]:
-        """Tokens that must not be sampled: each would break or corrupt the next forward pass."""
+        """Return the tokens that must not be sampled, as they would corrupt the next forward."""
         names = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
         found = (getattr(config, name, None) for name in (*names, "vision_end_token_id"))
         return tuple(sorted({token for token in found if token is not None}))
 
     def decoder(self, tokenizer: Any) -> Callable[[Sequence[int]], str]:
-        """What turns sampled tokens into the text that tasks read."""
+        """Return a function that decodes sampled tokens into the text passed to tasks."""
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         names = {
             i: tokenizer.convert_ids_to_tokens(i) for i in {*special, *tokenizer.all_special_ids}
@@ -98,33 +99,35 @@ class Family:
 
         return decode
 
-    # The shared-prefix form: only families whose ``why_not_shared`` is None are asked.
+    # The shared-prefix form: used only if ``why_not_shared`` returns None.
 
     def language_model(self, model: Any) -> Any:
+        """Return the language model, without its head."""
         raise NotImplementedError
 
     def encode_images(self, model: Any, vision: Sequence[dict]) -> list[ImageFeatures]:
-        """Features of each image; ``vision`` holds the vision tensors of one image each."""
+        """Encode images, each given by its vision tensors."""
         raise NotImplementedError
 
     def split_images(self, prompt: Prompt) -> list[dict]:
-        """The prompt's vision tensors, one dict per image, in order."""
+        """Split the prompt's vision tensors into one dict per image, in order."""
         raise NotImplementedError
 
-    def prompt_positions(self, model: Any, prompt: Prompt) -> torch.Tensor:
-        """Rotary positions of the prompt's tokens, (3, T_prompt), int64."""
+    def prompt_positions(self, model: Any, prompt: Prompt) -> Int[Tensor, "3 T"]:
+        """Return the rotary positions of the prompt's tokens."""
         raise NotImplementedError
 
     def language_inputs(
-        self, model: Any, token_ids: torch.Tensor, features: Sequence[ImageFeatures]
+        self, model: Any, token_ids: Int[Tensor, "rows T"], features: Sequence[ImageFeatures]
     ) -> dict[str, Any]:
-        """Arguments of the language model for rows of tokens.
+        """Return the language model's arguments for rows of tokens.
 
         Args:
-            token_ids: (rows, T) tokens, image placeholders among them.
-            features: the features of the images in the order of their placeholders.
+            model: the bare transformers model.
+            token_ids: tokens, including image placeholders.
+            features: the features of the images, in the order of their placeholders.
 
         Returns:
-            ``inputs_embeds`` (rows, T, width) and whatever else the family feeds with it.
+            ``inputs_embeds`` (rows, T, width) and the family's other arguments.
         """
         raise NotImplementedError

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from jaxtyping import Int
 from qwen_vl_utils.vision_process import fetch_image, smart_resize
+from torch import Tensor
 
 from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget
 from vlm_grpo.types import Prompt
 
 
 class QwenVL(Family):
-    """What the three generations have in common: grid-shaped images and M-RoPE positions."""
+    """The common part of the three generations: grid-shaped images and M-RoPE positions."""
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
     parts: ClassVar = {
@@ -60,8 +62,8 @@ class QwenVL(Family):
         return fetch_image(source, image_patch_size=processor.image_processor.patch_size)
 
     def processor_kwargs(self) -> dict[str, Any]:
-        # qwen-vl-utils has resized already; a second resize by the processor would use the
-        # model's own budget and silently undo the recipe's.
+        # qwen-vl-utils has already resized the image; a second resize by the processor would use
+        # the model's budget instead of the one in the settings.
         return {"images_kwargs": {"do_resize": False}}
 
     def language_model(self, model: Any) -> Any:
@@ -93,7 +95,7 @@ class QwenVL(Family):
             for embeds, deepstack in zip(output.pooler_output, per_image, strict=True)
         ]
 
-    def prompt_positions(self, model: Any, prompt: Prompt) -> torch.Tensor:
+    def prompt_positions(self, model: Any, prompt: Prompt) -> Int[Tensor, "3 T"]:
         tokens = torch.tensor([prompt.token_ids])
         if "image_grid_thw" not in prompt.vision:
             return torch.arange(tokens.shape[1]).expand(3, -1)
@@ -106,24 +108,24 @@ class QwenVL(Family):
         return positions[:, 0]
 
     def language_inputs(
-        self, model: Any, token_ids: torch.Tensor, features: Sequence[ImageFeatures]
+        self, model: Any, token_ids: Int[Tensor, "rows T"], features: Sequence[ImageFeatures]
     ) -> dict[str, Any]:
         embeds = model.get_input_embeddings()(token_ids)
         if not features:
             return {"inputs_embeds": embeds}
-        here = token_ids == model.config.image_token_id
+        is_image = token_ids == model.config.image_token_id
         image_embeds = torch.cat([image.embeds for image in features]).to(embeds.dtype)
-        if int(here.sum()) != len(image_embeds):
+        if int(is_image.sum()) != len(image_embeds):
             raise ValueError(
-                f"the prompt holds {int(here.sum())} image tokens but its images have "
-                f"{len(image_embeds)} features: a vision token outside an image, or a prompt "
-                "cut in the middle of one"
+                f"the prompt has {int(is_image.sum())} image tokens but its images have "
+                f"{len(image_embeds)} features: it has a vision token outside an image, or was "
+                "truncated inside one"
             )
-        embeds = embeds.masked_scatter(here[..., None], image_embeds)
+        embeds = embeds.masked_scatter(is_image[..., None], image_embeds)
         inputs: dict[str, Any] = {"inputs_embeds": embeds}
         if features[0].deepstack:
             levels = zip(*(image.deepstack for image in features), strict=True)
-            inputs["visual_pos_masks"] = here
+            inputs["visual_pos_masks"] = is_image
             inputs["deepstack_visual_embeds"] = [torch.cat(level) for level in levels]
         return inputs
 
@@ -144,5 +146,5 @@ class Qwen3VL(QwenVL):
 
 
 def _token_edge(processor: Any) -> int:
-    """Width in pixels of one image token."""
+    """Return the width in pixels of one image token."""
     return processor.image_processor.patch_size * processor.image_processor.merge_size

@@ -1,4 +1,4 @@
-"""Families of which no shared-prefix form is known: what they write, and where their parts lie."""
+"""InternVL and PaliGemma, which have no shared-prefix form."""
 
 from __future__ import annotations
 

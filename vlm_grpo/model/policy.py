@@ -330,7 +330,7 @@ class Policy:
 
     def forget_images(self) -> None:
         """Drop the vision features kept for this step."""
-        self._encoder.forget()
+        self._encoder.clear_cache()
 
     def encoding_once(self) -> contextlib.AbstractContextManager:
         """Micro-batches that share an image share its pass: see ``ImageEncoder.share_passes``."""
