@@ -20,9 +20,9 @@ class Counting(Task):
     """Count the named objects in one image; the gold answer is an integer.
 
     Attributes:
-        points: ask for a point on each object instead of a number, and count the points. Two
-            equal points are no answer. Where the gold answer has boxes, the task ``pointing``
-            checks the places too.
+        points: ask for a point on each object instead of a number, and count the points. An answer
+            with two equal points is invalid. To check the positions too, use the task ``pointing``,
+            which needs gold boxes.
     """
 
     primary_metric = "exact"
@@ -31,8 +31,8 @@ class Counting(Task):
     def question(self, example: Example) -> str:
         if not self.points:
             return example.question
-        how = self.frame.describe(example.images[0].size, form='{"point_2d": [x, y]}')
-        return f"{example.question} Answer with a list of {how}, one for each."
+        point = self.frame.describe(example.images[0].size, form='{"point_2d": [x, y]}')
+        return f"{example.question} Answer with a list of {point}, one for each."
 
     def parse(self, text: str, example: Example) -> int | Points | None:
         if not self.points:
@@ -49,14 +49,14 @@ class Counting(Task):
     def write(self, answer: int | Points, example: Example) -> str:
         if not self.points:
             return str(answer)
-        # Nobody knows the places of a gold count: any will do.
+        # A gold count has no positions, so any distinct points do.
         count = answer if isinstance(answer, int) else len(answer)
-        return json.dumps([{"point_2d": [place, place]} for place in range(count)])
+        return json.dumps([{"point_2d": [index, index]} for index in range(count)])
 
     def check(self, example: Example) -> None:
         answer = example.answer
         if not isinstance(answer, int) or isinstance(answer, bool) or answer < 0:
-            raise ValueError(f"the answer {answer!r} is no whole number of at least 0")
+            raise ValueError(f"the answer {answer!r} must be an integer of at least 0")
         if self.points and not example.images:
             raise ValueError("there is no image to point into")
 
@@ -67,37 +67,37 @@ class Counting(Task):
 
     @reward(weight=1.0)
     def exact(self, answer: int | Points, example: Example) -> float:
-        """1 for the right count, else 0."""
+        """1 for the correct count, else 0."""
         return float(_count(answer) == example.answer)
 
     @reward(weight=0.0)
     def closeness(self, answer: int | Points, example: Example) -> float:
-        """1 − |error| / gold, at least 0: falls off with the relative error."""
+        """1 − |answer − gold| / gold, at least 0."""
         return max(0.0, 1.0 - abs(_count(answer) - example.answer) / max(1, example.answer))
 
     @metric(without_answer=None)
     def absolute_error(self, answer: int | Points, example: Example) -> float:
-        """|answer − gold|; its mean is the MAE of the completions that hold an answer."""
+        """|answer − gold|; its mean is the MAE over completions with an answer."""
         return float(abs(_count(answer) - example.answer))
 
     def corpus_metrics(
         self, answers: Sequence[int | Points | None], examples: Sequence[Example]
     ) -> dict[str, float]:
-        """RMSE of the completions that hold an answer, accuracy for each gold count, and what
-        always giving the most frequent gold count would score (``majority_baseline``)."""
+        """Return the RMSE over completions with an answer, the accuracy per gold count, and the
+        accuracy of always answering the most frequent gold count (``majority_baseline``)."""
         if not examples:
             return {}
         golds = [example.answer for example in examples]
         counts = [None if answer is None else _count(answer) for answer in answers]
         pairs = list(zip(counts, golds, strict=True))
-        found = {"majority_baseline": Counter(golds).most_common(1)[0][1] / len(golds)}
+        metrics = {"majority_baseline": Counter(golds).most_common(1)[0][1] / len(golds)}
         squares = [(count - gold) ** 2 for count, gold in pairs if count is not None]
         if squares:
-            found["rmse"] = (sum(squares) / len(squares)) ** 0.5
+            metrics["rmse"] = (sum(squares) / len(squares)) ** 0.5
         hits = defaultdict(list)
         for count, gold in sorted(pairs, key=lambda pair: pair[1]):
             hits[gold].append(count == gold)
-        return found | {f"exact_of_{gold}": sum(hit) / len(hit) for gold, hit in hits.items()}
+        return metrics | {f"exact_of_{gold}": sum(hit) / len(hit) for gold, hit in hits.items()}
 
 
 def _count(answer: int | Points) -> int:

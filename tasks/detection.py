@@ -1,4 +1,4 @@
-"""Detection: every object of the asked kinds, each with its box and its label."""
+"""Detection: every object of the named kinds, each with a box and a label."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
 
 Objects = tuple[tuple[Box, str], ...]
-# COCO's ten IoU thresholds. The small term keeps rounding from deciding at a threshold.
+# COCO's ten IoU thresholds, lowered slightly so that an IoU that equals one counts as a hit.
 _THRESHOLDS = np.arange(0.5, 1.0, 0.05) - 1e-9
 
 
 class Detection(Task):
-    """Find all objects of the kinds that the question names, in original pixels.
+    """Find all objects of the kinds that the question names; boxes are in original pixels.
 
-    The gold answer is ``{"boxes": […], "labels": […]}``. An answer is matched to it one to one
-    within each label, so a missing, extra or duplicate box and an unknown label all cost.
+    The gold answer is ``{"boxes": […], "labels": […]}``. The boxes of each label are matched one to
+    one, so missing, extra and duplicate boxes and unknown labels all lower the reward.
 
     Attributes:
-        max_boxes: more boxes than this are no answer.
+        max_boxes: largest number of boxes in a valid answer.
     """
 
     primary_metric = "f1_50"
     max_boxes: int = 100
 
     def question(self, example: Example) -> str:
-        how = self.frame.describe(example.images[0].size)
-        return f"Detect every {example.question}. Answer with a list of {how}, each with its label."
+        box = self.frame.describe(example.images[0].size)
+        return f"Detect every {example.question}. Answer with a list of {box}, each with its label."
 
     def parse(self, text: str, example: Example) -> Objects | None:
         boxes = parse_boxes(text)
@@ -42,7 +42,7 @@ class Detection(Task):
             return None
         image = example.images[0]
         objects = [
-            (self.frame.to_pixels(box, image.size, image.resized_size), _plain(label))
+            (self.frame.to_pixels(box, image.size, image.resized_size), _normalize_label(label))
             for box, label in boxes
             if label is not None
         ]
@@ -54,7 +54,7 @@ class Detection(Task):
         return self.frame.write_all(boxes, image.size, image.resized_size, labels)
 
     def gold_answer(self, example: Example) -> Objects:
-        labels = [_plain(label) for label in example.answer["labels"]]
+        labels = [_normalize_label(label) for label in example.answer["labels"]]
         return tuple(zip(gold_boxes(example.answer), labels, strict=True))
 
     def gold_reward(self, example: Example) -> float:
@@ -71,7 +71,7 @@ class Detection(Task):
         if not isinstance(labels, list) or len(labels) != len(boxes):
             raise ValueError(f"the answer's labels {labels!r} must name each of {len(boxes)} boxes")
         if not all(isinstance(label, str) and label.strip() for label in labels):
-            raise ValueError(f"the labels {labels!r} must be strings that are not empty")
+            raise ValueError(f"the labels {labels!r} must be non-empty strings")
         if len(boxes) > self.max_boxes:
             raise ValueError(f"there are {len(boxes)} boxes, more than max_boxes={self.max_boxes}")
 
@@ -82,28 +82,30 @@ class Detection(Task):
 
     @reward(weight=1.0)
     def f1_mean(self, answer: Objects, example: Example) -> float:
-        """F1 at an IoU of 0.50, 0.55, …, 0.95, averaged: dense, and strict about places."""
+        """Mean F1 over the IoU thresholds 0.50, 0.55, …, 0.95: a dense reward for exact boxes."""
         return sum(self._f1(t, answer, example) for t in _THRESHOLDS) / len(_THRESHOLDS)
 
     @metric()
     def f1_50(self, answer: Objects, example: Example) -> float:
-        """F1 of the boxes that match at an IoU of at least 0.5."""
+        """F1 of the boxes matched at an IoU of at least 0.5."""
         return self._f1(_THRESHOLDS[0], answer, example)
 
     def _f1(self, threshold: float, answer: Objects, example: Example) -> float:
         gold = self.gold_answer(example)
         overlaps = iou_matrix([box for box, _ in answer], [box for box, _ in gold])
-        same = np.array([[a == g for _, g in gold] for _, a in answer], bool)
-        hits = (overlaps >= threshold) & same.reshape(overlaps.shape)
+        same_label = np.array([[a == g for _, g in gold] for _, a in answer], bool)
+        hits = (overlaps >= threshold) & same_label.reshape(overlaps.shape)
         return f1(sum(bool(hits[pair]) for pair in match(hits)), len(answer), len(gold))
 
     def corpus_metrics(
         self, answers: Sequence[Objects | None], examples: Sequence[Example]
     ) -> dict[str, float]:
-        """COCO's ``ap``, ``ap_50`` and ``ap_75``; no answer finds nothing."""
-        found = [answer or () for answer in answers]
-        return coco_average_precision(found, [self.gold_answer(example) for example in examples])
+        """Return COCO's ``ap``, ``ap_50`` and ``ap_75``; a missing answer counts as no boxes."""
+        detections = [answer or () for answer in answers]
+        return coco_average_precision(
+            detections, [self.gold_answer(example) for example in examples]
+        )
 
 
-def _plain(label: str) -> str:
+def _normalize_label(label: str) -> str:
     return " ".join(label.casefold().split())

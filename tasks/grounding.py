@@ -14,24 +14,24 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
 
 Boxes = tuple[Box, ...]
-# The rounding of floating-point numbers must not decide about a box that just reaches a threshold.
-_ROUNDING = 1e-9
-# Areas in square pixels up to which COCO calls an object small and medium.
+# Tolerance for floating-point rounding of an IoU that equals a threshold.
+_TOLERANCE = 1e-9
+# Largest area of each of COCO's size classes, in square pixels.
 _SIZES = {"small": 32**2, "medium": 96**2, "large": float("inf")}
 
 
 class Grounding(Task):
-    """Locate the named object; answers are boxes in original pixels, as is the gold answer.
+    """Locate the named object; answers and gold answers are boxes in original pixels.
 
     With several boxes, "IoU" is the mean over the best one-to-one matching, in which a missing
     and an extra box each count as 0.
 
     Attributes:
-        several: ask for every such object; otherwise more than one box is no answer.
-        absent: there may be none, and ``[]`` says so; otherwise ``[]`` is no answer.
-        max_boxes: more boxes than this are no answer.
-        loose, strict: the IoU that the ``hit`` reward asks for at the beginning and at the end
-            of the training.
+        several: ask for every such object; otherwise an answer with several boxes is invalid.
+        absent: allow the answer ``[]``, which says that there is no such object; otherwise it is
+            invalid.
+        max_boxes: largest number of boxes in a valid answer.
+        loose, strict: IoU threshold of the ``hit`` reward at the start and at the end of training.
     """
 
     primary_metric = "accuracy_50"
@@ -42,15 +42,15 @@ class Grounding(Task):
     strict: float = 0.5
 
     def question(self, example: Example) -> str:
-        how = self.frame.describe(example.images[0].size)
+        box = self.frame.describe(example.images[0].size)
         none = ", or [] if there is none" if self.absent else ""
         if self.several:
-            return f"Locate every {example.question}. Answer with a list of {how}{none}."
-        return f"Locate {example.question}. Answer with its box as {how}{none}."
+            return f"Locate every {example.question}. Answer with a list of {box}{none}."
+        return f"Locate {example.question}. Answer with its box as {box}{none}."
 
     def parse(self, text: str, example: Example) -> Boxes | None:
         boxes = parse_boxes(text)
-        if boxes is None or not self._may_be(len(boxes)):
+        if boxes is None or not self._allows(len(boxes)):
             return None
         image = example.images[0]
         return tuple(self.frame.to_pixels(box, image.size, image.resized_size) for box, _ in boxes)
@@ -72,73 +72,73 @@ class Grounding(Task):
     def check(self, example: Example) -> None:
         if not example.images:
             raise ValueError("there is no image to locate anything in")
-        if not self._may_be(count := len(gold_boxes(example.answer))):
+        if not self._allows(count := len(gold_boxes(example.answer))):
             raise ValueError(
-                f"the answer has {count} boxes; the task asks for one unless several=true, for "
-                f"at most max_boxes={self.max_boxes}, and for none only with absent=true"
+                f"the answer has {count} boxes; it must have one, or up to "
+                f"max_boxes={self.max_boxes} with several=true, or none with absent=true"
             )
 
     def draw(self, image: Image.Image, answer: Boxes, example: Example, color: str) -> Image.Image:
         return draw_boxes(image, answer, color)
 
-    def _may_be(self, count: int) -> bool:
+    def _allows(self, count: int) -> bool:
         least, most = int(not self.absent), self.max_boxes if self.several else 1
         return least <= count <= most
 
     @reward(weight=1.0)
     def iou(self, answer: Boxes, example: Example) -> float:
-        """Intersection over union with the gold box; 1 where both say that there is none."""
+        """Intersection over union with the gold box; 1 if both say that there is none."""
         return matched_mean(iou_matrix(answer, self.gold_answer(example)))
 
     @reward(weight=0.0, optional=True)
     def giou(self, answer: Boxes, example: Example) -> float:
-        """(1 + GIoU) / 2, which still grows where boxes do not touch, and is 0.5 for useless ones.
+        """(1 + GIoU) / 2, which also distinguishes boxes that do not overlap.
 
-        A box around the whole image earns at least 0.5: use it beside ``iou``, not in its place.
+        A box around the full image earns at least 0.5: use it together with ``iou``, not instead.
         """
         return matched_mean((1.0 + giou_matrix(answer, self.gold_answer(example))) / 2.0)
 
     @reward(weight=0.0, optional=True)
     def hit(self, answer: Boxes, example: Example) -> float:
-        """1 where the IoU reaches a threshold, which goes from ``loose`` to ``strict``."""
+        """1 if the IoU reaches a threshold, which moves from ``loose`` to ``strict``."""
         threshold = self.loose + (self.strict - self.loose) * self.progress
         return self._reaches(threshold, answer, example)
 
     @metric()
     def accuracy_50(self, answer: Boxes, example: Example) -> float:
-        """1 where the IoU is at least 0.5."""
+        """1 if the IoU is at least 0.5."""
         return self._reaches(0.5, answer, example)
 
     @metric()
     def accuracy_75(self, answer: Boxes, example: Example) -> float:
-        """1 where the IoU is at least 0.75."""
+        """1 if the IoU is at least 0.75."""
         return self._reaches(0.75, answer, example)
 
     @metric()
     def accuracy_90(self, answer: Boxes, example: Example) -> float:
-        """1 where the IoU is at least 0.9."""
+        """1 if the IoU is at least 0.9."""
         return self._reaches(0.9, answer, example)
 
     def _reaches(self, threshold: float, answer: Boxes, example: Example) -> float:
-        return float(self.iou(answer, example) >= threshold - _ROUNDING)
+        return float(self.iou(answer, example) >= threshold - _TOLERANCE)
 
     def corpus_metrics(
         self, answers: Sequence[Boxes | None], examples: Sequence[Example]
     ) -> dict[str, float]:
-        """``accuracy_50`` and mean ``iou`` of small, medium and large objects, by COCO's areas, in
-        the examples with one gold box; what is missing has an IoU of 0."""
-        found: dict[str, list[float]] = {name: [] for name in _SIZES}
+        """Return ``accuracy_50`` and mean ``iou`` for small, medium and large objects, by COCO's
+        areas. Only examples with one gold box count; a missing answer has an IoU of 0."""
+        ious_by_size: dict[str, list[float]] = {name: [] for name in _SIZES}
         for answer, example in zip(answers, examples, strict=True):
             gold = self.gold_answer(example)
             if len(gold) == 1:
                 x1, y1, x2, y2 = gold[0]
                 area = (x2 - x1) * (y2 - y1)
                 size = next(name for name, largest in _SIZES.items() if area <= largest)
-                found[size].append(0.0 if answer is None else self.iou(answer, example))
-        means = {}
-        for name, overlaps in found.items():
-            if overlaps:
-                hits = [overlap >= 0.5 - _ROUNDING for overlap in overlaps]
-                means[f"accuracy_50_{name}"] = sum(hits) / len(hits)
-                means[f"iou_{name}"] = sum(overlaps) / len(overlaps)
-        return means
+                ious_by_size[size].append(0.0 if answer is None else self.iou(answer, example))
+        metrics = {}
+        for name, ious in ious_by_size.items():
+            if ious:
+                hits = [iou >= 0.5 - _TOLERANCE for iou in ious]
+                metrics[f"accuracy_50_{name}"] = sum(hits) / len(hits)
+                metrics[f"iou_{name}"] = sum(ious) / len(ious)
+        return metrics

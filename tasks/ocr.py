@@ -12,19 +12,19 @@ from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
 
 NORMALIZATIONS = ("case", "space", "nfkc", "punctuation")
-# Marks that steer the writing direction and joins; they are not seen, and models leave them out.
+# Invisible marks of writing direction and joining, which models do not write.
 _INVISIBLE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
 
 
 class OCR(Task):
     """Read text; the gold answer is a string or a list of accepted strings.
 
-    Both sides are compared in Unicode's composed form (NFC), without invisible direction marks
-    and white space at their ends; everything else counts unless ``normalize`` names it.
+    Before the comparison both sides are converted to Unicode's composed form (NFC) and stripped of
+    invisible direction marks and of white space at both ends.
 
     Attributes:
-        normalize: what else does not count: "case" (letters' case), "space" (all white space),
-            "nfkc" (full-width and other compatibility forms), "punctuation".
+        normalize: further differences to ignore: "case" (upper and lower case), "space" (all white
+            space), "nfkc" (full-width and other compatibility forms), "punctuation".
     """
 
     primary_metric = "exact"
@@ -46,21 +46,21 @@ class OCR(Task):
         return answer
 
     def gold_answer(self, example: Example) -> str:
-        return _strings(example.answer)[0]
+        return _accepted_strings(example.answer)[0]
 
     def check(self, example: Example) -> None:
-        if not (accepted := _strings(example.answer)):
+        if not (accepted := _accepted_strings(example.answer)):
             raise ValueError("the answer must be a string or a list of accepted strings")
         for text in accepted:
-            if not isinstance(text, str) or not self._normal(text):
-                raise ValueError(f"the answer {text!r} must be a string that is not empty")
+            if not isinstance(text, str) or not self._normalize(text):
+                raise ValueError(f"the answer {text!r} must be a non-empty string")
             if len(text) > MAX_CHARACTERS:
                 raise ValueError(f"an answer is longer than {MAX_CHARACTERS} characters")
 
     @reward(weight=0.5)
     def exact(self, answer: str, example: Example) -> float:
-        """1 where the answer is an accepted one."""
-        return float(self._normal(answer) in self._accepted(example))
+        """1 if the answer is accepted, else 0."""
+        return float(self._normalize(answer) in self._normalized_golds(example))
 
     @reward(weight=0.5)
     def character_accuracy(self, answer: str, example: Example) -> float:
@@ -69,25 +69,25 @@ class OCR(Task):
 
     @metric()
     def anls(self, answer: str, example: Example) -> float:
-        """Average normalised Levenshtein similarity, per example."""
-        return anls(self._normal(answer), self._accepted(example))
+        """Normalized Levenshtein similarity; its mean is the ANLS."""
+        return anls(self._normalize(answer), self._normalized_golds(example))
 
     @metric(without_answer=1.0)
     def cer(self, answer: str, example: Example) -> float:
-        """Character error rate against the nearest accepted answer, cut off at 1."""
-        normal = self._normal(answer)
-        return min(character_error_rate(normal, gold) for gold in self._accepted(example))
+        """Character error rate against the nearest accepted answer, at most 1."""
+        text = self._normalize(answer)
+        return min(character_error_rate(text, gold) for gold in self._normalized_golds(example))
 
     @metric()
     def word_accuracy(self, answer: str, example: Example) -> float:
-        """1 − word error rate, at least 0; words are what white space separates."""
-        normal = self._normal(answer)
-        return 1.0 - min(word_error_rate(normal, gold) for gold in self._accepted(example))
+        """1 − word error rate, at least 0; words are separated by white space."""
+        text = self._normalize(answer)
+        return 1.0 - min(word_error_rate(text, gold) for gold in self._normalized_golds(example))
 
-    def _accepted(self, example: Example) -> list[str]:
-        return [self._normal(text) for text in _strings(example.answer)]
+    def _normalized_golds(self, example: Example) -> list[str]:
+        return [self._normalize(text) for text in _accepted_strings(example.answer)]
 
-    def _normal(self, text: str) -> str:
+    def _normalize(self, text: str) -> str:
         text = unicodedata.normalize("NFKC" if "nfkc" in self.normalize else "NFC", text)
         text = _INVISIBLE.sub("", text)
         if "case" in self.normalize:
@@ -99,7 +99,7 @@ class OCR(Task):
         return text.strip()
 
 
-def _strings(answer: str | Sequence[str]) -> Sequence[str]:
+def _accepted_strings(answer: str | Sequence[str]) -> Sequence[str]:
     if isinstance(answer, str):
         return [answer]
     return answer if isinstance(answer, list | tuple) else []

@@ -1,4 +1,4 @@
-"""Pointing: a point inside each named object; the number of points is a count one can check."""
+"""Pointing: a point inside each named object, which also gives a count that can be checked."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Points = tuple[tuple[float, float], ...]
 
 
 class Pointing(Task):
-    """Point at the named object, or at each of them, in original pixels.
+    """Point at the named object, or at every such object; points are in original pixels.
 
-    The gold answer is ``{"boxes": […]}``: a point is right inside a box, edges included, and
-    each box takes one point. Points are JSON in every frame, ``{"point_2d": [x, y]}``.
+    The gold answer is ``{"boxes": […]}``. A point is correct inside a box, edges included, and each
+    box accepts one point. Points are JSON in every frame, ``{"point_2d": [x, y]}``.
 
     Attributes:
-        several: ask for every such object; otherwise more than one point is no answer.
-        max_points: more points than this are no answer.
+        several: ask for every such object; otherwise an answer with several points is invalid.
+        max_points: largest number of points in a valid answer.
     """
 
     primary_metric = "inside"
@@ -33,14 +33,14 @@ class Pointing(Task):
     max_points: int = 100
 
     def question(self, example: Example) -> str:
-        how = self.frame.describe(example.images[0].size, form='{"point_2d": [x, y]}')
+        point = self.frame.describe(example.images[0].size, form='{"point_2d": [x, y]}')
         if self.several:
-            return f"Point to every {example.question}. Answer with a list of {how}."
-        return f"Point to {example.question}. Answer with {how}."
+            return f"Point to every {example.question}. Answer with a list of {point}."
+        return f"Point to {example.question}. Answer with {point}."
 
     def parse(self, text: str, example: Example) -> Points | None:
         points = parse_points(text)
-        if points is None or not self._may_be(len(points)):
+        if points is None or not self._allows(len(points)):
             return None
         image = example.images[0]
         boxes = (
@@ -57,7 +57,7 @@ class Pointing(Task):
         return json.dumps(points[0] if len(points) == 1 else points)
 
     def gold_answer(self, example: Example) -> Points:
-        """The boxes' centres."""
+        """Return the centers of the gold boxes."""
         return tuple(
             ((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in gold_boxes(example.answer)
         )
@@ -65,26 +65,26 @@ class Pointing(Task):
     def check(self, example: Example) -> None:
         if not example.images:
             raise ValueError("there is no image to point into")
-        if not self._may_be(count := len(gold_boxes(example.answer))):
+        if not self._allows(count := len(gold_boxes(example.answer))):
             raise ValueError(
-                f"the answer has {count} boxes; the task asks for one, or for up to "
+                f"the answer has {count} boxes; it must have one, or up to "
                 f"max_points={self.max_points} with several=true"
             )
 
     def draw(self, image: Image.Image, answer: Points, example: Example, color: str) -> Image.Image:
         return draw_points(image, answer, color)
 
-    def _may_be(self, count: int) -> bool:
+    def _allows(self, count: int) -> bool:
         return count <= self.max_points if self.several else count == 1
 
     @reward(weight=1.0)
     def inside(self, answer: Points, example: Example) -> float:
-        """The share of points inside a box of their own; a missing or extra one counts as 0."""
+        """Share of points matched one to one with a box; missing and extra points count as 0."""
         boxes = gold_boxes(example.answer)
         hits = [[x1 <= x <= x2 and y1 <= y <= y2 for x1, y1, x2, y2 in boxes] for x, y in answer]
         return matched_mean(np.array(hits, float).reshape(len(answer), len(boxes)))
 
     @metric()
     def count_exact(self, answer: Points, example: Example) -> float:
-        """1 where there are as many points as boxes."""
+        """1 if there are as many points as boxes, else 0."""
         return float(len(answer) == len(gold_boxes(example.answer)))

@@ -82,7 +82,7 @@ def test_a_report_lists_every_kind_of_problem(folder):
     assert len(report.examples) == 4
     assert [line.partition(": ")[2] for line in report.bad_rows] == [
         f"image gone.png is missing in {folder}",
-        "the answer 'many' is no whole number of at least 0",
+        "the answer 'many' must be an integer of at least 0",
     ]
     assert len(report.unreadable_images) == 1, "the header is intact, the pixels are not"
     assert "truncated.png" in report.unreadable_images[0]

@@ -21,7 +21,7 @@ ELSEWHERE = {
     "make test": ".ci/run runs it",
     "source .venv/bin/activate": "changes the reader's shell alone",
     "pip install --constraint constraints.txt .": "tests/test_package.py installs the wheel",
-    "python -m pytest tests/tasks/test_cheating.py -s": "it is one of the tests",
+    "python -m pytest tests/tasks/test_reward_hacking.py -s": "it is one of the tests",
 }
 """Commands that are not run here, and why."""
 

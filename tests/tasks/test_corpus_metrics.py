@@ -1,4 +1,4 @@
-"""Metrics of a whole set, against their definitions; and what blind answers are worth."""
+"""Tests of corpus metrics against their definitions, and of the rewards of uninformed answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vlm_grpo.types import Example, ImageRef
 IMAGE = ImageRef("image", size=(640, 480), resized_size=(640, 480))
 
 
-def rows(*answers) -> list[Example]:
+def make_examples(*answers) -> list[Example]:
     return [Example(str(i), (IMAGE,), "?", answer) for i, answer in enumerate(answers)]
 
 
-def test_counting_tells_rmse_accuracy_by_count_and_the_majority_baseline():
-    examples = rows(3, 3, 3, 5, 8)
+def test_counting_reports_rmse_accuracy_by_count_and_the_majority_baseline():
+    examples = make_examples(3, 3, 3, 5, 8)
     found = load_task("counting").corpus_metrics([3, 4, None, 5, 4], examples)
     assert found == pytest.approx(
         {
@@ -31,11 +31,11 @@ def test_counting_tells_rmse_accuracy_by_count_and_the_majority_baseline():
         }
     )
     assert load_task("counting").corpus_metrics([], []) == {}
-    assert "rmse" not in load_task("counting").corpus_metrics([None], rows(3))
+    assert "rmse" not in load_task("counting").corpus_metrics([None], make_examples(3))
 
 
-def test_counts_by_points_are_counts():
-    task, examples = load_task("counting", points=True), rows(2, 2, 0)
+def test_points_are_counted():
+    task, examples = load_task("counting", points=True), make_examples(2, 2, 0)
     texts = ['[{"point_2d": [5, 5]}, [9, 9]]', "[[5, 5]]", "[]"]
     answers = [task.read(text, e) for text, e in zip(texts, examples, strict=True)]
     assert answers == [((5.0, 5.0), (9.0, 9.0)), ((5.0, 5.0),), ()]
@@ -44,9 +44,12 @@ def test_counts_by_points_are_counts():
     assert found["rmse"] == pytest.approx(np.sqrt(1 / 3))  # one of three is off by one
 
 
-def test_the_majority_baseline_is_what_the_best_constant_earns():
+def test_the_majority_baseline_is_the_reward_of_the_best_constant():
     rng = random.Random(0)
-    task, examples = load_task("counting"), rows(*(rng.choice([1, 2, 2, 3, 7]) for _ in range(200)))
+    task, examples = (
+        load_task("counting"),
+        make_examples(*(rng.choice([1, 2, 2, 3, 7]) for _ in range(200))),
+    )
     baseline = task.corpus_metrics([None] * 200, examples)["majority_baseline"]
     earned = [
         np.mean([float(task.score(str(n), row).total or 0.0) for row in examples])
@@ -55,15 +58,15 @@ def test_the_majority_baseline_is_what_the_best_constant_earns():
     assert max(earned) == pytest.approx(baseline)
 
 
-def test_grounding_tells_accuracy_by_size():
+def test_grounding_reports_accuracy_by_size():
     small, medium, large = [0, 0, 30, 30], [0, 0, 90, 90], [0, 0, 200, 200]
-    examples = rows(*({"boxes": [box]} for box in (small, small, medium, large)))
+    examples = make_examples(*({"boxes": [box]} for box in (small, small, medium, large)))
     answers = [((0.0, 0.0, 30.0, 30.0),), None, ((50.0, 50.0, 90.0, 90.0),), None]
     assert load_task("grounding").corpus_metrics(answers, examples) == {
         "accuracy_50_small": 0.5,  # 900 pixels, at most 32²
-        "iou_small": 0.5,  # a whole one and none
+        "iou_small": 0.5,  # one exact box and one missing answer
         "accuracy_50_medium": 0.0,  # 8,100 pixels, at most 96²
-        "iou_medium": pytest.approx(40**2 / 90**2),  # a corner of it
+        "iou_medium": pytest.approx(40**2 / 90**2),  # a corner of the box
         "accuracy_50_large": 0.0,
         "iou_large": 0.0,
     }
@@ -71,46 +74,45 @@ def test_grounding_tells_accuracy_by_size():
     assert only == {"accuracy_50_small": 1.0, "iou_small": 1.0}
 
 
-def test_detection_tells_average_precision():
+def test_detection_reports_average_precision():
     gold = {"boxes": [[0, 0, 100, 100], [200, 0, 300, 100]], "labels": ["cat", "dog"]}
-    task, examples = load_task("detection"), rows(gold, gold)
+    task, examples = load_task("detection"), make_examples(gold, gold)
     cat, dog = task.gold_answer(examples[0])
     found = task.corpus_metrics([(cat, dog), None], examples)
-    # Both classes: recall one half at precision 1, so 51 of the 101 levels are reached.
+    # For both classes, recall 1/2 at precision 1 reaches 51 of the 101 recall levels.
     assert found == pytest.approx({"ap": 51 / 101, "ap_50": 51 / 101, "ap_75": 51 / 101})
 
 
-def test_f1_counts_as_many_matches_as_there_are():
-    """Two boxes that both overlap two gold boxes: a greedy choice would match only one."""
+def test_f1_uses_the_maximum_matching():
+    """Two boxes that both overlap two gold boxes: a greedy matching would match only one."""
     gold = {"boxes": [[0, 0, 100, 100], [0, 0, 100, 60]], "labels": ["a", "a"]}
-    example = rows(gold)[0]
+    example = make_examples(gold)[0]
     answer = '[{"bbox_2d": [0,0,100,80], "label": "a"}, {"bbox_2d": [0,0,100,110], "label": "a"}]'
     # The first overlaps both gold boxes (0.80, 0.75), the second 0.91 and 0.55.
     score = load_task("detection").score(answer, example)
     assert score.metrics["f1_50"] == 1.0
-    # One pair is over a threshold up to 0.75 for each box: 0.50 to 0.75 give 1, then the
-    # second box alone stays over 0.80, 0.85 and 0.90, beside the first at 0.80 (0.80 and 0.55
-    # could not both be met), and none is over 0.95.
+    # Both boxes match at the six thresholds up to 0.75. At 0.80, 0.85 and 0.90 only one box
+    # matches (0.80 and 0.55 cannot both be reached), and none does at 0.95.
     assert score.rewards["f1_mean"] == pytest.approx((6 * 1.0 + 3 * 0.5 + 0.0) / 10)
 
 
-def test_a_box_around_the_whole_image_earns_the_objects_share_of_it():
+def test_a_box_around_the_full_image_earns_the_objects_share_of_its_area():
     rng = random.Random(0)
     boxes = []
     for _ in range(500):
         w, h = rng.uniform(64, 320), rng.uniform(48, 240)  # a tenth to a half of each side
         x, y = rng.uniform(0, 640 - w), rng.uniform(0, 480 - h)
         boxes.append([x, y, x + w, y + h])
-    task, examples = load_task("grounding"), rows(*({"boxes": [box]} for box in boxes))
+    task, examples = load_task("grounding"), make_examples(*({"boxes": [box]} for box in boxes))
     earned = np.mean([task.score("[0, 0, 640, 480]", e).rewards["iou"] or 0.0 for e in examples])
-    # Sides are 0.3 on average and independent: 0.3 · 0.3 = 0.09; 500 draws stay within 0.01.
+    # The sides are independent with mean 0.3: 0.3 · 0.3 = 0.09; 500 boxes stay within 0.01.
     assert earned == pytest.approx(0.09, abs=0.01)
     hits = {task.score("[0, 0, 640, 480]", e).metrics["accuracy_50"] for e in examples}
     assert hits == {0.0}  # no object fills half of the image
 
 
 def test_random_boxes_earn_little():
-    """Two independent boxes, corners uniform over the image, as an untrained policy's might be."""
+    """Two independent boxes with corners uniform over the image, like an untrained policy's."""
     rng = random.Random(0)
 
     def box() -> list[float]:
@@ -120,37 +122,40 @@ def test_random_boxes_earn_little():
         )
         return [xs[0], ys[0], xs[1], ys[1]]
 
-    task, examples = load_task("grounding"), rows(*({"boxes": [box()]} for _ in range(3000)))
+    task, examples = (
+        load_task("grounding"),
+        make_examples(*({"boxes": [box()]} for _ in range(3000))),
+    )
     earned = np.mean([task.score(str(box()), e).rewards["iou"] or 0.0 for e in examples])
     # torchvision's IoU over nine million such pairs averages 0.057; 3,000 stay within 0.01.
     assert earned == pytest.approx(0.057, abs=0.01)
 
 
-def test_always_denying_earns_the_share_of_negatives():
+def test_always_answering_no_object_earns_the_share_of_negatives():
     task = load_task("grounding", absent=True)
-    examples = rows(*([{"boxes": []}] * 3 + [{"boxes": [[0, 0, 50, 50]]}] * 7))
+    examples = make_examples(*([{"boxes": []}] * 3 + [{"boxes": [[0, 0, 50, 50]]}] * 7))
     assert np.mean([task.score("[]", e).total or 0.0 for e in examples]) == pytest.approx(0.3)
 
 
-def test_ocr_options_are_checked():
+def test_unknown_ocr_normalizations_are_errors():
     for wrong in [("upper",), "case"]:
         with pytest.raises(ValueError, match="normalize"):
             type(load_task("ocr"))(normalize=wrong)  # type: ignore[call-arg]
 
 
 def test_a_missing_answer_has_no_counting_error():
-    """Zero would flatter a model that says nothing; any other number would be made up."""
-    score = load_task("counting").score("none", rows(3)[0])
+    """Zero would favor a model without answers; any other number would be arbitrary."""
+    score = load_task("counting").score("none", make_examples(3)[0])
     assert score.metrics == {"absolute_error": None}
 
 
-def test_rounding_does_not_decide_at_a_threshold():
-    """Half of a box has an IoU of one half, also where the frame's scale is no binary fraction."""
+def test_rounding_does_not_change_a_hit_at_the_threshold():
+    """Half of a box has an IoU of 0.5, even if the frame's scale is no binary fraction."""
     task = load_task("grounding", frame=PERMILLE)
     image = ImageRef("image", size=(836, 960), resized_size=(836, 960))
     gold = PERMILLE.to_pixels((204, 342, 576, 667), image.size, image.resized_size)
     score = task.score("[204, 342, 390, 667]", Example("1", (image,), "?", {"boxes": [gold]}))
     iou = score.rewards["iou"]
     assert iou is not None
-    assert 0.5 - 1e-12 < iou < 0.5  # the sizes are chosen so that floating point falls short
+    assert 0.5 - 1e-12 < iou < 0.5  # the sizes are chosen so that rounding gives less than 0.5
     assert score.metrics["accuracy_50"] == 1.0

@@ -1,4 +1,4 @@
-"""What holds for every built-in task: gold answers earn 1, rewards stay in their range."""
+"""Tests of all built-in tasks: gold answers earn 1, rewards stay in their range."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
 IDS = [f"{name}-{number}" for number, (name, _, _) in enumerate(CASES)]
 
 
-def loaded(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task, Example]:
+def load_case(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task, Example]:
     name, options, answer = case
     weights = {**SHARED, **options.get("weights", {})}
     task = load_task(name, **{**options, "weights": weights}, **more)
@@ -50,8 +50,8 @@ def loaded(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task, Ex
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 @pytest.mark.parametrize("tags", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
-def test_a_gold_completion_earns_everything(case, frame: CoordinateFrame, tags, thinking):
-    task, example = loaded(case, frame=frame, tags=tags, thinking=thinking)
+def test_a_gold_completion_earns_the_full_reward(case, frame: CoordinateFrame, tags, thinking):
+    task, example = load_case(case, frame=frame, tags=tags, thinking=thinking)
     task.check(example)
 
     score = task.score(task.gold(example), example)
@@ -63,21 +63,21 @@ def test_a_gold_completion_earns_everything(case, frame: CoordinateFrame, tags, 
             assert value == 0.0
         else:
             assert task.gold_reward(example) - 1e-9 <= value <= 1.0 + 1e-9
-    # Boxes of 190 pixels and more lose under 1.1 % to rounding; everything else loses nothing.
+    # Boxes of at least 190 pixels lose less than 1.1 % to rounding; nothing else is rounded.
     assert task.gold_reward(example) > 0.97
     assert {**score.rewards, **score.metrics}[task.primary_metric] == 1.0
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_weights_of_the_code_sum_to_one(case):
+def test_default_weights_sum_to_one(case):
     task = load_task(case[0])
     assert sum(task.reward_weights().values()) == 1.0
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_no_answer_earns_nothing(case):
+def test_a_missing_answer_earns_nothing(case):
     for tags in (True, False):
-        task, example = loaded(case, tags=tags)
+        task, example = load_case(case, tags=tags)
         for text in [
             "",
             " \n\t ",
@@ -87,7 +87,7 @@ def test_no_answer_earns_nothing(case):
             "</think>",
         ]:
             if not tags and case[0] == "ocr" and text.startswith("<answer"):
-                continue  # without tags asked, tags are text like any other
+                continue  # without the option tags, tags are ordinary text
             score = task.score(text, example)
             assert score.answer is None
             assert score.total == 0.0
@@ -111,7 +111,7 @@ TEXTS = st.one_of(
 @settings(max_examples=60, deadline=None)
 def test_rewards_of_any_text_stay_in_their_range(case, text: str):
     for tags in (True, False):
-        task, example = loaded(case, tags=tags)
+        task, example = load_case(case, tags=tags)
         score = task.score(text, example)
         assert not score.failures
         for name, value in score.rewards.items():
@@ -124,20 +124,20 @@ def test_rewards_of_any_text_stay_in_their_range(case, text: str):
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_answers_are_drawn_on_a_copy(case):
-    task, example = loaded(case)
+    task, example = load_case(case)
     image = Image.new("RGB", IMAGE.size, "white")
     drawn = task.draw(image, task.gold_answer(example), example, "red")
     assert drawn.size == image.size
     assert image.getextrema() == ((255, 255),) * 3  # the original is untouched
     marked = ImageChops.difference(drawn, image).getbbox() is not None
-    # Texts and counts have no place; an empty list of boxes leaves no mark.
+    # Texts and counts have no position; an empty list of boxes draws nothing.
     assert marked == (isinstance(case[2], dict) and bool(case[2]["boxes"]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_the_prompt_asks_for_the_frame(case):
+def test_the_prompt_describes_the_frame(case):
     for frame in FRAMES.values():
-        task, example = loaded(case, frame=frame)
+        task, example = load_case(case, frame=frame)
         assert example.question in task.prompt(example)
         if case[0] in ("grounding", "detection"):
             assert frame.form in task.prompt(example)
@@ -146,36 +146,36 @@ def test_the_prompt_asks_for_the_frame(case):
 
 
 BAD: list[tuple[str, dict[str, Any], Any, str]] = [
-    ("counting", {}, "3", "whole number"),
-    ("counting", {}, True, "whole number"),
-    ("counting", {}, -1, "whole number"),
-    ("counting", {}, 2.5, "whole number"),
+    ("counting", {}, "3", "an integer"),
+    ("counting", {}, True, "an integer"),
+    ("counting", {}, -1, "an integer"),
+    ("counting", {}, 2.5, "an integer"),
     ("grounding", {}, SEVERAL, "has 2 boxes"),
     ("grounding", {}, {"boxes": []}, "has 0 boxes"),
     ("grounding", {"several": True, "max_boxes": 1}, SEVERAL, "max_boxes=1"),
     ("grounding", {}, [1, 2, 3, 4], "no list of boxes"),
     ("detection", {}, {"boxes": [[1, 2, 3, 4]]}, "must name each of 1 boxes"),
-    ("detection", {}, {"boxes": [[1, 2, 3, 4]], "labels": [""]}, "not empty"),
+    ("detection", {}, {"boxes": [[1, 2, 3, 4]], "labels": [""]}, "non-empty"),
     ("detection", {"max_boxes": 1}, SEVERAL, "more than max_boxes=1"),
     ("pointing", {}, SEVERAL, "has 2 boxes"),
     ("ocr", {}, 3, "string"),
     ("ocr", {}, [], "string"),
-    ("ocr", {}, " ", "not empty"),
-    ("ocr", {}, ["EXIT", 3], "must be a string"),
-    ("ocr", {"normalize": ("punctuation",)}, "...", "not empty"),
+    ("ocr", {}, " ", "non-empty"),
+    ("ocr", {}, ["EXIT", 3], "must be a non-empty string"),
+    ("ocr", {"normalize": ("punctuation",)}, "...", "non-empty"),
     ("ocr", {}, "x" * 20_001, "longer than"),
 ]
 
 
 @pytest.mark.parametrize(("name", "options", "answer", "reason"), BAD)
-def test_a_wrong_gold_answer_is_refused_with_its_reason(name, options, answer, reason):
+def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
     task = load_task(name, **options)
     with pytest.raises(ValueError, match=reason):
         task.check(Example("1", (IMAGE,), "the cat", answer))
 
 
 @pytest.mark.parametrize("name", ["grounding", "detection", "pointing"])
-def test_a_row_without_an_image_is_refused(name: str):
+def test_an_example_without_an_image_is_an_error(name: str):
     with pytest.raises(ValueError, match="no image"):
         load_task(name).check(Example("1", (), "the cat", ONE))
     with pytest.raises(ValueError, match="no image"):
@@ -191,7 +191,7 @@ def random_texts(rng: random.Random, count: int) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_rewards_of_20_000_random_texts_stay_in_their_range(case):
-    task, example = loaded(case, tags=True)
+    task, example = load_case(case, tags=True)
     for text in random_texts(random.Random(0), 20_000):
         score = task.score(text, example)
         assert not score.failures
