@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from guide_worlds import shell_lines
+from guide_commands import read_commands
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -171,7 +171,7 @@ def test_makefile_names_the_required_python(tmp_path: Path) -> None:
 
 
 def test_dockerfile_runs_the_commands_of_the_readme() -> None:
-    commands = set(shell_lines(ROOT / "README.md"))
+    commands = set(read_commands(ROOT / "README.md"))
     steps = re.findall(r"^RUN (.*)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert steps
     assert set(steps) <= commands

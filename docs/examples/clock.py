@@ -1,4 +1,4 @@
-"""Read the hour from an analogue clock. The guide docs/your-own-task.md goes through this file."""
+"""Read the hour from an analog clock. The guide docs/your-own-task.md explains this file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HOURS = range(1, 13)
 
 
 class Clock(Task):
-    """Read the hour from an analogue clock; the gold answer is an integer from 1 to 12."""
+    """Read the hour from an analog clock; the gold answer is an integer from 1 to 12."""
 
     primary_metric = "exact"
 
     def parse(self, text: str, example: Example) -> int | None:
-        """The hour, or None unless the text holds one whole number that is on a dial."""
+        """Return the hour, or None unless the text contains exactly one integer from 1 to 12."""
         hour = parse_integer(text)
         return hour if hour in HOURS else None
 
@@ -28,7 +28,7 @@ class Clock(Task):
 
     def check(self, example: Example) -> None:
         if type(example.answer) is not int or example.answer not in HOURS:
-            raise ValueError(f"the answer {example.answer!r} is no hour from 1 to 12")
+            raise ValueError(f"the answer {example.answer!r} is not an hour from 1 to 12")
 
     @reward(weight=1.0)
     def exact(self, answer: int, example: Example) -> float:
@@ -36,17 +36,17 @@ class Clock(Task):
 
     @reward(weight=0.5)
     def closeness(self, answer: int, example: Example) -> float:
-        """1 for the right hour, 0 for four hours off or more: something to climb at first."""
+        """Return 1 for the right hour, falling to 0 at four hours off: partial credit early on."""
         return max(0.0, 1 - self.hours_off(answer, example) / 4)
 
     @metric(without_answer=None)
     def hours_off(self, answer: int, example: Example) -> float:
-        """How far apart the two hours are on the dial, 0 to 6."""
+        """Return the distance of the two hours on the dial, 0 to 6."""
         difference = abs(answer - example.answer)
         return float(min(difference, 12 - difference))
 
     def draw(self, image: Image.Image, answer: int, example: Example, color: str) -> Image.Image:
-        """A hand that points to the answered hour, for the report."""
+        """Draw a hand that points to the predicted hour, for the report."""
         (width, height), angle = image.size, 2 * math.pi * answer / 12
         tip = (width * (0.5 + 0.4 * math.sin(angle)), height * (0.5 - 0.4 * math.cos(angle)))
         drawn = image.copy()

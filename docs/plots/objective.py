@@ -1,7 +1,7 @@
-"""Draw the plots of docs/objective.md beside this file, from the package's own functions.
+"""Draw the plots of docs/objective.md with the package's functions, into the folder of this file.
 
-Run from the repository's root: ``python docs/plots/objective.py`` (needs matplotlib). Every curve
-is the value or the gradient of ``policy_loss`` itself; expectations are sums over all outcomes.
+Run from the root of the repository: ``python docs/plots/objective.py``. Every curve is the value or
+the gradient of ``policy_loss``; expectations are sums over all outcomes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective import KL_ESTIMATORS, StepTotals, TokenBatch, group_advantages, policy_loss
 
 FOLDER = Path(__file__).parent
-KEPT: dict[str, Any] = {"beta": 1.0, "reference_refresh_every": "never"}
-# Four updates a rollout, and clip bounds so wide that the KL alone is seen.
+FIXED_REFERENCE: dict[str, Any] = {"beta": 1.0, "reference_refresh_every": "never"}
+# Four updates per rollout, and clip bounds so wide that only the KL has an effect.
 UNCLIPPED: dict[str, Any] = {"num_iterations": 4, "epsilon": 0.999, "epsilon_high": 1e6}
 KL_CHOICES: dict[str, dict[str, Any]] = {
     "k3 · ρ (default)": {},
@@ -39,7 +39,7 @@ def one_token_completions(
     old: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> TokenBatch:
-    """As many completions as tokens."""
+    """Return a batch in which every completion has one token."""
     return TokenBatch(
         logprobs,
         torch.arange(len(logprobs)),
@@ -50,15 +50,15 @@ def one_token_completions(
     )
 
 
-def token_gradients(batch: TokenBatch, settings: ObjectiveSettings) -> Tensor:
-    """What each token's log-probability is pushed by: minus its gradient, before averaging."""
+def compute_token_gradients(batch: TokenBatch, settings: ObjectiveSettings) -> Tensor:
+    """Return minus the gradient of each token's log-probability, before averaging."""
     tokens = len(batch.logprobs)
     loss = policy_loss(batch, StepTotals(tokens, tokens, 1), settings).loss
     return -tokens * torch.autograd.grad(loss, batch.logprobs)[0]
 
 
-def kl_estimators() -> None:
-    """Values of k1, k2, k3, and the factor on ∇log π that each gives in the loss at ρ = 1."""
+def plot_kl_estimators() -> None:
+    """Plot k1, k2, k3, and the factor on ∇log π of each in the loss at ρ = 1."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
     difference = torch.linspace(-2.5, 2.5, 201)
     zero = torch.zeros_like(difference)
@@ -70,7 +70,7 @@ def kl_estimators() -> None:
         batch = one_token_completions(
             difference.clone().requires_grad_(), zero, reference=zero.clone()
         )
-        pull = -token_gradients(batch, ObjectiveSettings(**KEPT, **fields))
+        pull = -compute_token_gradients(batch, ObjectiveSettings(**FIXED_REFERENCE, **fields))
         right.plot(difference, pull, "--" if name == "k2 alone" else "-", label=name)
     right.set(
         title="factor c in  A − β·c  on ∇log π, at ρ = 1",
@@ -81,8 +81,8 @@ def kl_estimators() -> None:
     save(figure, "kl_estimators")
 
 
-def kl_bias() -> None:
-    """Expected gradient of the KL in the loss against the true one, over updates on one rollout."""
+def plot_kl_bias() -> None:
+    """Plot the error of the KL's expected gradient over the updates on one rollout."""
     generator = torch.Generator().manual_seed(1)
     old = torch.randn(6, generator=generator, dtype=torch.float64)
     reference = torch.randn(6, generator=generator, dtype=torch.float64)
@@ -90,7 +90,7 @@ def kl_bias() -> None:
     moves = torch.linspace(0, 2, 41, dtype=torch.float64)
     figure, axes = plt.subplots(figsize=(5.5, 3.4))
     for name, fields in KL_CHOICES.items():
-        settings = ObjectiveSettings(loss_type="dr_grpo", **KEPT, **UNCLIPPED, **fields)
+        settings = ObjectiveSettings(loss_type="dr_grpo", **FIXED_REFERENCE, **UNCLIPPED, **fields)
         errors = []
         for move in moves:
             logits = (old + move * direction).requires_grad_()
@@ -101,7 +101,7 @@ def kl_bias() -> None:
                 old=old.log_softmax(-1),
                 reference=reference.log_softmax(-1),
             )
-            push = -token_gradients(batch, settings) * old.softmax(-1)
+            push = -compute_token_gradients(batch, settings) * old.softmax(-1)
             found = torch.autograd.grad(logprobs, logits, push, retain_graph=True)[0]
             kl = (logprobs.exp() * (logprobs - reference.log_softmax(-1))).sum()
             true = torch.autograd.grad(kl, logits)[0]
@@ -117,8 +117,8 @@ def kl_bias() -> None:
     save(figure, "kl_bias")
 
 
-def clipping() -> None:
-    """The factor on A·∇log π as the importance ratio moves away from 1."""
+def plot_clipping() -> None:
+    """Plot the factor on A·∇log π against the importance ratio."""
     ratio = torch.linspace(0.05, 6, 600)
     choices = {
         "epsilon=0.2": ObjectiveSettings(num_iterations=2),
@@ -136,16 +136,16 @@ def clipping() -> None:
                 torch.full_like(ratio, sign),
                 old=torch.zeros_like(ratio),
             )
-            push = token_gradients(batch, settings) / sign
-            axes.plot(ratio, push + 0.04 * shift, label=name)  # apart, so that all are seen
+            push = compute_token_gradients(batch, settings) / sign
+            axes.plot(ratio, push + 0.04 * shift, label=name)  # offset, to keep curves apart
         axes.set(title=f"A {'>' if sign > 0 else '<'} 0", xlabel="ρ = π / π_old")
     panels[0].set_ylabel("factor on A·∇log π")
     panels[0].legend()
     save(figure, "clipping")
 
 
-def difficulty() -> None:
-    """Factor between grpo's expected gradient and ∇p, for a prompt solved with chance p."""
+def plot_difficulty() -> None:
+    """Plot grpo's expected gradient relative to ∇p, for a prompt solved with probability p."""
     chances = torch.linspace(0.02, 0.98, 49, dtype=torch.float64)
     figure, axes = plt.subplots(figsize=(5.5, 3.4))
     for size in (4, 8, 12):
@@ -170,8 +170,8 @@ def difficulty() -> None:
     save(figure, "difficulty")
 
 
-def loss_and_reward() -> None:
-    """One update per rollout on a bandit: the loss stays at 0 while the reward climbs."""
+def plot_loss_and_reward() -> None:
+    """Plot loss and reward on a bandit with one update per rollout."""
     generator = torch.Generator().manual_seed(0)
     arms, prompts, size = 10, 16, 8
     rewards = torch.linspace(0, 1, arms)
@@ -212,11 +212,18 @@ def save(figure: Figure, name: str) -> None:
 
 def main(names: Sequence[str] = ()) -> None:
     mpl.use("svg")
-    # Equal files from equal numbers: no random ids, no date.
+    # Make the files reproducible: no random ids, no date.
     mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
-    for draw in (kl_estimators, kl_bias, clipping, difficulty, loss_and_reward):
-        if not names or draw.__name__ in names:
-            draw()
+    plots = (
+        plot_kl_estimators,
+        plot_kl_bias,
+        plot_clipping,
+        plot_difficulty,
+        plot_loss_and_reward,
+    )
+    for plot in plots:
+        if not names or plot.__name__.removeprefix("plot_") in names:
+            plot()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The guides say what there is: their commands, settings, files and tests exist."""
+"""The commands, settings, files and tests that the guides name exist."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from guide_worlds import GUIDES, ROOT, shell_lines
+from guide_commands import GUIDES, ROOT, read_commands
 from trl.trainer.grpo_config import GRPOConfig
 
 from vlm_grpo.cli.app import app
@@ -42,13 +42,13 @@ def test_recipes_exist(guide: Path) -> None:
 
 
 @guides
-def test_train_commands_have_sound_settings(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)  # the guides name files as they lie in the checkout
-    for line in shell_lines(guide):
+def test_train_commands_have_valid_settings(guide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # the guides name files relative to the checkout
+    for line in read_commands(guide):
         found = re.search(r"(?:vlm-grpo|vlm_grpo\.cli) train (.*)", line)
         if found is not None:
             recipe, *overrides = shlex.split(found[1].partition(";")[0])
-            if recipe == "fingers.py":  # the reader writes it
+            if recipe == "fingers.py":  # written by the reader
                 continue
             load_settings(recipe, overrides)
 
@@ -71,14 +71,14 @@ def test_settings_exist(guide: Path) -> None:
 
 
 @guides
-def test_links_lead_somewhere(guide: Path) -> None:
+def test_linked_files_exist(guide: Path) -> None:
     targets = re.findall(r"\]\(([^)#\s]+)", guide.read_text())
     local = [target for target in targets if "://" not in target]
     assert not [target for target in local if not (guide.parent / target).exists()]
 
 
 @guides
-def test_tests_that_are_named_exist(guide: Path) -> None:
+def test_named_tests_exist(guide: Path) -> None:
     text = guide.read_text()
     for file in set(re.findall(r"`(tests/[\w/]+\.py)`", text)):
         assert (ROOT / file).is_file(), file
@@ -87,7 +87,7 @@ def test_tests_that_are_named_exist(guide: Path) -> None:
         assert f"def {name}(" in written, name
 
 
-def test_trl_names_are_trls() -> None:
+def test_trl_settings_exist_in_grpo_config() -> None:
     text = (ROOT / "docs/coming-from.md").read_text("utf-8")
     table = text.partition("## TRL")[2].partition("\n## ")[0]
     first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
@@ -97,7 +97,7 @@ def test_trl_names_are_trls() -> None:
     assert named <= fields
 
 
-def test_what_other_trainers_settings_become_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equivalents_of_other_trainers_settings_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/coming-from.md").read_text("utf-8").partition("\n## Score")[0]
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [
@@ -112,7 +112,7 @@ def test_what_other_trainers_settings_become_is_accepted(monkeypatch: pytest.Mon
     settings = {setting for part in quoted for setting in shlex.split(part)}
     settings = {setting for setting in settings if "…" not in setting and "NAME" not in setting}
     assert len(settings) > 20
-    needed = {  # what a setting may not stand without
+    needed = {  # settings that are valid only with others
         "objective.loss_type=cispo": ["objective.epsilon_high=5"],
         "task_options.weights.overlong=1": ["task_options.overlong_cache=2"],
     }

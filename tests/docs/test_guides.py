@@ -1,7 +1,7 @@
-"""Every command of the guides is run, in a small form where it would take long.
+"""Every command of the guides runs, in a short form if it would take long.
 
-A command that would load a model of the hub asks the embedded one here; ``test_docs.py`` checks its
-settings as they stand. One that launches several processes runs in one: ``test_ranks.py`` launches.
+A command with a model from the hub runs with the embedded model; ``test_docs.py`` checks the
+settings as written. A launch of several processes runs in one; ``tests/distributed`` launches them.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import shutil
 from pathlib import Path
 
 import pytest
-from guide_worlds import BEFORE, GUIDES, ROOT, WORLDS, run, shell_lines
+from guide_commands import EXTRA_FILES, FILES, GUIDES, ROOT, read_commands, run_command
 
 STEP = 2
-"""The last step of the runs that the commands make."""
+"""Last step of the runs that the commands start."""
 
-ELSEWHERE = {
-    "make quickstart": ".ci/run runs it",
-    "make test": ".ci/run runs it",
-    "source .venv/bin/activate": "changes the reader's shell alone",
+NOT_RUN = {
+    "make quickstart": "run by .ci/run",
+    "make test": "run by .ci/run",
+    "source .venv/bin/activate": "only changes the reader's shell",
     "pip install --constraint constraints.txt .": "tests/test_package.py installs the wheel",
-    "python -m pytest tests/tasks/test_reward_hacking.py -s": "it is one of the tests",
+    "python -m pytest tests/tasks/test_reward_hacking.py -s": "run as one of the tests",
 }
-"""Commands that are not run here, and why."""
+"""Commands that do not run here, with the reason."""
 
-with_commands = [guide for guide in GUIDES if shell_lines(guide)]
+GUIDES_WITH_COMMANDS = [guide for guide in GUIDES if read_commands(guide)]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs that two of the guides take for made before: ``quickstart`` and ``mine``."""
+    """Return a folder with the runs ``quickstart`` and ``mine``, which two guides expect."""
     folder = tmp_path_factory.mktemp("before")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run("vlm-grpo train quickstart", STEP)
+        run_command("vlm-grpo train quickstart", STEP)
     shutil.copytree(folder / "runs/quickstart", folder / "runs/mine")
     return folder / "runs"
 
 
-@pytest.mark.parametrize("guide", with_commands, ids=lambda path: path.name)
+@pytest.mark.parametrize("guide", GUIDES_WITH_COMMANDS, ids=lambda path: path.name)
 def test_every_command_runs(
     guide: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,17 +47,17 @@ def test_every_command_runs(
     Path("docs").symlink_to(ROOT / "docs")
     if guide.name in ("README.md", "benchmarks.md"):
         shutil.copytree(runs, "runs")
-    WORLDS.get(guide.name, lambda: None)()
-    for line in dict.fromkeys(shell_lines(guide)):
-        if line in ELSEWHERE:
+    FILES.get(guide.name, lambda: None)()
+    for line in dict.fromkeys(read_commands(guide)):
+        if line in NOT_RUN:
             continue
-        for part, prepare in BEFORE.items():
+        for part, prepare in EXTRA_FILES.items():
             if part in line:
                 prepare()
-        run(line, STEP)
+        run_command(line, STEP)
 
 
-def test_every_block_with_a_command_is_one_of_the_shell() -> None:
+def test_blocks_with_commands_are_marked_as_shell() -> None:
     for guide in GUIDES:
         blocks = re.findall(r"^```(\w*)\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.M)
         for language, text in blocks:
@@ -65,5 +65,5 @@ def test_every_block_with_a_command_is_one_of_the_shell() -> None:
                 assert language == "sh", f"{guide.name}: {text}"
 
 
-def test_what_is_run_elsewhere_is_still_in_a_guide() -> None:
-    assert set(ELSEWHERE) <= {line for guide in GUIDES for line in shell_lines(guide)}
+def test_commands_not_run_are_still_in_a_guide() -> None:
+    assert set(NOT_RUN) <= {line for guide in GUIDES for line in read_commands(guide)}

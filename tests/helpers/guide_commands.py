@@ -1,4 +1,4 @@
-"""The files that the commands of the guides name, made small, and the runner of such commands."""
+"""Run the commands of the guides, with small versions of the files that they name."""
 
 from __future__ import annotations
 
@@ -34,31 +34,29 @@ SHORT = {
     ],
     "plan": ["data.train_limit=20"],
 }
-"""What is put behind a command of a guide so that a test has time for it; the last value wins."""
+"""Arguments appended to a command so that it finishes quickly; the last value of a setting wins."""
 HELD_OUT = ["data.eval_limit=8"]
 HUB_MODEL = ["model=embedded", "rollout.max_completion_length=4"]
-"""Put behind a command that would load a model of the hub: no test downloads one."""
+"""Arguments appended to a command with a model from the hub: no test downloads one."""
 
 
-def shell_lines(guide: Path) -> list[str]:
-    """The commands of the guide's ``sh`` blocks, comments left out."""
+def read_commands(guide: Path) -> list[str]:
+    """Return the commands of a guide's ``sh`` blocks, without comments."""
     blocks = re.findall(r"^```sh\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
-def run(line: str, step: int) -> None:
-    """One command of a guide, in short form, in the current folder.
-
-    A launcher of several processes is left out: what it launches runs in this one.
+def run_command(line: str, step: int) -> None:
+    """Run one command of a guide in short form, in the current folder and in this process.
 
     Args:
-        line: as the guide has it; the checkpoints it names are ``step``'s.
-        step: the last step of the runs in the folder.
+        line: the command as in the guide.
+        step: the last step of the runs in the folder, which replaces the steps in the command.
     """
     launched = re.match(r"accelerate launch .*-m vlm_grpo\.cli (?=train)", line)
     line = re.sub(r"accelerate launch .*-m vlm_grpo\.cli ", "vlm-grpo ", line)
-    line = line.removeprefix("until ").partition(";")[0]  # a loop of the shell goes round once
+    line = line.removeprefix("until ").partition(";")[0]  # one iteration of a shell loop
     program, *arguments = shlex.split(line)
     arguments = [re.sub(r"step-\d+", f"step-{step}", argument) for argument in arguments]
     command = arguments[0]
@@ -67,7 +65,7 @@ def run(line: str, step: int) -> None:
         arguments += HUB_MODEL if re.search(r"_\db\b|model=Qwen/", line) else []
     if command == "train":
         arguments += HELD_OUT
-    if launched:  # the guide shows several ways to start one run
+    if launched:  # the guide shows several ways to start the same run
         arguments += [f"name={re.sub('[^a-z0-9]+', '-', launched[0])}"]
     if program == "vlm-grpo":
         with pytest.raises(SystemExit) as caught:
@@ -79,12 +77,12 @@ def run(line: str, step: int) -> None:
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
 
 
-def _shapes(task: str, split: str, count: int = 10) -> list[Example]:
+def _make_shapes(task: str, split: str, count: int = 10) -> list[Example]:
     return make_shapes.draw_examples(task, count, seed=1, split=split)
 
 
-def _rows_file(name: str, examples: list[Example], folder: str = "") -> None:
-    """JSON Lines in the current folder, with the pictures in ``folder`` of it."""
+def _write_rows(name: str, examples: list[Example], folder: str = "") -> None:
+    """Write JSON Lines in the current folder, and the images in its subfolder ``folder``."""
     rows = []
     for example in examples:
         (image,) = example.images
@@ -96,52 +94,52 @@ def _rows_file(name: str, examples: list[Example], folder: str = "") -> None:
     Path(name).write_text("".join(rows), "utf-8")
 
 
-def _table_rows(split: str, question: str = "question", answer: str = "answer") -> list[dict]:
+def _make_table_rows(split: str, question: str = "question", answer: str = "answer") -> list[dict]:
     return [
         {
             "images": [{"bytes": example.images[0].data, "path": None}],
             question: example.question,
             answer: example.answer,
         }
-        for example in _shapes("counting", split)
+        for example in _make_shapes("counting", split)
     ]
 
 
-def _grounding(folder: str = "") -> None:
+def _write_grounding(folder: str = "") -> None:
     for split in ("train", "test"):
-        _rows_file(f"{split}.jsonl", _shapes("grounding", split), folder)
+        _write_rows(f"{split}.jsonl", _make_shapes("grounding", split), folder)
 
 
-def _hub(name: str, *splits: str) -> None:
+def _save_dataset(name: str, *splits: str) -> None:
     parts = datasets.DatasetDict()
     for split in splits:
-        parts[split] = datasets.Dataset.from_list(_table_rows(split))
+        parts[split] = datasets.Dataset.from_list(_make_table_rows(split))
     parts.save_to_disk(name)
 
 
-def _your_own_data() -> None:
-    _grounding()
-    _hub("me/my-dataset", "train", "validation")
-    _hub("folder", "train", "test")
-    write_table(Path("train.parquet"), _table_rows("train"))
+def _write_your_own_data() -> None:
+    _write_grounding()
+    _save_dataset("me/my-dataset", "train", "validation")
+    _save_dataset("folder", "train", "test")
+    write_table(Path("train.parquet"), _make_table_rows("train"))
 
 
-def _other_columns() -> None:
+def _write_other_columns() -> None:
     for split in ("train", "test"):
-        write_table(Path(f"{split}.parquet"), _table_rows(split, "prompt", "label"))
+        write_table(Path(f"{split}.parquet"), _make_table_rows(split, "prompt", "label"))
 
 
-def _readme() -> None:
-    _grounding()
+def _write_readme_files() -> None:
+    _write_grounding()
     text = (ROOT / "README.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(.*?class Fingers.*?)^```", text, re.DOTALL | re.MULTILINE)
     Path("fingers.py").write_text(code, "utf-8")
-    _rows_file("hands.jsonl", _shapes("counting", "train"))
-    _rows_file("more_hands.jsonl", _shapes("counting", "test"))
+    _write_rows("hands.jsonl", _make_shapes("counting", "train"))
+    _write_rows("more_hands.jsonl", _make_shapes("counting", "test"))
 
 
-def _benchmarks() -> None:
-    """RefCOCO in its official form: two sentences of one box."""
+def _write_benchmarks() -> None:
+    """Write RefCOCO in its official format: two sentences for one box."""
     image = {"id": 7, "file_name": "COCO_train2014_000000000007.jpg", "width": 64, "height": 48}
     box = {"id": 70, "image_id": 7, "category_id": 1, "bbox": [10.5, 5.0, 20.0, 30.25]}
     instances = {"images": [image], "annotations": [box], "categories": [{"id": 1, "name": "dog"}]}
@@ -154,18 +152,18 @@ def _benchmarks() -> None:
     refs = pickle.dumps([{**ref, "sentences": sentences}], protocol=2)
     write_files(Path("refcoco"), {"refs(unc).p": refs, "instances.json": instances})
     write_files(Path("train2014"), {image["file_name"]: png()})
-    _grounding("train2014")
+    _write_grounding("train2014")
 
 
-def _outputs() -> None:
+def _write_outputs() -> None:
     rows = map(json.loads, Path("refcoco_val.jsonl").read_text("utf-8").splitlines())
     output = '```json\n[{"bbox_2d": [1, 2, 300, 400]}]\n```'
     lines = [json.dumps({"id": row["id"], "output": output}) + "\n" for row in rows]
     Path("outputs.jsonl").write_text("".join(lines), "utf-8")
 
 
-def _foreign() -> None:
-    """One result in the layout of each evaluation that is read."""
+def _write_foreign_results() -> None:
+    """Write one result in the layout of each supported evaluation."""
     write_files(Path("images"), {"7.jpg": png(640, 480)})
     answers: dict[str, tuple[str, Any]] = {
         "refcoco_val.jsonl": ("the cup", {"boxes": [[64, 48, 320, 240]]}),
@@ -187,15 +185,15 @@ def _foreign() -> None:
     Path(name).write_text(json.dumps(sample) + "\n", "utf-8")
 
 
-WORLDS: Mapping[str, Callable[[], None]] = {
-    "README.md": _readme,
-    "benchmarks.md": _benchmarks,
-    "coming-from.md": _foreign,
-    "your-own-data.md": _your_own_data,
+FILES: Mapping[str, Callable[[], None]] = {
+    "README.md": _write_readme_files,
+    "benchmarks.md": _write_benchmarks,
+    "coming-from.md": _write_foreign_results,
+    "your-own-data.md": _write_your_own_data,
 }
-"""By guide: makes the files that its commands name, in the current folder."""
-BEFORE: Mapping[str, Callable[[], None]] = {
-    "--predictions outputs.jsonl": _outputs,
-    "data.columns.question=prompt": _other_columns,
+"""By guide: create the files that its commands name, in the current folder."""
+EXTRA_FILES: Mapping[str, Callable[[], None]] = {
+    "--predictions outputs.jsonl": _write_outputs,
+    "data.columns.question=prompt": _write_other_columns,
 }
-"""By a part of a command: makes what it alone needs."""
+"""By a part of a command: create the files that only this command needs."""

@@ -1,0 +1,36 @@
+"""CONTRIBUTING.md describes the code as it is: its layers, its root and its tests."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+
+
+def test_table_of_layers_matches_the_contract() -> None:
+    contract = configparser.ConfigParser()
+    contract.read(ROOT / ".importlinter")
+    text = contract["importlinter:contract:layers"]["layers"]
+    layers = [re.findall(r"\w+", line) for line in text.strip().splitlines()]
+    table = GUIDE.partition("| modules | content |")[2].partition("\n\n")[0]
+    rows = [row.split("|") for row in table.strip().splitlines()[1:]]
+    assert [re.findall(r"`(\w+)`", row[1]) for row in rows] == layers
+    assert all(row[2].strip() for row in rows)
+
+
+def test_every_module_belongs_to_a_layer() -> None:
+    contract = configparser.ConfigParser()
+    contract.read(ROOT / ".importlinter")
+    layers = re.findall(r"\w+", contract["importlinter:contract:layers"]["layers"])
+    folders = {path.parent.name for path in ROOT.glob("vlm_grpo/*/__init__.py")}
+    modules = {path.stem for path in ROOT.glob("vlm_grpo/*.py")} - {"__init__"}
+    assert folders | modules == set(layers)
+
+
+def test_package_root_holds_few_modules() -> None:
+    # The interface for tasks and the trainer; anything else belongs in a package.
+    modules = {path.stem for path in ROOT.glob("vlm_grpo/*.py")} - {"__init__"}
+    assert len(modules) <= 10
