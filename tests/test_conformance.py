@@ -1,4 +1,4 @@
-"""What a model wrote and what it must earn: the cases of tests/conformance, by task."""
+"""Completions and their expected scores: the cases of tests/conformance, by task."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CASES = [
 ]
 
 
-def test_every_case_has_its_own_id():
+def test_ids_of_cases_are_unique():
     assert len({case["id"] for case in CASES}) == len(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['id']}-{case['why']}")
-def test_case_earns_what_it_must(case):
+def test_a_case_has_the_expected_scores(case):
     frame = FRAMES[case["frame"]] if "frame" in case else ORIGINAL
     options = case.get("options", {})
     task = load_task(case["task"], tags=case["tags"], frame=frame, **options)
     size = tuple(case.get("image_size", (640, 480)))
-    seen = tuple(case.get("seen", size))
-    image = ImageRef(name="image", size=size, resized_size=seen)
+    resized_size = tuple(case.get("seen", size))
+    image = ImageRef(name="image", size=size, resized_size=resized_size)
     example = Example(case["id"], (image,), case.get("question", "?"), case["gold"])
 
     task.check(example)

@@ -1,4 +1,4 @@
-"""The parsers: what they read, that they never raise, and that no text takes them long."""
+"""Parsers: accepted and rejected forms, robustness against any text, and linear time."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ PARSERS = {
         ("<answer>a</answer>", "a", "<answer>a</answer>"),
         ("x <answer> a\n</answer> y", "a", "x <answer> a\n</answer> y"),
         ("<think>t</think> <answer>a</answer>", "a", "<answer>a</answer>"),
-        ("t</think>a", None, "a"),  # a template that opened the thinking in the prompt
+        ("t</think>a", None, "a"),  # a chat template that opens the thinking in the prompt
         ("\n<think>t</think>a", None, "a"),
-        ("a <think>t</think> b", None, None),  # words before the thinking: which is the answer?
+        ("a <think>t</think> b", None, None),  # words before the thinking
         ("<think>t", None, None),
         ("<think>t</think>", None, None),
         ("</think><think>a", None, None),
@@ -51,12 +51,14 @@ PARSERS = {
         (" \n\t", None, None),
     ],
 )
-def test_extract_answer(text: str, tagged: str | None, untagged: str | None):
+def test_an_answer_is_extracted_with_and_without_tags(
+    text: str, tagged: str | None, untagged: str | None
+):
     assert extract_answer(text, tags=True) == tagged
     assert extract_answer(text, tags=False) == untagged
 
 
-def test_every_number_word_is_its_number():
+def test_number_words_are_parsed():
     words = (
         "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
         "fifteen sixteen seventeen eighteen nineteen twenty"
@@ -66,7 +68,7 @@ def test_every_number_word_is_its_number():
 
 @given(st.integers(0, 10**18 - 1))
 @settings(deadline=None)
-def test_every_written_integer_is_read_back(number: int):
+def test_written_integers_are_parsed(number: int):
     assert parse_integer(str(number)) == number
     assert parse_integer(f"{number:,} apples") == number
     assert parse_integer(f"-{number}") is None
@@ -81,9 +83,7 @@ COORDINATES = st.floats(-MAX_COORDINATE, MAX_COORDINATE, allow_nan=False).map(
 
 @given(COORDINATES, COORDINATES, COORDINATES, COORDINATES)
 @settings(deadline=None)
-def test_four_numbers_are_a_box_exactly_when_it_has_area(
-    x1: float, y1: float, x2: float, y2: float
-):
+def test_four_numbers_are_a_box_if_it_has_an_area(x1: float, y1: float, x2: float, y2: float):
     expected = [((x1, y1, x2, y2), None)] if x1 < x2 and y1 < y2 else None
     plain = [f"{value:.3f}" for value in (x1, y1, x2, y2)]
     assert parse_boxes(f"[{', '.join(plain)}]") == expected
@@ -92,13 +92,13 @@ def test_four_numbers_are_a_box_exactly_when_it_has_area(
     assert parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
 
 
-def test_truncated_boxes_are_none_at_every_length():
-    whole = '[{"bbox_2d": [1, 2, 30, 40], "label": "cat"}, {"bbox_2d": [5, 6, 70, 80]}]'
-    assert parse_boxes(whole) is not None
-    assert [n for n in range(len(whole)) if parse_boxes(whole[:n]) is not None] == []
+def test_boxes_truncated_at_any_length_are_rejected():
+    text = '[{"bbox_2d": [1, 2, 30, 40], "label": "cat"}, {"bbox_2d": [5, 6, 70, 80]}]'
+    assert parse_boxes(text) is not None
+    assert [n for n in range(len(text)) if parse_boxes(text[:n]) is not None] == []
 
 
-def test_labels_are_texts():
+def test_labels_must_be_text():
     assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": "a cat"}') == [((1, 2, 3, 4), "a cat")]
     assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}') is None
 
@@ -118,7 +118,7 @@ def test_labels_are_texts():
         "<loc0001><loc0001><loc0002><loc0002> 3 <loc",
     ],
 )
-def test_malformed_tokens_are_no_boxes(text: str):
+def test_malformed_tokens_are_rejected(text: str):
     assert parse_boxes(text) is None
 
 
@@ -131,22 +131,22 @@ def test_malformed_tokens_are_no_boxes(text: str):
         ("<loc0001><loc0001><loc0002><loc0002>", ";"),
     ],
 )
-def test_the_number_of_boxes_is_capped_in_every_grammar(one: str, between: str):
-    def listed(count: int) -> str:
+def test_the_number_of_boxes_is_limited_in_every_grammar(one: str, between: str):
+    def repeat(count: int) -> str:
         text = between.join([one] * count)
         return f"[{text}]" if one.startswith("[") else text
 
-    assert len(parse_boxes(listed(MAX_ITEMS)) or []) == MAX_ITEMS
-    assert parse_boxes(listed(MAX_ITEMS + 1)) is None
+    assert len(parse_boxes(repeat(MAX_ITEMS)) or []) == MAX_ITEMS
+    assert parse_boxes(repeat(MAX_ITEMS + 1)) is None
 
 
-def test_the_number_of_boxes_is_capped_over_all_tags():
+def test_the_number_of_boxes_is_limited_across_tags():
     half = f"<box>[{','.join(['[1,2,3,4]'] * (MAX_ITEMS // 2 + 1))}]</box>"
     assert len(parse_boxes(half) or []) == MAX_ITEMS // 2 + 1
     assert parse_boxes(half * 2) is None
 
 
-def test_length_is_capped():
+def test_the_length_of_an_answer_is_limited():
     padding = " " * (MAX_CHARACTERS - len("[1,2,3,4]"))
     assert parse_boxes("[1,2,3,4]" + padding) is not None
     assert parse_boxes("[1,2,3,4]" + padding + " ") is None
@@ -191,7 +191,7 @@ ADVERSARIAL = {
     "lone surrogates": '["' + "\\ud800" * 3000 + '"]',
     "null characters": "\x00" * N,
     "combining marks": "a\u0300" * (N // 2),
-    "one character that unfolds to 18": "\ufdfa" * N,
+    "one character that expands to 18": "\ufdfa" * N,
     "separators": "1" + ",111" * 240,
     "number words": "three " * 160,
     "minus signs": "-" * 999,
@@ -200,14 +200,14 @@ ADVERSARIAL = {
 
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
 @pytest.mark.parametrize("text", ADVERSARIAL.values(), ids=list(ADVERSARIAL))
-def test_adversarial_texts_are_answered_within_10_ms(parser, text: str):
-    # Also as far as the caps let them in, where the real work begins.
+def test_adversarial_texts_are_parsed_within_10_ms(parser, text: str):
+    # Also truncated to the limits, where the real work begins.
     for version in (text, text[:MAX_CHARACTERS], text[:1000]):
-        assert fastest(parser, version) < 0.010
+        assert measure_fastest(parser, version) < 0.010
 
 
-def fastest(parser, text: str, attempts: int = 5) -> float:
-    """Processor seconds of the fastest attempt: a busy machine can only make it slower."""
+def measure_fastest(parser, text: str, attempts: int = 5) -> float:
+    """Return the CPU seconds of the fastest attempt, because other load only adds time."""
     best = float("inf")
     for _ in range(attempts):
         start = time.thread_time()
@@ -230,7 +230,7 @@ PIECES = [
 
 
 def random_text(rng: random.Random) -> str:
-    """Mostly short, sometimes up to the longest; of pieces of the grammars and of anything."""
+    """Return a text, mostly short, of pieces of the grammars and random characters."""
     length = rng.choice([3, 10, 30, 30, 100, 1000])
     parts = (
         rng.choice(PIECES) * rng.choice([1, 1, 1, 1, 2, 50])
@@ -242,7 +242,7 @@ def random_text(rng: random.Random) -> str:
 
 
 def check_forms(text: str) -> None:
-    """Whatever was written: no exception, and a value of the promised form or None."""
+    """Check that every parser returns None or a value of its documented form."""
     for tags in (True, False):
         inner = extract_answer(text, tags)
         assert inner is None or (inner == inner.strip() != "" and inner in text)
@@ -263,21 +263,21 @@ def check_forms(text: str) -> None:
     st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 )
 @settings(max_examples=500, deadline=None)
-def test_any_text_gives_a_value_or_none(text: str):
+def test_any_text_yields_a_value_or_none(text: str):
     check_forms(text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
-def test_100_000_random_texts_take_no_parser_10_ms(parser):
+def test_100_000_random_texts_are_each_parsed_within_10_ms(parser):
     rng = random.Random(0)
     for _ in range(100_000):
         text = random_text(rng)
-        assert fastest(parser, text) < 0.010, repr(text[:200])
+        assert measure_fastest(parser, text) < 0.010, repr(text[:200])
 
 
 @pytest.mark.slow
-def test_100_000_random_texts_give_values_of_the_promised_form():
+def test_100_000_random_texts_yield_values_of_the_documented_form():
     rng = random.Random(1)
     for _ in range(100_000):
         check_forms(random_text(rng))

@@ -1,4 +1,4 @@
-"""Scores equal the definitions: other libraries where there are any, plain loops elsewhere."""
+"""Scores compared with other libraries or with direct computations of their definitions."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def random_boxes(rng: random.Random, count: int) -> list[Box]:
     return boxes
 
 
-def test_iou_and_giou_equal_torchvisions():
+def test_iou_and_giou_equal_those_of_torchvision():
     rng = random.Random(0)
     predicted, gold = random_boxes(rng, 60), random_boxes(rng, 40)
     tensors = torch.tensor(predicted, dtype=torch.float64), torch.tensor(gold, dtype=torch.float64)
-    # 1e-9: both are a few float64 operations on numbers of about a thousand.
+    # 1e-9: both are a few float64 operations on numbers of about 1,000.
     np.testing.assert_allclose(iou_matrix(predicted, gold), box_iou(*tensors), atol=1e-9)
     giou_expected = generalized_box_iou(*tensors)
     np.testing.assert_allclose(giou_matrix(predicted, gold), giou_expected, atol=1e-9)
@@ -49,14 +49,14 @@ def test_iou_and_giou_equal_torchvisions():
     assert giou(predicted[0], gold[0]) == giou_matrix(predicted, gold)[0, 0]
 
 
-def test_no_boxes_have_an_empty_matrix():
+def test_matrices_without_boxes_are_empty():
     box = (0.0, 0.0, 1.0, 1.0)
     for matrix in (iou_matrix, giou_matrix):
         assert matrix([], [box]).shape == (0, 1)
         assert matrix([box], []).shape == (1, 0)
 
 
-def test_matching_is_the_best_of_all():
+def test_matching_is_the_best_of_all_permutations():
     rng = np.random.default_rng(0)
     for rows, columns in itertools.product(range(1, 5), range(1, 5)):
         scores = rng.random((rows, columns))
@@ -72,7 +72,7 @@ def test_matching_is_the_best_of_all():
 
 
 def test_matched_mean_of_empty_sets():
-    assert matched_mean(np.zeros((0, 0))) == 1.0  # both say that there is nothing
+    assert matched_mean(np.zeros((0, 0))) == 1.0  # both say that there are none
     assert matched_mean(np.zeros((0, 3))) == 0.0
     assert matched_mean(np.zeros((3, 0))) == 0.0
 
@@ -88,7 +88,7 @@ def test_f1_is_the_harmonic_mean():
 
 
 def edit_distance(first, second) -> int:
-    """Levenshtein's distance by the textbook's table."""
+    """Return the Levenshtein distance, computed by dynamic programming."""
     row = list(range(len(second) + 1))
     for i, a in enumerate(first, 1):
         previous, row[0] = row[0], i
@@ -97,7 +97,7 @@ def edit_distance(first, second) -> int:
     return row[-1]
 
 
-# Few letters, so that most distances lie between nothing and everything in common.
+# Few letters, so that most distances lie between the extremes.
 WORDS = st.text(alphabet="abAB 你", max_size=12)
 
 
@@ -113,36 +113,36 @@ def test_error_rates_equal_their_definition(predicted: str, gold: str):
 
 @given(WORDS, st.lists(WORDS.filter(lambda text: text.strip()), min_size=1, max_size=3))
 @settings(deadline=None)
-def test_anls_equals_the_papers_definition(predicted: str, gold: list[str]):
+def test_anls_equals_the_definition_in_its_paper(predicted: str, gold: list[str]):
     def plain(text: str) -> str:
         return " ".join(text.lower().split())
 
     best = 0.0
     for accepted in map(plain, gold):
         distance = edit_distance(plain(predicted), accepted)
-        normalised = distance / max(len(plain(predicted)), len(accepted))
-        best = max(best, 1 - normalised if normalised < 0.5 else 0.0)
+        normalized = distance / max(len(plain(predicted)), len(accepted))
+        best = max(best, 1 - normalized if normalized < 0.5 else 0.0)
     assert anls(predicted, gold) == pytest.approx(best)
 
 
-def test_an_empty_gold_allows_nothing():
+def test_an_empty_gold_text_allows_no_prediction():
     assert character_error_rate("", "") == word_error_rate("", " ") == 0.0
     assert character_error_rate("a", "") == word_error_rate("a", "") == 1.0
 
 
-def test_error_rates_of_full_pages_are_quick_and_right():
-    page = "the quick brown fox " * 900  # 18,000 characters, near the parsers' cap
+def test_error_rates_of_full_pages_are_correct():
+    page = "the quick brown fox " * 900  # 18,000 characters, near the parsers' limit
     assert character_error_rate(page[:-18], page) == pytest.approx(18 / 18_000)
 
 
 def average_precision(flags: list[bool], golds: int) -> float:
-    """COCO's 101-point interpolated AP of detections in rank order, by its definition."""
+    """Return COCO's 101-point interpolated AP of detections in rank order."""
     hits, points = 0, []
     for rank, flag in enumerate(flags, 1):
         hits += flag
         points.append((hits / golds, hits / rank))
     total = 0.0
-    for level in np.linspace(0, 1, 101):  # floats compared as they are, as pycocotools does
+    for level in np.linspace(0, 1, 101):  # compared without tolerance, as in pycocotools
         total += max((p for recall, p in points if recall >= level), default=0.0)
     return total / 101
 
@@ -152,20 +152,20 @@ def test_coco_average_precision_equals_its_definition():
     for _ in range(20):
         golds, found, flags = [], [], []
         for _ in range(4):
-            # Far apart, so that it is plain which prediction belongs to which gold box.
+            # Far apart, so that each prediction belongs to one gold box.
             boxes = [(1000.0 * i, 0.0, 1000.0 * i + 100, 100.0) for i in range(rng.randint(1, 4))]
-            right = [rng.random() < 0.6 for _ in boxes]
+            hits = [rng.random() < 0.6 for _ in boxes]
             golds.append([(box, "cat") for box in boxes])
             found.append(
                 [
                     (box if hit else (box[0] + 500, box[1], box[2] + 500, box[3]), "cat")
-                    for box, hit in zip(boxes, right, strict=True)
+                    for box, hit in zip(boxes, hits, strict=True)
                 ]
             )
-            flags += right
+            flags += hits
         expected = average_precision(flags, len(flags))
         result = coco_average_precision(found, golds)
-        # A found box is exact, so every threshold finds the same ones.
+        # Every hit is exact, so it counts at every threshold.
         assert result == pytest.approx({"ap": expected, "ap_50": expected, "ap_75": expected})
 
 
@@ -176,9 +176,9 @@ def test_coco_average_precision_of_special_cases(capsys):
     assert coco_average_precision([[]], [[cat]]) == {"ap": 0.0, "ap_50": 0.0, "ap_75": 0.0}
     result = coco_average_precision([[cat], [half]], [[cat], [dog]])
     assert result == pytest.approx({"ap": (1 + 0.3) / 2, "ap_50": 1.0, "ap_75": 0.5})
-    # A class that nobody asked for is no class of the average.
+    # A class without gold boxes is not part of the average.
     assert coco_average_precision([[cat, dog]], [[cat]])["ap"] == pytest.approx(1.0)
-    assert capsys.readouterr().out == ""  # pycocotools' own table is not shown
+    assert capsys.readouterr().out == ""  # the table of pycocotools is not printed
 
 
 @pytest.mark.parametrize(
@@ -186,10 +186,10 @@ def test_coco_average_precision_of_special_cases(capsys):
     [
         ("", 0.0),
         ("one two three four five six", 0.0),  # a single 6-gram
-        ("a " * 105, 0.99),  # 100 6-grams, all alike
-        ("你好世界" * 3, 3 / 7),  # 12 characters, 7 6-grams, 4 of them different
+        ("a " * 105, 0.99),  # 100 equal 6-grams
+        ("你好世界" * 3, 3 / 7),  # 12 characters with 7 6-grams, 4 of them distinct
         ('[{"bbox_2d": [1, 2, 3, 4]}, {"bbox_2d": [5, 6, 7, 8]}]', 0.0),
-        ("no no no", 0.0),  # too short to loop
+        ("no no no", 0.0),  # shorter than an n-gram
     ],
 )
 def test_repeated_share(text: str, share: float):
