@@ -1,9 +1,11 @@
-"""Build the table of benchmarks in docs/benchmarks.md from their definitions.
+"""Build the tables of benchmarks in docs/benchmarks.md from their definitions.
 
-Run ``python tests/helpers/benchmark_table.py`` to print it.
+Run ``python tests/helpers/benchmark_table.py`` to print them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from vlm_grpo.benchmarks import Benchmark, benchmark_names, load_benchmark
 
@@ -34,17 +36,23 @@ ORDER = [
     "sroie",
 ]
 """Grounding, detection, counting, OCR; all others follow in alphabetical order."""
-COLUMNS = ("benchmark", "name", "converter", "task", "metric", "n", "published")
+OVERVIEW = ("benchmark", "name", "converter", "task", "metric", "n")
+PUBLISHED = ("benchmark", "published numbers")
 
 
-def build_table() -> list[str]:
-    """Return the lines of the table."""
+def build_tables() -> tuple[str, str]:
+    """Return the overview of all benchmarks, and the published numbers of those that have any."""
     names = [*ORDER, *sorted(set(benchmark_names()) - set(ORDER))]
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
-    for name in names:
-        cells = build_cells(name)
-        lines.append(f"| {' | '.join(cells[column] for column in COLUMNS)} |")
-    return lines
+    rows = [build_cells(name) for name in names]
+    published = [row for row in rows if row["published numbers"]]
+    return format_table(OVERVIEW, rows), format_table(PUBLISHED, published)
+
+
+def format_table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    lines += [f"| {' | '.join(row[column] for column in columns)} |" for row in rows]
+    return "\n".join(lines)
 
 
 def build_cells(name: str) -> dict[str, str]:
@@ -57,7 +65,7 @@ def build_cells(name: str) -> dict[str, str]:
         "task": benchmark.task,
         "metric": f"`{benchmark.metric}`",
         "n": ", ".join(f"{s} {n:,}" if n else s for s, n in benchmark.splits.items()),
-        "published": "; ".join(format_published(benchmark)) or "–",
+        "published numbers": "; ".join(format_published(benchmark)),
     }
 
 
@@ -76,4 +84,4 @@ def format_published(benchmark: Benchmark) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*build_table(), sep="\n")
+    print(*build_tables(), sep="\n\n")
