@@ -194,4 +194,4 @@ def test_a_package_that_does_not_import_is_named(install):
 def test_an_entry_point_that_is_no_task_is_named(install):
     install("parity_number", "parity", module_text="Parity = 3\n")
 
-    assert "no Task class but 3" in refusal("parity")
+    assert "not a subclass of Task but 3" in refusal("parity")

@@ -1,1 +1,67 @@
-"""Fine-tune vision-language models with GRPO on tasks whose answers a rule can check."""
+"""Fine-tune vision-language models with GRPO on tasks whose answers a rule can check.
+
+The names below are imported when they are first used, so that ``import vlm_grpo`` and the task
+interface load neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vlm_grpo.config.run import Settings, load_settings
+    from vlm_grpo.deploy.export import export
+    from vlm_grpo.deploy.predict import predict
+    from vlm_grpo.evaluation.evaluate import evaluate
+    from vlm_grpo.model.policy import load_policy
+    from vlm_grpo.planning.planner import plan
+    from vlm_grpo.registry import load_task
+    from vlm_grpo.task import Task, metric, reward
+    from vlm_grpo.trainer import Trainer, train
+    from vlm_grpo.types import Example
+
+__all__ = [
+    "Example",
+    "Settings",
+    "Task",
+    "Trainer",
+    "evaluate",
+    "export",
+    "load_policy",
+    "load_settings",
+    "load_task",
+    "metric",
+    "plan",
+    "predict",
+    "reward",
+    "train",
+]
+
+_MODULES = {
+    "Example": "types",
+    "Settings": "config.run",
+    "Task": "task",
+    "Trainer": "trainer",
+    "evaluate": "evaluation.evaluate",
+    "export": "deploy.export",
+    "load_policy": "model.policy",
+    "load_settings": "config.run",
+    "load_task": "registry",
+    "metric": "task",
+    "plan": "planning.planner",
+    "predict": "deploy.predict",
+    "reward": "task",
+    "train": "trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
-"""Find tasks by name, file or entry point, and load them with checked options.
+"""Find tasks by name, file, entry point or class, and load them with checked options.
 
-A task comes from this package, from a ``.py`` file of the user's, or from another installed
-package that names it under the entry point group ``vlm_grpo.tasks``.
+A task comes from this package, from a user's ``.py`` file or Python module, or from an installed
+package that lists it under the entry point group ``vlm_grpo.tasks``.
 """
 
 from __future__ import annotations
@@ -22,74 +22,94 @@ from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from vlm_grpo.config.base import plain
+from vlm_grpo.config.base import simplify
+from vlm_grpo.config.sources import IN_SESSION
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.task import Task
+from vlm_grpo.task import BUILT_IN, Task, get_task_name
 
-GROUP = "vlm_grpo.tasks"
-"""The entry point group, and also the package that holds the built-in tasks."""
 _FILE_MODULE = "_vlm_grpo_task_"
-"""How the module of a task's file is named, before the file's name."""
+"""Prefix of the module name of a task's file."""
+_LOADING: set[str] = set()
+"""Names of the modules of task files that are being loaded."""
 
 
 def task_names() -> list[str]:
-    """Every name that ``load_task`` knows, built-in tasks and those of other packages."""
+    """Return the names of all built-in tasks and of those in other packages."""
     return sorted(_built_in() | _plugins().keys())
 
 
-def load_task(name_or_path: str, /, **options: Any) -> Task:
-    """A task, ready to score.
+def load_task(task: str | type[Task] | Task, /, **options: Any) -> Task:
+    """Load a task.
 
     Args:
-        name_or_path: a name in ``task_names()``, or the path of a ``.py`` file that defines one
-            task (``file.py:ClassName`` where it defines several).
+        task: a name in ``task_names()``, the path of a ``.py`` file that defines one task
+            (``file.py:ClassName`` if it defines several), ``package.module:ClassName``, a class,
+            or a task, whose options ``options`` override.
         options: the task's own options, such as ``tags=True`` or ``weights={"exact": 2.0}``.
 
     Raises:
-        UserError: there is no such task, two packages claim its name, its file does not load,
-            or an option is unknown or of a wrong type.
+        UserError: the task does not exist, two packages claim its name, its code fails, or an
+            option is unknown or of a wrong type.
     """
-    return build_task(load_task_class(name_or_path), name_or_path, options)
+    if isinstance(task, Task):
+        own = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+        task, options = type(task), {**own, **options}
+    task_class = load_task_class(task)
+    name = task if isinstance(task, str) else get_task_name(task)
+    return build_task(task_class, name, options)
 
 
-def load_task_class(name_or_path: str) -> type[Task]:
-    """The class of a task; arguments and errors as for ``load_task``."""
-    path, _, class_name = name_or_path.partition(".py:")
-    if name_or_path.endswith(".py") or class_name:
+def load_task_class(task: str | type[Task]) -> type[Task]:
+    """Return the class of a task; arguments and errors as for ``load_task``."""
+    if isinstance(task, type):
+        return _check_class(task, get_task_name(task))
+    path, _, class_name = task.partition(".py:")
+    if task.endswith(".py") or class_name:
         file = Path(f"{path}.py" if class_name else path)
-        return _the_task(_module_from_file(file), name_or_path, class_name)
-    plugins = _plugins().get(name_or_path, [])
-    built_in = name_or_path in _built_in()
+        return _find_task(_load_file(file), task, class_name)
+    if task.startswith(IN_SESSION):
+        raise UserError(
+            f"task={task}: this class was in the memory of the Python program that wrote the "
+            "settings: give it again, as load_settings(…, task=TheClass), or save it in a .py "
+            "file and give its path"
+        )
+    if ":" in task:
+        return _load_from_module(task)
+    plugins = _plugins().get(task, [])
+    built_in = task in _built_in()
     if len(plugins) + built_in > 1:
         claims = [f"{plugin.value} of {_package(plugin)}" for plugin in plugins]
         claims += ["the task of vlm_grpo itself"] if built_in else []
         raise UserError(
-            f"task name {name_or_path!r} is claimed more than once:\n{bullets(claims)}\n"
+            f"task name {task!r} is claimed more than once:\n{bullets(claims)}\n"
             "rename or uninstall one of them, or give the path of the task's file"
         )
     if built_in:
-        return _the_task(importlib.import_module(f"{GROUP}.{name_or_path}"), name_or_path)
+        return _find_task(importlib.import_module(f"{BUILT_IN}.{task}"), task)
     if plugins:
-        return _from_plugin(plugins[0])
+        return _load_plugin(plugins[0])
     names = task_names()
     raise UserError(
-        f"there is no task {name_or_path!r}{nearest(name_or_path, names)}: "
+        f"there is no task {task!r}{nearest(task, names)}: "
         f"give one of {', '.join(names)}, or the path of a .py file"
     )
 
 
-def task_source(task: type[Task]) -> str | None:
-    """By what ``load_task_class`` finds the class in another process; None: Python imports it."""
+def get_task_source(task: type[Task]) -> str | None:
+    """Return the ``file.py:Class`` that another process must load before it can unpickle a task.
+
+    None: Python's own import finds the class.
+    """
     if not task.__module__.startswith(_FILE_MODULE):
         return None
     return f"{inspect.getfile(task)}:{task.__name__}"
 
 
 def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
-    """The task with its options.
+    """Build a task with its options.
 
     Raises:
-        UserError: options are unknown or of a wrong type; every one is named.
+        UserError: options are unknown or of a wrong type; the message names all of them.
     """
     hints = typing.get_type_hints(task)
     known = {field.name: hints[field.name] for field in dataclasses.fields(task)}
@@ -102,7 +122,7 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
         try:
             values[option] = _convert(value, known[option])
         except ValidationError as error:
-            reasons = {plain(problem["msg"]) for problem in error.errors()}
+            reasons = {simplify(problem["msg"]) for problem in error.errors()}
             problems.append(f"{option}={value!r} should {' or '.join(sorted(reasons))}")
     if problems:
         raise UserError(
@@ -115,19 +135,19 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """The value as the annotated type; no text is taken for a number or a truth value."""
+    """Return the value as the annotated type; text is not converted to numbers or booleans."""
     config = ConfigDict(arbitrary_types_allowed=True)
     try:
         adapter = TypeAdapter(hint, config=config)
-    except PydanticUserError:  # a type with a configuration of its own takes no other
+    except PydanticUserError:  # a type with its own configuration accepts no other
         adapter = TypeAdapter(hint)
     if isinstance(value, list) and typing.get_origin(hint) is tuple:
         value = tuple(value)  # YAML has no tuples
     return adapter.validate_python(value, strict=True)
 
 
-def _the_task(module: ModuleType, source: str, class_name: str = "") -> type[Task]:
-    """The task class that a module defines (imported ones do not count)."""
+def _find_task(module: ModuleType, source: str, class_name: str = "") -> type[Task]:
+    """Return the task class that a module defines; imported classes do not count."""
     found = {
         name: member
         for name, member in vars(module).items()
@@ -142,19 +162,19 @@ def _the_task(module: ModuleType, source: str, class_name: str = "") -> type[Tas
                 f"{source}: there is no task class {class_name}{nearest(class_name, found)}; "
                 f"the file defines {', '.join(found) or 'none'}"
             )
-        return _checked(found[class_name], source)
+        return _check_class(found[class_name], source)
     if len(found) != 1:
         remedy = (
-            f"say which by {source}:{next(iter(found))}"
+            f"choose one, as in {source}:{next(iter(found))}"
             if found
             else "define one: class MyTask(Task), see the tasks of this package"
         )
         raise UserError(f"{source} defines {len(found)} task classes, not one: {remedy}")
-    return _checked(next(iter(found.values())), source)
+    return _check_class(next(iter(found.values())), source)
 
 
-def _checked(task: type[Task], source: str) -> type[Task]:
-    """The class itself, if it has what every task needs."""
+def _check_class(task: type[Task], source: str) -> type[Task]:
+    """Return the class after checking that it has what every task needs."""
     rules = {**task.rules("reward"), **task.rules("metric")}
     primary_metric = getattr(task, "primary_metric", None)
     problems = [
@@ -166,7 +186,7 @@ def _checked(task: type[Task], source: str) -> type[Task]:
         problems.append("no method is marked @reward")
     if primary_metric not in rules:
         problems.append(
-            f"primary_metric = {primary_metric!r} names none of its rewards and metrics: "
+            f"primary_metric = {primary_metric!r} is none of its rewards and metrics: "
             f"{', '.join(rules) or 'it has none'}"
         )
     if problems:
@@ -174,18 +194,37 @@ def _checked(task: type[Task], source: str) -> type[Task]:
     return task
 
 
-def _module_from_file(path: Path) -> ModuleType:
+def _load_from_module(name: str) -> type[Task]:
+    """Return the class of ``package.module:ClassName``."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything
+        raise UserError(
+            f"task {name} cannot be loaded: {type(error).__name__}: {error}: install the package, "
+            "put its folder on PYTHONPATH, or give the path of the task's .py file"
+        ) from error
+    return _find_task(module, module_name, class_name)
+
+
+def _load_file(path: Path) -> ModuleType:
     path = path.expanduser()
     if not path.is_file():
         raise UserError(f"there is no task file {path}")
-    # The name is made from the path, so that two files called task.py do not collide.
+    # The path is part of the name, so that two files called task.py do not collide.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"{_FILE_MODULE}{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise UserError(f"task file {path} cannot be loaded")
+    if name in _LOADING:
+        raise UserError(
+            f"task file {path} uses its own task while it is loaded: put the part that is a "
+            'program under if __name__ == "__main__"'
+        )
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
+    _LOADING.add(name)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's file may raise anything
@@ -193,17 +232,19 @@ def _module_from_file(path: Path) -> ModuleType:
         raise UserError(
             f"task file {path} cannot be loaded: {_blame(error, path.resolve())}"
         ) from error
+    finally:
+        _LOADING.remove(name)
     return module
 
 
 def _blame(error: Exception, path: Path) -> str:
-    """``line N: NameError: …`` where the error is of the task's own file."""
-    what = f"{type(error).__name__}: {error}"
+    """Return ``line N: NameError: …`` if the task's file is part of the traceback."""
+    message = f"{type(error).__name__}: {error}"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    return f"line {lines[-1]}: {what}" if lines else what
+    return f"line {lines[-1]}: {message}" if lines else message
 
 
-def _from_plugin(plugin: EntryPoint) -> type[Task]:
+def _load_plugin(plugin: EntryPoint) -> type[Task]:
     source = f"{plugin.name} ({plugin.value} of {_package(plugin)})"
     try:
         found = plugin.load()
@@ -212,14 +253,14 @@ def _from_plugin(plugin: EntryPoint) -> type[Task]:
             f"task {source} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     if isinstance(found, ModuleType):
-        return _the_task(found, source)
+        return _find_task(found, source)
     if inspect.isclass(found) and issubclass(found, Task):
-        return _checked(found, source)
-    raise UserError(f"task {source} is no Task class but {found!r}")
+        return _check_class(found, source)
+    raise UserError(f"task {source} is not a subclass of Task but {found!r}")
 
 
 def _built_in() -> set[str]:
-    package = importlib.import_module(GROUP)
+    package = importlib.import_module(BUILT_IN)
     return {
         module.name
         for module in pkgutil.iter_modules(package.__path__)
@@ -228,9 +269,9 @@ def _built_in() -> set[str]:
 
 
 def _plugins() -> dict[str, list[EntryPoint]]:
-    """Entry points by name; the same one listed twice by one package counts once."""
+    """Return the entry points by name; one that a package lists twice counts once."""
     found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
-    for point in entry_points(group=GROUP):
+    for point in entry_points(group=BUILT_IN):
         found.setdefault(point.name, {})[(_package(point), point.value)] = point
     return {name: list(points.values()) for name, points in found.items()}
 

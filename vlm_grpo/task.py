@@ -1,7 +1,7 @@
-"""The base of every task plugin: prompt, parser, rewards, metrics, gold answer, drawing.
+"""The base class of tasks: prompt, parser, rewards, metrics, gold answer and drawing.
 
-A task is one class in one file. Options are annotated class attributes, set where the task is
-loaded (``load_task("counting", tags=True)``), so a subclass reads like a small dataclass::
+A task is one class in one file. Its options are annotated class attributes, as in a dataclass,
+and are set when the task is loaded (``load_task("counting", tags=True)``)::
 
     class Counting(Task):
         '''Count the named objects in one image.'''
@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -37,9 +39,12 @@ from vlm_grpo.scoring import repeated_share
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import CallTimeout
 
-_ARGUMENTS = ("answer", "example", "text", "tokens")
+BUILT_IN = "vlm_grpo.tasks"
+"""The package of the built-in tasks, and the entry point group of tasks in other packages."""
 FAILURES = (Exception, SystemExit, CallTimeout)
-"""What a user's parser or rule may raise, none of which may stop a run."""
+"""Exceptions of a user's parser or rule that must not stop a run."""
+
+_ARGUMENTS = ("answer", "example", "text", "tokens")
 
 
 @dataclass(frozen=True)
@@ -48,19 +53,19 @@ class Rule:
 
     Attributes:
         kind: "reward" or "metric".
-        weight: a reward's share in the total.
-        without_answer: its value where the completion holds no answer.
-        sees_text: the method takes the whole completion too.
-        sees_tokens: and the number of its tokens.
-        needs_answer: it is called only where the completion holds an answer.
-        optional: a reward that is left out unless the task's ``weights`` name it.
+        weight: weight of a reward in the total.
+        without_answer: value for a completion without an answer.
+        takes_text: whether the method takes the completion's text.
+        takes_tokens: whether the method takes the completion's number of tokens.
+        needs_answer: whether the method is called only for completions with an answer.
+        optional: whether a reward is used only if the task's ``weights`` name it.
     """
 
     kind: str
     weight: float
     without_answer: float | None
-    sees_text: bool
-    sees_tokens: bool
+    takes_text: bool
+    takes_tokens: bool
     needs_answer: bool = True
     optional: bool = False
 
@@ -73,8 +78,8 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) 
                 f"{kind} {method.__qualname__}{arguments} must take (self, answer, example), "
                 "then text and tokens if it needs them"
             )
-        sees = {"sees_text": "text" in arguments, "sees_tokens": "tokens" in arguments}
-        method.rule = Rule(kind, weight, without_answer, **sees, **more)  # type: ignore[attr-defined]
+        takes = {"takes_text": "text" in arguments, "takes_tokens": "tokens" in arguments}
+        method.rule = Rule(kind, weight, without_answer, **takes, **more)  # type: ignore[attr-defined]
         return method
 
     return decorate
@@ -83,15 +88,15 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) 
 def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = False) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
 
-    ``tokens`` is how many the completion has. Where only its text is known, as in evaluation and
-    in scoring from a file, a reward that asks for them is left out.
+    ``tokens`` is the completion's number of tokens. Evaluation and scoring from a file know the
+    text alone and leave out rewards that take ``tokens``.
 
     Args:
-        weight: its share in the total reward; 0 logs it without training on it.
-        needs_answer: call it only where the completion holds an answer; without one it is 0.
-            False, with ``answer`` None there, is for penalties: were a missing answer spared
-            them, giving none would pay.
-        optional: leave it out unless the task's ``weights`` name it.
+        weight: weight in the total reward; 0: log the reward without training on it.
+        needs_answer: call the method only for completions with an answer; the others earn 0.
+            False is for penalties, which get ``answer`` None for a completion without one:
+            otherwise giving no answer would avoid the penalty.
+        optional: use the reward only if the task's ``weights`` name it.
     """
     return _rule("reward", weight, 0.0, needs_answer=needs_answer, optional=optional)
 
@@ -100,8 +105,8 @@ def metric(without_answer: float | None = 0.0) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a metric.
 
     Args:
-        without_answer: the metric's value where the completion holds no answer; None leaves
-            such completions out of its mean.
+        without_answer: value for a completion without an answer; None: leave such completions
+            out of the mean.
     """
     return _rule("metric", 0.0, without_answer)
 
@@ -115,26 +120,26 @@ def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
 class Task:
     """A visual task whose answers a rule can check.
 
-    A subclass defines ``parse`` and ``write`` and at least one ``@reward``; the rest has
-    defaults. The same parser serves training, evaluation and offline scoring.
+    A subclass defines ``parse``, ``write`` and at least one ``@reward``; everything else has a
+    default. Training, evaluation and offline scoring use the same parser. Rewards, metrics and
+    options must not have the names of attributes of this class.
 
     Attributes:
-        tags: ask for ``<answer>…</answer>`` and read the answer there alone.
-        thinking: ask for ``<think>…</think>`` first; thinking is never scored.
-        frame: the coordinate frame of the model's boxes; the model family sets it.
-        weights: reward weights by name, over those in the code; 0 switches one off.
-        progress: how far the training has come, 0 to 1; set by ``at``.
-        length_budget: characters of a completion that the ``length`` reward leaves free, at
-            least 1.
-        overlong_cache: tokens before the limit over which the ``overlong`` reward falls; it must
-            be given where ``weights`` name that reward.
-        token_limit: tokens at which a completion is cut off; the trainer sets it.
+        tags: request ``<answer>…</answer>`` and parse only the text inside it.
+        thinking: request ``<think>…</think>`` before the answer; thinking is not scored.
+        frame: coordinate frame of the model's boxes; set from the model family.
+        weights: reward weights by name, which override those in the code; 0 disables a reward.
+        progress: progress of the training, 0 to 1; set by ``at``.
+        length_budget: number of characters without a penalty of the ``length`` reward, at least 1.
+        overlong_cache: number of tokens before the limit over which the ``overlong`` reward
+            falls; required if ``weights`` name that reward.
+        token_limit: maximum number of tokens of a completion; set by the trainer.
     """
 
     primary_metric: ClassVar[str]
-    """Name of the reward or metric by which models are compared."""
+    """Name of the reward or metric that selects the best checkpoint and is reported first."""
     lower_is_better: ClassVar[bool] = False
-    """The primary metric is an error: the best checkpoint is the one where it is least."""
+    """Whether the primary metric is an error."""
 
     tags: bool = False
     thinking: bool = False
@@ -147,6 +152,8 @@ class Task:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        _check_names(cls)
+        _accept_headline(cls)
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -161,49 +168,56 @@ class Task:
             raise ValueError(f"length_budget is {self.length_budget}; it must be at least 1")
         if self.weights.get("overlong") and self.overlong_cache < 1:
             raise ValueError(
-                "the reward overlong needs overlong_cache: the tokens before the length limit over "
-                "which it falls from 0 to -1, as a quarter of rollout.max_completion_length"
+                "the reward overlong needs overlong_cache: the number of tokens before the length "
+                "limit over which it falls from 0 to -1, such as a quarter of "
+                "rollout.max_completion_length"
             )
 
-    # What a subclass defines.
+    # Methods that a subclass defines or overrides.
 
     def question(self, example: Example) -> str:
-        """What to ask about the example, without the words on how to answer."""
+        """Return the question about the example, without instructions on how to answer."""
         return example.question
 
     def parse(self, text: str, example: Example) -> Any | None:
-        """The answer in ``text`` (tags and thinking already taken off), or None; never raises."""
+        """Return the answer in ``text`` or None; must not raise.
+
+        Args:
+            text: the completion without tags and thinking.
+            example: the example that it answers.
+        """
         raise NotImplementedError
 
     def write(self, answer: Any, example: Example) -> str:
-        """The inverse of ``parse``: an answer as a model should write it."""
+        """Return the text in which a model should write an answer; the inverse of ``parse``."""
         raise NotImplementedError
 
     def check(self, example: Example) -> None:
-        """Raise ValueError, saying what is wrong, if the example's gold answer has a wrong form."""
+        """Raise ValueError, naming the problem, if the example's gold answer is malformed."""
 
     def draw(self, image: Image.Image, answer: Any, example: Example, color: str) -> Image.Image:
-        """A copy of the example's first image with the answer drawn on it."""
+        """Return a copy of the example's first image with the answer drawn on it."""
         return image
 
     def corpus_metrics(
         self, answers: Sequence[Any | None], examples: Sequence[Example]
     ) -> dict[str, float]:
-        """Metrics of a whole set that are no mean over its completions, by name.
+        """Return metrics by name that are not means over completions, such as average precision.
 
         Args:
-            answers: what ``read`` returned for each completion, one for each example.
-            examples: the rows, in the same order; a row sampled several times stands as often.
+            answers: result of ``read`` for each completion.
+            examples: the example of each completion; an example with several completions is
+                repeated.
         """
         return {}
 
-    # Rewards that a recipe can add to any task by naming them in ``weights``.
+    # Optional rewards, which the ``weights`` of any task can name.
 
     @reward(weight=0.0, optional=True)
     def format(self, answer: Any, example: Example, text: str) -> float:
-        """1 where the completion is what the prompt asked for and not a word more.
+        """Return 1 if the completion has the requested format and no other text, else 0.
 
-        Paid only where the answer parses; give it a small weight.
+        Only completions with an answer earn it. Give it a small weight.
         """
         _, thinking, rest = text.rpartition("</think>")
         rest = rest.strip()
@@ -212,37 +226,40 @@ class Task:
 
     @reward(weight=0.0, optional=True)
     def thought(self, answer: Any, example: Example, text: str) -> float:
-        """1 where there is thinking and it was asked for, or neither; paid only with an answer."""
+        """Return 1 if there is thinking exactly if it was requested, else 0.
+
+        Only completions with an answer earn it.
+        """
         thinking = text.rpartition("</think>")[0].replace("<think>", "").strip()
         return float(bool(thinking) == self.thinking)
 
     @reward(weight=0.0, optional=True, needs_answer=False)
     def length(self, answer: Any | None, example: Example, text: str) -> float:
-        """A penalty: 0 up to ``length_budget`` characters, falling to −1 at twice as many."""
+        """Return a penalty: 0 up to ``length_budget`` characters, falling to −1 at twice that."""
         return 0.0 - min(1.0, max(0.0, len(text) / self.length_budget - 1.0))
 
     @reward(weight=0.0, optional=True, needs_answer=False)
     def overlong(self, answer: Any | None, example: Example, text: str, tokens: int) -> float:
-        """A penalty in [−1, 0]: 0 until ``overlong_cache`` tokens are left, −1 at the limit.
+        """Return a penalty: 0 until ``overlong_cache`` tokens before the limit, −1 at the limit.
 
         The limit is ``rollout.max_completion_length`` (DAPO, arXiv:2503.14476, eq. 13).
         """
-        free = self.token_limit - self.overlong_cache
-        return 0.0 - min(1.0, max(0.0, (tokens - free) / self.overlong_cache))
+        start = self.token_limit - self.overlong_cache
+        return 0.0 - min(1.0, max(0.0, (tokens - start) / self.overlong_cache))
 
     @reward(weight=0.0, optional=True, needs_answer=False)
     def repetition(self, answer: Any | None, example: Example, text: str) -> float:
-        """A penalty in [−1, 0]: minus the share of word 6-grams that came before."""
+        """Return a penalty in [−1, 0]: minus the share of word 6-grams that are repeated."""
         return 0.0 - repeated_share(text)
 
-    # What the base makes of it.
+    # Methods of the base class.
 
     def at(self, progress: float) -> Self:
-        """The same task at another point of the training, 0 to 1, for rewards that get stricter."""
+        """Return a copy with another ``progress``, for rewards that depend on it."""
         return replace(self, progress=progress)
 
     def prompt(self, example: Example) -> str:
-        """The user's whole message: the question and how to answer it."""
+        """Return the user message: the question and the instruction on how to answer."""
         where = "inside <answer> </answer>" if self.tags else "after it"
         if self.thinking:
             how = f"First think inside <think> </think>, then give only the final answer {where}."
@@ -253,24 +270,24 @@ class Task:
         return f"{self.question(example)} {how}"
 
     def gold(self, example: Example) -> str:
-        """A completion that must earn ``gold_reward``: the gold answer as the prompt asks."""
+        """Return the gold answer as a completion, which must earn ``gold_reward``."""
         text = self.write(self.gold_answer(example), example)
         text = f"<answer>{text}</answer>" if self.tags else text
         return f"<think>Look at the image.</think>{text}" if self.thinking else text
 
     def gold_reward(self, example: Example) -> float:
-        """The least that each reward gives the gold completion (a penalty gives it 0).
+        """Return the minimum of each reward for the gold completion; a penalty must be 0.
 
-        It is 1.0 unless writing the answer rounds it, as whole units of a frame round a box.
+        Override it where writing the answer rounds it, as with boxes in integer coordinates.
         """
         return 1.0
 
     def gold_answer(self, example: Example) -> Any:
-        """The gold answer in the form that ``parse`` returns."""
+        """Return the gold answer in the form that ``parse`` returns."""
         return example.answer
 
     def read(self, text: str, example: Example) -> Any | None:
-        """The answer in a whole completion, or None where it holds no answer or no single one."""
+        """Return the answer in a completion, or None if it has none or several."""
         inner = extract_answer(text, tags=self.tags)
         return None if inner is None else self.parse(inner, example)
 
@@ -281,53 +298,52 @@ class Task:
         tokens: int | None = None,
         call: Callable[..., Any] = _call_directly,
     ) -> Score:
-        """Rewards and metrics of one completion; what fails is reported, not raised.
+        """Score one completion; failures of rules are reported in the score, not raised.
 
         Args:
-            text: the whole completion.
-            example: the row that it answers.
-            tokens: how many tokens it has; None where that is not known, which leaves out the
-                rules that ask for it.
-            call: calls the parser and each rule, ``call(function, *arguments)``, and may raise
-                ``CallTimeout``.
+            text: the completion.
+            example: the example that it answers.
+            tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
+            call: function that calls the parser and each rule, ``call(function, *arguments)``;
+                may raise ``CallTimeout``.
         """
         try:
             answer = call(self.read, text, example)
         except FAILURES:
-            return self.unreadable(traceback.format_exc(), tokens)
+            return self.parse_failure(traceback.format_exc(), tokens)
         values: dict[str, float | None] = {}
         failures: dict[str, str] = {}
         for name in self.applicable_rules(tokens):
             try:
-                values[name] = self.apply(name, (answer, example, text, tokens), call)
+                values[name] = self.apply_rule(name, (answer, example, text, tokens), call)
             except FAILURES:
                 values[name] = None
                 failures[name] = traceback.format_exc()
-        return self.tally(answer, values, failures)
+        return self.combine(answer, values, failures)
 
-    def apply(
+    def apply_rule(
         self,
         name: str,
         arguments: tuple[Any | None, Example, str, int | None],
         call: Callable[..., Any] = _call_directly,
     ) -> float | None:
-        """The value of one reward or metric; it may raise whatever a user's rule raises.
+        """Return the value of one reward or metric; raises whatever the rule raises.
 
         Args:
-            name: the rule.
-            arguments: the answer, and ``example``, ``text`` and ``tokens`` as for ``score``.
-            call: as for ``score``.
+            name: name of the rule.
+            arguments: the answer, and ``example``, ``text`` and ``tokens`` as in ``score``.
+            call: as in ``score``.
         """
         rule = self._all_rules()[name]
         if arguments[0] is None and rule.needs_answer:
             return rule.without_answer
-        taken = arguments[: 2 + rule.sees_text + rule.sees_tokens]
-        return _finite(call(getattr(self, name), *taken))
+        taken = arguments[: 2 + rule.takes_text + rule.takes_tokens]
+        return _to_finite(call(getattr(self, name), *taken))
 
-    def tally(
+    def combine(
         self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
     ) -> Score:
-        """The score that the values of all applicable rules come to; None marks one that failed."""
+        """Return the score for the values of all applicable rules; None marks a failed rule."""
         weights = {name: w for name, w in self.reward_weights().items() if name in values}
         rewards = {name: values[name] for name in weights}
         metrics = {name: value for name, value in values.items() if name not in weights}
@@ -340,23 +356,27 @@ class Task:
             total += weight * (value or 0.0)
         return Score(answer, rewards, total, metrics, failures)
 
-    def unreadable(self, failure: str, tokens: int | None = None) -> Score:
-        """The score of a completion on which the parser failed, with its traceback."""
+    def parse_failure(self, failure: str, tokens: int | None = None) -> Score:
+        """Return the score of a completion whose parsing failed with the traceback ``failure``."""
         values = dict.fromkeys(self.applicable_rules(tokens))
-        return replace(self.tally(None, values, {"parse": failure}), total=None)
+        return replace(self.combine(None, values, {"parse": failure}), total=None)
 
     def applicable_rules(self, tokens: int | None) -> list[str]:
-        """The metrics and the rewards in use, less those that need an unknown token count."""
+        """Return the names of the metrics and of the rewards in use.
+
+        Args:
+            tokens: number of tokens of the completion; None leaves out the rules that take it.
+        """
         weights = self.reward_weights()
         return [
             name
             for name, rule in self._all_rules().items()
             if (rule.kind == "metric" or name in weights)
-            and not (rule.sees_tokens and tokens is None)
+            and not (rule.takes_tokens and tokens is None)
         ]
 
     def reward_weights(self) -> dict[str, float]:
-        """The weight by name of every reward in use."""
+        """Return the weight of each reward in use, by name."""
         return {
             name: self.weights.get(name, rule.weight)
             for name, rule in self._all_rules().items()
@@ -365,9 +385,10 @@ class Task:
 
     @classmethod
     def rules(cls, kind: str) -> dict[str, Rule]:
-        """The rewards (``kind="reward"``) or metrics (``"metric"``) of the task by name.
+        """Return the rules of a kind by name.
 
-        ``kind="optional"``: the rewards that are left out unless ``weights`` names them.
+        Args:
+            kind: "reward", "metric", or "optional": the rewards used only if ``weights`` name them.
         """
         return {
             name: rule
@@ -386,8 +407,75 @@ class Task:
         return found
 
 
-def _finite(value: Any) -> float:
+def _to_finite(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"it returned {number}, which is no finite number")
+        raise ValueError(f"it returned {number}, which is not a finite number")
     return number
+
+
+def _check_names(task: type[Task]) -> None:
+    """Refuse rules and options that would replace an attribute of the base class."""
+    shared, options = Task.rules("optional"), vars(task).get("__annotations__", {})
+    for name, member in {**options, **vars(task)}.items():
+        rule = getattr(member, "rule", None)
+        if isinstance(rule, Rule):
+            kind, is_owned = rule.kind, hasattr(Task, name) or name in Task.__annotations__
+        else:
+            is_option = name in options and not callable(vars(task).get(name))
+            kind = "option" if is_option else "method"
+            is_owned = name in shared or (is_option and callable(getattr(Task, name, None)))
+        if is_owned:
+            raise TypeError(
+                f"{task.__qualname__}.{name}: the base class Task has an attribute {name}, which "
+                f"this {kind} would replace: give it another name"
+            )
+
+
+def _accept_headline(task: type[Task]) -> None:
+    """Take ``headline``, the former name of ``primary_metric``, with a warning."""
+    own = vars(task)
+    old, new = own.get("headline"), own.get("primary_metric")
+    if not isinstance(old, str):
+        return
+    if new not in (None, old):
+        raise TypeError(
+            f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two names "
+            "of one setting: remove headline"
+        )
+    task.primary_metric = old
+    warnings.warn(
+        f"{task.__qualname__}.headline is now called primary_metric: rename it, because the next "
+        "version does not accept the old name",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+class PlainQuestion(Task):
+    """A question without instructions on how to answer; the full output is the answer."""
+
+    primary_metric = "text"
+
+    def parse(self, text: str, example: Example) -> str:
+        return text
+
+
+def get_task_name(task: type[Task]) -> str:
+    """Return the name by which ``load_task`` finds a class in another process.
+
+    It is a built-in task's name, ``package.module:Class`` or ``file.py:Class``; ``<class Name>``
+    for a class of a function or an interactive session, which no other process can load.
+    """
+    module, name = sys.modules.get(task.__module__), task.__qualname__
+    if getattr(getattr(module, name, None), "__qualname__", None) != name:
+        return f"<class {name}>"
+    spec = getattr(module, "__spec__", None)
+    path = task.__module__ if spec is None else spec.name  # not "__main__" under python -m
+    package, _, last = path.rpartition(".")
+    if package == BUILT_IN:
+        return last
+    if package:
+        return f"{path}:{name}"
+    file = getattr(module, "__file__", None)
+    return f"<class {name}>" if file is None else f"{file}:{name}"

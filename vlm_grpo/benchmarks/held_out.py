@@ -24,6 +24,6 @@ def held_out_task(settings: Settings, task: Task) -> Task:
         return task
     benchmark = load_benchmark(settings.evaluation.benchmark)
     options = settings.task_options
-    if benchmark.task != settings.task:
+    if benchmark.task != settings.task_name:
         options = {name: options[name] for name in ("tags", "thinking") if name in options}
     return benchmark.load_task(task.frame, **options)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlm_grpo.config.base import flattened, known_keys
+from vlm_grpo.config.base import flatten, known_keys
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.types import Example
@@ -88,7 +88,7 @@ _KEYS = frozenset(known_keys(Settings))
 
 def plain_settings(settings: Settings) -> dict[str, Any]:
     """The settings by dotted key, in what JSON can hold."""
-    return flattened(settings.model_dump(mode="json"))
+    return flatten(settings.model_dump(mode="json"))
 
 
 def check_same_settings(

@@ -1,9 +1,9 @@
-"""What all settings share: frozen pydantic models, and validation errors in plain words."""
+"""The base of all settings: frozen pydantic models, and readable validation errors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vlm_grpo.errors import nearest
 
-# Other trainers' names for a setting that has another name here.
+# Names that other trainers have for our settings.
 ALIASES = {
     "learning_rate": "optim.lr",
     "lr_scheduler_type": "optim.schedule",
@@ -31,7 +31,7 @@ ALIASES = {
     "freeze_vision_modules": "policy.freeze",
 }
 
-# Pydantic speaks JSON's language, a recipe's author YAML's.
+# Pydantic uses JSON's terms; recipes are written in YAML.
 _PLAIN_TERMS = {
     "a valid integer": "a whole number",
     "a valid array": "a list",
@@ -45,7 +45,7 @@ _PLAIN_TERMS = {
 
 
 class Frozen(BaseModel):
-    """A block of settings: immutable, no unknown keys, fields described by their docstrings."""
+    """A block of settings: immutable, without unknown keys, described by field docstrings."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -53,29 +53,55 @@ class Frozen(BaseModel):
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a settings model, blocks before their fields."""
+    """Yield every dotted key of a settings model, each block before its fields."""
     for name, field in model.model_fields.items():
         yield prefix + name
         for block in _blocks(field.annotation):
             yield from known_keys(block, f"{prefix}{name}.")
 
 
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted keys, as on the command line."""
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key.
+
+    >>> flatten({"optim": {"lr": 1e-6}, "seed": 0})
+    {'optim.lr': 1e-06, 'seed': 0}
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= (
-            flattened(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {prefix + key: value}
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
         )
     return flat
 
 
-def plain(message: str) -> str:
-    """What pydantic expects, as the end of a sentence that begins with "should".
+def merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Update nested values in place by others, whose keys may be dotted and whose blocks models.
 
-    >>> plain("Input should be a valid integer")
+    >>> settings = {"optim": {"lr": 1e-6, "eps": 1e-8}}
+    >>> merge(settings, {"optim.lr": 1e-5, "policy": {"lora": {}}})
+    >>> settings
+    {'optim': {'lr': 1e-05, 'eps': 1e-08}, 'policy': {'lora': {}}}
+    """
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            value = {rest: value}
+        if isinstance(value, BaseModel):
+            value = dict(value)
+        if isinstance(value, Mapping):
+            held = target.get(name)
+            target[name] = dict(held) if isinstance(held, Mapping) else {}
+            merge(target[name], value)
+        else:
+            target[name] = value
+
+
+def simplify(message: str) -> str:
+    """Return what a message of pydantic expects, to follow the word "should".
+
+    >>> simplify("Input should be a valid integer")
     'be a whole number'
     """
     message = message.rpartition("should ")[2]
@@ -84,8 +110,8 @@ def plain(message: str) -> str:
     return message
 
 
-def no_value(key: str) -> str:
-    """What to tell about a setting without default that nobody has set."""
+def describe_missing(key: str) -> str:
+    """Return the message for a required setting without a value."""
     return f"{key} has no value: add {key}=… to the command or recipe"
 
 
@@ -98,25 +124,25 @@ def _required_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
-    """One line for each wrong key: its name, its value, and what is expected there."""
+    """Return one line for each wrong key: its name, its value and the expected value."""
     expected: dict[str, list[str]] = {}
+    keys = list(known_keys(model))
+    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     for problem in error.errors(include_url=False):
         key = _key(problem["loc"], model)
         if problem["type"] == "extra_forbidden":
-            texts = [f"unknown key {key}{_meant(key, model)}"]
+            texts = [f"unknown key {key}{_suggest(key, keys)}"]
         elif problem["type"] == "missing":
-            # A block that is missing as a whole is missing for the sake of its required fields.
+            # A missing block is reported by its required fields.
             inner = [k for k in _required_keys(model) if k.startswith(f"{key}.")]
-            texts = [
-                f"{k} has no value: add {k}=… to the command or recipe" for k in inner or [key]
-            ]
+            texts = [describe_missing(k) for k in inner or [key]]
         elif problem["type"] == "value_error":
             texts = problem["msg"].removeprefix("Value error, ").split("\n")
-            if problem["loc"] and not isinstance(problem["input"], dict):
+            if key in leaves:
                 texts = [f"{key}={_short(problem['input'])} {text}" for text in texts]
         else:
-            texts = [f"{key}={_short(problem['input'])} should {plain(problem['msg'])}"]
-        # The branches of a union each report the same key: one line, joined by "or".
+            texts = [f"{key}={_short(problem['input'])} should {simplify(problem['msg'])}"]
+        # Each branch of a union reports the same key: join them by "or".
         for head, _, tail in (text.partition(" should ") for text in texts):
             tails = expected.setdefault(head, [])
             if tail and tail not in tails:
@@ -127,7 +153,7 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
 
 
 def _key(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
-    """The dotted key of a pydantic location, without the names of union branches."""
+    """Return the dotted key of a pydantic location, without the names of union branches."""
     parts: list[str] = []
     blocks = [model]
     for part in location:
@@ -141,8 +167,8 @@ def _key(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
     return ".".join(parts)
 
 
-def _meant(key: str, model: type[BaseModel]) -> str:
-    keys = list(known_keys(model))
+def _suggest(key: str, keys: Sequence[str]) -> str:
+    """Return a hint at the known key that an unknown one probably stands for."""
     last = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == last]
     if last in ALIASES or len(same_leaf) == 1:
@@ -156,7 +182,7 @@ def _meant(key: str, model: type[BaseModel]) -> str:
 
 
 def _blocks(annotation: Any) -> list[type[BaseModel]]:
-    """The settings models that an annotation admits (``LoraSettings | None`` admits one)."""
+    """Return the settings models in an annotation, such as that of ``LoraSettings | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType):

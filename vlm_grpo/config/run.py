@@ -1,14 +1,15 @@
-"""Settings: frozen, validated where they are built, one YAML for each recipe.
+"""The settings of a run: frozen, and validated when they are built.
 
-``load_settings("counting", ["optim.lr=1e-5"])`` reads a recipe, puts the overrides over it and
-returns the ``Settings`` of the run. Every field says beside it what 0 and None mean. A setting
-that would have no effect beside the others is an error.
+``load_settings("counting", ["optim.lr=1e-5"])`` reads a recipe, applies the overrides and returns
+``Settings``. The docstring of each field states what 0 and None mean. A setting that has no effect
+in combination with the others is an error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -16,72 +17,89 @@ from typing import Any, Literal
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, ValidationError, model_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import to_jsonable_python
 
-from vlm_grpo.config.base import Frozen, describe_problems, no_value
+from vlm_grpo.config.base import Frozen, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings, RolloutSettings
+from vlm_grpo.config.sources import InMemoryRows, Source, TaskSetting, get_options, is_rows, restore
 from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.task import Task, get_task_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
 Column = Literal["id", "images", "question", "answer"]
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Settings as ``key=value``, or as a mapping of dotted or nested keys."""
 
 RUNS = Path("runs")
-"""Folder of all runs unless ``output_dir`` says otherwise."""
+"""Default of ``output_dir``."""
 PILLOW_WARNS_AT = 89_478_485
-"""Pixels from which Pillow takes an image for a decompression bomb, and warns."""
+"""Number of pixels above which Pillow warns of a decompression bomb."""
 
 
 class DataSettings(Frozen):
-    """Where the examples come from, and what to do with the bad ones.
+    """The examples, and how bad rows are treated.
 
     A source is a path to a ``.jsonl`` or ``.parquet`` file, ``hf:NAME[:SPLIT[:CONFIG]]`` (a
     dataset on the Hugging Face hub or in a local folder), or ``embedded:counting``,
-    ``embedded:grounding`` or ``embedded:ocr`` (drawn on the spot).
+    ``embedded:grounding`` or ``embedded:ocr`` (generated on the fly). In Python it may also be a
+    list of rows (mappings, as in a ``.jsonl`` file), a ``datasets.Dataset`` or a list of
+    ``Example``.
     """
 
-    train: str
+    train: Source
     """Source of the training examples."""
-    eval: str | None = None
+    eval: Source | None = None
     """Source of the held-out examples; None: no evaluation."""
     image_root: Path | None = None
-    """Folder that image paths are relative to and may not leave; None: the source's folder."""
+    """Folder that contains all images and that their paths are relative to; None: the folder of
+    the source, or the current folder for rows in memory."""
     eval_image_root: Path | None = None
-    """The same for the held-out examples; None: ``image_root``."""
+    """Image folder of the held-out examples; None: ``image_root``."""
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Names of a table's columns where they differ from ours, as ``{answer: solution}``."""
+    """Names of a table's columns that differ from ours, such as ``{answer: solution}``."""
     train_limit: int | None = Field(default=None, ge=1)
-    """Use the first so many training examples; None: all (embedded data: 4096)."""
+    """Maximum number of training examples; None: all (embedded data: 4096)."""
     eval_limit: int | None = Field(default=None, ge=1)
-    """Use the first so many held-out examples; None: all (embedded data: 500)."""
+    """Maximum number of held-out examples; None: all (embedded data: 500)."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that cannot be used: report all such rows and stop, or log how many and go on."""
+    """Treatment of rows that cannot be used: report all of them and stop, or skip them and log
+    their number."""
     max_image_pixels: int = Field(default=PILLOW_WARNS_AT, ge=1, le=2 * PILLOW_WARNS_AT)
-    """Refuse images of more pixels; Pillow itself refuses to decode twice the default."""
+    """Maximum number of pixels of an image; Pillow itself refuses more than twice the default."""
 
     @model_validator(mode="after")
     def _no_idle_settings(self) -> DataSettings:
-        sources = [source for source in (self.train, self.eval) if source is not None]
+        sources = [str(source) for source in (self.train, self.eval) if source is not None]
         if self.image_root is not None and all(s.startswith("embedded:") for s in sources):
             raise ValueError("data.image_root has no effect on embedded data: leave it out")
         if self.eval is None and self.eval_limit is not None:
             raise ValueError("data.eval_limit has no effect without data.eval")
-        if self.eval_image_root is not None and (self.eval or "embedded:").startswith("embedded:"):
+        held_out = "embedded:" if self.eval is None else str(self.eval)
+        if self.eval_image_root is not None and held_out.startswith("embedded:"):
             raise ValueError("data.eval_image_root has no effect without data.eval from a file")
         return self
 
 
 class OptimSettings(Frozen):
-    """The optimizer (AdamW), its schedule, and how much goes into one step."""
+    """The optimizer (AdamW), its learning rate schedule, and the size of a step."""
 
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay; 0: none."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moment."""
+    """AdamW's decay rates of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """AdamW's term against division by zero."""
+    """AdamW's term that prevents division by zero."""
     schedule: Literal[
         "constant",
         "constant_with_warmup",
@@ -91,17 +109,17 @@ class OptimSettings(Frozen):
         "polynomial",
         "inverse_sqrt",
     ] = "constant_with_warmup"
-    """Shape of the learning rate over the steps, by transformers' ``lr_scheduler_type`` name."""
+    """Learning rate schedule, by transformers' ``lr_scheduler_type``."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises to its peak; 0: none."""
+    """Number of steps in which the learning rate rises to its peak; 0: no warmup."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradients are scaled down to this norm; 0: never."""
+    """Maximum gradient norm, to which larger gradients are scaled down; 0: no clipping."""
     max_steps: int = Field(default=500, ge=1)
-    """Steps of the run; one step is one rollout and its update."""
+    """Number of steps of the run; one step is one rollout and its updates."""
     prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts of one step over all devices, each with num_generations completions."""
+    """Prompts per step over all devices, each with num_generations completions."""
     max_tokens_per_batch: int = Field(default=16_384, ge=1)
-    """Tokens of one micro-batch of the update; the step's gradient does not depend on it."""
+    """Maximum number of tokens in a micro-batch of the update; does not change the gradient."""
 
     @model_validator(mode="after")
     def _no_idle_settings(self) -> OptimSettings:
@@ -121,71 +139,75 @@ class OptimSettings(Frozen):
 
 
 class EvaluationSettings(Frozen):
-    """Evaluation on the held-out examples: before training, after it, and in between."""
+    """Evaluation on the held-out examples: before, during and after training."""
 
     every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: only before the first step and after the last."""
     benchmark: str | None = None
-    """Ask and score the held-out examples as this benchmark does, by name or ``.yaml`` file: its
-    prompt, its official metric, which then tells the best checkpoint; None: as the task does."""
+    """Public benchmark, by name or ``.yaml`` file, whose prompt and official metric are used for
+    the held-out examples; its metric selects the best checkpoint. None: those of the task."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature; 0: the likeliest token each time (greedy)."""
+    """Sampling temperature; 0: greedy decoding."""
     max_tokens_per_batch: int = Field(default=65_536, ge=1)
-    """Tokens, prompts and completions, that are generated at once."""
+    """Maximum number of tokens, prompts and completions, that are generated in one batch."""
 
 
 class CheckpointSettings(Frozen):
-    """When the run's state is written to ``checkpoints/step-N``; after the last step always."""
+    """When checkpoints are written to ``checkpoints/step-N``; the last step always is."""
 
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = Field(default=2, ge=0)
-    """Newest checkpoints to keep; 0: all of them."""
+    """Number of newest checkpoints to keep; 0: all."""
     max_hours: float | None = Field(default=None, gt=0)
-    """Save and exit (status 75) after so many hours, for clusters with a time limit; None: never.
-    ``resume=true`` goes on."""
+    """Hours after which the run saves and exits with status 75, for clusters with a time limit;
+    ``resume=true`` continues it. None: no limit."""
     asynchronous: bool = False
-    """Copy the state to host memory and write it while training goes on; a crash meanwhile goes
-    back to the checkpoint before. False: training waits while it is written."""
+    """Copy the state to host memory and write it in the background; a crash while writing loses
+    this checkpoint but not the one before. False: training waits for the write."""
     sharded: bool = False
-    """Of weights that are cut over processes (FSDP2) each process writes a part, as a model in
-    several files. False: the first one gathers and writes all of them. Either resumes anywhere."""
+    """Each process writes the weights that FSDP2 has sharded to it, as a model in several files.
+    False: the first process gathers and writes all of them. A run resumes from either."""
     keep_best: bool = False
-    """Keep the checkpoint with the best held-out primary metric value besides (with
-    ``evaluation.benchmark`` its official metric; the least one where that is an error)."""
+    """Also keep the checkpoint with the best held-out value of the primary metric, or of the
+    official metric of ``evaluation.benchmark``."""
 
 
 class LoggingSettings(Frozen):
     """What is recorded besides ``metrics.jsonl``."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
-    """Services that get the metrics and sample pictures too; empty: none."""
+    """Services that also receive the metrics and sample images; empty: none."""
     samples_every: int = Field(default=10, ge=0)
-    """Steps between records of what the model wrote; 0: never."""
+    """Steps between records of sampled completions; 0: none."""
     samples_per_step: int = Field(default=4, ge=1)
-    """Groups in each such record."""
+    """Number of groups in each record."""
 
 
 class Settings(Frozen):
-    """One run: everything that is needed to repeat it."""
+    """All settings of a run.
+
+    In Python, ``task`` may be a subclass of ``Task`` or a task object, whose options that differ
+    from the defaults become ``task_options``.
+    """
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Folder of the run inside ``output_dir``; None: the name of the recipe, or of the task where
-    the command line chose another task."""
-    task: str
-    """Name of a task, or path to a ``.py`` file that defines one."""
+    """Folder of the run inside ``output_dir``; None: the name of the recipe, or of the task if an
+    override sets the task."""
+    task: TaskSetting
+    """Task: its name, the path to its ``.py`` file, ``package.module:Class``, or its class."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, such as ``tags``, ``thinking`` and ``weights``."""
     model: str = "embedded"
-    """Folder or Hugging Face hub name of the model; ``embedded``: the tiny one in the package."""
+    """Folder or Hugging Face hub name of the model; ``embedded``: the package's tiny model."""
     model_revision: str | None = None
     """Commit, tag or branch on the hub; None: the default branch."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Decides the order of the examples, the sampling and the adapters' first weights."""
+    """Seed of the order of the examples, the sampling and the initial weights of adapters."""
     output_dir: Path = RUNS
     """Folder of all runs."""
     resume: bool = False
-    """Go on from the run's newest complete checkpoint."""
+    """Continue from the run's newest complete checkpoint."""
     data: DataSettings
     policy: PolicySettings = PolicySettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -197,8 +219,32 @@ class Settings(Frozen):
 
     @property
     def run_dir(self) -> Path:
-        """``output_dir/name``: the folder that everything of the run is written to."""
-        return self.output_dir / (self.name or Path(self.task).stem)
+        """The run's folder, ``output_dir/name``."""
+        return self.output_dir / (self.name or _name_run(self.task))
+
+    @property
+    def task_name(self) -> str:
+        """The task as text: as given, or the name by which its class can be loaded."""
+        return get_task_name(self.task) if isinstance(self.task, type) else str(self.task)
+
+    @model_validator(mode="after")
+    def _split_task(self) -> Settings:
+        """Replace a task object by its class and options."""
+        if isinstance(task := self.task, Task):
+            # Not before validation: pydantic would then no longer treat the values as JSON.
+            options = {**get_options(task), **self.task_options}
+            object.__setattr__(self, "task", type(task))
+            object.__setattr__(self, "task_options", options)
+        return self
+
+    @field_validator("task_options")
+    @classmethod
+    def _restore_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        return {name: restore(value, info) for name, value in options.items()}
+
+    @field_serializer("task_options", when_used="json")
+    def _dump_options(self, options: dict[str, Any]) -> Any:
+        return to_jsonable_python(options, fallback=repr)
 
     @model_validator(mode="after")
     def _no_idle_settings(self) -> Settings:
@@ -208,13 +254,13 @@ class Settings(Frozen):
         if self.data.eval is None and self.evaluation.benchmark is not None:
             problems.append("evaluation.benchmark needs its examples as data.eval")
         if self.data.eval is None and self.checkpoint.keep_best:
-            problems.append("checkpoint.keep_best needs data.eval to tell which is best")
+            problems.append("checkpoint.keep_best needs data.eval to find the best checkpoint")
         if self.checkpoint.keep_best and not self.checkpoint.keep_last:
-            problems.append("checkpoint.keep_best has no effect where keep_last=0 keeps them all")
+            problems.append("checkpoint.keep_best has no effect with keep_last=0, which keeps all")
         if self.checkpoint.sharded and self.checkpoint.asynchronous:
             problems.append("checkpoint.sharded and checkpoint.asynchronous exclude each other")
         if self.checkpoint.sharded and self.policy.lora is not None:
-            problems.append("checkpoint.sharded has no effect on adapters, which are never cut")
+            problems.append("checkpoint.sharded has no effect on adapters, which are not sharded")
         if self.model == "embedded" and self.model_revision is not None:
             problems.append("model_revision has no effect on the embedded model")
         problems += self._overlong_problems()
@@ -229,7 +275,7 @@ class Settings(Frozen):
         return self
 
     def _overlong_problems(self) -> list[str]:
-        """What makes the reward ``overlong`` pointless, where the task's weights name it."""
+        """Return the settings that conflict with the reward ``overlong``, if it is in use."""
         weights = self.task_options.get("weights")
         if not (isinstance(weights, dict) and weights.get("overlong")):
             return []
@@ -238,83 +284,136 @@ class Settings(Frozen):
         if isinstance(cache, int) and cache > limit:
             problems.append(
                 f"task_options.overlong_cache={cache} exceeds "
-                f"rollout.max_completion_length={limit}: every completion would be penalised"
+                f"rollout.max_completion_length={limit}: every completion would be penalized"
             )
         if self.objective.mask_truncated_completions:
             problems.append(
-                "the reward overlong penalises truncated completions, which "
-                "objective.mask_truncated_completions leaves out of the loss: choose one of the two"
+                "the reward overlong penalizes truncated completions, which "
+                "objective.mask_truncated_completions leaves out of the loss: use one of the two"
             )
         return problems
 
     def save(self, path: Path) -> None:
-        """Write the settings as YAML that ``load_settings`` reads back equal."""
-        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        """Write the settings as YAML for ``load_settings``.
+
+        Objects are written as text: a class by the name that loads it, or ``<class Name>`` if none
+        does, and rows by their number. Whoever loads the file must give such objects again.
+        """
+        values = {**self.model_dump(mode="json"), "name": self.run_dir.name}
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A literal "${" in a value must not come back as a reference to another setting.
+        # Without the backslash, "${" in a value would be read as a reference to another setting.
         write_atomic(path, text.replace("${", "\\${").encode())
 
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that the package brings along."""
+    """Return the names of the package's recipes."""
     folder = resources.files("vlm_grpo.configs")
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name[-5:] == ".yaml")
 
 
-def load_settings(recipe: str, overrides: Sequence[str] = ()) -> Settings:
-    """The settings of one run.
+def load_settings(recipe: str | Path, overrides: Overrides = (), **values: Any) -> Settings:
+    """Load the settings of a run.
 
     Args:
-        recipe: name of a recipe of the package, path to a recipe, or path to a task's ``.py``
-            file, which takes the defaults for everything else.
-        overrides: ``key=value`` with dotted keys, as ``optim.lr=1e-6``; later ones win.
+        recipe: name of a recipe of the package, or path to a recipe or to a task's ``.py`` file.
+        overrides: ``key=value`` with dotted keys, such as ``optim.lr=1e-6``, or a mapping of
+            dotted or nested keys; later ones win.
+        values: settings by name, which override ``overrides``: ``optim={"lr": 1e-6}``.
 
     Raises:
-        UserError: the recipe or its values are wrong; the message lists every problem at once.
+        UserError: the recipe or its values are wrong; the message lists every problem.
     """
+    recipe = str(recipe)
     try:
-        values = _read_recipe(recipe)
+        content = _read_recipe(recipe)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"recipe {recipe} cannot be read: {error}") from error
-    return build_settings(recipe, values, overrides)
+    return build_settings(recipe, content, overrides, values)
 
 
-def build_settings(recipe: str, values: Any, overrides: Sequence[str] = ()) -> Settings:
-    """The settings of values that no file holds; ``recipe`` is what messages call them.
+def build_settings(
+    recipe: str,
+    content: Any,
+    overrides: Overrides = (),
+    values: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Build settings from a recipe's content.
 
     Args:
-        recipe: a name.
-        values: a mapping as a recipe's.
+        recipe: name of the recipe in messages.
+        content: the recipe as an OmegaConf mapping.
         overrides: as for ``load_settings``.
+        values: as for ``load_settings``.
 
     Raises:
-        UserError: as ``load_settings``.
+        UserError: as for ``load_settings``.
     """
-    wrong = [override for override in overrides if override.find("=") < 1]
+    python_values: dict[str, Any] = {}
+    merge(python_values, overrides if isinstance(overrides, Mapping) else {})
+    merge(python_values, values or {})
+    texts = [] if isinstance(overrides, Mapping) else list(overrides)
+    wrong = [text for text in texts if text.find("=") < 1]
     if wrong:
-        raise UserError(f"{wrong[0]!r} is no override: write key=value, as optim.lr=1e-6")
+        raise UserError(f"{wrong[0]!r} is not an override: write key=value, as optim.lr=1e-6")
     try:
-        changes = OmegaConf.from_dotlist(list(overrides))
-        merged = OmegaConf.merge(values, changes)
-        missing = sorted(OmegaConf.missing_keys(merged))
+        changes = OmegaConf.from_dotlist(texts)
+        merged = OmegaConf.merge(content, changes)
+        missing = sorted(set(OmegaConf.missing_keys(merged)) - flatten(python_values).keys())
         if missing:
-            raise UserError(f"recipe {recipe} is incomplete:\n{bullets(map(no_value, missing))}")
+            problems = bullets(map(describe_missing, missing))
+            raise UserError(f"recipe {recipe} is incomplete:\n{problems}")
         given: Any = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+    merge(given, python_values)
     if given.get("name") is None:
-        given["name"] = Path(str(given["task"]) if "task" in changes else recipe).stem
+        is_other_task = "task" in changes or "task" in python_values
+        given["name"] = _name_run(given["task"]) if is_other_task else Path(recipe).stem
     try:
-        # Through JSON, because pydantic's strict mode then takes lists where tuples are declared.
-        return Settings.model_validate_json(json.dumps(given), strict=True)
+        return _validate(given)
     except ValidationError as error:
         raise UserError(
             f"recipe {recipe} has wrong settings:\n{bullets(describe_problems(error, Settings))}"
         ) from error
 
 
+def _validate(given: dict[str, Any]) -> Settings:
+    """Build settings from nested values, with pydantic's strict types.
+
+    The values are validated as JSON, in which strict mode accepts lists for tuples. Objects that
+    JSON cannot hold are replaced by a text, which their validators replace by the object.
+    """
+    objects: dict[str, Any] = {}
+
+    def replace_object(value: Any) -> str:
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        text = f"<{type(value).__name__} {len(objects)}>"
+        objects[text] = value
+        return text
+
+    data = given.get("data")
+    if isinstance(data, dict):
+        sources = {key: data[key] for key in ("train", "eval") if key in data}
+        rows = {key: InMemoryRows(value) for key, value in sources.items() if is_rows(value)}
+        given = {**given, "data": {**data, **rows}}
+    text = json.dumps(given, default=replace_object)
+    return Settings.model_validate_json(text, strict=True, context=objects)
+
+
+def _name_run(task: Any) -> str:
+    """Return the default name of a run of a task."""
+    if isinstance(task, Task):
+        task = type(task)
+    if isinstance(task, type):
+        return task.__name__.lower()
+    module, _, class_name = str(task).rpartition(":")
+    return class_name.lower() if module and not module.endswith(".py") else Path(str(task)).stem
+
+
 def _read_recipe(recipe: str) -> Any:
-    """The recipe's values as an OmegaConf mapping, before any override."""
+    """Return the recipe's values, without overrides, as an OmegaConf mapping."""
     if recipe.endswith(".py"):
         return OmegaConf.create({"task": recipe})
     if recipe in recipe_names():
@@ -332,5 +431,5 @@ def _read_recipe(recipe: str) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"recipe {recipe} cannot be read: {error}") from error
     if not isinstance(yaml.safe_load(text), dict):
-        raise UserError(f"recipe {recipe} holds no settings: it must be a mapping of keys")
+        raise UserError(f"recipe {recipe} has no settings: it must be a mapping of keys")
     return OmegaConf.create(text)

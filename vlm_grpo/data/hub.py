@@ -31,7 +31,7 @@ def read_hub(spec: str, split: str) -> tuple[Iterator[Row], Path | None]:
     split_name = split_name or _DEFAULT_SPLITS[split]
     try:
         dataset = _load(name, split_name, config or None)
-        encoded = dataset.cast(_disable_decoding(dataset.features))
+        encoded = without_decoding(dataset)
     except Exception as error:  # the library raises many types for mistakes of the user
         raise UserError(
             f"dataset {name} (split {split_name}) cannot be loaded: {type(error).__name__}: {error}"
@@ -52,9 +52,10 @@ def _read_rows(dataset: datasets.Dataset, spec: str) -> Iterator[Row]:
         yield Row(f"hf:{spec} row {number}", number, dict(values))
 
 
-def _disable_decoding(features: datasets.Features) -> datasets.Features:
-    """Return features that leave images encoded: decoded, they would fill the memory."""
-    return datasets.Features({name: _as_encoded(feature) for name, feature in features.items()})
+def without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
+    """Return a dataset that leaves images encoded: decoded, they would fill the memory."""
+    features = {name: _as_encoded(feature) for name, feature in dataset.features.items()}
+    return dataset.cast(datasets.Features(features))
 
 
 def _as_encoded(feature: Any) -> Any:

@@ -49,6 +49,8 @@ class ImageReader:
             value = path
         if isinstance(value, bytes):
             return self._from_bytes(value, name)
+        if isinstance(value, Path):
+            value = str(value)
         if isinstance(value, Image.Image):
             buffer = io.BytesIO()
             value.save(buffer, format="PNG")

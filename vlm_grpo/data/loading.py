@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from vlm_grpo.config.run import DataSettings
+from vlm_grpo.config.sources import IN_MEMORY, InMemoryRows, Rows
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.data.rows import Row, select_valid, to_example
@@ -29,15 +30,15 @@ _MAX_LISTED = 50
 
 
 def load_examples(
-    source: str, task: Task, data: DataSettings | None = None, split: Split = "eval"
+    source: str | Path | Rows, task: Task, data: DataSettings | None = None, split: Split = "eval"
 ) -> list[Example]:
     """Load all examples of a source and check each of them.
 
     Only the headers of the images are read, not their pixels.
 
     Args:
-        source: path to a ``.jsonl`` or ``.parquet`` file, ``hf:NAME[:SPLIT[:CONFIG]]``, or
-            ``embedded:NAME``.
+        source: path to a ``.jsonl`` or ``.parquet`` file, ``hf:NAME[:SPLIT[:CONFIG]]``,
+            ``embedded:NAME``, or rows in memory (mappings, a ``datasets.Dataset`` or ``Example``s).
         task: the task that checks the form of each answer.
         data: image root, limits and the treatment of bad rows; None: the defaults.
         split: selects the limit, and the split of a source that has several.
@@ -47,9 +48,10 @@ def load_examples(
             while ``data.on_bad_row`` is "error".
     """
     data = DataSettings(train=source) if data is None else data
+    source = DataSettings(train=source).train  # wraps rows in memory
     limit = data.train_limit if split == "train" else data.eval_limit
-    if source.startswith("embedded:"):
-        return _load_embedded(source.removeprefix("embedded:"), limit, split, task)
+    if str(source).startswith("embedded:"):
+        return _load_embedded(str(source).removeprefix("embedded:"), limit, split, task)
     if split == "eval" and source == data.train and data.eval is not None:
         logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
     rows, folder = open_source(source, split)
@@ -97,8 +99,17 @@ def collect_examples(
     return examples, problems
 
 
-def open_source(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
+def open_source(source: str | Path | Rows, split: Split) -> tuple[Iterable[Row], Path | None]:
     """Return the rows of a source and the folder that its image paths are relative to."""
+    if isinstance(source, InMemoryRows):
+        return _read_memory(source.rows, split), Path()
+    source = str(source)
+    if source.startswith(IN_MEMORY):
+        raise UserError(
+            f"data.{split}={source}: these rows were in the memory of the Python program that "
+            f'wrote the settings: give them again, as load_settings(…, data={{"{split}": rows}}), '
+            "or save them in a .jsonl file and give its path"
+        )
     if source.startswith("hf:"):
         # Imported here because the library takes seconds to load and only this source needs it.
         from vlm_grpo.data.hub import read_hub
@@ -115,6 +126,22 @@ def open_source(source: str, split: Split) -> tuple[Iterable[Row], Path | None]:
     if not path.is_file():
         raise UserError(f"there is no data file {path}")
     return reader(path), path.parent
+
+
+def _read_memory(rows: Any, split: Split) -> Iterator[Row]:
+    """Yield rows in memory: mappings, the rows of a ``datasets.Dataset``, or examples."""
+    if hasattr(rows, "cast_column"):  # a Dataset, recognized without importing its library
+        from vlm_grpo.data.hub import without_decoding
+
+        rows = without_decoding(rows)
+    for number, values in enumerate(rows, start=1):
+        location = f"data.{split} row {number}"
+        if isinstance(values, Example):
+            yield Row(location, number, example=values)
+        elif isinstance(values, Mapping):
+            yield Row(location, number, dict(values))
+        else:
+            yield Row(location, number, problem=f"it is not a mapping but {type(values).__name__}")
 
 
 def _read_parquet(path: Path) -> Iterable[Row]:

@@ -39,6 +39,7 @@ class Row:
         values: value of each column.
         strict: require an id, and an answer in the task's own form.
         problem: why the row could not be parsed; None if it could.
+        example: the row as an example, which is only checked; None: made from ``values``.
     """
 
     location: str
@@ -46,6 +47,7 @@ class Row:
     values: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
     problem: str | None = None
+    example: Example | None = None
 
 
 def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, task: Task) -> Example:
@@ -62,6 +64,8 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
     """
     if row.problem is not None:
         raise ValueError(row.problem)
+    if row.example is not None:
+        return select_valid([row.example], task)
     values = dict(row.values)
     is_conversation = "conversations" in values
     if is_conversation:

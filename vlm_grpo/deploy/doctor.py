@@ -21,16 +21,12 @@ from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_distributi
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.task import Task
+from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, Prompt
 
 QUESTION = "What is in the image? Describe every object in a few words."
 GENERATIONS = 4
 LENGTH = 16
-
-
-class _Ask(Task):
-    """Asks the example's question as it stands."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
         low, high = loaded.budget.min_pixels, loaded.budget.max_pixels
         yield f"pixel budget {low:,} to {high:,} pixels an image"
     example = policy.with_resized_sizes(_example(image))
-    prompt = policy.build_prompt(example, _Ask())
+    prompt = policy.build_prompt(example, PlainQuestion())
     (reference,) = example.images
     images = sum(token in distribution.banned for token in prompt.token_ids)
     yield (

@@ -156,12 +156,12 @@ def model_card(choice: ModelChoice, adapter: bool) -> str:
     front: dict[str, Any] = {
         "pipeline_tag": "image-text-to-text",
         "library_name": "peft" if adapter else "transformers",
-        "tags": ["vlm-grpo", "grpo", Path(settings.task).stem],
+        "tags": ["vlm-grpo", "grpo", Path(settings.task_name).stem],
     }
     if settings.model != "embedded" and not Path(settings.model).exists():
         front["base_model"] = settings.model
         front["base_model_relation"] = "adapter" if adapter else "finetune"
-    sources = [s for s in (settings.data.train, settings.data.eval) if s and s.startswith("hf:")]
+    sources = [s for s in map(str, (settings.data.train, settings.data.eval)) if s[:3] == "hf:"]
     if sources:
         front["datasets"] = sorted({source.split(":")[1] for source in sources})
     if found.change is not None:
@@ -184,13 +184,13 @@ def model_card(choice: ModelChoice, adapter: bool) -> str:
 def _index(settings: Settings, found: _Results) -> Mapping[str, Any]:
     """The primary metric as the hub's leaderboards read it."""
     assert found.change is not None
-    data = settings.data.eval or settings.data.train
+    data = str(settings.data.eval or settings.data.train)
     result = {
         "task": {"type": "image-text-to-text"},
         "dataset": {"name": data, "type": data},
         "metrics": [{"type": found.primary_metric, "value": round(found.change.after, 4)}],
     }
-    return {"name": settings.name or Path(settings.task).stem, "results": [result]}
+    return {"name": settings.name or Path(settings.task_name).stem, "results": [result]}
 
 
 def _results(choice: ModelChoice) -> _Results:

@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import Overrides, Settings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.deploy.resolve import NO_TASK, choose_model
 from vlm_grpo.distributed.launch import join
@@ -20,7 +20,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.generate import generate
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.registry import load_task
-from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task import FAILURES, PlainQuestion, Task
 from vlm_grpo.types import Completion, Example, ImageRef
 
 ImageInput = str | Path | bytes | Image.Image
@@ -51,15 +51,6 @@ class Prediction:
         return self.completion.text
 
 
-class _Ask(Task):
-    """Asks the question as it stands; the whole text is the answer."""
-
-    primary_metric = "text"
-
-    def parse(self, text: str, example: Example) -> str:
-        return text
-
-
 class Predictor:
     """A model that answers questions about images; it is loaded at the first question.
 
@@ -78,8 +69,8 @@ class Predictor:
     def __init__(
         self,
         model: str | Path,
-        task: str | None = None,
-        overrides: Sequence[str] = (),
+        task: str | type[Task] | Task | None = None,
+        overrides: Overrides = (),
     ) -> None:
         disable_progress_bar()
         choice = choose_model(str(model), overrides)
@@ -131,7 +122,7 @@ class Predictor:
             ) from error
         return Prediction(
             completion,
-            not isinstance(self.task, _Ask),
+            not isinstance(self.task, PlainQuestion),
             answer,
             tuple(image.resized_size for image in example.images),
             _draw(self.task, example, answer, completion.text),
@@ -142,8 +133,8 @@ def predict(
     model: str | Path,
     images: ImageInput | Sequence[ImageInput],
     question: str,
-    task: str | None = None,
-    overrides: Sequence[str] = (),
+    task: str | type[Task] | Task | None = None,
+    overrides: Overrides = (),
 ) -> Prediction:
     """Ask a model one question; a ``Predictor`` asks several without loading the model again.
 
@@ -152,18 +143,20 @@ def predict(
     return Predictor(model, task, overrides)(images, question)
 
 
-def _load_task(name: str | None, settings: Settings) -> Task:
-    """The named task; the run's own, with its options, where that is meant or none is named."""
-    if name is None and settings.task == NO_TASK:
-        return _Ask()
-    if name is None or name == settings.task:
+def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task:
+    """Load the given task, or the run's own with its options."""
+    if task is None and settings.task == NO_TASK:
+        return PlainQuestion()
+    if isinstance(task, Task):
+        return task
+    if task is None or task == settings.task:
         return load_task(settings.task, **settings.task_options)
     # The options are the run's task's own, but for those that every task has.
     common = {"tags", "thinking"} & set(settings.task_options)
     options = settings.task_options
     if settings.task != NO_TASK:
         options = {key: options[key] for key in common}
-    return load_task(name, **options)
+    return load_task(task, **options)
 
 
 def _read_image(image: ImageInput, max_pixels: int) -> ImageRef:

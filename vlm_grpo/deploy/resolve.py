@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from vlm_grpo.benchmarks import held_out_task
 from vlm_grpo.checkpoint.store import checkpoints
-from vlm_grpo.config.run import RUNS, Settings, build_settings, load_settings
+from vlm_grpo.config.run import RUNS, Overrides, Settings, build_settings, load_settings
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.registry import load_task
 from vlm_grpo.utils.jsonl import read_rows
@@ -37,14 +37,14 @@ class ModelChoice:
 
 
 def choose_model(
-    name: str, overrides: Sequence[str] = (), step: int | str | None = None
+    name: str, overrides: Overrides = (), step: int | str | None = None
 ) -> ModelChoice:
     """What ``name`` means.
 
     Args:
         name: ``embedded``, a hub name, a model's folder, a run's folder or its name in ``runs``,
             or a checkpoint's folder.
-        overrides: ``key=value`` over the settings of the run.
+        overrides: as for ``load_settings``, over the settings of the run.
         step: which checkpoint of a run: its step, ``"best"`` by the held-out primary metric, or
         None
             for the newest.
@@ -90,12 +90,12 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and any((folder / w).is_file() for w in weights)
 
 
-def _plain(model: str, overrides: Sequence[str]) -> Settings:
+def _plain(model: str, overrides: Overrides) -> Settings:
     values = {"name": "model", "task": NO_TASK, "model": model, "data": {"train": "none"}}
     return build_settings(f"of model {model}", OmegaConf.create(values), overrides)
 
 
-def _of_run(run: Path, overrides: Sequence[str], step: int | str | None) -> ModelChoice:
+def _of_run(run: Path, overrides: Overrides, step: int | str | None) -> ModelChoice:
     # Of two checkpoints after one step, the one in the middle of the next stands aside.
     kept = reversed(checkpoints(run / "checkpoints"))
     found = dict(sorted({moment.steps: path for moment, path in kept}.items()))

@@ -286,7 +286,7 @@ def _request(
     """What decides the outputs: settings, weights and questions."""
     chosen = settings.model_dump(mode="json", include=_DECISIVE)
     chosen["evaluation"] = settings.evaluation.model_dump(mode="json", exclude={"every"})
-    chosen["data"] = {"eval": settings.data.eval, "eval_limit": settings.data.eval_limit}
+    chosen["data"] = settings.data.model_dump(mode="json", include={"eval", "eval_limit"})
     asked = hashlib.sha256()
     for example in examples:
         sizes = [image.size for image in example.images]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vlm_grpo.config.base import flatten
 from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.types import Example
@@ -92,22 +93,11 @@ def _differences(mark: Path, digest: str, request: Mapping[str, Any]) -> list[st
         held = json.loads(mark.read_text("utf-8"))
         if held["digest"] == digest:
             return []
-        old, new = _flat(held["request"]), _flat(request)
+        old, new = flatten(held["request"]), flatten(request)
     except (ValueError, KeyError, TypeError, AttributeError):
         return [f"{mark.name} cannot be read"]
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= (
-            _flat(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {prefix + name: value}
-        )
-    return found
 
 
 def _whole_lines(path: Path, mend: bool) -> Iterator[dict[str, Any]]:

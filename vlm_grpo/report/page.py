@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from vlm_grpo.config.base import flatten
 from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.report.charts import draw
 from vlm_grpo.report.entries import KINDS, as_json, visible
@@ -183,22 +184,14 @@ def _alarm(row: Mapping[str, Any], run: Run) -> dict[str, str]:
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
     """Settings that differ: dotted key, and the value in each of two runs."""
-    first, second = (_flat(run.config) for run in runs)
+    first, second = (
+        {key: str(value) for key, value in flatten(run.config).items()} for run in runs
+    )
     return [
         (visible(key, 200), visible(first.get(key, "–"), 300), visible(second.get(key, "–"), 300))
         for key in sorted({*first, *second})
         if first.get(key) != second.get(key)
     ]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = str(value)
-    return found
 
 
 def figure(value: float, error: bool = False) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task_class, task_source
+from vlm_grpo.registry import get_task_source, load_task_class
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
@@ -131,10 +131,10 @@ class RewardScorer:
         jobs: list[Job] = [(_part, (sent, said, self.seconds, name)) for name in (None, *names)]
         (answer, failure), *parts = map(self._described, self._run(jobs))
         if failure is not None:
-            return task.unreadable(failure, said[2])
+            return task.parse_failure(failure, said[2])
         values = {name: value for name, (value, _) in zip(names, parts, strict=True)}
         failures = {n: why for n, (_, why) in zip(names, parts, strict=True) if why is not None}
-        return task.tally(answer, values, failures)
+        return task.combine(answer, values, failures)
 
     def _run(self, jobs: Sequence[Job]) -> list[Any]:
         """What each job returned, or the exception that it came to."""
@@ -172,7 +172,7 @@ class RewardScorer:
 
 def _sendable(task: Task) -> Sent:
     try:
-        return pickle.dumps(task), task_source(type(task))
+        return pickle.dumps(task), get_task_source(type(task))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"task {type(task).__name__} cannot be sent to the reward workers ({error}): define it "
@@ -216,6 +216,6 @@ def _part(
             answer = call(task.read, text, example)
             if name is None:
                 return answer, None
-            return task.apply(name, (answer, example, text, tokens), call), None
+            return task.apply_rule(name, (answer, example, text, tokens), call), None
         except FAILURES:
             return None, traceback.format_exc()

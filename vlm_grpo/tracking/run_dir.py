@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 from torch import Tensor
 
-from vlm_grpo.config.base import flattened
+from vlm_grpo.config.base import flatten
 from vlm_grpo.config.run import Settings
 from vlm_grpo.evaluation.evaluate import Evaluation, write_predictions, write_summary
 from vlm_grpo.report import build_report
@@ -74,7 +74,7 @@ class RunFolder:
         self.alarms.truncate(step)
         for row in self.metrics.read():  # alarms that are active must not be raised again
             self.monitor.update(row["step"], row)
-        config = flattened(self.settings.model_dump())
+        config = flatten(self.settings.model_dump())
         self.trackers.start({key: str(value) for key, value in config.items()}, resume_at=step)
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -34,7 +34,7 @@ def describe_run(
     total = sum(full_shape(weight).numel() for weight in policy.model.parameters())
     kind = "LoRA" if policy.adapters is not None else "full weights"
     yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
-    yield f"task       {settings.task}"
+    yield f"task       {settings.task_name}"
     yield f"data       {settings.data.train}: {len(train):,} examples; {len(held_out):,} held out"
     yield from _image_line(policy, task, train[:COUNTED_EXAMPLES])
     rewards = ", ".join(f"{name} × {w:g}" for name, w in task.reward_weights().items() if w)

@@ -1,0 +1,117 @@
+"""Settings that take Python objects: the class of a task, and rows of data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from pydantic import PlainSerializer, PlainValidator, ValidationInfo
+
+from vlm_grpo.task import Task, get_task_name
+from vlm_grpo.types import Example
+
+IN_MEMORY = "<in memory: "
+"""Start of the text for rows in saved settings."""
+IN_SESSION = "<class "
+"""Start of the text for a class that no other process can load in saved settings."""
+
+_SET_BY_LIBRARY = ("frame", "progress", "token_limit")
+"""Attributes of a task that are no options of a run."""
+
+
+class Rows(Protocol):
+    """Data in memory: mappings as in a ``.jsonl`` file, a ``datasets.Dataset``, or ``Example``s."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class InMemoryRows:
+    """Rows with a short text form, in which they are shown and saved."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InMemoryRows) and self.rows is other.rows
+
+    def __hash__(self) -> int:
+        return id(self.rows)
+
+    def __repr__(self) -> str:
+        return f"{IN_MEMORY}{len(self)} rows>"
+
+
+def is_rows(value: Any) -> bool:
+    """Return whether a value is data in memory; of its rows the first alone is looked at."""
+    if isinstance(value, str | Mapping):
+        return False
+    try:
+        return len(value) == 0 or isinstance(next(iter(value)), Mapping | Example)
+    except (TypeError, StopIteration):
+        return False
+
+
+def restore(value: Any, info: ValidationInfo) -> Any:
+    """Return the object for which a text stands in validated JSON, or the value itself."""
+    return info.context.get(value, value) if info.context and isinstance(value, str) else value
+
+
+def get_options(task: Task) -> dict[str, Any]:
+    """Return the options of a task that differ from their defaults."""
+    found = {}
+    for field in dataclasses.fields(task):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = getattr(task, field.name)
+        if value != default and field.name not in _SET_BY_LIBRARY:
+            found[field.name] = value
+    return found
+
+
+def _validate_task(value: Any, info: ValidationInfo) -> Any:
+    value = restore(value, info)
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, Task) or (isinstance(value, type) and issubclass(value, Task)):
+        return value
+    raise ValueError("should be text, a subclass of Task or a task")
+
+
+def _validate_source(value: Any, info: ValidationInfo) -> Any:
+    value = restore(value, info)
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, InMemoryRows):
+        return value
+    if is_rows(value):
+        return InMemoryRows(value)
+    raise ValueError("should be text or a list of rows (mappings), a Dataset, or Examples")
+
+
+def _dump_task(task: Any) -> str:
+    return get_task_name(task) if isinstance(task, type) else str(task)
+
+
+TaskSetting = Annotated[
+    str | type[Task] | Task,
+    PlainValidator(_validate_task),
+    PlainSerializer(_dump_task, return_type=str),
+]
+"""A task by name, file or class. ``Settings`` replace a task object by its class and options."""
+Source = Annotated[
+    str | Path | Rows,
+    PlainValidator(_validate_source),
+    PlainSerializer(str, return_type=str),
+]
+"""The name of a data source, or rows in memory."""
