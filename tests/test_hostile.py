@@ -79,7 +79,7 @@ def test_code_of_a_model_runs_with_the_setting_and_a_warning(
     with pytest.raises((UserError, ImportError, AttributeError, TypeError)):
         load_model(make_settings(model_with_code, trust_remote_code=True))
     assert marker.exists()  # without the setting, the code would run
-    assert f"Python code that {model_with_code} brings along is run" in caplog.text
+    assert f"running the Python code that comes with {model_with_code}" in caplog.text
 
 
 class Bomb:

@@ -259,7 +259,7 @@ class Trainer:
     def _end_step(self, step: PartialStep) -> dict[str, float]:
         """What the step came to, once its updates are made."""
         metrics = self.update.finish(step.updates)
-        self.policy.forget_images()
+        self.policy.clear_image_cache()
         if self.folder.samples_due(self.step) or metrics["skipped_updates"]:
             self.folder.write_samples(self.step, step.rollout.groups, step.batch.advantages)
         groups, skipped = step.rollout.groups, bool(metrics["skipped_updates"])

@@ -32,7 +32,7 @@ def gradient(policy: Policy, max_tokens: int, once: bool) -> tuple[dict, int, in
     policy.counters.encoder_passes = 0
     batches = pack(slices(policy), max_tokens)
     if once:
-        with policy.encoding_once() as finish:
+        with policy.share_image_passes() as finish:
             for count, micro in enumerate(batches, 1):
                 policy.score(micro).logprobs.sum().backward()
                 finish({image for later in batches[count:] for image in later.images})

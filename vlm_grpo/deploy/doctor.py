@@ -125,7 +125,7 @@ def _rollout(policy: Policy, prompt: Prompt) -> tuple[float, tuple[Completion, .
     sampling = SamplingSettings(policy.distribution, LENGTH)
     seconds, group = 0.0, ()
     for _ in range(2):
-        policy.forget_images()
+        policy.clear_image_cache()
         started = time.perf_counter()
         (group,) = policy.sample([prompt], sampling, GENERATIONS, [(0,)], 1 << 30)
         seconds = time.perf_counter() - started
@@ -143,7 +143,7 @@ def _update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict[str,
     seconds, logprobs = 0.0, torch.zeros(0)
     for _ in range(2):
         policy.model.zero_grad()
-        policy.forget_images()
+        policy.clear_image_cache()
         started = time.perf_counter()
         logprobs = policy.score(batch).logprobs
         logprobs.sum().backward()

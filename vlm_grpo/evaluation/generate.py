@@ -122,7 +122,7 @@ def generate(
     distribution = replace(policy.distribution, temperature=evaluation.temperature)
     sampling = SamplingSettings(distribution, rollout.max_completion_length, rollout.stop)
     drawn = policy.sample(prompts, sampling, 1, seeds, evaluation.max_tokens_per_batch)
-    policy.forget_images()
+    policy.clear_image_cache()
     return [completion for (completion,) in drawn]
 
 

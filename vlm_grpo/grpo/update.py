@@ -189,7 +189,7 @@ class Updater:
             batches, micro = pack(batch.slices, self.max_tokens), None
             try:
                 loss, metrics = 0.0, MetricAccumulator()
-                with self.policy.encoding_once() as finish:
+                with self.policy.share_image_passes() as finish:
                     for count, micro in enumerate(self.placement.passes(batches), 1):
                         if micro is None:
                             self.placement.dummy_loss().backward()

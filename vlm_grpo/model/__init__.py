@@ -1,1 +1,1 @@
-"""The policy model: loading it, prompting it, sampling from it and scoring with it."""
+"""The policy model: loading, prompts, sampling and scoring."""

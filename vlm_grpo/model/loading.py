@@ -1,4 +1,4 @@
-"""Loading a model for training: its weights, its family, what of it is frozen or adapted."""
+"""Loading a model: its weights, its processor and family, its adapters or frozen parts."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ EMBEDDED_MODEL = "tiny-vlm"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to be trained.
+    """A model, ready to be trained or evaluated.
 
     Attributes:
-        model: the bare transformers model; with adapters, the one they are injected into.
-        processor: its processor.
-        family: its family.
-        budget: how large images reach it; None where its processor resizes to a fixed size.
-        shared: whether completions share one pass over their prompt.
-        adapters: the PEFT model around ``model``, or None for full weights.
-        autocast: compute in bfloat16 on float32 weights.
+        model: the bare transformers model, with injected adapters if there are any.
+        processor: the model's processor.
+        family: the model's family.
+        budget: pixel budget of its images; None if the processor resizes to a fixed size.
+        shared: True if completions share one pass over their prompt.
+        adapters: the PEFT model around ``model``; None for full weights.
+        autocast: True to compute in bfloat16 on float32 weights.
     """
 
     model: Any
@@ -59,21 +59,20 @@ class LoadedModel:
 def load_model(
     settings: Settings, checkpoint: Path | None = None, training: bool = True
 ) -> LoadedModel:
-    """The model that the settings name, with the parts frozen or adapted that they name.
+    """Load the model of the settings, and add their adapters or freeze their parts.
 
-    Full weights that are trained stay in float32 whatever ``policy.dtype`` is: in bfloat16 an
-    update of a millionth would be rounded away. Weights that only carry adapters, or that are
-    only evaluated, are held in ``policy.dtype``.
+    Trained full weights are always in float32: in bfloat16, rounding would lose small updates.
+    Base weights of adapters, and weights that are only evaluated, are in ``policy.dtype``.
 
     Args:
-        settings: the run's settings.
-        checkpoint: folder with weights to load instead of the model's own, or with an adapter
-            to load onto them.
+        settings: settings of the run.
+        checkpoint: folder with weights to load instead of the model's, or with an adapter to load
+            onto them.
         training: False for a model that is only evaluated.
 
     Raises:
-        UserError: the model cannot be loaded, is no image-text model, or cannot be trained as
-            asked; the message names the setting and the remedy.
+        UserError: the model cannot be loaded, is not an image-text model, or cannot be trained
+            with these settings; the message names the setting and the remedy.
     """
     adapter = checkpoint
     if checkpoint is None or not (checkpoint / "adapter_config.json").is_file():
@@ -81,9 +80,9 @@ def load_model(
     weights = get_model_source(settings.model) if adapter == checkpoint else str(checkpoint)
     full = training and settings.policy.lora is None
     dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
-    # A checkpoint's processor carries the pixel budget that it was trained with.
-    reader = str(checkpoint or weights)
-    model, processor = _load_pretrained(weights, reader, settings, dtype)
+    # A checkpoint's processor has the pixel budget of its training.
+    processor_source = str(checkpoint or weights)
+    model, processor = _load_pretrained(weights, processor_source, settings, dtype)
     family = load_family(model.config)
     why_not = family.why_not_shared(model.config)
     if settings.policy.engine == "shared" and why_not is not None:
@@ -99,96 +98,99 @@ def load_model(
     elif training:
         adapters = apply_lora_or_freeze(model, family, settings.policy)
     if training:
-        _refuse_dropout(model, settings)
+        _check_dropout(model, settings)
     budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
 
 
 def apply_lora_or_freeze(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
-    """Give the model the adapters that the settings ask for, or freeze the parts they name."""
+    """Add the adapters of the settings and return the PEFT model, or freeze their parts."""
     if policy.lora is None:
         freeze_parts(model, family, policy.freeze)
         return None
-    with _quiet_peft():
+    with _ignore_peft_warning():
         return get_peft_model(model, _lora_config(policy.lora, family, model))
 
 
 def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
-    """The largest dropout probability in the model, and the name of the module that has it.
+    """Return the largest dropout probability in the model, and its module's name.
 
-    Attention layers keep theirs as a number under a name such as ``attention_dropout``.
+    Attention layers store theirs as a float attribute such as ``attention_dropout``.
     """
-    found = (0.0, "")
+    largest = (0.0, "")
     for name, module in model.named_modules():
         rates = [v for key, v in vars(module).items() if "dropout" in key and isinstance(v, float)]
         if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             rates.append(module.p)
-        found = max([found, *((rate, name) for rate in rates)])
-    return found
+        largest = max([largest, *((rate, name) for rate in rates)])
+    return largest
 
 
-def _refuse_dropout(model: nn.Module, settings: Settings) -> None:
-    rate, where = find_largest_dropout(model)
+def _check_dropout(model: nn.Module, settings: Settings) -> None:
+    rate, module = find_largest_dropout(model)
     try:
         settings.objective.check_dropout(rate)
     except ValueError as error:
         raise UserError(
-            f"model {settings.model}, {where}: {error}: set every dropout in its config.json to 0, "
-            "or take objective.num_iterations=1, objective.beta=0 and no sampler_correction"
+            f"model {settings.model}, {module}: {error}: set every dropout in its config.json to "
+            "0, or set objective.num_iterations=1, objective.beta=0 and no sampler_correction"
         ) from error
 
 
 @contextlib.contextmanager
-def _quiet_peft() -> Iterator[None]:
-    """PEFT asks the model by a name that transformers has deprecated."""
+def _ignore_peft_warning() -> Iterator[None]:
+    """Ignore PEFT's use of an attribute that transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         yield
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
-    """Compute activations again in backward instead of keeping them."""
-    # Renamed in transformers 5.23; the old name warns there.
+    """Recompute activations in the backward pass instead of storing them."""
+    # Renamed in transformers 5.23, where the old name warns.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    # A checkpointed segment needs an input with gradient; frozen embeddings give none.
+    # A checkpointed segment needs an input with gradient, which frozen embeddings do not have.
     model.enable_input_require_grads()
 
 
 def get_model_source(name: str) -> str:
-    """The folder or hub name behind a model setting."""
+    """Return the folder or Hub name of the setting ``model``."""
     if name == "embedded":
         return str(resources.files("vlm_grpo") / "embedded" / EMBEDDED_MODEL)
     return name
 
 
 def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
-    """The adapter in a checkpoint's folder on its base model; every weight must be used."""
-    with _quiet_peft():
-        warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error, below
+    """Load a checkpoint's adapter onto its base model; every weight must be used."""
+    with _ignore_peft_warning():
+        warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
         adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
     saved = set(load_file(checkpoint / "adapter_model.safetensors"))
-    _refuse_mismatch(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
+    _check_weight_names(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
     return adapters
 
 
-def _refuse_mismatch(source: str | Path, saved: set[str], expected: set[str]) -> None:
-    for names, what in ((expected - saved, "lacks"), (saved - expected, "holds unknown")):
+def _check_weight_names(source: str | Path, saved: set[str], expected: set[str]) -> None:
+    for names, problem in (
+        (expected - saved, "lacks {} weights of the model"),
+        (saved - expected, "has {} weights that the model does not have"),
+    ):
         if names:
             first = ", ".join(sorted(names)[:5])
-            raise UserError(f"{source} {what} {len(names)} weights of the model: {first}, …")
+            raise UserError(f"{source} {problem.format(len(names))}: {first}, …")
 
 
 def _load_pretrained(
-    source: str, reader: str, settings: Settings, dtype: torch.dtype
+    source: str, processor_source: str, settings: Settings, dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    """The model in ``source`` and the processor in ``reader``."""
+    """Load the model from ``source`` and the processor from ``processor_source``."""
     if source.startswith((".", "/", "~")) and not Path(source).is_dir():
         raise UserError(f"model {source}: there is no such folder")
     if settings.policy.trust_remote_code:
         logger.warning(
-            "policy.trust_remote_code=true: Python code that %s brings along is run", source
+            "policy.trust_remote_code=true: running the Python code that comes with %s", source
         )
     common: dict[str, Any] = {
         "trust_remote_code": settings.policy.trust_remote_code,
@@ -197,11 +199,11 @@ def _load_pretrained(
     try:
         config = AutoConfig.from_pretrained(source, **common)
         remote = getattr(config, "auto_map", None) or {}
-        known = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if not known and "AutoModelForImageTextToText" not in remote:
+        supported = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if not supported and "AutoModelForImageTextToText" not in remote:
             raise UserError(
                 f"model {source} is a {config.model_type} model, which takes no images: "
-                "name an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
+                "choose an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
             )
         auto: Any = AutoModelForImageTextToText
         model, loaded = auto.from_pretrained(
@@ -209,32 +211,32 @@ def _load_pretrained(
             config=config,
             dtype=dtype,
             output_loading_info=True,
-            use_safetensors=True,  # the other format is pickle
+            use_safetensors=True,  # never unpickle weights
             **common,
         )
-        _refuse_mismatch(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
-        processor = AutoProcessor.from_pretrained(reader, **common)
+        _check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
+        processor = AutoProcessor.from_pretrained(processor_source, **common)
     except (OSError, ValueError) as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error
     if not (processor.chat_template or processor.tokenizer.chat_template):
         raise UserError(
-            f"model {source} has no chat template: it was not taught to follow instructions; name "
-            "its instruction-tuned version"
+            f"model {source} has no chat template, so it is not tuned to follow instructions: "
+            "choose its instruction-tuned version"
         )
     return model, processor
 
 
 def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBudget | None:
-    """The pixel budget of a run, from the processor's own and the settings over it.
+    """Return the pixel budget of a run: the processor's budget, overridden by the settings.
 
     Raises:
-        UserError: the settings have no effect on this model, or leave no size possible.
+        UserError: the settings have no effect on this model, or leave no valid size.
     """
     if own is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:
             raise UserError(
                 "policy.min_pixels and policy.max_pixels have no effect on this model, whose "
-                "processor resizes every image to one size: leave them out"
+                "processor resizes every image to one size: remove them"
             )
         return None
     budget = PixelBudget(policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels)
@@ -247,14 +249,14 @@ def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBu
 
 
 def freeze_parts(model: Any, family: Family, parts: Sequence[str]) -> None:
-    """Switch off the gradient of the named parts; the projector is not a part of the vision.
+    """Freeze the weights of the given parts; the vision part does not include the projector.
 
     Raises:
-        UserError: the family does not say where the part lies.
+        UserError: the family does not define the part.
     """
     for part in parts:
         if part not in family.parts:
-            raise UserError(f"policy.freeze={part}: this model family names no such part")
+            raise UserError(f"policy.freeze={part}: this model family does not define that part")
     prefixes = {part: family.parts[part] for part in family.parts}
     for name, weight in model.named_parameters():
         if name.startswith(prefixes.get("projector", ())):
@@ -276,7 +278,7 @@ def _lora_config(lora: LoraSettings, family: Family, model: Any) -> LoraConfig:
 
 
 def _lora_targets(target: str | Sequence[str], family: Family, model: Any) -> list[str]:
-    """Full names of the linear layers that get adapters; the output head is left out."""
+    """Return the full names of the linear layers to adapt, without the output head."""
     head = model.get_output_embeddings()
     linear = [
         name
@@ -287,13 +289,13 @@ def _lora_targets(target: str | Sequence[str], family: Family, model: Any) -> li
         prefixes = family.parts.get("language")
         if prefixes is None:
             raise UserError(
-                "policy.lora.target=language: this model family does not say where its language "
-                "model lies; name module-name suffixes such as [q_proj, v_proj]"
+                "policy.lora.target=language: this model family does not define its language "
+                "model: list module-name suffixes instead, such as [q_proj, v_proj]"
             )
         return [name for name in linear if name.startswith(prefixes)]
     if target == "all":
         return linear
-    found = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]
+    matching = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]
     missing = [t for t in target if not any(n == t or n.endswith(f".{t}") for n in linear)]
     if missing:
         names = sorted({name.rpartition(".")[2] for name in linear})
@@ -301,4 +303,4 @@ def _lora_targets(target: str | Sequence[str], family: Family, model: Any) -> li
             f"policy.lora.target: no linear layer is called {', '.join(missing)}; "
             f"this model has {', '.join(names)}"
         )
-    return found
+    return matching

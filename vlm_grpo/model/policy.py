@@ -1,4 +1,4 @@
-"""The VLM policy: a model and its processor, asked for completions and for log-probabilities."""
+"""The policy: a vision-language model and its processor, which samples and scores completions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -39,17 +40,17 @@ from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
 from vlm_grpo.utils.timing import Stopwatch
 
 RECENT_IMAGES = 64
-"""Decoded images that are kept for further questions about them."""
+"""Number of decoded images that are cached for other examples about them."""
 
 
 @dataclass
 class Counters:
-    """Work done since the counters were last reset: what sharing a prompt is meant to save.
+    """Work of the model since the counters were replaced; sharing prompts reduces it.
 
     Attributes:
-        encoder_passes: images that went through the vision tower.
-        prefill_tokens: prompt tokens that went through the language model in rollouts.
-        update_tokens: prompt and completion tokens that went through it in scoring.
+        encoder_passes: number of images encoded by the vision tower.
+        prefill_tokens: number of prompt tokens processed by the language model in rollouts.
+        update_tokens: number of prompt and completion tokens processed by it in scoring.
     """
 
     encoder_passes: int = 0
@@ -58,20 +59,21 @@ class Counters:
 
 
 class Policy:
-    """A vision-language model that is sampled from, scored and trained.
+    """A vision-language model that samples completions, scores them and is trained.
 
     Args:
-        loaded: the model and what belongs to it.
-        restriction: what is never sampled, and the temperature at which tokens are scored.
-        chunk_tokens: tokens whose logits are held at once in scoring; 0: all.
-        capture: how decode steps over shared prompts are captured; None: not at all.
+        loaded: the model, its processor and its family.
+        distribution: the distribution under which tokens are sampled and scored.
+        chunk_tokens: number of tokens whose logits are computed at once in scoring; 0: all.
+        capture: captures the decode steps over shared prompts; None: they are not captured.
 
     Attributes:
-        counters: work done since they were last replaced.
+        counters: work of the model; replace it to start at 0.
         stopwatch: seconds by phase of sampling and scoring.
-        image_decodes: images read and resized since the policy was made.
-        run: calls what passes through the model; a placement that cuts the weights over ranks
-            puts in its place what gathers them first.
+        image_decodes: number of images decoded and resized since the policy was created.
+        trains_vision: True if gradients flow into the vision tower.
+        run: calls a function that runs the model; a strategy that shards the weights replaces it
+            with one that first gathers them.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class Policy:
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.run: Callable[[Callable[[], Any]], Any] = _directly
         self.image_decodes = 0
-        # Several questions about one image in one step decode it once.
-        self._image = lru_cache(maxsize=RECENT_IMAGES)(self._decode)
+        # Examples of one step that share an image decode it once.
+        self._load_cached = lru_cache(maxsize=RECENT_IMAGES)(self._load_image)
         vision = self.family.parts.get("vision", ())
         self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable_parameters())
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
@@ -107,17 +109,17 @@ class Policy:
 
     @property
     def frame(self) -> CoordinateFrame:
-        """The coordinate frame that the model writes boxes in."""
+        """The coordinate frame of the boxes that the model generates."""
         return FRAMES[self.family.frame]
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and weights that training changes."""
+        """Return the names and the parameters that training changes."""
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
-    # Examples to prompts.
+    # Prompts.
 
     def with_resized_sizes(self, example: Example) -> Example:
-        """The example with its images' ``seen`` sizes set to what this model will see."""
+        """Return the example with the ``resized_size`` that this model gives each image."""
         if self.budget is None:
             return example
         images = tuple(
@@ -130,17 +132,17 @@ class Policy:
         return replace(example, images=images)
 
     def estimate_prompt_tokens(self, example: Example, task: Task) -> int:
-        """About how many tokens the example's prompt has, without reading its images.
+        """Estimate the number of tokens of the example's prompt, without reading its images.
 
-        Image tokens are counted exactly where the family's resize is known; a token of text is
-        taken to have three characters.
+        Image tokens are exact where the family's resize is known; text is estimated at three
+        characters per token.
         """
-        seen = self.with_resized_sizes(example).images
-        images = sum(self.family.image_tokens(image.resized_size, self.processor) for image in seen)
-        return images + len(task.prompt(example)) // 3
+        sizes = [image.resized_size for image in self.with_resized_sizes(example).images]
+        image_tokens = sum(self.family.image_tokens(size, self.processor) for size in sizes)
+        return image_tokens + len(task.prompt(example)) // 3
 
     def build_prompt(self, example: Example, task: Task) -> Prompt:
-        """The example as this model reads it: its images are decoded and preprocessed here.
+        """Build the model's prompt: decode and preprocess the images, tokenize the text.
 
         Raises:
             UserError: an image cannot be read, or the prompt exceeds the model's context.
@@ -152,198 +154,203 @@ class Policy:
         )
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         if example.images:
-            arguments |= {"images": self._images(example), **self.family.processor_kwargs()}
+            arguments |= {"images": self._load_images(example), **self.family.processor_kwargs()}
         inputs = dict(self.processor(**arguments))
         token_ids = tuple(inputs.pop("input_ids")[0].tolist())
         inputs.pop("attention_mask", None)
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and len(token_ids) >= limit:
             raise UserError(
-                f"example {example.id}: its prompt has {len(token_ids)} tokens, the model's "
-                f"context holds {limit}: lower policy.max_pixels or shorten the question"
+                f"example {example.id}: its prompt has {len(token_ids)} tokens, but the "
+                f"model's context holds {limit}: lower policy.max_pixels or shorten the question"
             )
         return Prompt(example, text, token_ids, inputs)
 
-    def _images(self, example: Example) -> list[Any]:
+    def _load_images(self, example: Example) -> list[Any]:
         try:
-            return [self._image(reference) for reference in example.images]
+            return [self._load_cached(image) for image in example.images]
         except ValueError as error:
             raise UserError(f"example {example.id}: {error}") from error
 
-    def _decode(self, reference: ImageRef) -> Any:
+    def _load_image(self, reference: ImageRef) -> Any:
         self.image_decodes += 1
         image = reference.load()
         return self.family.resize(image, self.budget, self.processor) if self.budget else image
 
-    # Completions.
+    # Sampling.
 
     @torch.no_grad()
     def sample(
         self,
         prompts: Sequence[Prompt],
-        rollout: SamplingSettings,
-        group: int,
+        sampling: SamplingSettings,
+        num_generations: int,
         seeds: Sequence[Sequence[int | str]],
         max_tokens: int,
     ) -> list[tuple[Completion, ...]]:
-        """``group`` completions of each prompt.
+        """Sample ``num_generations`` completions of each prompt.
 
-        What is sampled for a prompt depends on its seed and the weights alone, not on the
-        prompts beside it.
+        The completions of a prompt depend only on its seed and the weights, not on the other
+        prompts.
 
         Args:
-            prompts: one for each group.
-            rollout: how completions are drawn.
-            group: completions of each prompt, G.
-            seeds: for each prompt, what names its streams of random numbers.
-            max_tokens: the most tokens generated at once.
+            prompts: one prompt per group.
+            sampling: how tokens are sampled.
+            num_generations: completions per prompt, G.
+            seeds: seed of each prompt's random streams.
+            max_tokens: maximum number of tokens generated at once.
         """
-        length = rollout.max_completion_length
-        streams = [
+        length = sampling.max_completion_length
+        uniforms = [
             torch.from_numpy(draw_uniforms((*seed, index), length))
             for seed in seeds
-            for index in range(group)
+            for index in range(num_generations)
         ]
-        draws = SamplerState(torch.stack(streams).to(self.device), rollout, self._has_stop(rollout))
-        with _evaluating(self.model), self._precision(), rollout_weights(self.model):
-            self.run(lambda: self._draw(prompts, draws, group, max_tokens))
-        completions = [self._completion(draws, row) for row in range(len(draws.lengths))]
+        has_stop_string = self._build_stop_check(sampling)
+        state = SamplerState(torch.stack(uniforms).to(self.device), sampling, has_stop_string)
+        with _eval_mode(self.model), self._autocast(), rollout_weights(self.model):
+            self.run(lambda: self._generate(prompts, state, max_tokens))
+        rows = range(0, len(state.lengths), num_generations)
         return [
-            tuple(completions[start : start + group]) for start in range(0, len(completions), group)
+            tuple(self._build_completion(state, row + index) for index in range(num_generations))
+            for row in rows
         ]
 
-    def _draw(
-        self, prompts: Sequence[Prompt], draws: SamplerState, group: int, max_tokens: int
-    ) -> None:
+    def _generate(self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int) -> None:
         if self.shared:
-            prefixes = self._prefix_inputs(prompts, self._encode(prompts))
+            prefixes = self._build_prefixes(prompts)
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
             rest = (max_tokens, self.stopwatch, self.capture)
-            SharedDecoder(self.family, self.model, *rest)(prefixes, draws)
+            SharedDecoder(self.family, self.model, *rest)(prefixes, state)
         else:
-            repeated = [p for p in prompts for _ in range(group)]
-            self.counters.prefill_tokens += sum(len(p.token_ids) for p in repeated)
-            self.counters.encoder_passes += sum(len(p.example.images) for p in repeated)
-            sample_repeated(self.model, prompts, draws, max_tokens, self._pad)
+            num_generations = len(state.lengths) // len(prompts)
+            tokens = sum(len(p.token_ids) for p in prompts)
+            images = sum(len(p.example.images) for p in prompts)
+            self.counters.prefill_tokens += num_generations * tokens
+            self.counters.encoder_passes += num_generations * images
+            sample_repeated(self.model, prompts, state, max_tokens, self._pad_token_id)
 
-    def _completion(self, draws: SamplerState, row: int) -> Completion:
-        length = int(draws.lengths[row])
-        tokens = tuple(draws.tokens[row, :length].tolist())
+    def _build_completion(self, state: SamplerState, row: int) -> Completion:
+        length = int(state.lengths[row])
+        tokens = tuple(state.tokens[row, :length].tolist())
         stop: StopReason = "length"
-        if tokens[-1] in draws.settings.distribution.eos:
+        if tokens[-1] in state.settings.distribution.eos:
             stop = "eos"
-        elif draws.has_stop_string is not None and draws.has_stop_string(tokens):
+        elif state.has_stop_string is not None and state.has_stop_string(tokens):
             stop = "stop"
         return Completion(
             token_ids=tokens,
-            logprobs=tuple(draws.logprobs[row, :length].tolist()),
+            logprobs=tuple(state.logprobs[row, :length].tolist()),
             text=self.decode(tokens),
             stop=stop,
-            entropies=tuple(draws.entropies[row, :length].tolist()),
+            entropies=tuple(state.entropies[row, :length].tolist()),
         )
 
-    def _has_stop(self, rollout: SamplingSettings):
-        if not rollout.stop:
+    def _build_stop_check(
+        self, sampling: SamplingSettings
+    ) -> Callable[[Sequence[int]], bool] | None:
+        if not sampling.stop:
             return None
 
         def has_stop_string(tokens: Sequence[int]) -> bool:
             text = self.decode(tokens)
-            return any(stop in text for stop in rollout.stop)
+            return any(stop in text for stop in sampling.stop)
 
         return has_stop_string
 
     @property
-    def _pad(self) -> int:
+    def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id
         return self.distribution.eos[0] if pad is None else pad
 
-    # Log-probabilities.
+    # Scoring.
 
     def score(self, batch: MicroBatch, with_entropy: bool = False) -> TokenScores:
-        """Log-probabilities of the batch's completion tokens, with gradient where it is enabled."""
-        with self._precision():
-            logprobs, entropies = self.run(lambda: self._score(batch, with_entropy))
-        return TokenScores(logprobs, entropies)
+        """Score the batch's completion tokens, with gradient if gradients are enabled."""
 
-    def _score(self, batch: MicroBatch, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities and entropies; a plain tuple, in which ``run`` finds the tensors."""
-        scores = self._scores(batch, with_entropy)
-        return scores.logprobs, scores.entropies
+        def run_model() -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+            scores = self._score(batch, with_entropy)
+            return scores.logprobs, scores.entropies  # a tuple, so that ``run`` finds the tensors
 
-    def _scores(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
+        with self._autocast():
+            return TokenScores(*self.run(run_model))
+
+    def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
         if not self.shared:
-            rows = [piece.prompt for piece in batch.slices for _ in piece.rows]
-            self.counters.encoder_passes += sum(len(p.example.images) for p in rows)
-            self.counters.update_tokens += sum(len(p.token_ids) for p in rows)
+            prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
+            self.counters.encoder_passes += sum(len(p.example.images) for p in prompts)
+            self.counters.update_tokens += sum(len(p.token_ids) for p in prompts)
             self.counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
-            return score_repeated(self.model, batch, self.distribution, self._pad, with_entropy)
-        prompts = [piece.prompt for piece in batch.slices]
-        prefixes = self._prefix_inputs(prompts, self._encode(prompts))
+            pad = self._pad_token_id
+            return score_repeated(self.model, batch, self.distribution, pad, with_entropy)
+        prefixes = self._build_prefixes([piece.prompt for piece in batch.slices])
         self.counters.update_tokens += batch.num_tokens
         settings = ScoringSettings(self.distribution, self.chunk_tokens, with_entropy)
         return score_shared(self.family, self.model, batch, prefixes, settings)
 
     def dummy_batch(self) -> MicroBatch:
-        """The least that goes through every layer: one token of prompt and one of completion."""
-        prompt = Prompt(Example("idle", (), "", None), "", self.distribution.eos[:1], {})
+        """Build the smallest batch that runs every layer: one prompt and one completion token."""
+        prompt = Prompt(Example("dummy", (), "", None), "", self.distribution.eos[:1], {})
         return MicroBatch((GroupSlice(prompt, (self.distribution.eos[:1],), (0,)),))
 
-    def _precision(self) -> contextlib.AbstractContextManager:
-        """Computation in bfloat16 on float32 weights, each cast once inside, where asked for."""
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        """Compute in bfloat16 on float32 weights inside, if ``autocast`` is set."""
         if not self.autocast:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of the model: all weights, or with LoRA the adapter's alone."""
-        state: dict[str, torch.Tensor] = (self.adapters or self.model).state_dict()
+    # Checkpoints.
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of a checkpoint: all of the model, or only the adapter with LoRA."""
+        state: dict[str, Tensor] = (self.adapters or self.model).state_dict()
         if self.adapters is None:
             return state
         return {name: weight for name, weight in state.items() if "lora_" in name}
 
-    def save(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Write ``weights`` and the processor, to be loaded by transformers and PEFT; the pixel
-        budget goes into the processor."""
+    def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        """Write ``weights`` and the processor, with its pixel budget, for transformers and PEFT."""
         if self.budget is not None:
             self.family.set_pixel_budget(self.processor, self.budget)
         (self.adapters or self.model).save_pretrained(str(folder), state_dict=weights)
         self.processor.save_pretrained(folder)
 
-    def save_shard(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-        """Write some of the full weights under the names that ``save`` gives them.
+    def save_shard(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write a part of the full weights under the names that ``save`` gives them.
 
-        transformers writes on the first process alone, and the others have weights too.
+        ``save_pretrained`` of transformers writes only on the first process.
         """
-        once: dict[int, tuple[str, Tensor]] = {}  # a file holds a tied weight under one name
+        untied: dict[int, tuple[str, Tensor]] = {}  # a file has one name for tied weights
         for name, weight in weights.items():
-            once.setdefault(id(weight), (name, weight))
-        named = revert_weight_conversion(self.model, dict(once.values()))
-        plain = {name: weight.contiguous() for name, weight in named.items()}
-        save_file(plain, folder / "model.safetensors", {"format": "pt"})
+            untied.setdefault(id(weight), (name, weight))
+        converted = revert_weight_conversion(self.model, dict(untied.values()))
+        contiguous = {name: weight.contiguous() for name, weight in converted.items()}
+        save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+
+    # Images.
 
     @torch.no_grad()
     def encode_images(self, prompts: Sequence[Prompt]) -> None:
-        """Encode the prompts' images as ``sample`` does, where a frozen tower's features stay."""
+        """Encode the prompts' images as ``sample`` does, if their features are cached."""
         if self.shared and not self.trains_vision:
-            with _evaluating(self.model), self._precision(), rollout_weights(self.model):
-                self._encode(prompts)
+            with _eval_mode(self.model), self._autocast(), rollout_weights(self.model):
+                self._encode_images(prompts)
 
-    def forget_images(self) -> None:
-        """Drop the vision features kept for this step."""
+    def clear_image_cache(self) -> None:
+        """Drop the cached vision features of this step."""
         self._encoder.clear_cache()
 
-    def encoding_once(self) -> contextlib.AbstractContextManager:
-        """Micro-batches that share an image share its pass: see ``ImageEncoder.share_passes``."""
+    def share_image_passes(self) -> contextlib.AbstractContextManager:
+        """Encode an image once for the micro-batches that share it; see ``ImageEncoder``."""
         return self._encoder.share_passes()
 
-    def _encode(self, prompts: Sequence[Prompt]) -> dict[ImageRef, ImageFeatures]:
-        features, fresh = self._encoder(prompts)
-        self.counters.encoder_passes += fresh
+    def _encode_images(self, prompts: Sequence[Prompt]) -> dict[ImageRef, ImageFeatures]:
+        features, encoded = self._encoder(prompts)
+        self.counters.encoder_passes += encoded
         return features
 
-    def _prefix_inputs(
-        self, prompts: Sequence[Prompt], features: dict[ImageRef, ImageFeatures]
-    ) -> list[PrefixInputs]:
+    def _build_prefixes(self, prompts: Sequence[Prompt]) -> list[PrefixInputs]:
+        features = self._encode_images(prompts)
         per_prompt = [[features[image] for image in p.example.images] for p in prompts]
         return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
 
@@ -353,8 +360,8 @@ def _directly(call: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode inside: no dropout, and no checkpointing that would switch the cache off."""
+def _eval_mode(model: Any) -> Iterator[None]:
+    """Set evaluation mode: no dropout, and no checkpointing, which would disable the cache."""
     was_training = model.training
     model.eval()
     try:
@@ -366,7 +373,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 def load_policy(
     settings: Settings, checkpoint: Path | None = None, training: bool = True
 ) -> Policy:
-    """The policy of a run; arguments and errors as in ``load_model`` and ``get_capture``."""
+    """Load the policy of a run; arguments and errors as in ``load_model`` and ``get_capture``."""
     loaded = load_model(settings, checkpoint, training)
     distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
     capture = get_capture(settings.rollout, loaded.shared, training)
