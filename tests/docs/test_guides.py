@@ -41,7 +41,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("guide", GUIDES_WITH_COMMANDS, ids=lambda path: path.name)
 def test_every_command_runs(
-    guide: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    guide: Path,
+    runs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("docs").symlink_to(ROOT / "docs")
@@ -55,6 +59,14 @@ def test_every_command_runs(
             if part in line:
                 prepare()
         run_command(line, STEP)
+    printed = {mask_numbers(line) for line in capsys.readouterr().out.splitlines()}
+    quoted = re.findall(r"^```text\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    assert {mask_numbers(line) for line in "".join(quoted).splitlines()} <= printed
+
+
+def mask_numbers(line: str) -> str:
+    """Replace the numbers of a line: those of a short run differ from the guide's."""
+    return re.sub(r"\d[\d.,]*", "#", line)
 
 
 def test_blocks_with_commands_are_marked_as_shell() -> None:
