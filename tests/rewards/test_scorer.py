@@ -1,4 +1,4 @@
-"""Whatever a user's rewards do, the other completions are scored, and the run goes on."""
+"""A failure of a user's reward affects its own completion only, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task, reward
 from vlm_grpo.types import Example, Score
 
-# The answer says what the reward does. A file, as users write one: no other process can import it.
-NAUGHTY = '''
+# The answer selects what the reward does. As with users' files, workers cannot import the module.
+FAILING = '''
 import os, re, time
 from vlm_grpo.task import Task, metric, reward
 
-class Naughty(Task):
-    """Does what the answer says."""
+class Failing(Task):
+    """Fails in the way that the answer names."""
 
     primary_metric = "right"
 
@@ -74,40 +74,39 @@ LIMIT = 0.2
 
 
 @pytest.fixture(scope="module")
-def naughty(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    path = tmp_path_factory.mktemp("task") / "naughty.py"
-    path.write_text(NAUGHTY)
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    path = tmp_path_factory.mktemp("task") / "failing.py"
+    path.write_text(FAILING)
     return load_task(str(path))
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[RewardScorer]:
-    with RewardScorer(LIMIT, workers=2) as judge:
-        yield judge
+    with RewardScorer(LIMIT, workers=2) as scorer:
+        yield scorer
 
 
-def scored(judge: RewardScorer, task: Task, texts: list[str]) -> list[Score]:
-    return judge(task, texts, [EXAMPLE] * len(texts))
+def score(scorer: RewardScorer, task: Task, texts: list[str]) -> list[Score]:
+    return scorer(task, texts, [EXAMPLE] * len(texts))
 
 
-def essence(score: Score) -> tuple:
-    """All of a score but its tracebacks' words."""
-    return score.answer, score.rewards, score.total, score.metrics, set(score.failures)
+def without_tracebacks(found: Score) -> tuple:
+    return found.answer, found.rewards, found.total, found.metrics, set(found.failures)
 
 
-def test_a_failing_reward_costs_its_own_completion_alone(naughty: Task):
-    scores = scored(RewardScorer(LIMIT), naughty, SOFT + SLOW)
-    # 1 for the right text and 0.5 for causing no trouble; everything else cannot be scored.
-    assert [score.total for score in scores] == [1.5, 0.5] + [None] * (len(SOFT + SLOW) - 2)
-    for text, score in zip((SOFT + SLOW)[2:], scores[2:], strict=True):
+def test_a_failing_reward_affects_its_own_completion_only(failing: Task):
+    scores = score(RewardScorer(LIMIT), failing, SOFT + SLOW)
+    # 1 for the right text and 0.5 for no trouble; the others cannot be scored.
+    assert [each.total for each in scores] == [1.5, 0.5] + [None] * (len(SOFT + SLOW) - 2)
+    for text, found in zip((SOFT + SLOW)[2:], scores[2:], strict=True):
         if text != "the parser raises":
-            assert (score.rewards["right"], score.rewards["trouble"]) == (0.0, None)
-            assert "trouble" in score.failures
+            assert (found.rewards["right"], found.rewards["trouble"]) == (0.0, None)
+            assert "trouble" in found.failures
 
 
-def test_the_failure_says_what_happened(naughty: Task):
+def test_failures_hold_the_traceback(failing: Task):
     texts = ["raises", "loops", "text", "the parser raises"]
-    raises, loops, text, parser = scored(RewardScorer(LIMIT), naughty, texts)
+    raises, loops, text, parser = score(RewardScorer(LIMIT), failing, texts)
     assert "KeyError: 'no such column'" in raises.failures["trouble"]
     assert "a metric fails too" in raises.failures["letters"]
     assert "longer than its limit of 0.2 s" in loops.failures["trouble"]
@@ -117,49 +116,49 @@ def test_the_failure_says_what_happened(naughty: Task):
     assert "unreadable" in parser.failures["parse"]
 
 
-def test_workers_score_the_same_in_the_same_order(naughty: Task, workers: RewardScorer):
+def test_workers_give_the_same_scores_in_the_same_order(failing: Task, workers: RewardScorer):
     texts = (SOFT + SLOW) * 2
-    here = scored(RewardScorer(LIMIT), naughty, texts)
-    there = scored(workers, naughty, texts)
-    assert list(map(essence, here)) == list(map(essence, there))
+    here = score(RewardScorer(LIMIT), failing, texts)
+    there = score(workers, failing, texts)
+    assert list(map(without_tracebacks, here)) == list(map(without_tracebacks, there))
 
 
-def test_a_worker_that_dies_is_survived_and_its_reward_named(naughty: Task, workers: RewardScorer):
-    good, dies, parser, fine = scored(workers, naughty, ["good", "dies", "the parser dies", "fine"])
+def test_a_reward_that_ends_its_worker_is_named(failing: Task, workers: RewardScorer):
+    good, dies, parser, fine = score(workers, failing, ["good", "dies", "the parser dies", "fine"])
     assert (good.total, fine.total) == (1.5, 0.5)
     assert (dies.total, dies.answer) == (None, "dies")
-    # What the other rules gave is kept; only the one that ended the process has no value.
+    # The values of the other rules are kept.
     assert (dies.rewards, dies.metrics) == ({"right": 0.0, "trouble": None}, {"letters": 4.0})
     assert dies.failures == {"trouble": "the process that scored it ended with exit code 1"}
     assert parser.failures == {"parse": "the process that scored it ended with exit code 3"}
 
 
-def test_a_worker_that_does_not_heed_its_limit_is_killed(naughty: Task, workers: RewardScorer):
+def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing: Task, workers: RewardScorer):
     started = time.monotonic()
-    (computes,) = scored(workers, naughty, ["computes"])
-    # 0.2 s and one of grace, twice (the second time to find which rule), and a new worker: the
-    # sum itself takes ten times as long.
+    (computes,) = score(workers, failing, ["computes"])
+    # Twice 0.2 s and 1 s of grace (the second time to find the rule), and a new worker; the sum
+    # itself takes ten times as long.
     assert time.monotonic() - started < 20
     assert (computes.answer, computes.total) == ("computes", None)
     assert "was killed" in computes.failures["trouble"]
 
 
 def test_the_first_failure_of_a_rule_is_logged_with_its_traceback(
-    naughty: Task, caplog: pytest.LogCaptureFixture
+    failing: Task, caplog: pytest.LogCaptureFixture
 ):
-    judge = RewardScorer(LIMIT)
+    scorer = RewardScorer(LIMIT)
     with caplog.at_level(logging.WARNING):
-        scored(judge, naughty, ["good", "raises", "nan", "raises"])
-        scored(judge, naughty, ["raises"])
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2  # one for the reward, one for the metric
-    assert "trouble failed on example row 7" in told[0]
-    assert "KeyError: 'no such column'" in told[0]
-    assert "Traceback" in told[0]
-    assert "letters failed on example row 7" in told[1]
+        score(scorer, failing, ["good", "raises", "nan", "raises"])
+        score(scorer, failing, ["raises"])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2  # one for the reward, one for the metric
+    assert "trouble failed on example row 7" in messages[0]
+    assert "KeyError: 'no such column'" in messages[0]
+    assert "Traceback" in messages[0]
+    assert "letters failed on example row 7" in messages[1]
 
 
-def test_no_limit_lets_a_slow_reward_end():
+def test_a_slow_reward_completes_without_a_limit():
     class Slow(Task):
         primary_metric = "slept"
 
@@ -177,12 +176,12 @@ def test_no_limit_lets_a_slow_reward_end():
         RewardScorer(None, workers=1)(Slow(), ["a"], [EXAMPLE])
 
 
-def test_outside_the_main_thread_a_worker_keeps_the_limit(naughty: Task):
+def test_the_limit_holds_outside_the_main_thread(failing: Task):
     found: list[Score] = []
-    with RewardScorer(LIMIT) as judge:
+    with RewardScorer(LIMIT) as scorer:
         thread = threading.Thread(
-            target=lambda: found.extend(scored(judge, naughty, ["good", "loops"]))
+            target=lambda: found.extend(score(scorer, failing, ["good", "loops"]))
         )
         thread.start()
         thread.join()
-    assert [score.total for score in found] == [1.5, None]
+    assert [each.total for each in found] == [1.5, None]

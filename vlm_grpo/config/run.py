@@ -30,7 +30,15 @@ from pydantic_core import to_jsonable_python
 from vlm_grpo.config.base import Frozen, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.policy import PolicySettings, RolloutSettings
-from vlm_grpo.config.sources import InMemoryRows, Source, TaskSetting, get_options, is_rows, restore
+from vlm_grpo.config.sources import (
+    InMemoryRows,
+    OptionalSource,
+    Source,
+    TaskSetting,
+    get_options,
+    is_rows,
+    restore,
+)
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task, get_task_name
 from vlm_grpo.utils.atomic_io import write_atomic
@@ -57,7 +65,7 @@ class DataSettings(Frozen):
 
     train: Source
     """Source of the training examples."""
-    eval: Source | None = None
+    eval: OptionalSource = None
     """Source of the held-out examples; None: no evaluation."""
     image_root: Path | None = None
     """Folder that contains all images and that their paths are relative to; None: the folder of

@@ -99,6 +99,14 @@ def _validate_source(value: Any, info: ValidationInfo) -> Any:
     raise ValueError("should be text or a list of rows (mappings), a Dataset, or Examples")
 
 
+def _validate_optional_source(value: Any, info: ValidationInfo) -> Any:
+    return None if value is None else _validate_source(value, info)
+
+
+def _dump_optional_source(source: Any) -> str | None:
+    return None if source is None else str(source)
+
+
 def _dump_task(task: Any) -> str:
     return get_task_name(task) if isinstance(task, type) else str(task)
 
@@ -115,3 +123,9 @@ Source = Annotated[
     PlainSerializer(str, return_type=str),
 ]
 """The name of a data source, or rows in memory."""
+OptionalSource = Annotated[
+    str | Path | Rows | None,
+    PlainValidator(_validate_optional_source),
+    PlainSerializer(_dump_optional_source, return_type=str | None),
+]
+"""A ``Source`` or None. Not ``Source | None``, whose description would hold the validators."""

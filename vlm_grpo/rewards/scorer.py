@@ -1,4 +1,4 @@
-"""What completions earn, whatever a user's rewards do: raise, hang, or end their process."""
+"""Score completions with a task whose rewards may raise, hang or end their process."""
 
 from __future__ import annotations
 
@@ -23,38 +23,37 @@ from vlm_grpo.utils.timing import can_interrupt, time_limit
 logger = logging.getLogger(__name__)
 
 REWARD_TIMEOUT = 10.0
-"""Seconds that one reward may take for one completion, where no setting says otherwise."""
+"""Default time limit in seconds of one reward for one completion."""
 _GRACE = 1.0
-"""Seconds after which a worker that does not heed its time limit is killed."""
+"""Seconds after the time limit at which an unresponsive worker is killed."""
 _START_SECONDS = 120.0
-"""Seconds in which a worker must have imported what it needs."""
+"""Time limit in seconds for the start of the workers, including their imports."""
 
-Said = tuple[str, Example, int | None]
-"""A completion's text, the row that it answers, and its number of tokens if that is known."""
-Sent = tuple[bytes, str | None]
-"""A task as a worker gets it: pickled, and the file that must be loaded first, if any."""
+Item = tuple[str, Example, int | None]
+"""A completion's text, its example, and its number of tokens (None: unknown)."""
+SentTask = tuple[bytes, str | None]
+"""A pickled task, and the file that a worker must load before unpickling it (None: no file)."""
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function of this module and its arguments."""
 
 
 class RewardScorer:
-    """Scores completions with a task; a failure costs that completion and nothing else.
+    """Scores completions with a task, so that a failure affects one completion only.
 
-    In this process Python code is interrupted at the time limit, which compiled code can hold up;
-    a worker process is killed, and survived where it ends by itself. Both ways the scores are the
-    same, in the same order.
+    In this process, Python code is interrupted at the time limit, but compiled code can delay that.
+    A worker process is killed at the limit, and replaced if it ends by itself. Both give the same
+    scores in the same order.
 
     Args:
-        seconds: the most that one reward, metric or parser may take for one completion; None: any
-            time.
-        workers: processes that score; 0: this one, unless it cannot interrupt (``can_interrupt``),
-            where one worker does.
+        seconds: time limit of one reward, metric or parser for one completion; None: no limit.
+        workers: number of worker processes; 0: score in this process, or in one worker where this
+            process cannot interrupt calls (``can_interrupt``).
     """
 
     def __init__(self, seconds: float | None = REWARD_TIMEOUT, workers: int = 0) -> None:
         self.seconds, self.workers = seconds, workers
         self._pool: ProcessPool | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(
         self,
@@ -63,25 +62,25 @@ class RewardScorer:
         examples: Sequence[Example],
         tokens: Sequence[int] | None = None,
     ) -> list[Score]:
-        """What the task makes of each text.
+        """Score each completion.
 
         Args:
-            task: parses and scores.
-            texts: whole completions.
-            examples: what each of them answers.
-            tokens: how many tokens each of them has; None: not known.
+            task: parses and scores the completions.
+            texts: text of each completion.
+            examples: example of each completion.
+            tokens: number of tokens of each completion; None: unknown.
 
         Raises:
-            UserError: the workers do not start, or the task cannot be sent to them.
+            UserError: the workers do not start, or the task cannot be pickled.
         """
-        said = list(zip(texts, examples, tokens or [None] * len(texts), strict=True))
+        items = list(zip(texts, examples, tokens or [None] * len(texts), strict=True))
         if self.workers or not (self.seconds is None or can_interrupt()):
-            scores = self._in_workers(task, said)
+            scores = self._score_in_workers(task, items)
         else:
             with time_limit(self.seconds) as call:
-                scores = [task.score(*one, call) for one in said]
+                scores = [task.score(*item, call) for item in items]
         for score, example in zip(scores, examples, strict=True):
-            self._tell(score, example)
+            self._log_failures(score, example)
         return scores
 
     def __enter__(self) -> RewardScorer:
@@ -96,17 +95,17 @@ class RewardScorer:
         self.close()
 
     def close(self) -> None:
-        """End the workers; a later call starts new ones."""
+        """Stop the workers; a later call starts new ones."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
             self._pool = None
 
-    def _tell(self, score: Score, example: Example) -> None:
+    def _log_failures(self, score: Score, example: Example) -> None:
         """Log the first failure of each rule; the metrics count all of them."""
         for name, trace in score.failures.items():
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._logged:
+                self._logged.add(name)
                 logger.warning(
                     "%s failed on example %s, which is left out where its value is needed; later "
                     "failures are only counted (rewards/NAME/failed). The first one:\n%s",
@@ -117,60 +116,62 @@ class RewardScorer:
 
     # Worker processes.
 
-    def _in_workers(self, task: Task, said: Sequence[Said]) -> list[Score]:
-        sent = _sendable(task)
-        jobs: list[Job] = [(_score, (sent, one, self.seconds)) for one in said]
+    def _score_in_workers(self, task: Task, items: Sequence[Item]) -> list[Score]:
+        sent = _pickle_task(task)
+        jobs: list[Job] = [(_score, (sent, item, self.seconds)) for item in items]
         return [
-            outcome if isinstance(outcome, Score) else self._by_parts(task, sent, one)
-            for outcome, one in zip(self._run(jobs), said, strict=True)
+            result if isinstance(result, Score) else self._score_each_rule(task, sent, item)
+            for result, item in zip(self._run(jobs), items, strict=True)
         ]
 
-    def _by_parts(self, task: Task, sent: Sent, said: Said) -> Score:
-        """The score of a completion whose worker was lost, each rule on its own to find which."""
-        names = task.applicable_rules(said[2])
-        jobs: list[Job] = [(_part, (sent, said, self.seconds, name)) for name in (None, *names)]
-        (answer, failure), *parts = map(self._described, self._run(jobs))
+    def _score_each_rule(self, task: Task, sent: SentTask, item: Item) -> Score:
+        """Score a completion that ended its worker, each rule in a job of its own."""
+        names = task.applicable_rules(item[2])
+        jobs: list[Job] = [
+            (_apply_rule, (sent, item, self.seconds, name)) for name in (None, *names)
+        ]
+        (answer, failure), *results = map(self._describe, self._run(jobs))
         if failure is not None:
-            return task.parse_failure(failure, said[2])
-        values = {name: value for name, (value, _) in zip(names, parts, strict=True)}
-        failures = {n: why for n, (_, why) in zip(names, parts, strict=True) if why is not None}
+            return task.parse_failure(failure, item[2])
+        values = {name: value for name, (value, _) in zip(names, results, strict=True)}
+        failures = {n: why for n, (_, why) in zip(names, results, strict=True) if why is not None}
         return task.combine(answer, values, failures)
 
     def _run(self, jobs: Sequence[Job]) -> list[Any]:
-        """What each job returned, or the exception that it came to."""
-        pool = self._pool = self._running_pool()
+        """Return the result of each job, or the exception that it raised."""
+        pool = self._pool = self._get_pool()
         limit = None if self.seconds is None else self.seconds + _GRACE
         futures = [pool.schedule(function, args, timeout=limit) for function, args in jobs]
         return [future.exception() or future.result() for future in futures]
 
-    def _running_pool(self) -> ProcessPool:
+    def _get_pool(self) -> ProcessPool:
         if self._pool is not None and self._pool.active:
             return self._pool
         self.close()
-        # Spawned, because a forked child of a process with threads and a GPU may hang.
+        # Not forked: the child of a process with threads and a GPU may hang.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPool(max(1, self.workers), initializer=_start_worker, context=context)
         try:
-            pool.schedule(_is_up).result(_START_SECONDS)
+            pool.schedule(_respond).result(_START_SECONDS)
         except Exception as error:
             pool.stop()
             pool.join()
             raise UserError(
-                f"the reward workers did not start ({error!r}): set rollout.reward_workers=0, or, "
-                'where a script of yours starts the run, put it under if __name__ == "__main__"'
+                f"the reward workers did not start ({error!r}): set rollout.reward_workers=0, or "
+                'put the program that starts the run under if __name__ == "__main__"'
             ) from error
         return pool
 
-    def _described(self, outcome: Any) -> tuple[Any, str | None]:
-        """A part's value and why it failed."""
-        if isinstance(outcome, ProcessExpired):
-            return None, f"the process that scored it ended with exit code {outcome.exitcode}"
-        if isinstance(outcome, TimeoutError):
+    def _describe(self, result: Any) -> tuple[Any, str | None]:
+        """Return the value of a job, and why it failed."""
+        if isinstance(result, ProcessExpired):
+            return None, f"the process that scored it ended with exit code {result.exitcode}"
+        if isinstance(result, TimeoutError):
             return None, f"it took longer than its limit of {self.seconds:g} s and was killed"
-        return (None, repr(outcome)) if isinstance(outcome, BaseException) else outcome
+        return (None, repr(result)) if isinstance(result, BaseException) else result
 
 
-def _sendable(task: Task) -> Sent:
+def _pickle_task(task: Task) -> SentTask:
     try:
         return pickle.dumps(task), get_task_source(type(task))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -180,37 +181,37 @@ def _sendable(task: Task) -> Sent:
         ) from error
 
 
-_prepare = lru_cache(load_task_class)
+_load_source = lru_cache(load_task_class)
 
 
-@lru_cache(maxsize=2)  # the task of training, whose progress moves on, and that of evaluation
-def _received(sent: Sent) -> Task:
+@lru_cache(maxsize=2)  # one for training, which changes with the progress, and one for evaluation
+def _unpickle_task(sent: SentTask) -> Task:
     payload, source = sent
     if source is not None:
-        _prepare(source)
-    return pickle.loads(payload)  # of the process that started this one
+        _load_source(source)
+    return pickle.loads(payload)  # written by the process that started this one
 
 
 def _start_worker() -> None:
-    # Pebble asks workers to end by a handler in Python, for which compiled code does not stop.
+    # Pebble stops workers by SIGTERM. A handler in Python would not run during compiled code.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _is_up() -> bool:
-    return True
+def _respond() -> None:
+    """Do nothing: the first job shows that the workers have started."""
 
 
-def _score(sent: Sent, said: Said, seconds: float | None) -> Score:
+def _score(sent: SentTask, item: Item, seconds: float | None) -> Score:
     with time_limit(seconds) as call:
-        return _received(sent).score(*said, call)
+        return _unpickle_task(sent).score(*item, call)
 
 
-def _part(
-    sent: Sent, said: Said, seconds: float | None, name: str | None
+def _apply_rule(
+    sent: SentTask, item: Item, seconds: float | None, name: str | None
 ) -> tuple[Any, str | None]:
-    """The answer, or the value of the rule called ``name``; and the traceback where it failed."""
-    task = _received(sent)
-    text, example, tokens = said
+    """Return the value of a rule (``name`` None: the answer), and its traceback if it failed."""
+    task = _unpickle_task(sent)
+    text, example, tokens = item
     with time_limit(seconds) as call:
         try:
             answer = call(task.read, text, example)

@@ -1,0 +1,222 @@
+"""Settings from Python objects: the classes of tasks, and rows in memory."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from pydantic import ValidationError
+
+from vlm_grpo.config.run import DataSettings, Settings, load_settings
+from vlm_grpo.config.sources import InMemoryRows, is_rows
+from vlm_grpo.coordinates import PERMILLE
+from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task, load_task_class
+from vlm_grpo.task import Task, get_task_name, reward
+from vlm_grpo.tasks.counting import Counting
+from vlm_grpo.types import Example
+
+ROWS = [{"question": "How many?", "answer": number} for number in range(3)]
+
+
+class Parity(Task):
+    """Whether a number is even."""
+
+    primary_metric = "exact"
+    words: tuple[str, ...] = ("odd", "even")
+
+    def parse(self, text: str, example: Example) -> str | None:
+        return text if text in self.words else None
+
+    def write(self, answer: str, example: Example) -> str:
+        return answer
+
+    @reward()
+    def exact(self, answer: str, example: Example) -> float:
+        return float(answer == example.answer)
+
+
+def make_settings(task: Any, train: Any = "embedded:counting", **values: Any) -> Settings:
+    return Settings.model_validate({"task": task, "data": {"train": train}, **values})
+
+
+def write_module(folder: Path, name: str) -> None:
+    text = Path(__file__).read_text("utf-8")
+    body = text[text.index("class Parity") : text.index("def make_settings")]
+    header = "from __future__ import annotations\nfrom vlm_grpo import Example, Task, reward\n"
+    (folder / name).write_text(header + body)
+
+
+def test_a_task_object_is_split_into_its_class_and_options() -> None:
+    task = Parity(tags=True, words=("no", "yes"), frame=PERMILLE, progress=0.5, token_limit=9)
+
+    settings = make_settings(task, task_options={"tags": False})
+
+    assert settings.task is Parity
+    # The library sets frame, progress and token_limit; task_options override the object.
+    assert settings.task_options == {"tags": False, "words": ("no", "yes")}
+    loaded = load_task(settings.task, **settings.task_options)
+    assert loaded == Parity(words=("no", "yes"))
+
+
+def test_the_options_of_a_task_object_are_checked_with_the_other_settings() -> None:
+    task = Counting(weights={"overlong": 1.0}, overlong_cache=9)
+
+    with pytest.raises(ValidationError, match="overlong_cache=9 exceeds"):
+        make_settings(task, rollout={"max_completion_length": 8})
+
+
+def test_a_built_in_class_is_saved_by_its_name() -> None:
+    settings = make_settings(Counting)
+
+    assert settings.task_name == settings.model_dump()["task"] == "counting"
+    assert settings.run_dir.name == "counting"
+
+
+def test_a_class_of_a_package_is_saved_by_its_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo/__init__.py").touch()
+    write_module(tmp_path, "zoo/parity.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    task = importlib.import_module("zoo.parity").Parity
+
+    settings = make_settings(task)
+
+    assert settings.task_name == "zoo.parity:Parity"
+    assert load_task_class(settings.task_name) is task
+    assert make_settings(settings.task_name).run_dir == settings.run_dir == Path("runs/parity")
+
+
+def test_a_class_of_a_file_is_saved_by_the_files_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_module(tmp_path, "parity_file.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = importlib.import_module("parity_file").Parity
+    loaded = load_task_class(str(tmp_path / "parity_file.py"))
+
+    for task in (imported, loaded):
+        assert get_task_name(task) == f"{tmp_path / 'parity_file.py'}:Parity"
+        assert vars(load_task(get_task_name(task), words=["a"]))["words"] == ("a",)
+    del sys.modules["parity_file"]
+
+
+def test_a_class_of_a_function_is_saved_by_a_text_that_is_not_loaded(tmp_path: Path) -> None:
+    class Local(Parity):
+        pass
+
+    make_settings(Local).save(tmp_path / "config.yaml")
+    saved = load_settings(tmp_path / "config.yaml")
+
+    assert str(saved.task).startswith("<class ")
+    assert saved.run_dir == Path("runs/local")
+    with pytest.raises(
+        UserError, match=r"^task=<class .*: give it again, as load_settings\(…, task"
+    ):
+        load_task(saved.task)
+    assert load_settings(tmp_path / "config.yaml", task=Local).task is Local
+
+
+def test_a_module_that_is_missing_is_named_with_the_remedy() -> None:
+    with pytest.raises(UserError, match=r"no\.module:Parity cannot be loaded.*PYTHONPATH"):
+        load_task("no.module:Parity")
+    with pytest.raises(UserError, match="no task class Pariti"):
+        load_task("vlm_grpo.tasks.counting:Pariti")
+
+
+@pytest.mark.parametrize("task", [3, Example, None])
+def test_other_objects_are_not_tasks(task: Any) -> None:
+    with pytest.raises(UserError, match=r"task=.* should be text, a subclass of Task or a task"):
+        load_settings("counting", task=task)
+
+
+def test_options_that_json_cannot_hold_are_kept_and_saved_as_text(tmp_path: Path) -> None:
+    marker = object()
+
+    settings = load_settings("counting", task_options={"marker": marker, "words": ["a"]})
+    settings.save(tmp_path / "config.yaml")
+
+    assert settings.task_options == {"marker": marker, "words": ["a"]}
+    assert load_settings(tmp_path / "config.yaml").task_options["marker"] == repr(marker)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        tuple(ROWS),
+        datasets.Dataset.from_list(ROWS),
+        [Example(str(row["answer"]), (), "How many?", row["answer"]) for row in ROWS],
+    ],
+    ids=["list", "tuple", "Dataset", "Examples"],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_rows_in_memory_are_a_source(rows: Any, strict: bool, tmp_path: Path) -> None:
+    settings = (
+        load_settings("counting", data={"train": rows})
+        if strict
+        else make_settings("counting", rows)
+    )
+
+    examples = load_examples(settings.data.train, Counting(), settings.data, "train")
+    settings.save(tmp_path / "config.yaml")
+
+    assert [example.answer for example in examples] == [0, 1, 2]
+    saved = load_settings(tmp_path / "config.yaml")
+    assert saved.data.train == "<in memory: 3 rows>" == str(settings.data.train)
+    with pytest.raises(UserError, match=r'^data\.train=<in memory: 3 rows>.*data=\{"train": rows'):
+        load_examples(saved.data.train, Counting(), saved.data, "train")
+
+
+def test_the_contents_of_rows_are_neither_shown_nor_compared() -> None:
+    settings = make_settings("counting", ROWS)
+
+    assert "How many" not in repr(settings)
+    assert settings == make_settings("counting", ROWS)
+    assert settings != make_settings("counting", [*ROWS])
+    assert hash(InMemoryRows(ROWS)) == hash(InMemoryRows(ROWS))
+
+
+@pytest.mark.parametrize("source", [3, ["a"], {"a": 1}, iter(ROWS), datasets.DatasetDict()])
+def test_other_objects_are_not_sources(source: Any) -> None:
+    assert not is_rows(source)
+    with pytest.raises(UserError, match=r"data\.train=.* should be text or a list of rows"):
+        load_settings("counting", data={"train": source})
+
+
+def test_paths_are_saved_as_text(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path / "task.py", tmp_path / "rows.jsonl")
+
+    assert settings.task == str(tmp_path / "task.py")
+    assert settings.data.train == str(tmp_path / "rows.jsonl")
+
+
+def test_limits_and_equal_splits_hold_for_rows_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+    data = DataSettings(train=ROWS, eval=ROWS, eval_limit=2)
+
+    assert len(load_examples(ROWS, Counting(), data, "eval")) == 2
+    assert "data.eval is data.train" in caplog.text
+
+
+def test_bad_rows_in_memory_are_named() -> None:
+    rows: list[Any] = [*ROWS, {"question": "How many?"}, 5, {"question": "?", "answer": -1}]
+
+    with pytest.raises(UserError) as caught:
+        load_examples(rows, Counting(), DataSettings(train=rows), "train")
+
+    message = str(caught.value)
+    assert "data.train row 4: it has no answer" in message
+    assert "data.train row 5: it is not a mapping but int" in message
+    assert "data.train row 6: " in message
+
+
+def test_settings_of_rows_are_json() -> None:
+    assert json.loads(make_settings(Parity, ROWS).model_dump_json())["data"]["eval"] is None
