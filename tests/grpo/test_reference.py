@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from vlm_grpo.config.run import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.grpo.update import build_slices
-from vlm_grpo.model.loading import LoadedModel, find_largest_dropout, get_model_source, load_model
+from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.trainer import Trainer, train
 from vlm_grpo.types import Group
@@ -224,26 +223,3 @@ def test_a_host_snapshot_is_part_of_the_checkpoint(tmp_path: Path) -> None:
         kls.append([json.loads(line)["kl"] for line in lines])
     assert kls[0] == kls[1]
     assert kls[0][2] > 0  # step 2 was held to the snapshot of step 0, which the checkpoint has
-
-
-def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Path) -> None:
-    """No setting of ours: it stands in the configuration of the model that a user names."""
-    folder = tmp_path / "model"
-    shutil.copytree(get_model_source("embedded"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["attention_dropout"] = 0.25
-    (folder / "config.json").write_text(json.dumps(config))
-    named = f"model={folder}"
-    load_model(load_settings("quickstart", [named]))  # one update: nothing is compared
-    twice = load_settings("quickstart", [named, "objective.num_iterations=2"])
-    load_model(twice, training=False)
-    with pytest.raises(UserError, match=r"layers\.\d\.self_attn: dropout of 0\.25.*config\.json"):
-        load_model(twice)
-
-
-def test_the_largest_dropout_is_found_in_layers_and_in_numbers() -> None:
-    assert find_largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
-    layers = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout2d(0.2))
-    assert find_largest_dropout(layers) == (0.2, "1")
-    attention = torch.nn.MultiheadAttention(2, 1, dropout=0.3)
-    assert find_largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")

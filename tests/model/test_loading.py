@@ -1,0 +1,98 @@
+"""Loading models: refused dropout, the pixel budget, frozen parts and adapted layers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.config.run import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import PixelBudget, load_family
+from vlm_grpo.model.loading import (
+    apply_lora_or_freeze,
+    find_largest_dropout,
+    freeze_parts,
+    get_model_source,
+    get_pixel_budget,
+    load_model,
+)
+
+
+def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Path) -> None:
+    """The dropout comes from the configuration of the user's model, not from a setting."""
+    folder = tmp_path / "model"
+    shutil.copytree(get_model_source("embedded"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["attention_dropout"] = 0.25
+    (folder / "config.json").write_text(json.dumps(config))
+    model = f"model={folder}"
+    load_model(load_settings("quickstart", [model]))  # one update: nothing is compared
+    two_updates = load_settings("quickstart", [model, "objective.num_iterations=2"])
+    load_model(two_updates, training=False)
+    with pytest.raises(UserError, match=r"layers\.\d\.self_attn: dropout of 0\.25.*config\.json"):
+        load_model(two_updates)
+
+
+def test_the_largest_dropout_is_found_in_modules_and_attributes() -> None:
+    assert find_largest_dropout(torch.nn.Linear(1, 1)) == (0.0, "")
+    layers = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout2d(0.2))
+    assert find_largest_dropout(layers) == (0.2, "1")
+    attention = torch.nn.MultiheadAttention(2, 1, dropout=0.3)
+    assert find_largest_dropout(torch.nn.Sequential(attention)) == (0.3, "0")
+
+
+def test_settings_override_the_processors_pixel_budget() -> None:
+    budget = PixelBudget(100, 1000)
+    assert get_pixel_budget(budget, PolicySettings()) == budget
+    assert get_pixel_budget(budget, PolicySettings(max_pixels=500)) == PixelBudget(100, 500)
+    assert get_pixel_budget(None, PolicySettings()) is None
+    with pytest.raises(UserError, match="at least 100 and at most 50 pixels; set both"):
+        get_pixel_budget(budget, PolicySettings(max_pixels=50))
+    with pytest.raises(UserError, match=r"no effect on this model.*remove them"):
+        get_pixel_budget(None, PolicySettings(min_pixels=50))
+
+
+@pytest.mark.parametrize("part", ["vision", "projector", "language"])
+def test_freezing_a_part_leaves_the_others_trainable(part: str) -> None:
+    """The projector (``merger``) lies inside the vision module, and is a part of its own."""
+    model, _ = tiny_model("qwen3_vl")
+    freeze_parts(model, load_family(model.config), [part])
+
+    def get_part(name: str) -> str:
+        if "visual" not in name:
+            return "language"
+        return "projector" if "merger" in name else "vision"
+
+    for name, weight in model.named_parameters():
+        assert weight.requires_grad == (get_part(name) != part), name
+
+
+@pytest.mark.parametrize(
+    ("target", "adapts_vision", "suffixes"),
+    [
+        ("language", False, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}),
+        ("all", True, {"q_proj", "qkv", "proj"}),
+        (("q_proj", "v_proj"), False, {"q_proj", "v_proj"}),
+    ],
+)
+def test_the_target_selects_the_adapted_layers(
+    target: Any, adapts_vision: bool, suffixes: set[str]
+) -> None:
+    model, _ = tiny_model("qwen2_5_vl")
+    policy = PolicySettings(lora=LoraSettings(r=2, target=target))
+    assert apply_lora_or_freeze(model, load_family(model.config), policy) is not None
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert all("lora_" in name for name in trained)
+    assert any("visual" in name for name in trained) == adapts_vision
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained}
+    assert suffixes <= layers
+    assert "lm_head" not in layers
+    if isinstance(target, tuple):
+        assert layers == suffixes

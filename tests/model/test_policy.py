@@ -1,0 +1,145 @@
+"""The policy's prompts, samples, scores and counters, on small random models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from tiny_models import Plain, noise_example, tiny_model, tiny_policy
+
+from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
+from vlm_grpo.families import load_family
+from vlm_grpo.model.loading import LoadedModel, freeze_parts
+from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.types import Completion, Prompt
+
+FAMILY = "qwen2_5_vl"
+LENGTH = 6
+GENERATIONS = 3
+BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "repeated"])
+
+
+def make_prompts(policy: Policy) -> list[Prompt]:
+    """Build a prompt with one image and a prompt without images."""
+    examples = [noise_example("one", [(60, 90)]), noise_example("none", [], "What? " * 5)]
+    return [policy.build_prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
+
+
+def sample(
+    policy: Policy, prompts: list[Prompt], stop: tuple[str, ...] = ()
+) -> list[tuple[Completion, ...]]:
+    settings = SamplingSettings(policy.distribution, LENGTH, stop)
+    seeds = [(0, prompt.example.id) for prompt in prompts]
+    return policy.sample(prompts, settings, GENERATIONS, seeds, max_tokens=10_000)
+
+
+def make_batch(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> MicroBatch:
+    rows = iter(range(len(prompts) * GENERATIONS))
+    return MicroBatch(
+        tuple(
+            GroupSlice(prompt, tuple(c.token_ids for c in group), tuple(next(rows) for _ in group))
+            for prompt, group in zip(prompts, groups, strict=True)
+        )
+    )
+
+
+def test_the_prompt_estimate_counts_image_tokens_exactly() -> None:
+    policy = tiny_policy(FAMILY)
+    example = policy.with_resized_sizes(noise_example("a", [(60, 90), (200, 40)], "abcdef"))
+    prompt = policy.build_prompt(example, Plain())
+    image_tokens = prompt.token_ids.count(policy.model.config.image_token_id)
+    text_tokens = len(Plain().prompt(example)) // 3
+    assert policy.estimate_prompt_tokens(example, Plain()) == image_tokens + text_tokens
+    assert image_tokens > 0
+
+
+def test_examples_that_share_an_image_decode_it_once() -> None:
+    policy = tiny_policy(FAMILY)
+    example = policy.with_resized_sizes(noise_example("a", [(60, 90)]))
+    for _ in range(3):
+        policy.build_prompt(example, Plain())
+    assert policy.image_decodes == 1
+
+
+@BOTH_ENGINES
+def test_sampled_log_probabilities_equal_scored_ones(shared: bool) -> None:
+    policy = tiny_policy(FAMILY, shared=shared, dtype=torch.float64)
+    prompts = make_prompts(policy)
+    groups = sample(policy, prompts)
+    assert [len(group) for group in groups] == [GENERATIONS] * len(prompts)
+    completions = [completion for group in groups for completion in group]
+    scores = policy.score(make_batch(prompts, groups), with_entropy=True)
+    sampled = torch.tensor([value for c in completions for value in c.logprobs])
+    entropies = torch.tensor([value for c in completions for value in c.entropies])
+    # The sampler records float32, whose rounding of values below 10 is under 1e-6.
+    assert (scores.logprobs - sampled).abs().max() < 1e-5
+    assert scores.entropies is not None
+    assert (scores.entropies - entropies).abs().max() < 1e-5
+    assert scores.logprobs.requires_grad
+
+
+def test_a_completion_ends_at_the_end_token_a_stop_string_or_the_length_limit() -> None:
+    policy = tiny_policy(FAMILY)
+    prompts = make_prompts(policy)
+    # One token per byte: a random model soon generates a character that is a stop string.
+    characters = tuple(chr(code) for code in range(32, 80))
+    stopped = [c for group in sample(policy, prompts, stop=characters) for c in group]
+    assert any(c.stop == "stop" for c in stopped)
+    for completion in stopped + [c for group in sample(policy, prompts) for c in group]:
+        if completion.stop == "length":
+            assert len(completion.token_ids) == LENGTH
+        elif completion.stop == "eos":
+            assert completion.token_ids[-1] in policy.distribution.eos
+        else:
+            assert any(character in completion.text for character in characters)
+
+
+@BOTH_ENGINES
+def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
+    policy = tiny_policy(FAMILY, shared=shared)
+    prompts = make_prompts(policy)
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    repeats = 1 if shared else GENERATIONS
+    groups = sample(policy, prompts)
+    assert policy.counters == Counters(repeats, repeats * prompt_tokens, 0)  # one prompt has images
+    policy.clear_image_cache()
+    policy.counters = Counters()
+    policy.score(make_batch(prompts, groups))
+    # A completion's last token is predicted and never an input.
+    completion_tokens = sum(len(c.token_ids) - 1 for group in groups for c in group)
+    assert policy.counters == Counters(repeats, 0, repeats * prompt_tokens + completion_tokens)
+
+
+def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> None:
+    model, processor = tiny_model(FAMILY)
+    family = load_family(model.config)
+    use_shared_attention(family.language_model(model))
+    freeze_parts(model, family, ["vision", "projector"])
+    budget = family.pixel_budget(processor)
+    loaded = LoadedModel(model, processor, family, budget, shared=True, adapters=None)
+    policy = Policy(loaded, SamplingDistribution(eos=(model.generation_config.eos_token_id,)))
+    assert not policy.trains_vision
+    prompts = make_prompts(policy)
+    policy.encode_images(prompts)
+    sample(policy, prompts)
+    assert policy.counters.encoder_passes == 1
+    policy.clear_image_cache()
+    policy.encode_images(prompts)
+    assert policy.counters.encoder_passes == 2
+
+
+@BOTH_ENGINES
+def test_the_dummy_batch_scores_one_token(shared: bool) -> None:
+    policy = tiny_policy(FAMILY, shared=shared)
+    scores = policy.score(policy.dummy_batch())
+    assert scores.logprobs.shape == (1,)
+    assert torch.isfinite(scores.logprobs).all()
+
+
+def test_token_scores_of_different_lengths_are_refused() -> None:
+    """The shapes at the model's border are checked while tests run."""
+    with pytest.raises(TypeCheckError):
+        TokenScores(torch.zeros(2), torch.zeros(3))
