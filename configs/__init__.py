@@ -1,1 +1,1 @@
-"""Training recipes, one YAML each."""
+"""Training recipes, one YAML file each."""

@@ -1,9 +1,9 @@
-"""The quickstart with the shared-prefix and with the repeated engine: curves and times.
+"""Learning curves and times of the quickstart with the shared-prefix and the repeated engine.
 
     python perf/engine_comparison.py
 
-trains the quickstart's recipe with both engines at the same time, one core each, seed by seed;
-writes ``results/engines.json``, draws ``docs/images/engines.svg`` and prints a table.
+trains the quickstart with both engines at the same time, one core each, seed by seed. It writes
+``results/engines.json``, plots ``docs/images/engines.svg`` and prints a table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENGINES = ("shared", "repeated")
 
 
 def train(engine: str, seed: int) -> dict:
-    """One run: rewards and held-out accuracy by step, and the seconds of its steps."""
+    """Train once; return rewards and held-out accuracy by step, and the seconds of all steps."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "vlm_grpo.cli", "train", "quickstart", f"seed={seed}"]
         command += [f"policy.engine={engine}", f"output_dir={folder}", "name=run"]
@@ -46,19 +46,19 @@ def train(engine: str, seed: int) -> dict:
     }
 
 
-def draw(runs: list[dict]) -> None:
-    """Held-out accuracy over steps, a line for each run."""
+def plot(runs: list[dict]) -> None:
+    """Plot held-out accuracy over steps, one line per run."""
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
     figure, axes = plt.subplots(figsize=(6, 4))
     for run in runs:
         color = f"C{ENGINES.index(run['engine'])}"
         label = run["engine"] if run["seed"] == runs[0]["seed"] else None
-        width = 5 if run["engine"] == "shared" else 1  # the lines lie on each other
+        width = 5 if run["engine"] == "shared" else 1  # the lines overlap
         line = zip(*run["held_out"], strict=True)
         axes.plot(*line, color=color, label=label, linewidth=width, alpha=1 if width == 1 else 0.4)
     axes.set_xlabel("step")
-    axes.set_ylabel("held-out accuracy, n = 500 (a line a seed)")
+    axes.set_ylabel("held-out accuracy, n = 500 (one line per seed)")
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(PLOT, metadata={"Date": None})
@@ -67,7 +67,7 @@ def draw(runs: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
+    parser.add_argument("--draw", action="store_true", help="only plot the recorded results")
     options = parser.parse_args()
     if not options.draw:
         runs = []
@@ -76,13 +76,13 @@ def main() -> None:
                 runs += pool.map(train, ENGINES, [seed] * len(ENGINES))
             RESULTS.write_text(json.dumps(runs, indent=1) + "\n")
     runs = json.loads(RESULTS.read_text())
-    draw(runs)
+    plot(runs)
     print("| engine | held-out after the last step, by seed | mean | seconds of all steps |")
     print("| --- | --- | --- | --- |")
     for engine in ENGINES:
-        mine = [run for run in runs if run["engine"] == engine]
-        last = [100 * run["held_out"][-1][1] for run in mine]
-        seconds = statistics.fmean(run["step_seconds"] for run in mine)
+        own_runs = [run for run in runs if run["engine"] == engine]
+        last = [100 * run["held_out"][-1][1] for run in own_runs]
+        seconds = statistics.fmean(run["step_seconds"] for run in own_runs)
         shown = ", ".join(f"{value:.1f}" for value in last)
         print(f"| {engine} | {shown} | {statistics.fmean(last):.1f} | {seconds:.0f} |")
 

@@ -1,9 +1,9 @@
-"""The cost of a step as the group grows, shared prefix beside the repeated form.
+"""Step time over the group size, for the shared-prefix and the repeated engine.
 
     python perf/group_size.py
 
-runs ``step_time.py`` for each group size, writes ``results/group-size-35m-448.json`` and draws
-``docs/images/group_size.svg`` from it.
+runs ``step_time.py`` for each group size, writes ``results/group-size-35m-448.json`` and plots it
+to ``docs/images/group_size.svg``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENGINES = ("shared", "repeated")
 
 
 def measure(sizes: list[int]) -> list[dict]:
-    """The report of ``step_time.py`` for each group size."""
+    """Return the report of ``step_time.py`` for each group size."""
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         for size in sizes:
@@ -37,8 +37,8 @@ def measure(sizes: list[int]) -> list[dict]:
     return reports
 
 
-def draw(reports: list[dict]) -> None:
-    """Seconds a step over completions of a prompt, both axes in powers of two."""
+def plot(reports: list[dict]) -> None:
+    """Plot seconds per step over completions per prompt, on logarithmic axes."""
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
     figure, axes = plt.subplots(figsize=(6, 4))
@@ -50,8 +50,8 @@ def draw(reports: list[dict]) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
-    axes.set_xlabel("completions of a prompt, G")
-    axes.set_ylabel("seconds a step")
+    axes.set_xlabel("completions per prompt, G")
+    axes.set_ylabel("seconds per step")
     axes.legend()
     figure.tight_layout()
     PLOT.parent.mkdir(exist_ok=True)
@@ -61,14 +61,14 @@ def draw(reports: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", nargs="+", type=int, default=[2, 4, 8, 16, 32])
-    parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
+    parser.add_argument("--draw", action="store_true", help="only plot the recorded results")
     options = parser.parse_args()
     if not options.draw:
         RESULTS.write_text(json.dumps(measure(options.sizes), indent=1) + "\n")
     reports = json.loads(RESULTS.read_text())
-    draw(reports)
+    plot(reports)
     first = reports[0]["engines"]
-    print("| G | shared, s | times the first | repeated, s | times the first |")
+    print("| G | shared, s | relative to the first | repeated, s | relative to the first |")
     print("| --- | --- | --- | --- | --- |")
     for report in reports:
         cells = [str(report["settings"]["generations"])]

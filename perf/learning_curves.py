@@ -1,10 +1,10 @@
-"""Learning curves of the loss types and of the reference's refresh, on the quickstart's recipe.
+"""Learning curves of the quickstart with each loss type and reference refresh.
 
     python perf/learning_curves.py
 
-runs what `results/learning.json` does not hold yet, one process of one core a run, then draws
-`docs/images/learning.svg` from that file and prints the table of docs/objective.md. A stopped
-benchmark goes on where it was.
+runs what `results/learning.json` does not contain yet, each run in a process with one core. Then it
+plots `docs/images/learning.svg` from that file and prints the table of docs/objective.md. After an
+interruption the same command resumes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESULTS = ROOT / "perf" / "results" / "learning.json"
 PLOT = ROOT / "docs" / "images" / "learning.svg"
 RECIPE = "quickstart"
 EVERY = 20
-"""Steps between two looks at the recipe's 500 held-out examples."""
+"""Steps between two evaluations on the recipe's 500 held-out examples."""
 
 LOSSES = {
     "grpo": [],
@@ -40,7 +40,7 @@ LOSSES = {
     "gspo": ["importance_sampling_level=sequence"],
 }
 TWICE = ["num_iterations=2"]
-"""Where the loss types clip, and so differ."""
+"""Two updates per step: only then do the loss types clip and differ."""
 PANELS: dict[str, dict[str, list[str]]] = {
     "loss types, num_iterations = 1": LOSSES,
     "grpo: the reference, two updates": {
@@ -54,19 +54,19 @@ PANELS: dict[str, dict[str, list[str]]] = {
     },
 }
 TWINS = {"bnpo": "dapo", "cispo": "dapo", "gspo": "grpo"}
-"""With one update these are one computation under two names. The first seed shows that they agree
-in every number; the others are run under one name."""
+"""Pairs that are the same computation with one update. The first seed runs both and checks that all
+numbers agree; the other seeds run only one."""
 VARIANTS = {name: changes for panel in PANELS.values() for name, changes in panel.items()}
 LABELS = {
     ("loss types, num_iterations = 1", "grpo"): "grpo = gspo",
     ("loss types, num_iterations = 1", "dapo"): "dapo = bnpo = cispo",
-    # With one update and k = 1 the KL and its gradient are 0: it is the run without a KL.
+    # With one update and k = 1 the KL divergence and its gradient are 0, as without a KL term.
     ("grpo: the reference, two updates", "grpo"): "k = 1, or beta = 0",
 }
 
 
 def train(variant: str, seed: int, folder: str) -> dict:
-    """One run of the recipe, started as a user starts it; its curves."""
+    """Train the recipe from the command line and return the run's curves."""
     name = f"{list(VARIANTS).index(variant)}-{seed}"
     command = [sys.executable, "-m", "vlm_grpo.cli", "train", RECIPE, f"seed={seed}"]
     command += [f"name={name}", f"output_dir={folder}", f"evaluation.every={EVERY}"]
@@ -99,13 +99,13 @@ def train(variant: str, seed: int, folder: str) -> dict:
     }
 
 
-def load() -> list[dict]:
+def load_runs() -> list[dict]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
 
 
 def measure(seeds: list[int], workers: int) -> None:
-    """Every run that is missing, panel by panel; each is written down as it ends."""
-    known = {(run["variant"], run["seed"]) for run in load()}
+    """Run every missing variant and seed, panel by panel; each result is saved at once."""
+    known = {(run["variant"], run["seed"]) for run in load_runs()}
     wanted = [(v, s) for panel in PANELS.values() for s in seeds for v in panel]
     missing = [
         (variant, seed)
@@ -114,46 +114,46 @@ def measure(seeds: list[int], workers: int) -> None:
     ]
     lock = threading.Lock()
 
-    def one(variant: str, seed: int) -> None:
+    def train_and_save(variant: str, seed: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             run = train(variant, seed, folder)
         print(variant, seed, run["held_out"][-1], f"{run['seconds']} s", file=sys.stderr)
         with lock:
-            runs = [*load(), run]
+            runs = [*load_runs(), run]
             runs.sort(key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"]))
-            aside = RESULTS.with_suffix(".part")
-            aside.write_text("[\n" + ",\n".join(json.dumps(r) for r in runs) + "\n]\n")
-            aside.replace(RESULTS)
+            temporary = RESULTS.with_suffix(".part")
+            temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in runs) + "\n]\n")
+            temporary.replace(RESULTS)
 
     with ThreadPoolExecutor(workers) as pool:
-        for job in [pool.submit(one, *pair) for pair in missing]:
+        for job in [pool.submit(train_and_save, *pair) for pair in missing]:
             job.result()
-    check_twins(load())
+    check_twins(load_runs())
 
 
 def check_twins(runs: list[dict]) -> None:
-    """Stop where runs that should be one computation are not."""
+    """Exit with an error if two runs that are the same computation differ."""
     rewards = {(run["variant"], run["seed"]): run["reward"] for run in runs}
     for (variant, seed), reward in rewards.items():
         if rewards.get((TWINS.get(variant, variant), seed), reward) != reward:
             raise SystemExit(f"{variant} and {TWINS[variant]} differ with seed {seed}")
 
 
-def measured(runs: list[dict]) -> dict[str, list[str]]:
-    """The panels that say something, with the runs that they show; twins under one name."""
+def measured_panels(runs: list[dict]) -> dict[str, list[str]]:
+    """Return the panels with at least two measured variants; twins appear under one name."""
     known = {run["variant"] for run in runs} - set(TWINS)
     panels = {title: [v for v in panel if v in known] for title, panel in PANELS.items()}
     return {title: panel for title, panel in panels.items() if len(panel) > 1}
 
 
-def table(runs: list[dict]) -> str:
-    """Held-out accuracy at the end, in percent: mean over seeds and the range of them."""
+def format_table(runs: list[dict]) -> str:
+    """Format the final held-out accuracy in percent: mean and range over seeds."""
     rows = [
         "| run | held-out, mean of the seeds | lowest to highest | seeds | reward, last 20 steps | "
         "largest gradient norm |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for title, panel in measured(runs).items():
+    for title, panel in measured_panels(runs).items():
         rows.append(f"| *{title}* | | | | | |")
         for variant in panel:
             found = [run for run in runs if run["variant"] == variant]
@@ -167,11 +167,11 @@ def table(runs: list[dict]) -> str:
     return "\n".join(rows)
 
 
-def draw(runs: list[dict]) -> None:
-    """One column for each panel: held-out accuracy above, the training reward below."""
+def plot(runs: list[dict]) -> None:
+    """Plot one column per panel: held-out accuracy above, training reward below."""
     mpl.use("svg")
     mpl.rcParams.update({"svg.hashsalt": "vlm-grpo", "font.size": 9, "axes.grid": True})
-    panels = measured(runs)
+    panels = measured_panels(runs)
     size = (4.4 * len(panels), 6.6)
     figure, axes = plt.subplots(2, len(panels), figsize=size, sharex=True, sharey="row")
     for (above, below), (title, panel) in zip(axes.T, panels.items(), strict=True):
@@ -205,13 +205,15 @@ def draw(runs: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=1, help="runs at once; 0: only draw")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="runs at once; 0: only plot the recorded results"
+    )
     options = parser.parse_args()
     if options.workers:
         measure(options.seeds, options.workers)
-    runs = load()
-    draw(runs)
-    print(table(runs))
+    runs = load_runs()
+    plot(runs)
+    print(format_table(runs))
 
 
 if __name__ == "__main__":

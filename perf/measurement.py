@@ -1,4 +1,4 @@
-"""What the process of every engine measures around its steps."""
+"""Measurements shared by the scripts: step time, peak memory and matmul rate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ LORA = {"r": 16, "lora_alpha": 32}
 
 
 def measure(options: argparse.Namespace, run: Callable) -> None:
-    """Build the model, run the engine's steps, print the figures as JSON.
+    """Build the model, run the engine's steps and print the figures as JSON.
 
     Args:
-        run: (options, model, processor, images) → seconds of each step, seconds of each step by
-            phase, and counted FLOPs of a step (0 where they are not counted). The first step
-            warms up and is left out.
+        run: (options, model, processor, images) → seconds per step, seconds per step by phase, and
+            FLOPs per step (0 if not counted). The first step is a warm-up and is not reported.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
@@ -41,7 +40,7 @@ def measure(options: argparse.Namespace, run: Callable) -> None:
         Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8))
         for _ in range(options.prompts * (options.steps + 1))
     ]
-    rate = matmul_rate(dtype, device)
+    rate = measure_matmul_rate(dtype, device)
     memory = PeakMemory(device)
     seconds, phases, flops = run(options, model, processor, images)
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
@@ -56,28 +55,28 @@ def measure(options: argparse.Namespace, run: Callable) -> None:
     print(json.dumps(figures))
 
 
-def matmul_rate(dtype: Any, device: str) -> float:
-    """FLOP/s of a large product by the fastest library at hand: the most a step can reach."""
+def measure_matmul_rate(dtype: Any, device: str) -> float:
+    """Return the FLOP/s of a large matrix product with the faster of PyTorch's two libraries."""
     edge = 8192 if device == "cuda" else 2048
     a = torch.randn(edge, edge, dtype=dtype, device=device)
     best = 0.0
     for multiply in (functional.linear, product):
         for _ in range(8):
-            wait()
+            synchronize()
             started = time.perf_counter()
             multiply(a, a)
-            wait()
+            synchronize()
             best = max(best, 2 * edge**3 / (time.perf_counter() - started))
     return best
 
 
-def wait() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 class PeakMemory:
-    """Peak memory from here on, above what is in use now, in bytes."""
+    """Peak memory in bytes since construction, above the memory in use at construction."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -102,5 +101,5 @@ class PeakMemory:
 
 
 def noise_reward(text: str) -> float:
-    """A reward that varies within every group and costs nothing."""
+    """Return a reward that varies within every group at no cost."""
     return zlib.crc32(text.encode()) % 1000 / 1000

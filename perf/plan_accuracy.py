@@ -1,10 +1,9 @@
-"""What ``vlm-grpo plan`` predicts of memory against what real steps took, on this machine's CPU.
+"""Memory predicted by ``vlm-grpo plan`` and measured in real steps, on this machine's CPU.
 
-Each setting runs in a process of its own: two steps of the trainer (the second has the optimizer's
-moments), and the peak of resident memory in rollout and update above the interpreter with
-everything imported. glibc keeps much of what is freed; the processes run under MALLOC_ settings
-that make it give blocks back, so that what is measured is what is in use. Some settings are
-measured without them too.
+Each case runs two steps of the trainer (the second has the optimizer's moments) in a separate
+process. The measurement is the peak resident memory in rollout and update above that of the
+interpreter after all imports. glibc retains much of the freed memory, so the processes use MALLOC_
+settings that return it to the system; some cases are also measured without them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RETURN_FREED = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_ARENA_MAX": "1",
 }
-PLAIN = {
+DEFAULTS = {
     "size": "35m", "dtype": "float32", "full": False, "checkpointing": False, "image": 448,
     "prompts": 4, "generations": 8, "tokens": 64, "max_tokens": 16384, "freeze": [],
 }  # fmt: skip
@@ -40,26 +39,30 @@ CASES: dict[str, dict[str, Any]] = {
     "small, full, 16 completions": {"size": "12m", "full": True, "generations": 16},
     "small, LoRA, 8 prompts": {"size": "12m", "generations": 16, "prompts": 8},
 }
-ALSO_DEFAULT = ("LoRA", "full")
+ALSO_WITH_GLIBC_DEFAULTS = ("LoRA", "full")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=Path, help="JSON to write; what it holds of others is kept.")
+    parser.add_argument(
+        "--out", type=Path, help="JSON file for the results; other cases in it are kept"
+    )
     options = parser.parse_args()
-    held = json.loads(options.out.read_text()) if options.out and options.out.is_file() else {}
+    results = json.loads(options.out.read_text()) if options.out and options.out.is_file() else {}
     for name in options.cases:
-        for environment in (RETURN_FREED, {}) if name in ALSO_DEFAULT else (RETURN_FREED,):
+        for environment in (
+            (RETURN_FREED, {}) if name in ALSO_WITH_GLIBC_DEFAULTS else (RETURN_FREED,)
+        ):
             label = name if environment else f"{name} (glibc's defaults)"
-            held[label] = figures = step(PLAIN | CASES[name], environment)
-            print(row(label, figures), flush=True)
+            results[label] = figures = measure_case(DEFAULTS | CASES[name], environment)
+            print(format_row(label, figures), flush=True)
             if options.out:
-                options.out.write_text(json.dumps(held, indent=1) + "\n")
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def step(case: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-    """The figures of one process."""
+def measure_case(case: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Run a case in a separate process and return its figures."""
     command = [
         sys.executable,
         str(Path(__file__).with_name("plan_accuracy_step.py")),
@@ -73,8 +76,8 @@ def step(case: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
     return {"case": case, **json.loads(done.stdout.splitlines()[-1])}
 
 
-def row(label: str, figures: dict[str, Any]) -> str:
-    """A row of the table in docs/planning.md."""
+def format_row(label: str, figures: dict[str, Any]) -> str:
+    """Format a row of the table in docs/planning.md."""
     cells = [label]
     for name in ("rollout", "update"):
         predicted, measured = (figures[kind][name] for kind in ("predicted", "measured"))

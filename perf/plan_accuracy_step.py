@@ -16,7 +16,7 @@ import torch
 from measurement import LORA, QUESTION, PeakMemory
 from PIL import Image
 from random_models import build_random_model
-from step_time_vlm_grpo import Noise
+from step_time_vlm_grpo import NoiseTask
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.attention import use_shared_attention
@@ -32,22 +32,26 @@ from vlm_grpo.types import Example, ImageRef
 
 def main() -> None:
     case = json.loads(sys.argv[1])
-    settings = settings_of(case)
-    examples = examples_of(case)
+    settings = make_settings(case)
+    examples = make_examples(case)
     memory = PeakMemory("cpu")
-    trainer = trainer_of(case, settings, examples)
+    trainer = build_trainer(case, settings, examples)
     peaks: dict[str, int] = {}
-    trainer.policy.sample = watched(trainer.policy.sample, peaks, memory)
+    trainer.policy.sample = record_peak(trainer.policy.sample, peaks, memory)
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
         trainer.run_step()
         peaks["update"] = max(peaks.get("update", 0), memory.peak())
         seconds.append(time.perf_counter() - started)
-    print(json.dumps({"measured": peaks, "seconds": seconds[-1], **planned(case, trainer)}))
+    print(
+        json.dumps(
+            {"measured": peaks, "seconds": seconds[-1], **predict(case, trainer, examples[0])}
+        )
+    )
 
 
-def settings_of(case: dict[str, Any]) -> Settings:
+def make_settings(case: dict[str, Any]) -> Settings:
     lora = None if case["full"] else {"r": LORA["r"], "alpha": LORA["lora_alpha"]}
     return Settings.model_validate(
         {
@@ -75,8 +79,8 @@ def settings_of(case: dict[str, Any]) -> Settings:
     )
 
 
-def examples_of(case: dict[str, Any]) -> list[Example]:
-    """Images of noise, for two steps."""
+def make_examples(case: dict[str, Any]) -> list[Example]:
+    """Return examples of random images, for two steps."""
     random = np.random.default_rng(0)
     examples = []
     for index in range(2 * case["prompts"]):
@@ -89,8 +93,8 @@ def examples_of(case: dict[str, Any]) -> list[Example]:
     return examples
 
 
-def trainer_of(case: dict[str, Any], settings: Settings, examples: list[Example]) -> Trainer:
-    """A trainer of a random model, as ``load_model`` would have made it."""
+def build_trainer(case: dict[str, Any], settings: Settings, examples: list[Example]) -> Trainer:
+    """Build a trainer of a random model that is prepared as by ``load_model``."""
     weights = torch.float32 if case["full"] else getattr(torch, case["dtype"])
     model, processor = build_random_model(
         case["size"], weights, "cpu", max_pixels=case["image"] ** 2
@@ -105,33 +109,31 @@ def trainer_of(case: dict[str, Any], settings: Settings, examples: list[Example]
     loaded = LoadedModel(model, processor, family, budget, True, adapters, autocast)
     distribution = build_sampling_distribution(model, family, settings.rollout)
     policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens)
-    return Trainer(settings, policy, Noise(), examples, [])
+    return Trainer(settings, policy, NoiseTask(), examples, [])
 
 
-def watched(sample: Callable, peaks: dict[str, int], memory: PeakMemory) -> Callable:
-    """``sample`` with its peak memory noted, and the count begun anew for what follows it."""
+def record_peak(sample: Callable, peaks: dict[str, int], memory: PeakMemory) -> Callable:
+    """Wrap ``sample`` to record its peak memory, and reset the peak for the phase after it."""
 
-    def watching(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
         reset_high_water_mark()
         completions = sample(*arguments, **named)
         peaks["rollout"] = max(peaks.get("rollout", 0), memory.peak())
         reset_high_water_mark()
         return completions
 
-    return watching
+    return wrapped
 
 
 def reset_high_water_mark() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def planned(case: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """What the plan says of the same step."""
+def predict(case: dict[str, Any], trainer: Trainer, example: Example) -> dict[str, Any]:
+    """Return the plan's estimate for the measured step."""
     settings, policy = trainer.settings, trainer.policy
     shape, _ = read_shape(policy.model.config, settings.policy)
-    prompt = policy.build_prompt(
-        policy.with_resized_sizes(trainer.roll.loader.stream[0]), trainer.task
-    )
+    prompt = policy.build_prompt(policy.with_resized_sizes(example), trainer.task)
     patches = len(prompt.vision["pixel_values"])
     work = estimate_work(settings, len(prompt.token_ids), patches, case["image"] ** 2)
     found = estimate_memory(shape, work, on_cpu=True)

@@ -1,6 +1,6 @@
-"""Models of named sizes with random weights, built from the public architectures' configurations.
+"""Models of named sizes with random weights, in the public architectures' configurations.
 
-Random weights change no speed and no memory figure, and need no download.
+Random weights need no download and do not change speed or memory.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ SIZES: dict[str, dict[str, Any]] = {
 def build_random_model(
     size: str, dtype: torch.dtype, device: str, max_pixels: int
 ) -> tuple[Any, Any]:
-    """A random model of a named size in evaluation mode, and its processor."""
+    """Build a random model of a named size in evaluation mode, and its processor."""
     processor = build_processor(["What is in the image?", "0123456789"])
     tokenizer = processor.tokenizer
     token = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}

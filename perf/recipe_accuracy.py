@@ -1,8 +1,8 @@
-"""What the recipes of the embedded model reach: held-out accuracy before and after, over seeds.
+"""Held-out accuracy of the embedded model's recipes before and after training, over seeds.
 
     python perf/recipe_accuracy.py --seeds 0 1 2 --out perf/results/recipes.json
 
-Each run is a process of its own, as a user starts it; two run at once, on one core each.
+Each run is a separate process, started from the command line; two run at once, on one core each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--set", nargs="*", default=[], help="settings, as policy.lora.r=16")
+    parser.add_argument(
+        "--set", nargs="*", default=[], help="settings, for example policy.lora.r=16"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
@@ -61,7 +63,7 @@ def main() -> None:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print("| recipe | before | after, by seed | seconds a run |")
+    print("| recipe | before | after, by seed | seconds per run |")
     print("| --- | --- | --- | --- |")
     for recipe in options.recipes:
         runs = [r for r in results if r["recipe"] == recipe]

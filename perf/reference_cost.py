@@ -1,11 +1,11 @@
-"""What a reference policy costs: step time and peak memory of each kind, over none at all.
+"""Step time and peak memory of each kind of reference policy, relative to none.
 
     python perf/reference_cost.py --out perf/results/reference_cost.json
 
-Time: one process holds a trainer of each kind over copies of one random model, and they take turns
-step by step; a ratio is that of two steps of one turn. On a CPU a step's time is the processor
-time that it used, which other processes on the machine do not change. Memory: every kind in a
-process of its own, the peak above the interpreter with the model loaded.
+Time: one process holds a trainer of each kind, on copies of one random model. The trainers take
+turns, and a ratio compares two steps of the same turn. On a CPU the time of a step is its processor
+time, which is independent of other processes. Memory: each kind runs in a separate process; the
+figure is the peak above the interpreter with the loaded model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measurement import PeakMemory, wait
+from measurement import PeakMemory, synchronize
 from PIL import Image
 from random_models import build_random_model
 from step_time_vlm_grpo import build_trainer
@@ -45,20 +45,22 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", default="35m", help="a name in perf/random_models.py")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--image", type=int, default=224, help="edge of the images in pixels")
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of a step")
-    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of a completion")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps, after one more")
-    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens of a micro-batch")
+    parser.add_argument("--image", type=int, default=224, help="side of the images in pixels")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts per step")
+    parser.add_argument("--generations", type=int, default=8, help="completions per prompt, G")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens per completion")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, after one warm-up step")
+    parser.add_argument("--max-tokens", type=int, default=16384, help="tokens per micro-batch")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--weights", choices=WEIGHTS, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=MEASURED, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def trainers(options: argparse.Namespace, kinds: list[str]) -> tuple[list[Trainer], PeakMemory]:
-    """A trainer of each kind on the same model and images, and the memory used from here on."""
+def build_trainers(
+    options: argparse.Namespace, kinds: list[str]
+) -> tuple[list[Trainer], PeakMemory]:
+    """Build a trainer of each kind on the same model and images, and start measuring memory."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
     model, processor = build_random_model(options.size, dtype, device, max_pixels=options.image**2)
@@ -67,31 +69,31 @@ def trainers(options: argparse.Namespace, kinds: list[str]) -> tuple[list[Traine
     count = options.prompts * (options.steps + 1)
     images = [Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)) for _ in range(count)]
     options.full, options.checkpointing = options.weights == "full", False
-    memory, found = PeakMemory(device), []
+    memory, trainers = PeakMemory(device), []
     for kind in kinds:
         options.objective = KINDS[kind]
-        own = copy.deepcopy(model) if len(kinds) > 1 else model
-        found.append(build_trainer(options, own, processor, images))
-    return found, memory
+        own_model = copy.deepcopy(model) if len(kinds) > 1 else model
+        trainers.append(build_trainer(options, own_model, processor, images))
+    return trainers, memory
 
 
 def run_step(trainer: Trainer) -> float:
-    """Seconds of one step: of the processor on a CPU, of the clock on a GPU."""
+    """Run one step; return its processor time on a CPU, its wall-clock time on a GPU."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    wait()
+    synchronize()
     started = clock()
     trainer.run_step()
-    wait()
+    synchronize()
     trainer.step += 1
     return clock() - started
 
 
-def child(options: argparse.Namespace) -> dict:
+def run_child(options: argparse.Namespace) -> dict:
     if options.child == "time":
-        held, _ = trainers(options, list(KINDS))
-        turns = [[run_step(trainer) for trainer in held] for _ in range(options.steps + 1)]
+        trainers, _ = build_trainers(options, list(KINDS))
+        turns = [[run_step(trainer) for trainer in trainers] for _ in range(options.steps + 1)]
         return {kind: [turn[i] for turn in turns[1:]] for i, kind in enumerate(KINDS)}
-    (trainer,), memory = trainers(options, [options.child])
+    (trainer,), memory = build_trainers(options, [options.child])
     for _ in range(2):
         run_step(trainer)
     return {"peak_bytes": memory.peak()}
@@ -100,7 +102,7 @@ def child(options: argparse.Namespace) -> dict:
 def main() -> None:
     options = parse_arguments()
     if options.child:
-        print(json.dumps(child(options)))
+        print(json.dumps(run_child(options)))
         return
     results: dict[str, dict] = {}
     for weights, measured in itertools.product(WEIGHTS, MEASURED):
@@ -114,13 +116,13 @@ def main() -> None:
         hidden = ("out", "weights", "child")
         settings = {name: value for name, value in vars(options).items() if name not in hidden}
         options.out.write_text(json.dumps({"settings": settings, **results}, indent=1) + "\n")
-    print(table(results))
+    print(format_table(results))
 
 
-def table(results: dict[str, dict]) -> str:
+def format_table(results: dict[str, dict]) -> str:
     rows = [
-        "| weights | reference | seconds a step | over none: median (quartiles) | peak MB | "
-        "over none |",
+        "| weights | reference | seconds per step | relative to none: median (quartiles) | "
+        "peak MB | relative to none |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for weights, kind in itertools.product(WEIGHTS, KINDS):

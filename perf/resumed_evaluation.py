@@ -1,8 +1,8 @@
-"""Evaluate, kill the process in the middle, go on with other ranks: the result must be the same.
+"""Kill an evaluation and resume it with another number of ranks: the results must be identical.
 
-For each task of the embedded data the program itself is run: once unbroken, and once killed
-(SIGKILL) as soon as part of the outputs are on disk, then given the same command again, by default
-on two ranks. Predictions and results must agree to the byte.
+For each embedded task the command line runs an evaluation twice: once without interruption, and
+once killed (SIGKILL) as soon as some outputs are on disk and then resumed, by default on two ranks.
+Predictions and results must be identical to the byte.
 
     python perf/resumed_evaluation.py                     500 examples of each task
     python perf/resumed_evaluation.py --count 130 --tasks counting
@@ -23,8 +23,8 @@ from tempfile import TemporaryDirectory
 METRICS = {"counting": "exact", "grounding": "accuracy_50", "ocr": "exact"}
 
 
-def command(folder: Path, task: str, name: str, count: int, ranks: int = 1) -> list[str]:
-    """The command line of an evaluation into ``folder/name``."""
+def build_command(folder: Path, task: str, name: str, count: int, ranks: int = 1) -> list[str]:
+    """Return the command line of an evaluation into ``folder/name``."""
     launch = [sys.executable]
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
@@ -39,15 +39,15 @@ def command(folder: Path, task: str, name: str, count: int, ranks: int = 1) -> l
     ]
 
 
-def run(line: list[str]) -> None:
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment())
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     if done.returncode:
-        raise SystemExit(f"{' '.join(line)}\n{done.stdout}{done.stderr[-3000:]}")
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr[-3000:]}")
 
 
-def run_and_kill(line: list[str], outputs: Path) -> int:
-    """Run until the first outputs are on disk, then kill; how many were there."""
-    process = subprocess.Popen(line, stdout=-3, stderr=-3, env=environment())
+def run_and_kill(command: list[str], outputs: Path) -> int:
+    """Kill the process when the first outputs are on disk, and return their number."""
+    process = subprocess.Popen(command, stdout=-3, stderr=-3, env=environment())
     while process.poll() is None and not (outputs.exists() and outputs.stat().st_size):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
@@ -60,32 +60,31 @@ def environment() -> dict[str, str]:
 
 
 def compare(folder: Path, task: str, count: int, ranks: int) -> str:
-    """Both evaluations of one task; what they came to.
+    """Run both evaluations of one task and return a line with the results.
 
     Raises:
-        SystemExit: they differ, or the process was not killed in the middle.
+        SystemExit: the results differ, or the process was not killed before its end.
     """
     began = time.monotonic()
-    run(command(folder, task, f"{task}-whole", count))
+    run(build_command(folder, task, f"{task}-uninterrupted", count))
     seconds = time.monotonic() - began
-    broken = folder / f"{task}-broken" / "model"
-    line = command(folder, task, f"{task}-broken", count)
-    kept = run_and_kill(line, broken / "predictions-0.jsonl")
-    if not 0 < kept < count or (broken / "predictions.jsonl").exists():
-        raise SystemExit(f"{task}: killed after {kept} of {count} examples, not in the middle")
-    run(command(folder, task, f"{task}-broken", count, ranks))
+    output = folder / f"{task}-resumed" / "model"
+    command = build_command(folder, task, f"{task}-resumed", count)
+    kept = run_and_kill(command, output / "predictions-0.jsonl")
+    if not 0 < kept < count or (output / "predictions.jsonl").exists():
+        raise SystemExit(f"{task}: killed after {kept} of {count} examples, not before the end")
+    run(build_command(folder, task, f"{task}-resumed", count, ranks))
     for name in ("model/predictions.jsonl", "results.json"):
-        whole, again = (
-            (folder / f"{task}-{kind}" / name).read_bytes() for kind in ("whole", "broken")
+        expected, resumed = (
+            (folder / f"{task}-{kind}" / name).read_bytes() for kind in ("uninterrupted", "resumed")
         )
-        # The definition's path is the same; so are all numbers.
-        if whole != again:
+        if expected != resumed:
             raise SystemExit(f"{task}: {name} differs after the resume")
-    found = json.loads((folder / f"{task}-whole" / "results.json").read_text())["model"]
+    found = json.loads((folder / f"{task}-uninterrupted" / "results.json").read_text())["model"]
     low, high = found["interval"]
     return (
         f"{task}: {METRICS[task]} {found['value']:.1f} [{low:.1f}, {high:.1f}], n = {found['n']}, "
-        f"{seconds:.0f} s; killed after {kept}, resumed on {ranks} ranks: the same to the byte"
+        f"{seconds:.0f} s; killed after {kept}, resumed on {ranks} ranks: identical to the byte"
     )
 
 
@@ -94,7 +93,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--count", type=int, default=500, help="examples of each task")
-    parser.add_argument("--ranks", type=int, default=2, help="processes that take it up again")
+    parser.add_argument("--ranks", type=int, default=2, help="processes that resume the evaluation")
     parser.add_argument("--tasks", nargs="+", default=list(METRICS), choices=list(METRICS))
     arguments = parser.parse_args()
     with TemporaryDirectory() as folder:

@@ -1,12 +1,12 @@
-"""Whole GRPO steps, ours and TRL's, on the same random model, images and settings.
+"""Time and memory of full GRPO steps, ours and TRL's, on the same model, images and settings.
 
     python perf/step_time.py --size 35m --image 448 --generations 8 --tokens 64 --prompts 4
     python perf/step_time.py --engines shared repeated --dtype bfloat16
 
-Every engine runs in processes of its own, which take turns, so that a machine whose speed drifts
-is the same for all, and so that each one's peak memory is its own. Memory is counted above the
-interpreter with the model loaded. Achieved FLOP/s are those of the counted matrix products over
-the machine's rate on a large matrix product in the same precision, measured in the same process.
+Every engine runs in separate processes, which alternate so that drifts in the machine's speed
+affect all engines alike. Memory is the peak above the memory of the interpreter with the loaded
+model. The share of the matmul rate divides the FLOP/s of the counted matrix products by the rate
+of one large matrix product in the same precision, measured in the same process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", default="35m", help="a name in perf/random_models.py")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--image", type=int, default=448, help="edge of the images in pixels")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step")
-    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt, G")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of a completion")
+    parser.add_argument("--image", type=int, default=448, help="side of the images in pixels")
+    parser.add_argument("--prompts", type=int, default=4, help="prompts per step")
+    parser.add_argument("--generations", type=int, default=8, help="completions per prompt, G")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per completion")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--rounds", type=int, default=2, help="processes of each engine")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps in each, after one more")
+    parser.add_argument("--rounds", type=int, default=2, help="processes per engine")
+    parser.add_argument(
+        "--steps", type=int, default=2, help="timed steps per process, after one warm-up step"
+    )
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--full", action="store_true", help="full weights instead of LoRA")
     parser.add_argument(
-        "--max-tokens", type=int, default=16384, help="tokens of a micro-batch (ours)"
+        "--max-tokens", type=int, default=16384, help="tokens per micro-batch (ours)"
     )
     parser.add_argument(
-        "--trl-batch", type=int, help="completions of a micro-batch (TRL); without it all"
+        "--trl-batch", type=int, help="completions per micro-batch (TRL); default: all"
     )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
@@ -63,7 +65,7 @@ def main() -> None:
         },
         "machine": results[options.engines[0]][0]["machine"],
         "versions": {n: version(n) for n in ("torch", "transformers", "trl", "peft")},
-        "engines": {engine: summary(runs) for engine, runs in results.items()},
+        "engines": {engine: summarize(runs) for engine, runs in results.items()},
     }
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +73,7 @@ def main() -> None:
     print_table(report)
 
 
-def summary(runs: list[dict]) -> dict:
+def summarize(runs: list[dict]) -> dict:
     steps = [seconds for run in runs for seconds in run["seconds"]]
     phases = runs[0]["phases"]
     return {
@@ -90,7 +92,7 @@ def summary(runs: list[dict]) -> dict:
 def print_table(report: dict) -> None:
     slowest = max(e["step_seconds"] for e in report["engines"].values())
     most = max(e["peak_memory_bytes"] for e in report["engines"].values())
-    print("| engine | s a step | times faster | peak MB | share of memory | of matmul rate |")
+    print("| engine | s per step | speedup | peak MB | share of memory | of matmul rate |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, engine in report["engines"].items():
         seconds, memory = engine["step_seconds"], engine["peak_memory_bytes"]

@@ -1,4 +1,4 @@
-"""GRPO steps of TRL's GRPOTrainer, for ``step_time.py``."""
+"""Run GRPO steps of TRL's GRPOTrainer, for ``step_time.py``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from measurement import LORA, QUESTION, measure, noise_reward, wait
+from measurement import LORA, QUESTION, measure, noise_reward, synchronize
 from peft import LoraConfig
 from step_time import parse_arguments
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-class Clock(TrainerCallback):
-    """Times every step, its rollout included."""
+class StepTimer(TrainerCallback):
+    """A callback that times every step, including its rollout."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        wait()
+        synchronize()
         self.started = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        wait()
+        synchronize()
         self.seconds.append(time.perf_counter() - self.started)
 
 
@@ -35,7 +35,7 @@ def noise(completions: list, **kwargs: Any) -> list[float]:
     return [noise_reward(completion[0]["content"]) for completion in completions]
 
 
-def run_trl(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
     rows = {
         "prompt": [[{"role": "user", "content": QUESTION}] for _ in images],
         "image": images,
@@ -67,7 +67,7 @@ def run_trl(options: argparse.Namespace, model: Any, processor: Any, images: lis
             target_modules=r".*language_model.*\.(q|k|v|o|gate|up|down)_proj",
             task_type="CAUSAL_LM",
         )
-        clock = Clock()
+        timer = StepTimer()
         trainer = GRPOTrainer(
             model=model,
             processing_class=processor,
@@ -75,11 +75,11 @@ def run_trl(options: argparse.Namespace, model: Any, processor: Any, images: lis
             args=config,
             train_dataset=Dataset.from_dict(rows),
             peft_config=None if options.full else lora,
-            callbacks=[clock],
+            callbacks=[timer],
         )
         trainer.train()
-    return clock.seconds, {}, 0
+    return timer.seconds, {}, 0
 
 
 if __name__ == "__main__":
-    measure(parse_arguments(), run_trl)
+    measure(parse_arguments(), run_steps)

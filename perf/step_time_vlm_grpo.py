@@ -1,4 +1,4 @@
-"""GRPO steps of this toolkit's trainer, for ``step_time.py``."""
+"""Run GRPO steps of this toolkit's trainer, for ``step_time.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from measurement import LORA, QUESTION, measure, noise_reward, wait
+from measurement import LORA, QUESTION, measure, noise_reward, synchronize
 from step_time import parse_arguments
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,11 +28,11 @@ ONEDNN = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
 def onednn_flops(input: Any, weight: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """FLOPs of a product that the counter does not know, from the operands' shapes."""
+    """Return the FLOPs of a oneDNN product, which PyTorch's counter does not know."""
     return 2 * math.prod(input) * weight[0]
 
 
-class Noise(Task):
+class NoiseTask(Task):
     primary_metric = "noise"
 
     def parse(self, text: str, example: Example) -> str:
@@ -46,7 +46,7 @@ class Noise(Task):
 def build_trainer(
     options: argparse.Namespace, model: Any, processor: Any, images: list, shared: bool = True
 ) -> Trainer:
-    """A trainer of the model on the images; ``options.objective`` may hold settings of the loss."""
+    """Build a trainer of the model; ``options.objective`` may hold settings of the loss."""
     settings = Settings.model_validate(
         {
             "task": "noise",
@@ -79,26 +79,26 @@ def build_trainer(
     loaded = LoadedModel(model, processor, family, budget, shared, adapters)
     distribution = build_sampling_distribution(model, family, settings.rollout)
     policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens)
-    policy.stopwatch.wait = wait
+    policy.stopwatch.wait = synchronize
     examples = []
     for index, image in enumerate(images):
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         reference = ImageRef(str(index), image.size, image.size, data=buffer.getvalue())
         examples.append(Example(str(index), (reference,), QUESTION, ""))
-    return Trainer(settings, policy, Noise(), examples, [])
+    return Trainer(settings, policy, NoiseTask(), examples, [])
 
 
-def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
     trainer = build_trainer(options, model, processor, images, options.child == "shared")
     policy = trainer.policy
     seconds, phases = [], {}
     for _ in range(options.steps + 1):
         policy.stopwatch.reset()
-        wait()
+        synchronize()
         started = time.perf_counter()
         metrics = trainer.run_step()
-        wait()
+        synchronize()
         seconds.append(time.perf_counter() - started)
         for name in ("prompts", "vision", "prefill", "decode", "reward", "update"):
             phases.setdefault(name, []).append(metrics.get(f"time/{name}", 0.0))
@@ -108,4 +108,4 @@ def run_ours(options: argparse.Namespace, model: Any, processor: Any, images: li
 
 
 if __name__ == "__main__":
-    measure(parse_arguments(), run_ours)
+    measure(parse_arguments(), run_steps)

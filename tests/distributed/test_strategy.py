@@ -419,7 +419,7 @@ def test_an_evaluation_that_was_killed_goes_on_with_other_ranks() -> None:
     line = [sys.executable, str(script), "--count", "130", "--tasks", "counting"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "resumed on 2 ranks: the same to the byte" in done.stdout
+    assert "resumed on 2 ranks: identical to the byte" in done.stdout
 
 
 @pytest.mark.parametrize(
