@@ -1,4 +1,4 @@
-"""A decoding step that is recorded once and replayed samples what the plain loop samples."""
+"""A captured decode step that is replayed samples the tokens of the eager loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny_models import FAMILIES, noise_example, tiny_policy
+from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -15,84 +15,69 @@ from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.distributed.fsdp import FSDP
 from vlm_grpo.engine import decode
 from vlm_grpo.engine.graphs import CudaGraph, DecodeStep, get_capture
-from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.task import Task
-from vlm_grpo.types import Completion, Prompt
+from vlm_grpo.types import Completion
 
 SIZES: list[list[tuple[int, int]]] = [[], [(56, 56)], [(84, 56), (56, 56)], [(112, 84)], []]
 
 
-class Plain(Task):
-    """Asks the example's question as it stands."""
-
-
-def prompts_of(policy: Policy) -> list[Prompt]:
+def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
     examples = [noise_example(str(n), sizes, "What? " * n, seed=n) for n, sizes in enumerate(SIZES)]
-    return [
-        policy.build_prompt(policy.with_resized_sizes(example), Plain()) for example in examples
-    ]
+    prompts = [make_prompt(policy, example) for example in examples]
+    groups = sample_groups(policy, prompts, max_tokens=max_tokens)
+    return [completion for group in groups for completion in group]
 
 
-def sampled(policy: Policy, max_tokens: int = 100_000) -> list[tuple[Completion, ...]]:
-    prompts = prompts_of(policy)
-    settings = SamplingSettings(policy.distribution, 12)
-    seeds = [(0, index) for index in range(len(prompts))]
-    return policy.sample(prompts, settings, 3, seeds, max_tokens)
+class TracedStep:
+    """The operations of one step on its tensors, as a CUDA graph captures them.
 
-
-class Recording:
-    """The operations of one step on their very tensors, as a CUDA graph holds them.
-
-    What is recorded runs without the step's Python, so a step that depended on values in Python
-    would go wrong, and one that read them from the device raises while it is recorded.
+    The trace runs without the step's Python code, so a step that depended on Python values would
+    give wrong results, and a step that reads values from the device raises while it is traced.
     """
 
-    made = 0
+    traces = 0
 
     def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
-        Recording.made += 1
-        step(*inputs)  # as the recording on a GPU does
+        TracedStep.traces += 1
+        step(*inputs)  # as before a capture on a GPU
         self.operations = make_fx(step)(*inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         return self.operations(*inputs)
 
 
-# 200 tokens: the prompts wait for one another; places by fours: several recordings a rollout.
+# With 200 tokens the prompts wait for one another; buckets of 4 need several captures per rollout.
 @pytest.mark.parametrize("max_tokens", [100_000, 200])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recorded_step_samples_the_same(
+def test_a_captured_step_samples_equal_tokens(
     family: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "LENGTH_BUCKET", 4)
-    # The tiny model would hardly ever end a completion: with several tokens that end one, rows
-    # finish at different times.
+    # The tiny model would rarely end a completion: with several end tokens, rows finish at
+    # different times.
     policy = tiny_policy(family, dtype=torch.float64, eos=tuple(range(70, 110)))
-    plain = sampled(policy, max_tokens)
-    lengths = {len(c.token_ids) for members in plain for c in members}
-    assert len(lengths) > 3
-    policy.capture = Recording
-    Recording.made = 0
-    recorded = sampled(policy, max_tokens)
-    assert Recording.made >= 3
-    for mine, theirs in zip(recorded, plain, strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            assert a.token_ids == b.token_ids
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+    eager = sample(policy, max_tokens)
+    assert len({len(completion.token_ids) for completion in eager}) > 3
+    policy.capture = TracedStep
+    TracedStep.traces = 0
+    captured = sample(policy, max_tokens)
+    assert TracedStep.traces >= 3
+    for a, b in zip(captured, eager, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
 
 
-def test_a_step_that_reads_from_the_device_is_not_recorded() -> None:
+def test_a_step_that_reads_from_the_device_is_not_captured() -> None:
     def step(tokens: Tensor, positions: Tensor, fed: Tensor) -> Tensor:
         return tokens.float()[:, None] if bool(fed.any()) else positions.float()[:, None]
 
     ones = torch.ones(3, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="value out of a tracing tensor"):
-        Recording(step, (ones, ones, ones))
+        TracedStep(step, (ones, ones, ones))
 
 
-def test_graphs_are_refused_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = RolloutSettings(cuda_graphs=True)
     assert get_capture(RolloutSettings(), shared=False, training=True) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -104,7 +89,7 @@ def test_graphs_are_refused_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match="repeats its prompt"):
         get_capture(rollout, shared=False, training=True)
     policy = tiny_policy("qwen2_5_vl")
-    policy.capture = Recording
+    policy.capture = TracedStep
     with pytest.raises(UserError, match="cut over ranks"):
         FSDP(policy, Accelerator(cpu=True), stream=False)
 
@@ -112,18 +97,14 @@ def test_graphs_are_refused_where_they_cannot_be(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cuda_graph_samples_the_same(family: str, dtype: Any) -> None:
+def test_a_cuda_graph_samples_equal_tokens(family: str, dtype: Any) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     policy = tiny_policy(family, dtype=dtype)
     policy.model.to("cuda")
-    plain = sampled(policy)
+    eager = sample(policy)
     policy.capture = CudaGraph
-    recorded = sampled(policy)
-    same = [
-        a.token_ids == b.token_ids
-        for mine, theirs in zip(recorded, plain, strict=True)
-        for a, b in zip(mine, theirs, strict=True)
-    ]
-    # Sums over another number of masked places are rounded otherwise.
-    assert sum(same) >= 0.8 * len(same)
+    captured = sample(policy)
+    equal = [a.token_ids == b.token_ids for a, b in zip(captured, eager, strict=True)]
+    # Sums over a different number of masked positions round differently.
+    assert sum(equal) >= 0.8 * len(equal)

@@ -1,4 +1,4 @@
-"""The fast layers compute what the layers that they stand for compute."""
+"""The fast layers equal the layers that they replace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradients import relative_error
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ IN, OUT, RANK = 24, 40, 4
 
 
 class Net(nn.Module):
-    """Two layers, one wide to narrow, for products of both orders."""
+    """Two layers, to a larger and to a smaller width, for products in both orders."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Net(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def adapted(dtype: torch.dtype, **config: Any) -> Net:
+def make_adapted(dtype: torch.dtype, **config: Any) -> Net:
     net = Net(dtype)
     get_peft_model(
         net,  # type: ignore[arg-type]
@@ -37,12 +38,12 @@ def adapted(dtype: torch.dtype, **config: Any) -> Net:
     )
     for name, weight in net.named_parameters():
         if "lora_B" in name:
-            nn.init.normal_(weight, std=0.1)  # at its zeros the adapter would do nothing
+            nn.init.normal_(weight, std=0.1)  # initially 0, which would leave the output unchanged
     return net
 
 
-def results(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of input and weights, by name."""
+def output_and_gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Return the output and the gradients of input and weights, by name."""
     x = x.clone().requires_grad_()
     net.zero_grad()
     output = net(x)
@@ -52,35 +53,31 @@ def results(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"output": output.detach(), "input": x.grad, **grads}
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
 # Sums of 40 products: float32 has 24 bits, bfloat16 8; float64 goes through the plain layer.
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("shape", [(5, IN), (2, 7, IN)])
 @pytest.mark.parametrize("lora", [False, True])
-def test_values_and_gradients_are_those_of_the_plain_layers(
+def test_values_and_gradients_equal_the_plain_layers(
     dtype: torch.dtype, bound: float, shape: tuple[int, ...], lora: bool
 ) -> None:
-    net = adapted(dtype) if lora else Net(dtype)
+    net = make_adapted(dtype) if lora else Net(dtype)
     names = list(net.state_dict())
     x = torch.randn(shape, dtype=dtype)
-    plain = results(net, x)
+    plain = output_and_gradients(net, x)
     use_fast_linears(net)
-    fast = results(net, x)
+    fast = output_and_gradients(net, x)
     assert isinstance(net.up, AdaptedLinear if lora else Linear)
     assert list(net.state_dict()) == names
     assert fast.keys() == plain.keys()
     assert {name: fast[name].dtype for name in fast} == {name: plain[name].dtype for name in plain}
     for name, value in plain.items():
-        assert relative(fast[name], value) < bound, name
+        assert relative_error(fast[name], value) < bound, name
 
 
 def test_the_adapted_gradient_is_the_derivative() -> None:
-    net = adapted(torch.float64)
+    net = make_adapted(torch.float64)
     use_fast_linears(net)
     weights = [p for p in net.parameters() if p.requires_grad]
     x = torch.randn(3, IN, dtype=torch.float64, requires_grad=True)
@@ -88,8 +85,8 @@ def test_the_adapted_gradient_is_the_derivative() -> None:
 
 
 @pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"use_dora": True}])
-def test_adapters_of_another_form_stay_as_peft_made_them(config: dict) -> None:
-    net = adapted(torch.float32, **config)
+def test_other_kinds_of_adapters_are_not_replaced(config: dict) -> None:
+    net = make_adapted(torch.float32, **config)
     use_fast_linears(net)
     assert not isinstance(net.up, AdaptedLinear)
 
@@ -98,19 +95,19 @@ def test_adapters_of_another_form_stay_as_peft_made_them(config: dict) -> None:
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("lora", [False, True])
-def test_rollout_weights_give_the_same_and_leave_nothing_behind(
+def test_rollout_weights_equal_the_weights_and_are_dropped_after(
     dtype: torch.dtype, bound: float, lora: bool
 ) -> None:
-    net = adapted(dtype) if lora else Net(dtype)
+    net = make_adapted(dtype) if lora else Net(dtype)
     x = torch.randn(6, IN, dtype=dtype)
     expected = net(x).detach()
     use_fast_linears(net)
     before = {n: w.clone() for n, w in net.state_dict().items()}
-    again = net(x).detach()
+    fast = net(x).detach()
     with torch.no_grad(), rollout_weights(net):
-        held = net(x)
-    assert relative(held, expected) < bound
-    assert torch.equal(net(x), again)
+        rollout = net(x)
+    assert relative_error(rollout, expected) < bound
+    assert torch.equal(net(x), fast)
     assert all(torch.equal(net.state_dict()[n], w) for n, w in before.items())
 
 
@@ -121,36 +118,36 @@ def test_rollout_weights_follow_autocast() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = net(x)
         with rollout_weights(net):
-            held = net(x)
-    assert held.dtype == expected.dtype == torch.bfloat16
-    assert relative(held, expected) < 1e-2  # 8 bits
+            rollout = net(x)
+    assert rollout.dtype == expected.dtype == torch.bfloat16
+    assert relative_error(rollout, expected) < 1e-2  # 8 bits
 
 
 def test_disabled_adapters_give_the_base_model() -> None:
-    net = adapted(torch.float32)
+    net = make_adapted(torch.float32)
     use_fast_linears(net)
     x = torch.randn(2, IN)
     base = Net(torch.float32)
     for layer in (net.up, net.down):
         layer.enable_adapters(False)  # type: ignore[operator]
-    assert relative(net(x), base(x)) < 1e-6
+    assert relative_error(net(x), base(x)) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("dtype", "copied"), [(torch.float64, False), (torch.float32, True), (torch.bfloat16, False)]
+    ("dtype", "is_copied"), [(torch.float64, False), (torch.float32, True), (torch.bfloat16, False)]
 )
-def test_only_float32_adapters_are_copied_where_weights_have_no_layout(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copied: bool
+def test_only_float32_adapters_are_copied_without_onednn(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_copied: bool
 ) -> None:
-    """As on a GPU, where a copy of every weight would be the size of the model again."""
+    """As on a GPU, where copies of all weights would double the model's memory."""
     monkeypatch.setattr(linear, "_ONEDNN", False)
-    net = adapted(dtype)
+    net = make_adapted(dtype)
     use_fast_linears(net)
     x = torch.randn(6, IN, dtype=dtype)
     with torch.no_grad(), rollout_weights(net):
-        held = net(x)
+        rollout = net(x)
         for layer in (net.up, net.down):
             assert isinstance(layer, AdaptedLinear)
             assert layer.rollout_factors is None
-            assert (layer.get_base_layer().rollout_weight is not None) == copied
-    assert relative(held, net(x)) < 1e-2  # 8 bits
+            assert (layer.get_base_layer().rollout_weight is not None) == is_copied
+    assert relative_error(rollout, net(x)) < 1e-2  # 8 bits

@@ -17,7 +17,7 @@ TOKENS, WIDTH, VOCABULARY = 23, 8, 40
 DISTRIBUTION = SamplingDistribution(temperature=0.7, banned=(3, 9), eos=(5,), min_new_tokens=2)
 
 
-def inputs() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
+def make_inputs() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCABULARY, bias=False, dtype=torch.float64)
     hidden = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -25,8 +25,8 @@ def inputs() -> tuple[nn.Linear, Tensor, Tensor, Tensor]:
     return head, hidden, targets, torch.arange(TOKENS) % 6
 
 
-def plain(head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor) -> tuple:
-    """The definition, on the whole tokens × vocabulary tensor."""
+def score_plainly(head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor) -> tuple:
+    """Compute the definition on the full tokens × vocabulary tensor."""
     logits = head(hidden) / 0.7
     banned = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bool)
     banned[:, [3, 9]] = True
@@ -40,10 +40,10 @@ def plain(head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor) -
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("entropy", [True, False])
 def test_scores_and_gradients_equal_the_definition(chunk: int, frozen: bool, entropy: bool) -> None:
-    head, hidden, targets, positions = inputs()
+    head, hidden, targets, positions = make_inputs()
     head.requires_grad_(not frozen)
     coefficients = torch.randn(TOKENS, dtype=torch.float64)
-    expected, expected_entropy = plain(head, hidden, targets, positions)
+    expected, expected_entropy = score_plainly(head, hidden, targets, positions)
     wanted = [hidden] if frozen else [hidden, head.weight]
     loss = (expected * coefficients).sum() + (expected_entropy.sum() if entropy else 0)
     expected_grads = torch.autograd.grad(loss, wanted)
@@ -62,7 +62,7 @@ def test_scores_and_gradients_equal_the_definition(chunk: int, frozen: bool, ent
 
 
 def test_an_adapter_on_the_head_is_trained() -> None:
-    head, hidden, targets, positions = inputs()
+    head, hidden, targets, positions = make_inputs()
     holder = nn.Module()
     holder.lm_head = head
     adapted = get_peft_model(holder, LoraConfig(r=2, target_modules=["lm_head"]))  # type: ignore[arg-type]
@@ -70,7 +70,9 @@ def test_an_adapter_on_the_head_is_trained() -> None:
     layer.double()
     nn.init.normal_(layer.lora_B["default"].weight)
     weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-    expected = torch.autograd.grad(plain(layer, hidden, targets, positions)[0].sum(), weights)
+    expected = torch.autograd.grad(
+        score_plainly(layer, hidden, targets, positions)[0].sum(), weights
+    )
     scores = score_tokens(layer, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 5))
     found = torch.autograd.grad(scores.logprobs.sum(), weights)
     for grad, wanted in zip(found, expected, strict=True):
@@ -78,27 +80,26 @@ def test_an_adapter_on_the_head_is_trained() -> None:
 
 
 def test_no_tensor_is_larger_than_a_chunk() -> None:
-    head, hidden, targets, positions = inputs()
+    head, hidden, targets, positions = make_inputs()
     head.requires_grad_(False)
-    seen = []
+    sizes = []
 
-    class Watch(TorchDispatchMode):
+    class RecordSizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor):
-                seen.append(out.numel())
+                sizes.append(out.numel())
             return out
 
-    with Watch():
+    with RecordSizes():
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
         scores.logprobs.sum().backward()
-    # A chunk holds 4 × 40 logits; the largest other tensor is the hidden states', 23 × 8. The
-    # plain form would hold 23 × 40.
-    assert max(seen) <= max(4 * VOCABULARY, TOKENS * WIDTH, WIDTH * VOCABULARY)
+    # A chunk has 4 × 40 logits, the hidden states 23 × 8; the plain form would have 23 × 40 logits.
+    assert max(sizes) <= max(4 * VOCABULARY, TOKENS * WIDTH, WIDTH * VOCABULARY)
 
 
 def test_without_gradient_nothing_is_saved() -> None:
-    head, hidden, targets, positions = inputs()
+    head, hidden, targets, positions = make_inputs()
     with torch.no_grad():
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
     assert not scores.logprobs.requires_grad

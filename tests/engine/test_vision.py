@@ -1,37 +1,40 @@
-"""A trained vision tower is passed once for all micro-batches that share an image."""
+"""Micro-batches that share an image share its pass through a trained vision tower."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tiny_models import FAMILIES, Plain, distance, noise_example, tiny_policy
+from gradients import relative_distance
+from tiny_models import FAMILIES, make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.engine.batch import GroupSlice, pack
 from vlm_grpo.model.policy import Policy
 
 
-def slices(policy: Policy) -> list[GroupSlice]:
-    """Two prompts about one image and one about another, three completions each."""
+def make_slices(policy: Policy) -> list[GroupSlice]:
+    """Build two prompts about one image and one about another, three completions each."""
+    first = noise_example("a", [(60, 90)], "What is this?", seed=1)
     examples = [
-        noise_example("a", [(60, 90)], "What is this?", seed=1),
-        noise_example("b", [(60, 90)], "How many are there?", seed=1),
+        first,
+        replace(first, id="b", question="How many are there?"),
         noise_example("c", [(56, 56)], seed=2),
     ]
-    examples[1] = type(examples[1])("b", examples[0].images, examples[1].question, "")
-    found = []
+    slices = []
     for index, example in enumerate(examples):
-        prompt = policy.build_prompt(policy.with_resized_sizes(example), Plain())
-        completions = tuple(tuple(range(9 + index, 20 + index)) for _ in range(3))
-        found.append(GroupSlice(prompt, completions, tuple(range(3 * index, 3 * index + 3))))
-    return found
+        completions = (tuple(range(9 + index, 20 + index)),) * 3
+        rows = tuple(range(3 * index, 3 * index + 3))
+        slices.append(GroupSlice(make_prompt(policy, example), completions, rows))
+    return slices
 
 
-def gradient(policy: Policy, max_tokens: int, once: bool) -> tuple[dict, int, int]:
-    """The gradient of the mean log-prob, with the numbers of micro-batches and encoder passes."""
+def compute_gradient(policy: Policy, max_tokens: int, share: bool) -> tuple[dict, int, int]:
+    """Return the gradient of the summed log-probs, and the numbers of micro-batches and passes."""
     policy.model.zero_grad()
     policy.counters.encoder_passes = 0
-    batches = pack(slices(policy), max_tokens)
-    if once:
+    batches = pack(make_slices(policy), max_tokens)
+    if share:
         with policy.share_image_passes() as finish:
             for count, micro in enumerate(batches, 1):
                 policy.score(micro).logprobs.sum().backward()
@@ -44,14 +47,14 @@ def gradient(policy: Policy, max_tokens: int, once: bool) -> tuple[dict, int, in
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_micro_batches_share_an_encoder_pass_and_give_the_same_gradient(family: str) -> None:
+def test_sharing_encoder_passes_does_not_change_the_gradient(family: str) -> None:
     policy = tiny_policy(family, dtype=torch.float64)
-    whole, one, _ = gradient(policy, 10_000, once=False)
-    cut, several, passes = gradient(policy, 60, once=True)
-    _, _, without = gradient(policy, 60, once=False)
+    expected, one, _ = compute_gradient(policy, 10_000, share=False)
+    found, several, passes = compute_gradient(policy, 60, share=True)
+    _, _, without = compute_gradient(policy, 60, share=False)
     assert one == 1
-    assert several >= 6  # groups of three are cut, too
+    assert several >= 6  # groups of three are split, too
     assert passes == 2 < without  # two images
-    assert any(name.startswith("model.visual") for name in cut)
-    # float64, but transformers takes norms in float32: 1e-7 of rounding in every layer.
-    assert distance(cut, whole) < 1e-6
+    assert any(name.startswith("model.visual") for name in found)
+    # float64, but transformers computes norms in float32: 1e-7 of rounding per layer.
+    assert relative_distance(found, expected) < 1e-6

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tiny_models import noise_example, tiny_model, tiny_policy
+from tiny_models import make_prompt, noise_example, tiny_model, tiny_policy
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.grpo_config import GRPOConfig
@@ -17,15 +17,10 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.objective import StepTotals, TokenBatch, group_advantages, policy_loss
-from vlm_grpo.task import Task
 from vlm_grpo.types import Prompt
 
 GENERATIONS, LONGEST = 4, 9
 REWARDS = [1.0, 0.0, 0.5, 0.0, 0.25, 0.25, 1.0, 0.0]
-
-
-class Plain(Task):
-    """Asks the example's question as it stands."""
 
 
 def groups(prompts: list[Prompt]) -> list[GroupSlice]:
@@ -62,7 +57,7 @@ def ours(rewards: Tensor) -> tuple[float, dict[str, Tensor]]:
 
 def prompts_of(policy: Any) -> list[Prompt]:
     examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
-    return [policy.build_prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
+    return [make_prompt(policy, example) for example in examples]
 
 
 def theirs(rewards: Tensor, folder: Path) -> tuple[float, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny_models import Plain, noise_example, tiny_policy
+from tiny_models import make_prompt, noise_example, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
@@ -19,7 +19,7 @@ from vlm_grpo.engine.batch import pack
 from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.grpo.update import StepBatch, Updater, Updates, build_slices, step_batch
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Completion, Group, Prompt, Score
+from vlm_grpo.types import Completion, Group, Score
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 LENGTHS = ((9, 1, 4, 7), (2, 9, 3, 5))
@@ -73,7 +73,7 @@ def make_groups(policy: Policy) -> list[Group]:
     examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
     groups = []
     for example, lengths in zip(examples, LENGTHS, strict=True):
-        prompt: Prompt = policy.build_prompt(policy.with_resized_sizes(example), Plain())
+        prompt = make_prompt(policy, example)
         completions = []
         for length in lengths:
             ids = tuple(torch.randint(0, 256, (length,), generator=generator).tolist())

@@ -1,4 +1,4 @@
-"""Small random models of each family's real architecture, with their processors."""
+"""Small random models of each family's real architecture, their prompts and their completions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
@@ -29,18 +30,20 @@ from transformers import (
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
 from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.linear import use_fast_linears
+from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
 from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Completion, Example, ImageRef, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def tiny_tokenizer() -> Qwen2Tokenizer:
-    """One token a byte, and Qwen's special tokens."""
+    """Build a tokenizer with one token per byte and Qwen's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -87,7 +90,7 @@ def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Any, Any]:
-    """A random model of the family and its processor."""
+    """Build a random model of the family and its processor."""
     tokenizer = tiny_tokenizer()
     pixels = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
     common = {**_tokens(tokenizer), "tie_word_embeddings": False}
@@ -146,7 +149,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
         )
     for parameter in model.parameters():
         if parameter.dim() >= 2:
-            # Large enough that attention and logits are far from uniform.
+            # Large enough to keep attention and logits far from uniform.
             nn.init.normal_(parameter, std=1.5 * parameter[0].numel() ** -0.5)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
@@ -158,17 +161,17 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
 def tiny_policy(
     family: str, shared: bool = True, dtype: torch.dtype = torch.float32, **distribution: Any
 ) -> Policy:
-    """A policy over ``tiny_model(family)``; the same weights whatever ``shared`` is."""
+    """Build a policy from ``tiny_model(family)``, whose weights do not depend on ``shared``."""
     model, processor = tiny_model(family, dtype)
-    which = load_family(model.config)
+    architecture = load_family(model.config)
     if shared:
-        use_shared_attention(which.language_model(model))
+        use_shared_attention(architecture.language_model(model))
     defaults = {
-        "banned": which.banned_token_ids(model.config),
+        "banned": architecture.banned_token_ids(model.config),
         "eos": (model.generation_config.eos_token_id,),
     }
-    budget = which.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, which, budget, shared, adapters=None)
+    budget = architecture.pixel_budget(processor)
+    loaded = LoadedModel(model, processor, architecture, budget, shared, adapters=None)
     # Chunks smaller than any batch here, so that chunking is always exercised.
     return Policy(loaded, SamplingDistribution(**(defaults | distribution)), chunk_tokens=7)
 
@@ -176,7 +179,7 @@ def tiny_policy(
 def noise_example(
     name: str, sizes: list[tuple[int, int]], question: str = "What is it?", seed: int = 0
 ) -> Example:
-    """An example whose images are noise of the given sizes (width, height)."""
+    """Build an example whose images are noise of the given sizes (width, height)."""
     random = np.random.default_rng(seed)
     images = []
     for index, (width, height) in enumerate(sizes):
@@ -189,12 +192,62 @@ def noise_example(
     return Example(name, tuple(images), question, 0)
 
 
-class Plain(Task):
-    """Asks the example's question as it stands."""
+class PlainTask(Task):
+    """A task that asks the example's question unchanged."""
 
 
-def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Norm of the difference of two gradients over the norm of the second."""
-    assert set(a) == set(b)
-    difference = torch.stack([(a[name] - grad).norm() for name, grad in b.items()]).norm()
-    return float(difference / torch.stack([grad.norm() for grad in b.values()]).norm())
+def make_prompt(policy: Policy, example: Example) -> Prompt:
+    """Build the example's prompt for ``PlainTask``."""
+    return policy.build_prompt(policy.with_resized_sizes(example), PlainTask())
+
+
+def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
+    """Build prompts with zero to two images of many sizes, and questions of many lengths."""
+    random = np.random.default_rng(0)
+    prompts = []
+    for index in range(count):
+        sizes = [
+            (int(w), int(h)) for w, h in random.integers(20, 150, (int(random.integers(0, 3)), 2))
+        ]
+        question = "What? " * int(random.integers(1, 8))
+        prompts.append(make_prompt(policy, noise_example(str(index), sizes, question, seed=index)))
+    return prompts
+
+
+def sample_groups(
+    policy: Policy,
+    prompts: list[Prompt],
+    group_size: int = 3,
+    max_tokens: int = 100_000,
+    length: int = 12,
+    **settings: Any,
+) -> list[tuple[Completion, ...]]:
+    """Sample completions of at most ``length`` tokens, with a seed for each prompt."""
+    sampling = SamplingSettings(policy.distribution, length, **settings)
+    seeds = [(0, index) for index in range(len(prompts))]
+    return policy.sample(prompts, sampling, group_size, seeds, max_tokens)
+
+
+def pack_groups(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> MicroBatch:
+    """Put all completions into one micro-batch."""
+    slices, row = [], 0
+    for prompt, group in zip(prompts, groups, strict=True):
+        rows = tuple(range(row, row + len(group)))
+        slices.append(GroupSlice(prompt, tuple(c.token_ids for c in group), rows))
+        row += len(group)
+    return MicroBatch(tuple(slices))
+
+
+def sampled_logprobs(groups: list[tuple[Completion, ...]]) -> Tensor:
+    """Return the log-probabilities recorded while sampling, of all tokens in order."""
+    return torch.tensor([value for group in groups for c in group for value in c.logprobs])
+
+
+def add_lora(policy: Policy, target_modules: list[str]) -> None:
+    """Add a LoRA adapter with random weights to the policy's model."""
+    torch.manual_seed(1)
+    get_peft_model(policy.model, LoraConfig(r=4, target_modules=target_modules))
+    for name, weight in policy.model.named_parameters():
+        if "lora_B" in name:  # initially 0, which would leave the model's output unchanged
+            nn.init.normal_(weight, std=0.1)
+    use_fast_linears(policy.model)

@@ -1,4 +1,4 @@
-"""The shared form gives what the repeated form gives; variants that look right do not."""
+"""The shared form equals the repeated form; plausible but wrong variants of it do not."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tiny_models import FAMILIES, Plain, distance, noise_example, tiny_policy
+from gradients import relative_distance
+from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.engine import attention, kernels, shared
 from vlm_grpo.engine.attention import GroupSpan, PackedAttention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
-from vlm_grpo.engine.linear import use_fast_linears
 from vlm_grpo.engine.shared import PackedRow
 from vlm_grpo.model.loading import enable_gradient_checkpointing
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Prompt
 
 EXAMPLES = [
     noise_example("one image", [(60, 90)], seed=1),
     noise_example("no image", [], "Hello there"),
     noise_example("two images", [(56, 56), (120, 40)], "Compare these two?", seed=2),
 ]
-# Of unequal lengths; a single token is fed nothing at all.
+# Unequal lengths; a completion of a single token feeds nothing.
 LENGTHS = ((3, 7, 1), (5, 5), (1, 2, 9, 4))
 
 
-def micro_batch(policy: Policy) -> MicroBatch:
+def make_micro_batch(policy: Policy) -> MicroBatch:
     generator = torch.Generator().manual_seed(3)
     slices, row = [], 0
     for example, lengths in zip(EXAMPLES, LENGTHS, strict=True):
-        prompt = policy.build_prompt(policy.with_resized_sizes(example), Plain())
+        prompt = make_prompt(policy, example)
         tokens = [
             tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
             for length in lengths
@@ -45,10 +43,10 @@ def micro_batch(policy: Policy) -> MicroBatch:
     return MicroBatch(tuple(slices))
 
 
-def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs of the batch, and the gradient of a weighted sum of them."""
+def score_with_gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the log-probs of the batch, and the gradient of a weighted sum of them."""
     policy.model.train()
-    logprobs = policy.score(micro_batch(policy)).logprobs
+    logprobs = policy.score(make_micro_batch(policy)).logprobs
     weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
     (logprobs * weights).sum().backward()
     grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
@@ -56,13 +54,7 @@ def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def with_lora(policy: Policy) -> None:
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
-    get_peft_model(policy.model, config)
-    for name, weight in policy.model.named_parameters():
-        if "lora_B" in name:  # at its initial 0 the adapter would not matter
-            torch.nn.init.normal_(weight, std=0.1)
-    use_fast_linears(policy.model)
+    add_lora(policy, ["q_proj", "v_proj", "down_proj"])
 
 
 def with_checkpointing(policy: Policy) -> None:
@@ -74,49 +66,49 @@ def with_both(policy: Policy) -> None:
     with_lora(policy)
 
 
-def untouched(policy: Policy) -> None:
+def unchanged(policy: Policy) -> None:
     pass
 
 
-@pytest.mark.parametrize("prepare", [untouched, with_lora, with_checkpointing, with_both])
+@pytest.mark.parametrize("prepare", [unchanged, with_lora, with_checkpointing, with_both])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_repeated_in_float32(family: str, prepare: Callable) -> None:
     results = []
     for is_shared in (True, False):
         policy = tiny_policy(family, is_shared)
         prepare(policy)
-        results.append(scored(policy))
+        results.append(score_with_gradients(policy))
     (logprobs, grads), (expected, expected_grads) = results
     assert (logprobs - expected).abs().max() < 1e-5  # float32 through three layers
-    assert distance(grads, expected_grads) < 1e-5
+    assert relative_distance(grads, expected_grads) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_repeated_in_float64(family: str) -> None:
-    results = [scored(tiny_policy(family, s, torch.float64)) for s in (True, False)]
+    results = [score_with_gradients(tiny_policy(family, s, torch.float64)) for s in (True, False)]
     (logprobs, grads), (expected, expected_grads) = results
     assert (logprobs - expected).abs().max() < 1e-9
-    assert distance(grads, expected_grads) < 1e-6  # transformers computes norms in float32
+    assert relative_distance(grads, expected_grads) < 1e-6  # transformers computes norms in float32
 
 
-def test_the_masked_form_equals_the_merged_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    merged = scored(tiny_policy("qwen2_5_vl", dtype=torch.float64))
+def test_attention_with_a_mask_equals_merged_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    merged = score_with_gradients(tiny_policy("qwen2_5_vl", dtype=torch.float64))
     monkeypatch.setattr(kernels, "has_cascade", lambda query: False)
-    masked = scored(tiny_policy("qwen2_5_vl", dtype=torch.float64))
+    masked = score_with_gradients(tiny_policy("qwen2_5_vl", dtype=torch.float64))
     assert (merged[0] - masked[0]).abs().max() < 1e-9
-    assert distance(merged[1], masked[1]) < 1e-6
+    assert relative_distance(merged[1], masked[1]) < 1e-6
 
 
 def expected_logprobs() -> Tensor:
-    return scored(tiny_policy("qwen2_5_vl", False, torch.float64))[0]
+    return score_with_gradients(tiny_policy("qwen2_5_vl", False, torch.float64))[0]
 
 
 def shared_logprobs() -> Tensor:
-    return scored(tiny_policy("qwen2_5_vl", True, torch.float64))[0]
+    return score_with_gradients(tiny_policy("qwen2_5_vl", True, torch.float64))[0]
 
 
 class TestWrongVariants:
-    """Each looks right, and each is off by far more than rounding (1e-9)."""
+    """Each variant looks right, and each is wrong by far more than rounding (1e-9)."""
 
     def test_plain_causal_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def plain(
@@ -127,11 +119,11 @@ class TestWrongVariants:
         monkeypatch.setattr(PackedAttention, "__call__", plain)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
-    def test_completions_see_each_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_completions_attending_to_each_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         original = PackedAttention.__init__
 
         def joined(self: PackedAttention, spans: Any) -> None:
-            # One long completion in place of G short ones.
+            # One long completion instead of G short ones.
             merged = [
                 GroupSpan(s.start, s.prompt_length, (sum(s.completion_lengths),)) for s in spans
             ]
@@ -140,7 +132,9 @@ class TestWrongVariants:
         monkeypatch.setattr(PackedAttention, "__init__", joined)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
-    def test_positions_run_on_across_completions(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_positions_that_continue_across_completions(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         pack_row = shared.pack_row
 
         def pack_with_running_positions(
@@ -156,7 +150,7 @@ class TestWrongVariants:
         monkeypatch.setattr(shared, "pack_row", pack_with_running_positions)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
 
-    def test_completions_start_at_the_prompts_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_positions_started_at_the_prompts_length(self, monkeypatch: pytest.MonkeyPatch) -> None:
         length = property(lambda self: len(self.token_ids))
         monkeypatch.setattr(PrefixInputs, "next_position", length)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
@@ -188,34 +182,17 @@ class TestWrongVariants:
 
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompts_place_in_the_batch_does_not_matter(family: str, is_shared: bool) -> None:
+def test_scores_do_not_depend_on_the_rest_of_the_batch(family: str, is_shared: bool) -> None:
     policy = tiny_policy(family, is_shared)
-    batch = micro_batch(policy)
+    batch = make_micro_batch(policy)
     together = policy.score(batch).logprobs
     alone = torch.cat([policy.score(MicroBatch((piece,))).logprobs for piece in batch.slices])
     assert (together - alone).abs().max() < 1e-5
 
 
-def test_cutting_a_group_changes_nothing() -> None:
+def test_splitting_a_group_changes_no_score() -> None:
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
-    (_, _, piece) = micro_batch(policy).slices
-    whole = policy.score(MicroBatch((piece,))).logprobs
-    cut = torch.cat([policy.score(MicroBatch((half,))).logprobs for half in piece.split_in_half()])
-    assert (whole - cut).abs().max() < 1e-9
-
-
-def test_a_small_image_does_not_shrink_the_others() -> None:
-    policy = tiny_policy("qwen2_5_vl")
-    small = noise_example("small", [(10, 12)], seed=4)
-    large = noise_example("large", [(112, 84)], seed=5)
-
-    def prompts(*examples: Any) -> list[Prompt]:
-        return [policy.build_prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
-
-    before = prompts(large)[0]
-    after = prompts(small, large)[1]
-    assert before.token_ids == after.token_ids
-    assert torch.equal(before.vision["pixel_values"], after.vision["pixel_values"])
-    # 10 × 12 pixels become one 28 × 28 token; 112 × 84 are 4 × 3 tokens.
-    grids = [p.vision["image_grid_thw"].tolist() for p in prompts(small, large)]
-    assert grids == [[[1, 2, 2]], [[1, 6, 8]]]
+    (_, _, piece) = make_micro_batch(policy).slices
+    together = policy.score(MicroBatch((piece,))).logprobs
+    halves = [policy.score(MicroBatch((half,))).logprobs for half in piece.split_in_half()]
+    assert (together - torch.cat(halves)).abs().max() < 1e-9

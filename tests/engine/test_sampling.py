@@ -1,0 +1,111 @@
+"""Tokens follow the sampling distribution, and completions end where the settings say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
+
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.types import Prompt
+
+
+def image_prompt(policy: Policy) -> Prompt:
+    return make_prompt(policy, noise_example("a", [(56, 56)]))
+
+
+def first_token_logprobs(policy: Policy, prompt: Prompt) -> torch.Tensor:
+    """Return the log-probability of every token of the vocabulary as the first one."""
+    every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
+    batch = MicroBatch((GroupSlice(prompt, every, tuple(range(len(every)))),))
+    with torch.no_grad():
+        return policy.score(batch).logprobs
+
+
+def test_sampled_frequencies_follow_the_scored_distribution() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    prompt = image_prompt(policy)
+    samples = 4000
+    (group,) = sample_groups(policy, [prompt], samples, length=1)
+    probabilities = first_token_logprobs(policy, prompt).double().exp().numpy()
+    # Banned tokens have probability 0; the rest sum to 1.
+    assert probabilities.sum() == pytest.approx(1.0, abs=1e-6)
+    counts = np.bincount([c.token_ids[0] for c in group], minlength=len(probabilities))
+    assert counts[list(policy.distribution.banned)].sum() == 0
+    common = probabilities * samples >= 5  # the test's usual condition on expected counts
+    observed = [*counts[common], counts[~common].sum()]
+    expected = [*(probabilities[common] * samples), probabilities[~common].sum() * samples]
+    expected = np.asarray(expected) * sum(observed) / sum(expected)
+    # The seeds are fixed, so this either always passes or always fails.
+    assert stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_completions_end_at_eos_or_at_the_length_limit(shared: bool) -> None:
+    every_fifth = tuple(range(0, 256, 5))
+    policy = tiny_policy("qwen2_5_vl", shared, eos=every_fifth, min_new_tokens=3)
+    groups = sample_groups(policy, mixed_prompts(policy, 8), length=6)
+    reasons = set()
+    for completion in (c for group in groups for c in group):
+        reasons.add(completion.stop)
+        *before, last = completion.token_ids
+        assert 3 <= len(completion.token_ids) <= 6
+        assert not set(before) & set(every_fifth)
+        assert (completion.stop == "eos") == (last in every_fifth)
+        assert completion.stop == "eos" or len(completion.token_ids) == 6
+    assert reasons == {"eos", "length"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_stop_strings_end_a_completion(shared: bool) -> None:
+    policy = tiny_policy("qwen2_5_vl", shared)
+    groups = sample_groups(policy, mixed_prompts(policy, 8), length=40, stop=("%", "Q"))
+    stopped = [c for group in groups for c in group if c.stop == "stop"]
+    assert stopped  # one byte in 128 is a "%" or a "Q", and there are 24 × 40 of them
+    for completion in stopped:
+        assert completion.text[-1] in "%Q"
+        assert not set(completion.text[:-1]) & set("%Q")
+
+
+@pytest.mark.parametrize(
+    "truncation", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
+)
+def test_truncated_sampling_keeps_to_the_most_likely_tokens(truncation: dict) -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    prompt = image_prompt(policy)
+    (group,) = sample_groups(policy, [prompt], 300, length=1, **truncation)
+    probabilities = first_token_logprobs(policy, prompt).exp().double().numpy()
+    order = np.argsort(-probabilities)
+    kept = set(order.tolist())
+    if "top_k" in truncation:
+        kept &= set(order[: truncation["top_k"]].tolist())
+    if "min_p" in truncation:
+        kept &= set(np.flatnonzero(probabilities >= 0.5 * probabilities.max()).tolist())
+    if "top_p" in truncation:
+        rest = np.where([t in kept for t in order], probabilities[order], 0.0)
+        before = (rest.cumsum() - rest) / rest.sum()
+        kept &= set(order[before < truncation["top_p"]].tolist())
+    sampled = {c.token_ids[0]: c.logprobs[0] for c in group}
+    assert set(sampled) <= kept
+    # The recorded probability is the one under the truncated distribution.
+    mass = sum(probabilities[t] for t in kept)
+    for token, logprob in sampled.items():
+        assert logprob == pytest.approx(float(np.log(probabilities[token] / mass)), abs=1e-4)
+
+
+def test_temperature_is_part_of_the_scored_distribution() -> None:
+    cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
+    prompt = image_prompt(cold)
+    a, b = (first_token_logprobs(policy, prompt) for policy in (cold, warm))
+    # log-odds between two tokens scale with 1 / temperature.
+    assert torch.allclose((a[0] - a[1]) / 4, b[0] - b[1], atol=1e-4)
+
+
+def test_greedy_settings_score_at_temperature_one() -> None:
+    logits = torch.randn(2, 8)
+    positions = torch.zeros(2, dtype=torch.int64)
+    assert torch.equal(SamplingDistribution(temperature=0.0)(logits, positions), logits)
