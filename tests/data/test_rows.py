@@ -103,9 +103,9 @@ def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidate
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (make_row(answer="three"), "the answer 'three' is no whole number"),
-        (make_row(answer=True), "no whole number"),
-        (make_row(answer="3"), "no whole number"),  # the canonical form is strict
+        (make_row(answer="three"), "the answer 'three' must be an integer"),
+        (make_row(answer=True), "must be an integer of at least 0"),
+        (make_row(answer="3"), "must be an integer of at least 0"),  # the canonical form is strict
         (make_row(answer=...), "it has no answer"),
         (make_row(question=...), "it has no question"),
         (make_row(question=5), "question must be text"),
