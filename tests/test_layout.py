@@ -34,3 +34,25 @@ def test_package_root_holds_few_modules() -> None:
     # The interface for tasks and the trainer; anything else belongs in a package.
     modules = {path.stem for path in ROOT.glob("vlm_grpo/*.py")} - {"__init__"}
     assert len(modules) <= 10
+
+
+def test_every_module_has_tests() -> None:
+    table = GUIDE.partition("| test file | modules |")[2].partition("\n\n")[0]
+    listed = set()
+    for row in table.strip().splitlines()[1:]:
+        test, *modules = re.findall(r"`([\w/]+\.py)`", row)
+        assert (ROOT / test).is_file(), f"CONTRIBUTING lists {test}, which does not exist"
+        listed |= set(modules)
+    modules = {
+        path.relative_to(ROOT / "vlm_grpo" if folder == "vlm_grpo" else ROOT).as_posix()
+        for folder in ("vlm_grpo", "tasks", "data_scripts")
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.stem.startswith("__")
+    }
+    tested = {
+        module
+        for module in modules
+        if (ROOT / "tests" / module).with_name(f"test_{Path(module).name}").is_file()
+    }
+    assert modules - tested <= listed, "add a test file, or a line in CONTRIBUTING's table of tests"
+    assert listed <= modules, "CONTRIBUTING's table of tests lists modules that do not exist"
