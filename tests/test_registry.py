@@ -1,12 +1,15 @@
-"""Tasks by name, file and entry point, with real files and real installed metadata."""
+"""Tasks by name, file and entry point, with real files and real package metadata."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from vlm_grpo.coordinates import PERMILLE
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task, load_task_class, task_names
+from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
 PARITY = '''
@@ -44,7 +47,7 @@ def parity(tmp_path):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Installs a package whose entry points name tasks, as pip would lay it out."""
+    """Install a package with a task as an entry point, in the layout of pip."""
 
     def _install(package: str, name: str, module_text: str = PARITY, value: str = ":Parity"):
         site = tmp_path / f"site-{package}"
@@ -60,7 +63,7 @@ def install(tmp_path, monkeypatch):
     return _install
 
 
-def refusal(name: str, **options: object) -> str:
+def get_error(name: str, **options: object) -> str:
     with pytest.raises(UserError) as caught:
         load_task(name, **options)
     return str(caught.value)
@@ -79,41 +82,41 @@ def test_a_task_file_loads_and_scores(parity):
     assert load_task_class(str(parity)).__name__ == "Parity"
 
 
-def test_a_task_file_is_named_with_the_line_that_fails(parity):
+def test_an_error_in_a_task_file_names_the_line(parity):
     parity.write_text("import math\nmath.nothing\n")
 
-    assert "line 2: AttributeError" in refusal(str(parity))
+    assert "line 2: AttributeError" in get_error(str(parity))
 
 
-def test_a_task_file_that_is_no_python_is_named(parity):
+def test_a_syntax_error_in_a_task_file_is_reported(parity):
     parity.write_text("def (:\n")
 
-    assert f"{parity} cannot be loaded: SyntaxError" in refusal(str(parity))
+    assert f"{parity} cannot be loaded: SyntaxError" in get_error(str(parity))
 
 
-def test_of_several_tasks_in_a_file_one_is_chosen_by_name(parity):
+def test_one_of_several_tasks_in_a_file_is_selected_by_name(parity):
     parity.write_text(PARITY + "\n\nclass Other(Parity):\n    pass\n")
 
-    assert "defines 2 task classes" in refusal(str(parity))
+    assert "defines 2 task classes" in get_error(str(parity))
     assert load_task_class(f"{parity}:Other").__name__ == "Other"
-    assert "no task class Othr (did you mean Other?)" in refusal(f"{parity}:Othr")
+    assert "no task class Othr (did you mean Other?)" in get_error(f"{parity}:Othr")
 
 
-def test_a_file_without_a_task_is_named(parity):
+def test_a_file_without_a_task_is_refused(parity):
     parity.write_text("from vlm_grpo.task import Task\n")
 
-    assert f"{parity} defines 0 task classes" in refusal(str(parity))
+    assert f"{parity} defines 0 task classes" in get_error(str(parity))
 
 
-def test_a_missing_task_file_is_named(tmp_path):
-    assert "no task file" in refusal(str(tmp_path / "none.py"))
+def test_a_missing_task_file_is_refused(tmp_path):
+    assert "no task file" in get_error(str(tmp_path / "none.py"))
 
 
-def test_an_incomplete_task_is_told_all_that_it_lacks(parity):
+def test_an_incomplete_task_error_lists_everything_missing(parity):
     parity.write_text(
         "from vlm_grpo.task import Task\nclass Empty(Task):\n    primary_metric = 'x'\n"
     )
-    message = refusal(str(parity))
+    message = get_error(str(parity))
 
     assert "no method parse" in message
     assert "no method write" in message
@@ -121,8 +124,49 @@ def test_an_incomplete_task_is_told_all_that_it_lacks(parity):
     assert "primary_metric = 'x'" in message
 
 
-def test_an_unknown_name_lists_what_exists_and_the_nearest():
-    message = refusal("countin")
+def test_a_rule_with_a_reserved_name_is_reported_with_the_line(parity):
+    parity.write_text(PARITY.replace("def right", "def read"))
+
+    message = get_error(str(parity))
+    assert "line 7: TypeError: Parity.read: the base class Task has an attribute read" in message
+
+
+def test_a_class_and_a_task_load_with_options(parity):
+    task_class: Any = load_task_class(str(parity))
+
+    task = load_task(task_class, lenient=True, tags=True)
+    changed = load_task(task, lenient=False, share=0.25)
+
+    assert vars(task) == vars(task_class(lenient=True, tags=True))
+    assert vars(changed) == vars(task_class(tags=True, share=0.25))
+    with pytest.raises(UserError, match="unknown option lenientt"):
+        load_task(task, lenientt=True)
+
+
+def test_an_incomplete_class_is_refused():
+    class Empty(Task):
+        primary_metric = "x"
+
+    with pytest.raises(UserError, match="no method parse"):
+        load_task(Empty)
+
+
+def test_a_task_file_that_loads_itself_is_refused(parity):
+    program = f"\n\nfrom vlm_grpo import load_task\nload_task({str(parity)!r})\n"
+    parity.write_text(PARITY + program)
+
+    assert 'under if __name__ == "__main__"' in get_error(str(parity))
+
+
+def test_a_file_with_the_former_name_of_primary_metric_loads_with_a_warning(parity):
+    parity.write_text(PARITY.replace("primary_metric =", "headline ="))
+
+    with pytest.warns(FutureWarning, match=r"Parity\.headline is now called primary_metric"):
+        assert load_task(str(parity)).primary_metric == "right"
+
+
+def test_an_unknown_name_error_lists_the_tasks_and_suggests_the_nearest():
+    message = get_error("countin")
 
     assert "did you mean counting?" in message
     assert "grounding, ocr" in message
@@ -138,23 +182,23 @@ def test_an_unknown_name_lists_what_exists_and_the_nearest():
         ({"weights": {"exactly": 1.0}}, "no reward exactly"),
     ],
 )
-def test_a_wrong_option_is_named(options, expected):
-    assert expected in refusal("counting", **options)
+def test_a_wrong_option_error_names_the_option(options, expected):
+    assert expected in get_error("counting", **options)
 
 
-def test_all_wrong_options_are_told_at_once():
-    message = refusal("counting", tag=True, thinking=3)
+def test_all_wrong_options_are_reported_at_once():
+    message = get_error("counting", tag=True, thinking=3)
 
     assert "unknown option tag" in message
     assert "thinking=3" in message
 
 
-def test_a_frame_and_whole_numbers_are_taken_where_they_belong(parity):
+def test_frames_and_whole_numbers_for_floats_are_accepted(parity):
     assert load_task("grounding", frame=PERMILLE).frame is PERMILLE
     assert load_task(str(parity), share=1).share == 1.0  # type: ignore[attr-defined]
 
 
-def test_another_packages_task_is_found_by_its_entry_point(install):
+def test_a_task_of_another_package_is_found_by_its_entry_point(install):
     install("parity_package", "parity")
 
     assert "parity" in task_names()
@@ -167,31 +211,31 @@ def test_an_entry_point_may_name_a_module(install):
     assert type(load_task("parity")).__name__ == "Parity"
 
 
-def test_a_name_claimed_by_a_package_and_by_us_is_refused(install):
+def test_a_name_of_a_built_in_task_and_a_package_is_refused(install):
     install("parity_clash", "counting")
-    message = refusal("counting")
+    message = get_error("counting")
 
     assert "claimed more than once" in message
     assert "parity_clash" in message
     assert type(load_task("ocr")).__name__ == "OCR"  # other names still work
 
 
-def test_a_name_claimed_by_two_packages_is_refused(install):
+def test_a_name_of_two_packages_is_refused(install):
     install("parity_one", "parity")
     install("parity_two", "parity")
-    message = refusal("parity")
+    message = get_error("parity")
 
     assert "parity_one" in message
     assert "parity_two" in message
 
 
-def test_a_package_that_does_not_import_is_named(install):
+def test_a_package_that_fails_to_import_is_named(install):
     install("parity_broken", "parity", module_text="import no_such_module_anywhere\n")
 
-    assert "parity_broken" in refusal("parity")
+    assert "parity_broken" in get_error("parity")
 
 
-def test_an_entry_point_that_is_no_task_is_named(install):
+def test_an_entry_point_that_is_not_a_task_is_refused(install):
     install("parity_number", "parity", module_text="Parity = 3\n")
 
-    assert "not a subclass of Task but 3" in refusal("parity")
+    assert "not a subclass of Task but 3" in get_error("parity")
