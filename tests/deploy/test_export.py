@@ -27,7 +27,7 @@ from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.registry import load_task
-from vlm_grpo.task import Task
+from vlm_grpo.task import PlainQuestion
 from vlm_grpo.trainer import train
 from vlm_grpo.types import Example
 
@@ -70,10 +70,6 @@ print(json.dumps(found))
 """
 
 
-class Ask(Task):
-    primary_metric = "text"
-
-
 @dataclass(frozen=True)
 class Exported:
     """One exported model, and what its policy said before."""
@@ -100,7 +96,7 @@ CASES = [(family, variant) for family in FAMILIES for variant in VARIANTS]
 
 
 def prompt_of(policy: Policy, example: Example) -> Any:
-    return policy.build_prompt(policy.with_resized_sizes(example), Ask())
+    return policy.build_prompt(policy.with_resized_sizes(example), PlainQuestion())
 
 
 def logprobs_of(policy: Policy, example: Example) -> list[float]:

@@ -36,7 +36,7 @@ from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
 from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.task import Task
+from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -192,13 +192,9 @@ def noise_example(
     return Example(name, tuple(images), question, 0)
 
 
-class PlainTask(Task):
-    """A task that asks the example's question unchanged."""
-
-
 def make_prompt(policy: Policy, example: Example) -> Prompt:
-    """Build the example's prompt for ``PlainTask``."""
-    return policy.build_prompt(policy.with_resized_sizes(example), PlainTask())
+    """Build the example's prompt for ``PlainQuestion``."""
+    return policy.build_prompt(policy.with_resized_sizes(example), PlainQuestion())
 
 
 def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:

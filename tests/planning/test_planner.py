@@ -37,13 +37,8 @@ from vlm_grpo.planning.planner import changed
 from vlm_grpo.planning.seconds import completion_flops, estimate_seconds, prompt_flops, vision_flops
 from vlm_grpo.planning.shape import read_shape
 from vlm_grpo.planning.work import Work, estimate_work
-from vlm_grpo.task import Task
+from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Prompt
-
-
-class Ask(Task):
-    primary_metric = "text"
-
 
 POLICIES: dict[str, dict[str, Any]] = {
     "lora-float32": {"dtype": "float32", "lora": {"r": 4, "alpha": 8}},
@@ -79,7 +74,9 @@ def policy_of(family: str, values: dict[str, Any], **depths: int) -> tuple[Polic
 
 
 def prompt_of(policy: Policy, side: int = 112) -> Prompt:
-    return policy.build_prompt(policy.with_resized_sizes(noise_example("a", [(side, side)])), Ask())
+    return policy.build_prompt(
+        policy.with_resized_sizes(noise_example("a", [(side, side)])), PlainQuestion()
+    )
 
 
 def batch_of(prompt: Prompt, group: int = 3, length: int = 5) -> MicroBatch:
