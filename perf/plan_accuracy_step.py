@@ -41,7 +41,7 @@ def main() -> None:
     seconds = []
     for _ in range(2):
         started = time.perf_counter()
-        trainer.run_step()
+        trainer.step()
         peaks["update"] = max(peaks.get("update", 0), memory.peak())
         seconds.append(time.perf_counter() - started)
     print(

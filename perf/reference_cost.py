@@ -82,9 +82,8 @@ def run_step(trainer: Trainer) -> float:
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     synchronize()
     started = clock()
-    trainer.run_step()
+    trainer.step()
     synchronize()
-    trainer.step += 1
     return clock() - started
 
 

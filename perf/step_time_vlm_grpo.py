@@ -97,13 +97,13 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
         policy.stopwatch.reset()
         synchronize()
         started = time.perf_counter()
-        metrics = trainer.run_step()
+        metrics = trainer.step()
         synchronize()
         seconds.append(time.perf_counter() - started)
         for name in ("prompts", "vision", "prefill", "decode", "reward", "update"):
             phases.setdefault(name, []).append(metrics.get(f"time/{name}", 0.0))
     with FlopCounterMode(display=False, custom_mapping={ONEDNN: onednn_flops}) as counter:
-        trainer.run_step()
+        trainer.step()
     return seconds, phases, counter.get_total_flops()
 
 

@@ -23,8 +23,8 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.nonfinite import MAX_OVERFLOWS
-from vlm_grpo.grpo.rollout import REPLACEMENTS, PromptLoader
+from vlm_grpo.grpo.nonfinite import MAX_NONFINITE_STEPS
+from vlm_grpo.grpo.prompts import MAX_REPLACEMENTS, PromptLoader
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.trainer import Trainer, train
@@ -130,7 +130,7 @@ def test_a_bad_image_is_replaced_told_and_counted_where_bad_rows_are_skipped(
         trainer.run()
     assert [row["replaced_prompts"] for row in metrics_of(run)] == [0, 0, 1, 0]
     assert f"image {path.name} cannot be read" in caplog.text
-    assert caplog.text.count("another example takes its place") == 1
+    assert caplog.text.count("using the next example instead") == 1
 
 
 def test_skipping_ends_where_no_image_can_be_read(settings: Any) -> None:
@@ -142,7 +142,7 @@ def test_skipping_ends_where_no_image_can_be_read(settings: Any) -> None:
             cut_off(path)
     with pytest.raises(UserError, match=r"image \d\.png cannot be read"):
         trainer.run()
-    assert REPLACEMENTS >= 8  # all examples of this epoch were tried
+    assert MAX_REPLACEMENTS >= 8  # all examples of this epoch were tried
 
 
 def test_a_bad_held_out_image_ends_the_run_saved(
@@ -154,14 +154,14 @@ def test_a_bad_held_out_image_ends_the_run_saved(
     (tmp_path / "held.jsonl").write_text(json.dumps(row))
     run = settings(data={"eval": str(tmp_path / "held.jsonl")}, evaluation={"every": 2})
     trainer = trainer_for(run)
-    step = trainer.run_step
+    step = trainer.step
 
     def spoiling() -> dict[str, float]:
-        if trainer.step == 1:
+        if trainer.global_step == 1:
             cut_off(tmp_path / "held.png")
         return step()
 
-    trainer.run_step = spoiling
+    trainer.step = spoiling
     with pytest.raises(UserError, match=r"image held\.png cannot be read"):
         trainer.run()
     assert [m.steps for m, _ in checkpoints(run.run_dir / "checkpoints")] == [2]
@@ -177,10 +177,10 @@ def test_an_error_of_the_thread_that_prepares_prompts_is_heard(settings: Any) ->
             raise ZeroDivisionError(f"at {index}")
 
     stream: Any = Dying()
-    loader = PromptLoader(trainer.policy, trainer.task, stream, skips=True)
+    loader = PromptLoader(trainer.policy, trainer.task, stream, skip_unreadable=True)
     loader.prefetch([3])
     with pytest.raises(ZeroDivisionError, match="at 3"):
-        loader.take([3])
+        loader.load([3])
     loader.close()
 
 
@@ -195,11 +195,11 @@ def test_thin_images_are_refused_or_left_out_as_asked(
     with pytest.raises(UserError, match=r"2 examples have images(.|\n)*- 2: (.|\n)*- 5: "):
         trainer_for(settings())
     trainer = trainer_for(settings(data={"on_bad_row": "skip"}))
-    assert len(trainer.roll.loader.stream.examples) == 6
-    assert "left out 2 examples whose images the model cannot see" in caplog.text
+    assert len(trainer.sampler.stream.examples) == 6
+    assert "skipped 2 examples whose images the model cannot use" in caplog.text
     for number in range(8):
         Image.new("RGB", (2010, 10)).save(tmp_path / f"{number}.png")
-    with pytest.raises(UserError, match="8 examples have images that the model cannot see"):
+    with pytest.raises(UserError, match="8 examples have images that the model cannot use"):
         trainer_for(settings(data={"on_bad_row": "skip"}))
 
 
@@ -218,11 +218,11 @@ def test_gradients_that_are_not_finite_are_skipped_and_end_the_run_with_the_batc
         return TokenScores(score(batch, with_entropy).logprobs * torch.inf)
 
     monkeypatch.setattr(trainer.policy, "score", broken)
-    with pytest.raises(UserError, match=r"5 steps in a row.*optim\.lr") as ended:
+    with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr") as ended:
         trainer.run()
     assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
 
-    path = run.run_dir / "overflow" / f"step-{MAX_OVERFLOWS - 1:06d}-rank-0.jsonl"
+    path = run.run_dir / "overflow" / f"step-{MAX_NONFINITE_STEPS - 1:06d}-rank-0.jsonl"
     assert str(path) in str(ended.value)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 8  # 2 prompts with 4 completions each
@@ -324,17 +324,16 @@ def test_what_a_run_holds_does_not_grow(settings: Any) -> None:
     """Tensors after 4 steps and after 16, by when every image has been seen twice over."""
     run = settings(optim={"max_steps": 20}, rollout={"max_completion_length": 6})
     trainer = trainer_for(run)
-    trainer.folder.open(0)
+    trainer.run_dir.open(0)
 
     def steps(count: int) -> tuple[int, int]:
         for _ in range(count):
-            trainer.folder.write_metrics(trainer.step, trainer.run_step())
-            trainer.step += 1
-        trainer.roll.loader.take(range(trainer.roll.position, trainer.roll.position + 2))
+            trainer.run_dir.write_metrics(trainer.global_step, trainer.step())
+        trainer.sampler.loader.load(range(trainer.sampler.position, trainer.sampler.position + 2))
         return held()
 
     first, later = steps(4), steps(12)
     # Every prompt has as many tensors, of the same sizes, and none is prepared at this point.
     assert later == first
-    trainer.folder.close()
-    trainer.roll.close()
+    trainer.run_dir.close()
+    trainer.sampler.close()

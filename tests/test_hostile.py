@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.nonfinite import MAX_OVERFLOWS, Overflows
+from vlm_grpo.grpo.nonfinite import MAX_NONFINITE_STEPS, NonfiniteGuard
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.registry import load_task
 from vlm_grpo.tracking.samples import write_held_out, write_samples
@@ -166,10 +166,10 @@ def test_no_name_from_the_data_becomes_a_path(name: str, tmp_path: Path) -> None
     write_samples(run / "samples", 3, groups, [[0.5, -0.5]], task)
     row = {"id": name, "output": "1", "answer": 1, "rewards": {"exact": 0.0, "closeness": 0.0}}
     write_held_out(run / "samples", 3, task, [example], [{**row, "metrics": {}}])
-    counter = Overflows(run, rank=0)
-    counter.count = MAX_OVERFLOWS - 1
+    counter = NonfiniteGuard(run, rank=0)
+    counter.count = MAX_NONFINITE_STEPS - 1
     with pytest.raises(UserError, match="not finite"):
-        counter.note(4, True, groups, torch.zeros(2))
+        counter.check(4, True, groups, torch.zeros(2))
 
     files = [path.relative_to(run) for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.parts[0] for path in files} == {"samples", "overflow"}

@@ -78,7 +78,7 @@ def test_one_frozen_part_alone(settings: Any, model_folder: Path, part: str, ins
 def test_lora_leaves_the_base_weights_alone(settings: Any) -> None:
     trainer = trainer_for(settings(policy=LORA))
     before = {n: w.clone() for n, w in trainer.policy.model.state_dict().items()}
-    trainer.run_step()
+    trainer.step()
     after = trainer.policy.model.state_dict()
     assert all(torch.equal(w, after[n]) for n, w in before.items() if "lora_" not in n)
     changed = [
@@ -138,13 +138,13 @@ def test_running_out_of_memory_changes_nothing_but_the_cut(
             return score(batch, with_entropy)
 
         monkeypatch.setattr(trainer.policy, "score", failing)
-        norm = trainer.run_step()["grad_norm"]
+        norm = trainer.step()["grad_norm"]
         assert (len(calls) > 1) == fail
         return norm
 
     whole, cut = gradient_norm(False), gradient_norm(True)
     assert cut == pytest.approx(whole, rel=1e-5)
-    assert "micro-batches are cut to" in caplog.text
+    assert "using micro-batches of 100 tokens" in caplog.text
 
 
 @pytest.mark.parametrize("limit", [130, 1])
@@ -153,7 +153,7 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_in_parts(
 ) -> None:
     trainer = trainer_for(settings())
     sample = trainer.policy.sample
-    whole = trainer.roll(progress=0)
+    whole = trainer.sampler.sample(progress=0)
 
     def failing(*args: Any) -> Any:
         if args[-1] > limit:
@@ -161,22 +161,22 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_in_parts(
         return sample(*args)
 
     monkeypatch.setattr(trainer.policy, "sample", failing)
-    trainer.roll.position = 0
+    trainer.sampler.position = 0
     if limit == 1:
         with pytest.raises(UserError, match="num_generations"):
-            trainer.roll(progress=0)
+            trainer.sampler.sample(progress=0)
         return
-    cut = trainer.roll(progress=0)
+    cut = trainer.sampler.sample(progress=0)
     texts = [[c.token_ids for group in r.groups for c in group.completions] for r in (whole, cut)]
     assert texts[0] == texts[1]
-    assert trainer.roll.max_tokens <= limit
+    assert trainer.sampler.max_tokens <= limit
 
 
 def test_zero_spread_groups_cost_no_update(settings: Any) -> None:
     # A reward of zero weight leaves every total at 0: no group has a spread.
     trainer = trainer_for(settings())
     object.__setattr__(trainer.task, "weights", {"letters": 0.0})
-    metrics = trainer.run_step()
+    metrics = trainer.step()
     assert metrics["frac_reward_zero_std"] == 1.0
     assert metrics["work/update_tokens"] == 0
     assert metrics["loss"] == 0.0
@@ -184,14 +184,14 @@ def test_zero_spread_groups_cost_no_update(settings: Any) -> None:
 
 def test_dynamic_sampling_replaces_groups_up_to_its_limit(settings: Any) -> None:
     trainer = trainer_for(settings(rollout={"dynamic_sampling": True, "max_resample": 2}))
-    metrics = trainer.run_step()
+    metrics = trainer.step()
     assert metrics["resampled_groups"] == 0  # this reward spreads in every group
-    object.__setattr__(trainer.roll.task, "weights", {"letters": 0.0})
-    position = trainer.roll.position
-    metrics = trainer.run_step()
+    object.__setattr__(trainer.sampler.task, "weights", {"letters": 0.0})
+    position = trainer.sampler.position
+    metrics = trainer.step()
     # Nothing has a spread now: two rounds of 3 fresh prompts, then the step goes on.
     assert metrics["resampled_groups"] == 6
-    assert trainer.roll.position == position + 9
+    assert trainer.sampler.position == position + 9
 
 
 def test_full_weights_train_in_float32_under_bfloat16(settings: Any) -> None:
@@ -200,7 +200,7 @@ def test_full_weights_train_in_float32_under_bfloat16(settings: Any) -> None:
     assert loaded.autocast
     trainer = trainer_for(run)
     before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
-    trainer.run_step()
+    trainer.step()
     # In bfloat16 a weight of 0.1 has a spacing of 5e-4, and a step of 1e-6 would be lost.
     assert any(not torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
 

@@ -89,12 +89,14 @@ class Prompt:
         token_ids: (T_prompt,) the prompt's tokens, with image placeholders expanded.
         vision: inputs of the family's vision tower, empty without images
             (for Qwen: ``pixel_values`` (patches, values) and ``image_grid_thw`` (images, 3)).
+        image_decodes: number of images that were decoded for it; others came from a cache.
     """
 
     example: Example
     text: str
     token_ids: tuple[int, ...]
     vision: Mapping[str, Any]
+    image_decodes: int = 0
 
 
 @dataclass(frozen=True)

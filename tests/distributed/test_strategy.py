@@ -28,8 +28,10 @@ from small_runs import assert_same_weights, metrics_of
 from vlm_grpo.checkpoint.store import CorruptCheckpoint, verify
 from vlm_grpo.deploy.export import export
 from vlm_grpo.deploy.resolve import choose_model
-from vlm_grpo.distributed import launch as ranks
-from vlm_grpo.distributed.launch import balance_by_cost, build_accelerator
+from vlm_grpo.distributed import collectives
+from vlm_grpo.distributed import launch as launch_module
+from vlm_grpo.distributed.collectives import balance_by_cost
+from vlm_grpo.distributed.launch import build_accelerator
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
 
@@ -244,7 +246,7 @@ def test_other_parallelism_is_refused(
     for name, size in sizes.items():
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
     with pytest.raises(UserError, match=named):
-        ranks.dp_replicate_size()
+        launch_module.get_dp_replicate_size()
 
 
 def test_parts_of_whole_weights_are_refused(tmp_path: Path) -> None:
@@ -389,7 +391,8 @@ def test_processes_without_an_accelerator_find_each_other(tmp_path: Path) -> Non
     # On its own accelerate's state leaves the processes of a launch on CPUs to themselves.
     script = tmp_path / "who.py"
     script.write_text(
-        "from vlm_grpo.distributed.launch import join\nstate = join()\n"
+        "from vlm_grpo.distributed.launch import initialize_distributed\n"
+        "state = initialize_distributed()\n"
         f"open({str(tmp_path)!r} + f'/{{state.process_index}}-of-{{state.num_processes}}', 'w')\n"
     )
     line = [*LAUNCHER, "--config_file", str(FILES / "cpu.yaml"), "--num_processes", "2"]
@@ -447,12 +450,12 @@ def test_settings_of_deepspeed_that_are_not_kept_are_refused(
         distributed_type=DistributedType.DEEPSPEED,
     )
     with pytest.raises(UserError, match=problem):
-        ranks.get_deepspeed_config(cast(Any, accelerator))
+        launch_module.get_deepspeed_config(cast(Any, accelerator))
 
 
 def test_a_launch_with_deepspeed_needs_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(ranks, "is_deepspeed_available", lambda: False)
+    monkeypatch.setattr(launch_module, "is_deepspeed_available", lambda: False)
     # As a launcher starts a process on a GPU, where accelerate itself would raise first.
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -463,7 +466,8 @@ def test_a_launch_with_deepspeed_needs_it(monkeypatch: pytest.MonkeyPatch, folde
 def test_a_launch_on_cpus_stays_there_beside_an_accelerator() -> None:
     script = (
         "import torch\ntorch.accelerator.is_available = lambda: True\n"
-        "from vlm_grpo.distributed.launch import join\nassert join().device.type == 'cpu'\n"
+        "from vlm_grpo.distributed.launch import initialize_distributed\n"
+        "assert initialize_distributed().device.type == 'cpu'\n"
     )
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=200)
@@ -496,12 +500,12 @@ def test_buckets_hold_every_tensor_in_order(monkeypatch: pytest.MonkeyPatch) -> 
         flat *= 2
 
     monkeypatch.setattr(torch.distributed, "all_reduce", double)
-    monkeypatch.setattr(ranks, "BUCKET_BYTES", 40)  # ten float32
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 40)  # ten float32
     sizes = [(2, 3), (4,), (1,), (30,), (2,)]
     tensors = [torch.randn(size) for size in sizes] + [torch.ones(3, dtype=torch.float64)]
     before = [tensor.clone() for tensor in tensors]
     two = type("Two", (), {"num_processes": 2})()
-    ranks.sum_over_ranks(cast(Any, two), tensors)
+    collectives.sum_over_ranks(cast(Any, two), tensors)
     assert [len(flat) for flat in sent] == [10, 1, 30, 2, 3]
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor, 2 * old)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from small_runs import SMALL, embedded_trainer
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import load_settings
 from vlm_grpo.errors import UserError
+from vlm_grpo.grpo.batch import build_slices
 from vlm_grpo.grpo.reference import Reference
-from vlm_grpo.grpo.update import build_slices
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.trainer import Trainer, train
@@ -33,8 +33,7 @@ both_kinds = pytest.mark.parametrize("weights", [FULL, LORA], ids=["full", "lora
 def steps(trainer: Trainer, count: int) -> list[dict[str, float]]:
     found = []
     for _ in range(count):
-        found.append(trainer.run_step())
-        trainer.step += 1
+        found.append(trainer.step())
     return found
 
 
@@ -46,7 +45,7 @@ class Peer:
         loaded = LoadedModel(
             copy.deepcopy(own.model), own.processor, own.family, own.budget, own.shared, None
         )
-        self.updater = replace(trainer.update, policy=Policy(loaded, own.distribution))
+        self.updater = replace(trainer.updater, policy=Policy(loaded, own.distribution))
 
     def logprobs(self, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
         everything = [True] * sum(len(group.completions) for group in groups)
@@ -61,15 +60,15 @@ def test_the_reference_is_the_policy_of_the_last_kth_step(
     """Over 12 steps: the log-probs of a deep copy made before steps 0, 5, 10, or 0 alone."""
     trainer = embedded_trainer(tmp_path, KL, f"objective.reference_refresh_every={every}", *weights)
     kept = Peer(trainer)
-    passes: list[tuple[Sequence[Group], dict[int, torch.Tensor]]] = []
-    reference_pass = trainer.update.reference_pass
+    passes: list[tuple[Sequence[Group], Mapping[int, torch.Tensor]]] = []
+    score_reference = trainer.updater.score_reference
 
-    def recorded(groups: Sequence[Group]) -> Any:
-        found = reference_pass(groups)
-        passes.append((groups, found[0]))
-        return found
+    def recorded(groups: Sequence[Group], step: int) -> Any:
+        scores = score_reference(groups, step)
+        passes.append((groups, scores.logprobs))
+        return scores
 
-    trainer.update.reference_pass = recorded
+    trainer.updater.score_reference = recorded
     apart = []
     for step in range(12):
         if every != "never" and step % int(every) == 0:
@@ -111,8 +110,8 @@ def test_a_reference_of_this_very_step_costs_nothing(
 
         monkeypatch.setattr(trainer.policy, "score", counted)
         rows = steps(trainer, 2)
-        assert trainer.reference.snapshot is None
-        assert trainer.reference.state_dict() == {}
+        assert trainer.updater.reference.snapshot is None
+        assert trainer.updater.reference.state_dict() == {}
         names = [name for name in rows[0] if name.startswith("work/")]
         assert "work/update_tokens" in names
         assert len(calls) == 2 * iterations  # one forward pass for each update, none besides
@@ -196,7 +195,7 @@ def test_a_snapshot_is_apart_from_the_weights_and_from_what_it_was_loaded_from()
 def test_a_snapshot_of_another_model_is_refused() -> None:
     reference = reference_of("model", torch.nn.Parameter(torch.zeros(3)))
     for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast
-        with pytest.raises(UserError, match="does not fit"):
+        with pytest.raises(UserError, match="other weights"):
             reference.load_state_dict(wrong)
 
 

@@ -14,10 +14,11 @@ from tiny_models import make_prompt, noise_example, tiny_policy
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.fsdp import DataParallel
+from vlm_grpo.distributed.data_parallel import DataParallel
 from vlm_grpo.engine.batch import pack
+from vlm_grpo.grpo.batch import StepBatch, build_slices, pack_step
 from vlm_grpo.grpo.reference import Reference
-from vlm_grpo.grpo.update import StepBatch, Updater, Updates, build_slices, step_batch
+from vlm_grpo.grpo.update import Updater, Updates
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion, Group, Score
 
@@ -128,9 +129,9 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     take_random_step(weights, seed=3)  # the policy is no longer the reference
     optimizer = GradientRecorder(weights)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    placement = DataParallel(policy, accelerator)
-    placement.take(optimizer, max_norm=math.inf)
-    updater = Updater(policy, placement, reference, constant, accelerator, settings, 10_000)
+    strategy = DataParallel(policy, accelerator)
+    strategy.attach_optimizer(optimizer, max_norm=math.inf)
+    updater = Updater(policy, strategy, reference, constant, accelerator, settings, 10_000)
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(sum(len(part) for part in LENGTHS), generator=generator)
     groups = make_groups(policy)
@@ -138,12 +139,11 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     groups = with_sampler_logprobs(groups, updater.logprobs(everything))
     if order is not None:
         groups, advantages = shuffle(groups, advantages, order)
-    references, _ = updater.reference_pass(groups)
-    batch = step_batch(groups, advantages, references, settings, accelerator)
+    reference_logprobs = updater.score_reference(groups, step=1).logprobs
+    batch = pack_step(groups, advantages, reference_logprobs, settings, accelerator)
     updater.max_tokens = find_token_budget(batch, count)
     updates = Updates()
-    for _ in range(settings.objective.num_iterations):
-        updater(batch, updates)
+    updater.update(batch, updates)
     return optimizer.gradients
 
 

@@ -39,7 +39,7 @@ from vlm_grpo.checkpoint.sharded import write_in_parts
 from vlm_grpo.checkpoint.store import CheckpointState, CheckpointStep
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.distributed.fsdp import DataParallel
+from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.launch import build_accelerator
 from vlm_grpo.distributed.sharding import full_shape
 from vlm_grpo.engine.batch import MicroBatch
@@ -171,26 +171,25 @@ def build(settings: Settings) -> Trainer:
 
 
 def steps(settings: Settings, count: int) -> list[dict[str, Any]]:
-    """So many steps; for each its metrics, and the gradient after the exchange."""
-    return made(build(settings), count)
+    """Run steps; return the metrics and the reduced gradients of each."""
+    return run_steps(build(settings), count)
 
 
-def made(trainer: Trainer, count: int) -> list[dict[str, Any]]:
-    """So many steps of the trainer, as ``steps`` has them."""
-    placement, found, grads = trainer.placement, [], {}
-    finish = placement.finish
+def run_steps(trainer: Trainer, count: int) -> list[dict[str, Any]]:
+    """Run steps of the trainer; return the metrics and the reduced gradients of each."""
+    strategy, steps, grads = trainer.strategy, [], {}
+    optimizer_step = strategy.step
 
-    def finish_and_note() -> None:
-        finish()
-        grads.update({name: _gradient(weight) for name, weight in placement.trainable})
+    def record_and_step() -> float:
+        grads.update({name: _gradient(weight) for name, weight in strategy.trainable})
+        return optimizer_step()
 
-    placement.finish = finish_and_note  # type: ignore[method-assign]
+    strategy.step = record_and_step  # type: ignore[method-assign]
     for _ in range(count):
-        metrics = trainer.run_step()
-        trainer.step += 1
-        found.append({"metrics": metrics, "grads": dict(grads)})
-    trainer.roll.close()
-    return found
+        metrics = trainer.step()
+        steps.append({"metrics": metrics, "grads": dict(grads)})
+    trainer.sampler.close()
+    return steps
 
 
 def memory_runs_out(settings: Settings) -> list[dict[str, Any]]:
@@ -205,36 +204,40 @@ def memory_runs_out(settings: Settings) -> list[dict[str, Any]]:
         return score(*args)
 
     trainer.policy.score = out_of_memory_once  # type: ignore[method-assign]
-    found = made(trainer, 1)
+    found = run_steps(trainer, 1)
     assert not any(left)
     return found
 
 
 def not_finite(settings: Settings) -> list[Any]:
-    """Whether a step is skipped, and changes nothing, where one rank's gradient is infinite; and
-    whether the next one is."""
+    """Run a step in which one rank's gradient is infinite, and a normal one.
+
+    Returns:
+        The number of skipped updates of the first step, whether it left the weights unchanged, and
+        the number of skipped updates of the second.
+    """
     trainer = build(settings)
-    placement = trainer.placement
-    before, finish = _weights(placement), placement.finish
+    strategy = trainer.strategy
+    before, passes = _weights(strategy), strategy.passes
 
-    def spoil_and_finish() -> None:
+    def spoil_after_passes(batches: Any) -> Iterator[Any]:
+        yield from passes(batches)
         if trainer.accelerator.is_main_process:
-            for _, weight in placement.trainable:
+            for _, weight in strategy.trainable:
                 weight.grad = torch.full_like(weight, torch.inf)
-        finish()
 
-    placement.finish = spoil_and_finish  # type: ignore[method-assign]
-    spoiled = trainer.run_step()["skipped_updates"]
-    after = _weights(placement)
-    placement.finish = finish  # type: ignore[method-assign]
-    next_one = trainer.run_step()["skipped_updates"]
-    trainer.roll.close()
+    strategy.passes = spoil_after_passes  # type: ignore[method-assign]
+    spoiled = trainer.step()["skipped_updates"]
+    after = _weights(strategy)
+    strategy.passes = passes  # type: ignore[method-assign]
+    next_one = trainer.step()["skipped_updates"]
+    trainer.sampler.close()
     same = all(torch.equal(before[name], after[name]) for name in before)
     return [spoiled, same, next_one]
 
 
-def _weights(placement: DataParallel) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in placement.weights().items()}
+def _weights(strategy: Strategy) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in strategy.weights().items()}
 
 
 def _gradient(weight: nn.Parameter) -> Tensor:
@@ -267,22 +270,22 @@ class Traffic(TorchDispatchMode):
 def traffic(settings: Settings) -> list[dict[str, Any]]:
     """What the ranks exchange in one step, and what the estimate is made of."""
     trainer = build(settings)
-    trainer.run_step()  # gathers for the first time, and makes the optimizer's state
+    trainer.step()  # gathers for the first time, and makes the optimizer's state
     passes = []
-    run = trainer.placement.passes
+    run = trainer.strategy.passes
 
     def counted(batches: Any) -> Iterator[Any]:
         for batch in run(batches):
             passes.append(batch)
             yield batch
 
-    trainer.placement.passes = counted  # type: ignore[method-assign]
+    trainer.strategy.passes = counted  # type: ignore[method-assign]
     with Traffic() as seen:
-        trainer.run_step()
-    trainer.roll.close()
-    placement, model = trainer.placement, trainer.policy.model
+        trainer.step()
+    trainer.sampler.close()
+    strategy, model = trainer.strategy, trainer.policy.model
     # With adapters the vision tower is frozen and, like the adapters, never cut.
-    whole = {id(weight) for _, weight in placement.trainable} if trainer.policy.adapters else set()
+    whole = {id(weight) for _, weight in strategy.trainable} if trainer.policy.adapters else set()
     parts = list(model.model.visual.parameters()) if whole else []
     whole |= {id(weight) for weight in parts}
     layers = trainer.policy.family.language_model(model).layers
@@ -297,7 +300,7 @@ def traffic(settings: Settings) -> list[dict[str, Any]]:
             "bytes": dict(seen.bytes),
             "passes": len(passes),
             "all": sum(full_shape(weight).numel() for weight in model.parameters()),
-            "trained": sum(full_shape(weight).numel() for _, weight in placement.trainable),
+            "trained": sum(full_shape(weight).numel() for _, weight in strategy.trainable),
             "base": count(model.parameters()),
             "layers": count(layers.parameters()),
         }

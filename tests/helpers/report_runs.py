@@ -19,7 +19,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.evaluate import summarise, write_predictions, write_summary
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.metrics import StepLog, rollout_metrics
+from vlm_grpo.tracking.metrics import StepLog, group_metrics
 from vlm_grpo.tracking.samples import write_held_out, write_samples
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
@@ -81,7 +81,7 @@ def make_run(
         advantages = [_advantages(g) for g in groups]
         if step % samples_every == 0:
             write_samples(samples, step, groups, advantages, task)
-        sampled = rollout_metrics(groups).values(empty=math.nan)
+        sampled = group_metrics(groups).values(empty=math.nan)
         log.write(step, sampled | _other_metrics(groups, step, chance))
     return settings.run_dir
 

@@ -10,14 +10,14 @@ import pytest
 from report_runs import few_examples, group
 
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.metrics import StepLog, rollout_metrics
+from vlm_grpo.tracking.metrics import StepLog, group_metrics
 
 
-def test_rollout_metrics_count_rewards_lengths_and_truncations() -> None:
+def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
     task = load_task("counting", tags=True)
     example = few_examples("counting", task)[0]
     gold, truncated = task.gold(example), "<answer>"
-    values = rollout_metrics([group(task, example, [gold, truncated])]).values(empty=math.nan)
+    values = group_metrics([group(task, example, [gold, truncated])]).values(empty=math.nan)
     # The helper makes a token of each letter, and stops at a closing tag.
     assert values["completions/min_length"] == len(truncated)
     assert values["completions/max_length"] == len(gold)
@@ -30,7 +30,7 @@ def test_rollout_metrics_count_rewards_lengths_and_truncations() -> None:
 
 
 def test_a_rollout_without_groups_has_means_that_are_nan() -> None:
-    values = rollout_metrics([]).values(empty=math.nan)
+    values = group_metrics([]).values(empty=math.nan)
     assert set(values) >= {"reward", "entropy", "completions/mean_length"}
     assert all(math.isnan(value) for value in values.values())
 

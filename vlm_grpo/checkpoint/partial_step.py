@@ -6,7 +6,6 @@ with their log-probs, rewards and advantages; images and prompts are read from t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
+from vlm_grpo.grpo.batch import StepBatch, pack_step
 from vlm_grpo.grpo.rollout import Rollout, RolloutSampler
-from vlm_grpo.grpo.update import StepBatch, Updates, step_batch
+from vlm_grpo.grpo.update import Updates
 from vlm_grpo.model.policy import Counters, Policy
 from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.task import Task
@@ -35,26 +35,20 @@ class PartialStep:
         batch: what the update needs of them.
         metrics: what the rollout came to on all ranks, by name.
         updates: the updates made so far.
-        decodes: image decodes before it.
-        replaced: prompts before it that stood in for unreadable ones.
-        started: ``time.perf_counter`` at its beginning.
     """
 
     rollout: Rollout
     batch: StepBatch
     metrics: Mapping[str, float]
-    decodes: int
-    replaced: int
-    started: float
     updates: Updates = field(default_factory=Updates)
 
 
-def pack_step(
-    step: PartialStep, policy: Policy, roll: RolloutSampler
+def serialize_step(
+    step: PartialStep, policy: Policy
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """All ranks' parts of the step, gathered: numbers by rank, tensors as ``rank/name``."""
-    numbers = gather_object([_packed_numbers(step, policy, roll)])
-    tensors = gather_object([_packed_tensors(step)])
+    numbers = gather_object([_serialize_numbers(step, policy)])
+    tensors = gather_object([_serialize_tensors(step)])
     return numbers, {
         f"{rank}/{name}": tensor
         for rank, held in enumerate(tensors)
@@ -62,7 +56,7 @@ def pack_step(
     }
 
 
-def _packed_numbers(step: PartialStep, policy: Policy, roll: RolloutSampler) -> dict[str, Any]:
+def _serialize_numbers(step: PartialStep, policy: Policy) -> dict[str, Any]:
     """What JSON holds of one rank's open step."""
     return {
         "rounds": step.rollout.rounds,
@@ -92,12 +86,10 @@ def _packed_numbers(step: PartialStep, policy: Policy, roll: RolloutSampler) -> 
         "norms": step.updates.norms,
         "old_rows": sorted(step.updates.old_logprobs),
         "work": vars(policy.counters),
-        "image_decodes": roll.loader.decodes - step.decodes,
-        "replaced_prompts": roll.loader.replaced - step.replaced,
     }
 
 
-def _packed_tensors(step: PartialStep) -> dict[str, Tensor]:
+def _serialize_tensors(step: PartialStep) -> dict[str, Tensor]:
     """What safetensors hold of one rank's open step; completions one after the other."""
     completions = [c for group in step.rollout.groups for c in group.completions]
     tensors = {
@@ -142,9 +134,9 @@ def restore_step(
     """This rank's part of a saved step.
 
     Args:
-        numbers: what ``pack_step`` gave. With another number of ranks now, the groups are dealt
-            out anew.
-        tensors: the same.
+        numbers: the numbers that ``serialize_step`` returned. If the number of ranks has changed,
+            the groups are redistributed.
+        tensors: the tensors that it returned.
         roll: reads the prompts and the answers again.
 
     Raises:
@@ -162,7 +154,7 @@ def restore_step(
         rounds = [indices for held in numbers for indices in held["rounds"]]
     prompts: dict[str, Prompt] = {}
     for indices in rounds:  # as in the rollout, so that kept features are the same bit for bit
-        taken = roll.loader.take(indices)
+        taken = roll.loader.load(indices)
         roll.policy.encode_images(taken)
         prompts |= {prompt.example.id: prompt for prompt in taken}
     rows = [row for group in groups for row in group.rows]
@@ -173,21 +165,24 @@ def restore_step(
     )
     advantages = torch.stack([row["advantages"] for row in rows]) if rows else torch.zeros(0)
     reference = {index: row["reference"] for index, row in enumerate(rows) if "reference" in row}
-    batch = step_batch(rollout.groups, advantages, reference, settings, accelerator)
+    batch = pack_step(rollout.groups, advantages, reference, settings, accelerator)
     old = {i: row["old"].to(accelerator.device) for i, row in enumerate(rows) if "old" in row}
     # What ranks that are no more have counted is taken over by others.
     mine = saved[rank::world]
-    work = {name: sum(held["work"][name] for held, _ in mine) for name in numbers[0]["work"]}
-    roll.policy.counters = Counters(**work)
+    work = [_work(held) for held, _ in mine]
+    roll.policy.counters = Counters(**{k: sum(held[k] for held in work) for k in _work(numbers[0])})
     return PartialStep(
         rollout,
         batch,
         numbers[0]["metrics"],
-        roll.loader.decodes - sum(held["image_decodes"] for held, _ in mine),
-        roll.loader.replaced - sum(held["replaced_prompts"] for held, _ in mine),
-        time.perf_counter(),
         _updates(mine, numbers[0], old, accelerator.device),
     )
+
+
+def _work(numbers: Mapping[str, Any]) -> dict[str, int]:
+    """Return the work counters; version 0.1.0 kept two of them outside."""
+    outside = ("image_decodes", "replaced_prompts")
+    return {**{name: numbers[name] for name in outside if name in numbers}, **numbers["work"]}
 
 
 def _updates(

@@ -19,7 +19,7 @@ from vlm_grpo.checkpoint.store import (
     join_parts,
     write_files,
 )
-from vlm_grpo.distributed.launch import balance_by_cost, together
+from vlm_grpo.distributed.collectives import balance_by_cost, fail_together
 
 
 def own_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> set[str]:
@@ -66,15 +66,15 @@ def write_in_parts(
     world = accelerator.num_processes
     parts = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
     try:
-        with together(accelerator):
+        with fail_together(accelerator):
             if is_first:
                 begin(folder, moment)
-        with together(accelerator):
+        with fail_together(accelerator):
             own = aside / parts[accelerator.process_index]
             own.mkdir()
             sums = write_files(own, contents, write_weights)
         every = gather_object([sums])
-        with together(accelerator):
+        with fail_together(accelerator):
             if is_first:
                 complete(folder, moment, join_parts(aside, dict(zip(parts, every, strict=True))))
     except BaseException:

@@ -113,11 +113,11 @@ def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: Path | None)
 
     settings = load_settings(recipe, overrides)
     with exit_when_stopped():
-        from vlm_grpo.distributed.launch import join
+        from vlm_grpo.distributed.launch import initialize_distributed
         from vlm_grpo.evaluation import evaluate
 
         evaluation = evaluate.evaluate(settings, checkpoint)
-        if join().is_main_process:
+        if initialize_distributed().is_main_process:
             typer.echo(f"{evaluation}\n")
             for name, value in evaluation.metrics.items():
                 typer.echo(f"  {name:<24} {value:.4f}")

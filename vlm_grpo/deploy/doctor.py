@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vlm_grpo.config.run import PILLOW_WARNS_AT, Settings
 from vlm_grpo.data.images import ImageReader
-from vlm_grpo.distributed.launch import join
+from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_distribution
 from vlm_grpo.errors import UserError
@@ -60,7 +60,7 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
         }
     )
     loaded = load_model(settings, training=False)
-    loaded.model.to(join().device)
+    loaded.model.to(initialize_distributed().device)
     distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
     policy = Policy(loaded, distribution)
     config = loaded.model.config

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.deploy.resolve import NO_TASK, ModelChoice, choose_model
-from vlm_grpo.distributed.launch import join
+from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import LoadedModel, get_model_source, load_model
 from vlm_grpo.report.run import Change, read_run
@@ -56,7 +56,7 @@ def export(
         UserError: ``out`` exists, nothing was trained, or there is no adapter to write.
     """
     disable_progress_bar()
-    join()
+    initialize_distributed()
     out = Path(out)
     choice = choose_model(str(run), step=step)
     if choice.checkpoint is None:

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from vlm_grpo.config.run import Overrides, Settings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.deploy.resolve import NO_TASK, choose_model
-from vlm_grpo.distributed.launch import join
+from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.generate import generate
@@ -80,7 +80,7 @@ class Predictor:
     @cached_property
     def policy(self) -> Policy:
         policy = load_policy(self.settings, self.checkpoint, training=False)
-        policy.model.to(join().device)
+        policy.model.to(initialize_distributed().device)
         return policy
 
     @cached_property

@@ -1,10 +1,10 @@
-"""Weights whose gradients and optimizer are DeepSpeed's, cut over the ranks (ZeRO)."""
+"""DeepSpeed's ZeRO stages 2 and 3."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -19,87 +19,95 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from vlm_grpo.distributed.fsdp import DataParallel
-from vlm_grpo.distributed.launch import BUCKET_BYTES
+from vlm_grpo.distributed.base import Strategy
+from vlm_grpo.distributed.collectives import BUCKET_BYTES
 from vlm_grpo.distributed.optimizer import state_by_weight
 from vlm_grpo.distributed.sharding import full_shape, shard_like
-from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each weight, besides the count of its steps."""
+"""AdamW's moments of a weight, as its state names them."""
 
 
-class DeepSpeedZero2(DataParallel):
-    """Every rank holds all weights, and 1/R of the optimizer's state (ZeRO-2).
+class DeepSpeedZero2(Strategy):
+    """Every rank holds all weights and 1/R of the optimizer state (ZeRO-2).
 
-    The micro-batches' gradients stay whole on their rank until the step's last one, whose end
-    adds them up and cuts them, each rank keeping its part; a step of the optimizer on the parts,
-    and the weights are gathered again. So ranks with more, fewer or no micro-batches never wait
-    for each other in the middle of a step.
+    Gradients stay unsharded on their rank until the step's last micro-batch; then DeepSpeed
+    reduces and shards them, each rank updates its part, and the weights are gathered again. Ranks
+    with more, fewer or no micro-batches therefore never wait for each other in the middle of a
+    step.
 
     Args:
-        policy: as for ``DataParallel``.
+        policy: as for ``Strategy``.
         accelerator: the ranks.
-        config: DeepSpeed's settings.
+        config: DeepSpeed's config.
     """
+
+    may_retry = True
 
     def __init__(self, policy: Policy, accelerator: Accelerator, config: dict[str, Any]) -> None:
         super().__init__(policy, accelerator)
         self.config = config
-        self.accumulating: contextlib.ExitStack | None = None
+        self.engine: Any = None
+        self._failed: contextlib.ExitStack | None = None
 
-    def take(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        super().take(optimizer, max_norm)
+    def _place(self) -> None:
+        self.policy.model.to(self.accelerator.device)
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        super().attach_optimizer(optimizer, max_norm)
         logger.setLevel(logging.WARNING)
-        world = self.accelerator.num_processes
-        sizes = {"train_batch_size": world, "train_micro_batch_size_per_gpu": 1}
         zero = {
             "reduce_bucket_size": BUCKET_BYTES // 4,
-            "stage3_param_persistence_threshold": 0,  # none is always whole
+            "stage3_param_persistence_threshold": 0,  # shard small weights too
             **{k: v for k, v in self.config["zero_optimization"].items() if v != "auto"},
         }
         config = {
             **self.config,
             "zero_optimization": zero,
-            **sizes,  # which it asks for and does not use: the trainer makes the micro-batches
+            # Required, but not used: the update makes the micro-batches itself.
+            "train_batch_size": self.accelerator.num_processes,
+            "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": max_norm if max_norm < float("inf") else 0.0,
             "zero_allow_untested_optimizer": True,
         }
-        self.engine: Any = deepspeed.initialize(
+        self.engine = deepspeed.initialize(
             model=self._module(), optimizer=optimizer, config=config
         )[0]
         for group in optimizer.param_groups:
-            for part in group["params"]:  # DeepSpeed's, of this rank
-                # It finds states where they are at the end of the first group's first step alone.
+            for part in group["params"]:  # DeepSpeed's flat shards of this rank
+                # DeepSpeed looks for the state only at the end of the first group's first step.
                 moments = {moment: torch.zeros_like(part) for moment in MOMENTS}
                 steps = torch.zeros((), dtype=torch.float32, device=part.device)
                 optimizer.state[part] = {"step": steps, **moments}
 
     def _module(self) -> nn.Module:
-        """What DeepSpeed looks after."""
+        """Return the module that DeepSpeed wraps."""
         return self.policy.model
 
-    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
-        if self.accumulating is None:  # else memory ran out, and the step begins anew
-            self.accumulating = contextlib.ExitStack()
-            self.accumulating.enter_context(self.gathered())
-            self.accumulating.enter_context(self.engine.coalesce_grad_reduction())
-        yield from batches
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.gathered())
+            stack.enter_context(self.engine.coalesce_grad_reduction())  # reduces on leaving
+            try:
+                yield
+            except BaseException:
+                # Leaving would start collectives, in which this rank would wait for the others.
+                self._failed = stack.pop_all()
+                raise
+            self._prepare_reduction()
 
-    def finish(self) -> None:
+    def _prepare_reduction(self) -> None:
+        """Give every weight a gradient, scaled so that DeepSpeed's mean over ranks is the sum."""
         for _, weight in self.trainable:
-            if weight.grad is None:  # the ranks add up the same weights in the same order
+            if weight.grad is None:  # all ranks reduce the same weights in the same order
                 weight.grad = torch.zeros_like(weight)
-            else:  # DeepSpeed takes the mean over the ranks where the sum is asked for
+            else:
                 weight.grad *= self.accelerator.num_processes
-        if self.accumulating is not None:
-            self.accumulating.close()  # the gradients' exchange
-        self.accumulating = None
 
     def step(self) -> float:
-        self.finish()
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 
@@ -108,20 +116,20 @@ class DeepSpeedZero2(DataParallel):
         if not steps:
             return {}
         is_main = self.accelerator.is_main_process
-        found = {}
+        tensors = {}
         for name, weight in self.trainable:
-            found[f"{name}/step"] = torch.tensor(steps)
+            tensors[f"{name}/step"] = torch.tensor(steps)
             for moment in MOMENTS:
                 value: Any = safe_get_full_optimizer_state(weight, moment)
-                found[f"{name}/{moment}"] = value.cpu() if is_main else torch.empty(0)
-        return found
+                tensors[f"{name}/{moment}"] = value.cpu() if is_main else torch.empty(0)
+        return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if not tensors:
             return
         shapes = {name: full_shape(weight) for name, weight in self.trainable}
         state = state_by_weight(tensors, shapes)
-        self._make_state()
+        self._create_state()
         for name, weight in self.trainable:
             for moment in MOMENTS:
                 self._set_moment(weight, state[name][moment].to(weight.device), moment)
@@ -132,12 +140,12 @@ class DeepSpeedZero2(DataParallel):
     def _set_moment(self, weight: nn.Parameter, value: Tensor, moment: str) -> None:
         safe_set_full_optimizer_state(weight, value, moment)
 
-    def _make_state(self) -> None:
-        """A step that changes no weight: DeepSpeed has no place for a state before the first."""
+    def _create_state(self) -> None:
+        """Make a step with learning rate 0: before the first step DeepSpeed can load no state."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        for _ in self.passes([]):
+        with self.accumulate():
             pass
         self.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -145,16 +153,16 @@ class DeepSpeedZero2(DataParallel):
 
 
 class DeepSpeedZero3(DeepSpeedZero2):
-    """Every rank keeps 1/R of each weight, too, between its uses (ZeRO-3).
+    """Every rank keeps 1/R of each weight as well (ZeRO-3).
 
-    All weights are gathered for a rollout, an evaluation, a reference pass and the micro-batches
-    of a step, so that nothing in the middle of a pass is collective: DeepSpeed's own gathering,
-    module by module, would have ranks with other batches wait for each other.
+    All weights are gathered at once for a rollout, an evaluation, a reference pass and the
+    micro-batches of a step, so that no pass communicates. With DeepSpeed's own gathering, module
+    by module, ranks with different batches would wait for each other.
     """
 
     def _module(self) -> nn.Module:
         module = nn.ModuleList([self.policy.model])
-        set_z3_leaf_module(module, True)  # hooks on nothing inside; this is never called
+        set_z3_leaf_module(module, True)  # no hooks inside; the list itself is never called
         return module
 
     @contextlib.contextmanager
@@ -164,21 +172,21 @@ class DeepSpeedZero3(DeepSpeedZero2):
 
     def weights(self) -> dict[str, Tensor]:
         module = self.policy.adapters or self.policy.model
-        # A tied weight has several names and one tensor, which it keeps in the file.
+        # A tied weight has several names and one tensor; the copies share it too.
         named = dict(module.named_parameters(remove_duplicate=False))
-        made: dict[int, Tensor] = {}
-        held = {}
+        copies: dict[int, Tensor] = {}
+        weights = {}
         for name, value in self.policy.weights().items():
             weight = named.get(name)
-            held[name] = value
+            weights[name] = value
             if weight is not None:
-                if id(weight) not in made:
-                    made[id(weight)] = self._whole(weight)
-                held[name] = made[id(weight)]
-        return held
+                if id(weight) not in copies:
+                    copies[id(weight)] = self._gather_on_host(weight)
+                weights[name] = copies[id(weight)]
+        return weights
 
-    def _whole(self, weight: nn.Parameter) -> Tensor:
-        """The weight in the first rank's main memory; nothing elsewhere."""
+    def _gather_on_host(self, weight: nn.Parameter) -> Tensor:
+        """Return the weight in the main process's host memory; an empty tensor on other ranks."""
         with deepspeed.zero.GatheredParameters([weight]):
             is_main = self.accelerator.is_main_process
             return weight.detach().to("cpu", copy=True) if is_main else torch.empty(0)

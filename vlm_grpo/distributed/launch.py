@@ -1,10 +1,8 @@
-"""The processes of a run: how they are launched, and what they agree on."""
+"""The launch of a run: its processes, and what the launcher's settings request."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from accelerate import (
     PartialState,
 )
 from accelerate.utils import DistributedType, is_deepspeed_available, parse_flag_from_env
-from torch import Tensor, distributed
+from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
@@ -31,36 +29,33 @@ SUPPORTED = (
     DistributedType.DEEPSPEED,
 )
 
-BUCKET_BYTES = 256 * 2**20
-"""Gradients that are added up by one collective: enough to fill a link, little beside a model."""
 
-
-def join() -> PartialState:
-    """This process among those of its launch, which meet here the first time it is asked.
+def initialize_distributed() -> PartialState:
+    """Initialize the process group on the first call, and return this process's state.
 
     Raises:
-        UserError: the launch asks for DeepSpeed, which is not installed.
+        UserError: the launch requests DeepSpeed, which is not installed.
     """
-    refuse_missing_deepspeed()
-    if _on_cpu():  # else DeepSpeed, which libraries import where it is installed, says so on stdout
+    check_deepspeed_installed()
+    if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _join_after_restart()
+    _initialize_after_restart()
     return PartialState(cpu=_on_cpu())
 
 
 def _on_cpu() -> bool:
-    """Whether the launch is one on CPUs.
+    """Return whether the run uses CPUs.
 
-    Without an accelerator accelerate would leave several processes to themselves, unless told.
+    Without an accelerator, accelerate must be told so: it would not connect the processes.
     """
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
-def _join_after_restart() -> None:
-    """Meet the other ranks under a prefix of this attempt, where a launcher has started them anew.
+def _initialize_after_restart() -> None:
+    """Initialize the process group under a prefix of its own after a restart by the launcher.
 
-    Launchers keep one key-value store for all attempts. There the ranks would find the addresses
-    of processes that are dead, and wait for them.
+    Launchers keep one key-value store for all attempts. Without a prefix the ranks would read the
+    addresses of dead processes from it and wait for them.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not attempt or distributed.is_initialized():
@@ -79,27 +74,26 @@ def _join_after_restart() -> None:
 
 
 def build_accelerator(settings: Settings) -> Accelerator:
-    """Devices and processes.
+    """Build the accelerator of a run, and check what the launch requests.
 
     Raises:
-        UserError: the launch is of a kind that is not supported, or has too many processes.
+        UserError: the launch is of an unsupported kind or has too many processes.
     """
-    join()
-    # The policy sets its own precision, for rollout and update alike.
-    dp_replicate_size()
+    initialize_distributed()
+    get_dp_replicate_size()
     on_cpu, parallelism = _on_cpu(), None
-    if on_cpu and _asks_for_parallelism():  # which accelerate knows on accelerators alone
+    if on_cpu and _requests_parallelism():  # accelerate supports it on accelerators only
         parallelism = ParallelismConfig(1, 1, tp_size=1, cp_size=1, sp_size=1)
+    # The policy sets the precision itself, for the rollout and the update alike.
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, parallelism_config=parallelism)
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
-            "parallelism, FSDP2 or DeepSpeed, whose settings lie in configs/accelerate"
+            "parallelism, FSDP2 or DeepSpeed; configs/accelerate has settings for each"
         )
-    is_sharded = get_fsdp_plugin(accelerator) is not None
-    if settings.checkpoint.sharded and not is_sharded:
+    if settings.checkpoint.sharded and get_fsdp_plugin(accelerator) is None:
         raise UserError(
-            "checkpoint.sharded=true is for weights that FSDP2 cuts: set it to false, or launch "
+            "checkpoint.sharded=true needs weights sharded by FSDP2: set it to false, or launch "
             "with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of either kind)"
         )
     get_deepspeed_config(accelerator)
@@ -112,13 +106,13 @@ def build_accelerator(settings: Settings) -> Accelerator:
 
 
 def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
-    """The launch's FSDP settings; None where it asks for none.
+    """Return the launch's FSDP settings, or None if it does not request FSDP.
 
     Raises:
-        UserError: they ask for what is not supported.
+        UserError: the settings request something unsupported.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    # accelerate knows FSDP on accelerators alone; on a CPU the same launch is to be tried out.
+    # accelerate supports FSDP on accelerators only; tests run the same launch on CPUs.
     on_cpu = accelerator.distributed_type == DistributedType.MULTI_CPU
     if on_cpu and os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         plugin = FullyShardedDataParallelPlugin()
@@ -130,75 +124,75 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
         "fsdp_activation_checkpointing must be false (policy.gradient_checkpointing does it)": (
             plugin.activation_checkpointing
         ),
-        "fsdp_cpu_ram_efficient_loading must be false: each process reads the model": (
+        "fsdp_cpu_ram_efficient_loading must be false: every process reads the model": (
             plugin.cpu_ram_efficient_loading
         ),
-        "fsdp_state_dict_type must be FULL_STATE_DICT (checkpoint.sharded says who writes)": (
+        "fsdp_state_dict_type must be FULL_STATE_DICT (checkpoint.sharded sets who writes)": (
             plugin.state_dict_type != StateDictType.FULL_STATE_DICT
         ),
     }
-    if found := [problem for problem, is_there in wrong.items() if is_there]:
+    if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
         raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
     return plugin
 
 
-def dp_replicate_size() -> int:
-    """How many times the weights that FSDP2 cuts are there, as the launch's parallelism says.
+def get_dp_replicate_size() -> int:
+    """Return the number of replicas of the sharded weights, from the launch's parallelism config.
 
-    1: they are cut over all ranks. More: over as many ranks as hold one copy, such as those of
-    one machine (hybrid sharding).
+    With 1 the weights are sharded over all ranks. With more (hybrid sharding) each group of
+    consecutive ranks, such as those of one machine, holds one sharded replica.
 
     Raises:
-        UserError: the launch asks for another parallelism, or for another number of ranks.
+        UserError: the launch requests another kind of parallelism or another number of ranks.
     """
-    if not _asks_for_parallelism():
+    if not _requests_parallelism():
         return 1
-    asked, world = ParallelismConfig(), int(os.environ.get("WORLD_SIZE", "1"))
-    if asked.non_data_parallel_size != 1:
+    config, world = ParallelismConfig(), int(os.environ.get("WORLD_SIZE", "1"))
+    if config.non_data_parallel_size != 1:
         raise UserError(
-            "accelerate's parallelism_config: tp_size, cp_size and sp_size must be 1; of its "
-            "parallelisms dp_replicate_size and dp_shard_size are supported"
+            "accelerate's parallelism_config: tp_size, cp_size and sp_size must be 1; "
+            "only dp_replicate_size and dp_shard_size are supported"
         )
-    if asked.data_parallel_size != world or not asked.dp_shard_enabled:
+    if config.data_parallel_size != world or not config.dp_shard_enabled:
         raise UserError(
-            f"accelerate's parallelism_config: dp_replicate_size={asked.dp_replicate_size} times "
-            f"dp_shard_size={asked.dp_shard_size} must be the number of processes, {world}, and "
-            "dp_shard_size more than 1"
+            f"accelerate's parallelism_config: dp_replicate_size={config.dp_replicate_size} times "
+            f"dp_shard_size={config.dp_shard_size} must be the number of processes, {world}, and "
+            "dp_shard_size must be more than 1"
         )
-    return asked.dp_replicate_size or 1
+    return config.dp_replicate_size or 1
 
 
-def _asks_for_parallelism() -> bool:
+def _requests_parallelism() -> bool:
     return os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
 
 
-def asks_for_deepspeed() -> bool:
-    """Whether the launcher said so."""
+def requests_deepspeed() -> bool:
+    """Return whether the launch requests DeepSpeed."""
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
 
-def refuse_missing_deepspeed() -> None:
-    """Find a launch with DeepSpeed where it is not installed.
+def check_deepspeed_installed() -> None:
+    """Check that DeepSpeed is installed if the launch requests it.
 
     Raises:
-        UserError: it is.
+        UserError: it is not.
     """
-    if asks_for_deepspeed() and not is_deepspeed_available():
+    if requests_deepspeed() and not is_deepspeed_available():
         raise UserError(
-            "this launch asks for DeepSpeed, which is not installed: pip install "
+            "this launch requests DeepSpeed, which is not installed: pip install "
             "'vlm-grpo[deepspeed]', or launch with configs/accelerate/fsdp2.yaml"
         )
 
 
 def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
-    """The launch's settings for DeepSpeed, in its own words; None where it asks for none.
+    """Return the launch's DeepSpeed config, or None if it does not request DeepSpeed.
 
     Raises:
-        UserError: they ask for what is not supported.
+        UserError: the config requests something unsupported.
     """
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    # As with FSDP: accelerate knows DeepSpeed on accelerators alone.
-    if accelerator.distributed_type == DistributedType.MULTI_CPU and asks_for_deepspeed():
+    # As with FSDP, accelerate supports DeepSpeed on accelerators only.
+    if accelerator.distributed_type == DistributedType.MULTI_CPU and requests_deepspeed():
         plugin = DeepSpeedPlugin()
     if plugin is None:
         return None
@@ -210,120 +204,23 @@ def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
         "offload_optimizer_device and offload_param_device must be none": any(
             (zero.get(part) or {}).get("device", "none") != "none" for part in offloads
         ),
-        "stage3_… must be left out: all weights are gathered together": any(
+        "stage3_… must be left out: all weights are gathered at once": any(
             key.startswith("stage3_") and not key.endswith("on_model_save") for key in zero
         ),
-        "zero3_init_flag must be false: each process reads the model": plugin.zero3_init_flag,
-        "fp16 and bf16 must be off: policy.dtype says how the model computes": any(
+        "zero3_init_flag must be false: every process reads the model": plugin.zero3_init_flag,
+        "fp16 and bf16 must be off: policy.dtype sets the precision": any(
             config.get(dtype, {}).get("enabled") for dtype in ("fp16", "bf16")
         ),
-        "optimizer and scheduler must be left out: the recipe's optim has them": (
+        "optimizer and scheduler must be left out: the recipe's optim settings define them": (
             "optimizer" in config or "scheduler" in config
         ),
-        "gradient_clipping must be left out: the recipe's optim.max_grad_norm says it": (
+        "gradient_clipping must be left out: the recipe's optim.max_grad_norm sets it": (
             config.get("gradient_clipping", "auto") != "auto"
         ),
-        "gradient_accumulation_steps must be 1: the recipe's optim cuts the step": (
+        "gradient_accumulation_steps must be 1: optim.max_tokens_per_batch splits the step": (
             config.get("gradient_accumulation_steps", "auto") not in ("auto", 1)
         ),
     }
-    if found := [problem for problem, is_there in wrong.items() if is_there]:
+    if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
         raise UserError(f"accelerate's DeepSpeed settings: {'; '.join(found)}")
     return config
-
-
-@contextlib.contextmanager
-def explain_lost_rank() -> Iterator[None]:
-    """Say plainly that another process has died, where a collective finds it gone.
-
-    Raises:
-        UserError: in place of the connection's error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        lost = isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
-        if not lost:
-            raise
-        raise UserError(
-            "another process of this run has died: the launcher's report tells which and how. "
-            "Finished checkpoints are whole: resume=true goes on from the newest"
-        ) from error
-
-
-@contextlib.contextmanager
-def together(accelerator: Accelerator) -> Iterator[None]:
-    """What each rank does by itself inside succeeds on all of them, or all raise.
-
-    Raises:
-        UserError: it failed on another rank, which raises what went wrong.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    failed = any_rank(accelerator, failure is not None)
-    if failure is not None:
-        raise failure
-    if failed:
-        raise UserError("another process of this run has failed, and says above or below why")
-
-
-def any_rank(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether the flag is up on any rank, so that all of them do the same."""
-    if accelerator.num_processes == 1:
-        return flag
-    flags = torch.tensor(float(flag), device=accelerator.device)
-    return bool(accelerator.reduce(flags, "sum") > 0)  # type: ignore[operator]
-
-
-def balance_by_cost(costs: Sequence[int], world: int) -> list[list[int]]:
-    """The items of each of ``world`` ranks, so that their costs are about equal.
-
-    The dearest item left goes to the rank with the least so far (Graham's longest-processing-time
-    rule: at most 4/3 of the best cut). All ranks come to the same shares without speaking.
-
-    Args:
-        costs: of each item, at least 0.
-        world: how many ranks.
-
-    Returns:
-        For each rank its items' places in ``costs``, ascending.
-    """
-    shares: list[list[int]] = [[] for _ in range(world)]
-    loads = [(0, 0, rank) for rank in range(world)]
-    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-        cost, count, rank = min(loads)
-        shares[rank].append(place)
-        loads[rank] = (cost + costs[place], count + 1, rank)
-    return [sorted(share) for share in shares]
-
-
-def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over all ranks, many tensors in one collective.
-
-    One collective for each tensor would spend its time on latency: an adapter has hundreds of
-    small ones. Every rank calls it with tensors of the same shapes in the same order.
-    """
-    if accelerator.num_processes == 1:
-        return
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        torch.distributed.all_reduce(flat)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        for tensor, part in zip(bucket, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors in order, in runs of one type and at most ``BUCKET_BYTES`` or one tensor."""
-    buckets: list[list[Tensor]] = []
-    room, dtype = 0, None
-    for tensor in tensors:
-        if tensor.nbytes > room or tensor.dtype != dtype:
-            buckets.append([])
-            room, dtype = BUCKET_BYTES, tensor.dtype
-        buckets[-1].append(tensor)
-        room -= tensor.nbytes
-    return buckets

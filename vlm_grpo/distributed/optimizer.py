@@ -1,4 +1,4 @@
-"""AdamW over what a policy trains, and its learning rate over the steps."""
+"""The optimizer, its learning-rate schedule, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlm_grpo.errors import UserError
 
 
 def build_optimizer(weights: Sequence[nn.Parameter], optim: OptimSettings) -> torch.optim.AdamW:
-    """AdamW; matrices decay, vectors (norms and biases) do not."""
+    """Build AdamW with weight decay on matrices and none on vectors (norms and biases)."""
     groups = [
         {"params": [w for w in weights if w.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
@@ -24,14 +24,14 @@ def build_optimizer(weights: Sequence[nn.Parameter], optim: OptimSettings) -> to
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, optim: OptimSettings) -> Any:
-    """The learning rate's shape, one tick a step."""
+    """Build the learning-rate schedule, advanced once per training step."""
     return get_scheduler(
         optim.schedule, optimizer, optim.warmup_steps, num_training_steps=optim.max_steps
     )
 
 
 def set_rates(optimizer: Any, scheduler: Any, optim: OptimSettings) -> None:
-    """Put the settings' values over those that came with a checkpoint's state."""
+    """Override the hyper-parameters restored from a checkpoint with those of the settings."""
     decays = (optim.weight_decay, 0.0)
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         group |= {"initial_lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
@@ -45,7 +45,7 @@ def set_rates(optimizer: Any, scheduler: Any, optim: OptimSettings) -> None:
 def optimizer_tensors(
     optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's state as ``weight/what``, such as ``….q_proj.weight/exp_avg``."""
+    """Return the optimizer's state by ``weight/key``, such as ``….q_proj.weight/exp_avg``."""
     names = _names_in_order(optimizer, trainable)
     return {
         f"{names[index]}/{key}": value
@@ -59,7 +59,7 @@ def load_optimizer_tensors(
     trainable: Sequence[tuple[str, nn.Parameter]],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Take what ``optimizer_tensors`` gave.
+    """Load the state that ``optimizer_tensors`` returned.
 
     Raises:
         UserError: it is the state of other weights.
@@ -69,38 +69,38 @@ def load_optimizer_tensors(
     held = dict(trainable)
     state = state_by_weight(tensors, {name: weight.shape for name, weight in trainable})
     places = {name: index for index, name in enumerate(_names_in_order(optimizer, trainable))}
-    cut = {
+    sharded = {
         places[name]: {
-            what: shard_like(value, held[name]) if value.dim() else value  # the count of updates
-            for what, value in values.items()
+            key: shard_like(value, held[name]) if value.dim() else value  # the number of updates
+            for key, value in values.items()
         }
         for name, values in state.items()
     }
     groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": cut, "param_groups": groups})
+    optimizer.load_state_dict({"state": sharded, "param_groups": groups})
 
 
 def state_by_weight(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What ``optimizer_tensors`` gave, by weight and then by what it is.
+    """Group the state that ``optimizer_tensors`` returned by weight, then by key.
 
     Args:
         tensors: the state.
-        shapes: by name, of the weights that are trained.
+        shapes: full shapes of the trained weights by name.
 
     Raises:
         UserError: it is the state of other weights.
     """
     state: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
-        name, _, what = key.rpartition("/")
+        name, _, entry = key.rpartition("/")
         if name not in shapes or (value.dim() and value.shape != shapes[name]):
             raise UserError(
                 f"the checkpoint's optimizer state {key} of shape {list(value.shape)} fits no "
                 "weight that these settings train: resume with the settings that wrote it"
             )
-        state.setdefault(name, {})[what] = value
+        state.setdefault(name, {})[entry] = value
     missing = sorted(shapes.keys() - state.keys())
     if missing:
         raise UserError(
@@ -111,6 +111,6 @@ def state_by_weight(
 
 
 def _names_in_order(optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
-    """The weights' names in the order in which the optimizer numbers them."""
+    """Return the weights' names in the order in which the optimizer numbers them."""
     names = {id(weight): name for name, weight in trainable}
     return [names[id(weight)] for group in optimizer.param_groups for weight in group["params"]]

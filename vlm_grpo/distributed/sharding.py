@@ -1,4 +1,4 @@
-"""Tensors that are cut over ranks: made whole, and cut again."""
+"""Conversion between full tensors and tensors sharded over ranks."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank holds a part of it: FSDP2's tensors, and the weights of ZeRO-3."""
+    """Return whether the tensor is sharded: a tensor of FSDP2 or a weight of ZeRO-3."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_tensor")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, in the same memory: its shard, or all of a whole one."""
+    """Return this rank's shard of a tensor, in the same memory; all of it if it is not sharded."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return getattr(tensor, "ds_tensor", tensor)
 
 
 def full_shape(tensor: Tensor) -> torch.Size:
-    """The shape of the tensor without cuts."""
+    """Return the shape of the full tensor."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that every rank has, cut as ``like`` is; with FSDP2 a
-    tensor of such parts, and the value as it is where ``like`` is whole."""
+    """Shard a full tensor, which every rank has, like another tensor.
+
+    Args:
+        value: the full tensor.
+        like: a tensor of FSDP2 (the result is a ``DTensor``), a weight of ZeRO-3 (the result is
+            this rank's flat shard), or a tensor that is not sharded (the result is ``value``).
+    """
     value = value.to(like.device)
     if isinstance(like, DTensor):
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
@@ -36,12 +41,13 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
         return value
     part = torch.zeros_like(local_shard(like), dtype=value.dtype)
     mine = value.flatten()[len(part) * distributed.get_rank() :][: len(part)]
-    part[: len(mine)] = mine  # the last parts are filled up to the length of the others
+    part[: len(mine)] = mine  # the last shards are padded to the length of the others
     return part
 
 
 def unshard_like(part: Tensor, like: Tensor) -> Tensor:
-    """A tensor cut as ``like`` is, of which this rank holds ``part``; made whole with ZeRO-3."""
+    """Return the tensor sharded like ``like`` whose local shard is ``part``; the full tensor with
+    ZeRO-3."""
     if isinstance(like, DTensor):
         return DTensor.from_local(
             part.to(like.device),
@@ -60,18 +66,20 @@ def unshard_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_full(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str, Tensor]:
-    """The tensors without cuts, those that were cut in the host's memory.
+    """Gather sharded tensors in host memory. All ranks call it with the same names.
 
-    All ranks call it with the same names. One tensor at a time is whole on the device.
+    Only one full tensor at a time is on the device.
 
     Args:
-        tensors: by name; names of one tensor share it in the result, too.
-        keep: names that this rank wants; the result holds no others.
+        tensors: tensors by name; names that share a tensor share it in the result too.
+        keep: names that this rank needs; the result has no others.
     """
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and id(tensor) not in made:
+        if isinstance(tensor, DTensor) and id(tensor) not in copies:
             with torch.no_grad():
                 full = tensor.full_tensor()
-            made[id(tensor)] = full.cpu() if name in keep else torch.empty(0)
-    return {name: made.get(id(it), it) for name, it in tensors.items() if name in keep}
+            copies[id(tensor)] = full.cpu() if name in keep else torch.empty(0)
+    return {
+        name: copies.get(id(tensor), tensor) for name, tensor in tensors.items() if name in keep
+    }

@@ -18,7 +18,7 @@ from vlm_grpo.benchmarks import held_out_task, load_benchmark
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
-from vlm_grpo.distributed.launch import join
+from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.benchmark_report import (
     Comparison,
@@ -171,7 +171,7 @@ def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evalua
     task = held_out_task(settings, own)
     examples = load_examples(settings.data.eval, task, settings.data, "eval")
     policy = load_policy(settings, checkpoint, training=False)
-    state = join()
+    state = initialize_distributed()
     policy.model.to(state.device)
     task = held_out_task(settings, replace(own, frame=policy.frame))
     with _judge(settings) as judge:
@@ -212,7 +212,7 @@ def evaluate_benchmark(
     """
     disable_progress_bar()
     _refuse_no_folder(checkpoint)
-    state = join()
+    state = initialize_distributed()
     benchmark = load_benchmark(name)
     reports: dict[str, Report] = {}
     for title, weights in {"the model": None, "the checkpoint": checkpoint}.items():

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.launch import join
+from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.evaluation.predictions import PredictionLog
 from vlm_grpo.model.policy import Policy
@@ -76,7 +76,7 @@ def generate_all(
     Returns:
         The examples, their images' ``seen`` sizes set, and an output for each.
     """
-    state = join()
+    state = initialize_distributed()
     seen = [policy.with_resized_sizes(example) for example in examples]
     todo = parts(seen)
     outputs: dict[str, str] = {}

@@ -1,9 +1,10 @@
-"""From a step's scored groups to the advantages of its completions, on all ranks together."""
+"""Advantages of a step's completions, computed from the rewards of all ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -11,50 +12,66 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.grpo.reference import ReferenceScores
 from vlm_grpo.objective import Advantages, group_advantages, per_reward_advantages
+from vlm_grpo.task import Task
 from vlm_grpo.types import Group
 
 
-def step_advantages(
+@dataclass(frozen=True)
+class StepAdvantages:
+    """Advantages of a step.
+
+    Attributes:
+        own: (n,) advantages of this rank's completions.
+        step: those of all ranks, with the statistics of the groups.
+    """
+
+    own: Tensor
+    step: Advantages
+
+
+def compute_advantages(
     groups: Sequence[Group],
-    reward_weights: Mapping[str, float],
-    penalties: Tensor | None,
-    objective: ObjectiveSettings,
+    reference: ReferenceScores,
+    task: Task,
+    settings: Settings,
     accelerator: Accelerator,
-) -> tuple[Advantages, Tensor]:
-    """Advantages of the step's completions on all ranks, and those of this rank alone.
+) -> StepAdvantages:
+    """Compute the advantages of a step's completions.
 
     Args:
-        groups: this rank's, n completions in all.
-        reward_weights: by name; rewards of weight 0 are left out.
-        penalties: (n,) to subtract from the total rewards, or None.
-        objective: says which baseline and which scale.
+        groups: this rank's groups, n completions in all.
+        reference: its penalties, if there are any, are subtracted from the total rewards.
+        task: its weights of the rewards; a reward of weight 0 is ignored.
+        settings: the run's settings.
         accelerator: the ranks.
     """
-    rewards, weights = _rewards(groups, reward_weights)
-    if penalties is not None:
+    rewards, weights = _rewards(groups, task.reward_weights())
+    if reference.penalties is not None:
         weights = torch.cat([weights, weights.new_tensor([-1.0])])
-        rewards = torch.cat([rewards, penalties[:, None].to(rewards.dtype)], dim=1)
+        rewards = torch.cat([rewards, reference.penalties[:, None].to(rewards.dtype)], dim=1)
     sizes = torch.tensor([len(group.completions) for group in groups], dtype=torch.int64)
-    rank, world = accelerator.process_index, accelerator.num_processes
-    # Group g of rank r is g * world + r everywhere, so that no two groups share a number.
-    ids = torch.arange(len(groups)).repeat_interleave(sizes) * world + rank
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    # Group g of rank r has the id g * world_size + r, so that ids are unique over all ranks.
+    ids = torch.arange(len(groups)).repeat_interleave(sizes) * world_size + rank
     all_rewards, all_ids = gather_object([rewards]), gather_object([ids])  # in rank order
     start = sum(len(part) for part in all_ids[:rank])
-    advantages = _advantages(torch.cat(all_rewards), weights, torch.cat(all_ids), objective)
-    return advantages, advantages.values[start : start + len(rewards)]
+    step = _advantages(torch.cat(all_rewards), weights, torch.cat(all_ids), settings.objective)
+    return StepAdvantages(step.values[start : start + len(rewards)], step)
 
 
 def has_spread(
     group: Group, reward_weights: Mapping[str, float], objective: ObjectiveSettings
 ) -> bool:
-    """Whether the group's rewards give its completions advantages other than 0."""
+    """Return whether the group's rewards give its completions non-zero advantages."""
     rewards, weights = _rewards([group], reward_weights)
     return not _advantages(rewards, weights, [0] * len(rewards), objective).zero_spread.any()
 
 
 def _rewards(groups: Sequence[Group], reward_weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """The groups' weighted rewards, (n, k), NaN where there is none, and their weights, (k,)."""
+    """Return the groups' rewards, (n, k), NaN where undefined, and their weights, (k,)."""
     names = [name for name, weight in reward_weights.items() if weight]
     scores = [score for group in groups for score in group.scores]
     rewards = [[_number(score.rewards[name]) for name in names] for score in scores]

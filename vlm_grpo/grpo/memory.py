@@ -1,4 +1,4 @@
-"""How much memory a run holds."""
+"""Memory usage and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ GIB = 2**30
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """``memory/resident``, and on CUDA ``memory/cuda_peak`` since the last call; in GiB.
+    """Return the memory usage in GiB.
 
-    Resident is what the process holds of the machine's memory now. The peak is of tensors, and
-    is what has to fit into the device besides fragments and CUDA's own.
+    ``memory/resident`` is the process's resident memory. On CUDA, ``memory/cuda_peak`` is the peak
+    of allocated tensors since the last call; fragmentation and CUDA's own memory are not included.
     """
-    found = {"memory/resident": psutil.Process().memory_info().rss / GIB}
+    metrics = {"memory/resident": psutil.Process().memory_info().rss / GIB}
     if device.type == "cuda":
-        found["memory/cuda_peak"] = torch.cuda.max_memory_allocated(device) / GIB
+        metrics["memory/cuda_peak"] = torch.cuda.max_memory_allocated(device) / GIB
         torch.cuda.reset_peak_memory_stats(device)
-    return found
+    return metrics
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed, on CUDA or (where it has no type of its own) on the CPU."""
+    """Return whether an allocation failed, on CUDA or on the CPU."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError) or (
         "not enough memory" in text or "allocate memory" in text

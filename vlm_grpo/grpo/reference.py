@@ -1,15 +1,16 @@
-"""The reference policy: a snapshot of what is trained, refreshed every k steps.
+"""The reference policy: a snapshot of the trainable weights, refreshed every k steps.
 
-What is not trained is the same in policy and reference, so the snapshot holds the trainable
-weights alone: a few megabytes for an adapter, one copy of the model for full weights. While the
-reference is asked for log-probabilities, the snapshot takes the weights' place. It may be kept on
-the host, so that the accelerator holds it only during that pass, when there are no gradients.
+Frozen weights are shared by policy and reference, so the snapshot holds the trainable weights
+only: a few megabytes for an adapter, one copy of the model for full weights. The snapshot is
+swapped in for the reference pass. It may be kept in host memory; the accelerator then holds it only
+during that pass, when there are no gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -26,16 +27,28 @@ from vlm_grpo.distributed.sharding import (
 from vlm_grpo.errors import UserError
 
 
+@dataclass(frozen=True)
+class ReferenceScores:
+    """What the reference policy contributes to a step of n completions.
+
+    Attributes:
+        logprobs: (T,) log-probs by completion; empty if the loss has no KL term.
+        penalties: (n,) KL penalties to subtract from the rewards; None if they have no KL term.
+    """
+
+    logprobs: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    penalties: torch.Tensor | None = None
+
+
 class Reference:
     """The reference policy of a run.
 
-    With ``beta = 0``, or refreshed at every step, there is no snapshot: the reference is not
-    needed, or is the policy at the start of the step, whose log-probabilities the update has.
+    There is no snapshot with ``beta = 0``, which needs no reference, or if it is refreshed in every
+    step: then it is the policy at the start of the step, whose log-probs the update computes.
 
     Args:
-        trainable: names and weights that training changes, as they are at the start.
-        objective: says whether a reference is needed, how often it is refreshed and where it is
-            kept.
+        trainable: names and values of the trained weights at the start of the run.
+        objective: whether a reference is needed, how often it is refreshed and where it is kept.
     """
 
     def __init__(
@@ -52,7 +65,11 @@ class Reference:
             self.snapshot = {name: self._keep(weight) for name, weight in policy}
 
     def refresh(self, step: int) -> bool:
-        """Make the policy the reference if ``step`` (from 0) is one of every k; say whether."""
+        """Copy the policy to the reference if ``step`` (from 0) is a multiple of k.
+
+        Returns:
+            Whether it was copied.
+        """
         if self.snapshot is None or self.every == "never":
             return False
         due = step % self.every == 0
@@ -63,55 +80,55 @@ class Reference:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The policy's weights are the reference's inside."""
+        """Swap the reference's weights into the model inside the context."""
         if self.snapshot is None:
             raise RuntimeError("these settings keep no reference policy")
-        policy = {name: _taken(weight) for name, weight in self.trainable.items()}
+        policy = {name: _values(weight) for name, weight in self.trainable.items()}
         try:
             for name, weight in self.trainable.items():
-                _put(weight, self.snapshot[name].to(weight.device))
+                _set(weight, self.snapshot[name].to(weight.device))
             yield
         finally:
             for name, weight in self.trainable.items():
-                _put(weight, policy[name])
+                _set(weight, policy[name])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The snapshot, empty where there is none."""
+        """Return the snapshot, sharded like the weights; empty if there is none."""
         snapshot = self.snapshot or {}
         return {name: unshard_like(part, self.trainable[name]) for name, part in snapshot.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take a saved snapshot.
+        """Load a saved snapshot.
 
         Raises:
             UserError: it does not hold the weights that these settings train.
         """
-        wrong = UserError(
-            "the checkpoint's reference policy does not fit: it holds other weights than these "
-            "settings train"
+        mismatch = UserError(
+            "the checkpoint's reference policy holds other weights than these settings train: "
+            "resume with the settings that wrote it"
         )
         snapshot = self.snapshot or {}
         if state.keys() != snapshot.keys():
-            raise wrong
+            raise mismatch
         for name, held in snapshot.items():
-            weight = state[name]  # read from the disk here, and once
+            weight = state[name]  # read from disk here, once
             if weight.shape != full_shape(self.trainable[name]):
-                raise wrong
+                raise mismatch
             held.copy_(local_shard(shard_like(weight, self.trainable[name])))
 
     def _keep(self, weight: torch.Tensor) -> torch.Tensor:
-        """A copy of the weight where snapshots are kept."""
+        """Return a copy of the weight on the device of the snapshot."""
         return weight.to("cpu", copy=True) if self.on_host else weight.clone()
 
 
-def _taken(weight: nn.Parameter) -> torch.Tensor:
-    """This rank's values of the weight, which ``_put`` leaves as they are."""
+def _values(weight: nn.Parameter) -> torch.Tensor:
+    """Return this rank's values of the weight, which ``_set`` does not overwrite."""
     return local_shard(weight).detach().clone() if is_sharded(weight) else weight.data
 
 
 @torch.no_grad()
-def _put(weight: nn.Parameter, part: torch.Tensor) -> None:
-    """Give the weight other values: by reference where it is whole; a shard stays in its place."""
+def _set(weight: nn.Parameter, part: torch.Tensor) -> None:
+    """Set the values of the weight: in place for a shard, by reference otherwise."""
     if is_sharded(weight):
         local_shard(weight).copy_(part)
     else:

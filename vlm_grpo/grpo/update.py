@@ -1,10 +1,10 @@
-"""One step's update: groups and advantages in, changed weights out."""
+"""The update: gradient steps on a step's completions."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,111 +14,33 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.fsdp import DataParallel
-from vlm_grpo.distributed.launch import sum_over_ranks
+from vlm_grpo.distributed.base import Strategy
+from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler
+from vlm_grpo.distributed.strategy import build_strategy
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
+from vlm_grpo.grpo.batch import StepBatch, build_slices
 from vlm_grpo.grpo.memory import is_out_of_memory
-from vlm_grpo.grpo.reference import Reference
+from vlm_grpo.grpo.reference import Reference, ReferenceScores
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.objective import (
-    MetricAccumulator,
-    StepTotals,
-    TokenBatch,
-    kl_penalties,
-    needs_update,
-    policy_loss,
-)
+from vlm_grpo.objective import MetricAccumulator, TokenBatch, kl_penalties, policy_loss
 from vlm_grpo.types import Group
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """All completions of a step on this rank, n of them, with what the loss needs of each.
-
-    Attributes:
-        slices: the groups, or what of them has a gradient.
-        advantages: (n,).
-        active: (n,) False where a truncated completion is masked out.
-        sampler_logprobs: for each completion, (T,) its tokens' log-probs when sampled.
-        totals: the normalisers, over all ranks.
-        reference_logprobs: by completion, (T,) its tokens' log-probs under the reference policy;
-            empty where none is kept.
-    """
-
-    slices: tuple[GroupSlice, ...]
-    advantages: Tensor
-    active: Tensor
-    sampler_logprobs: tuple[Tensor, ...]
-    totals: StepTotals
-    reference_logprobs: Mapping[int, Tensor]
-
-
-def build_slices(groups: Sequence[Group], useful: Sequence[bool]) -> tuple[GroupSlice, ...]:
-    """The groups' completions that are marked, numbered through all groups; empty groups left out.
-
-    Args:
-        groups: n completions in all.
-        useful: one mark for each of them.
-    """
-    slices, row = [], 0
-    for group in groups:
-        rows = [r for r in range(row, row + len(group.completions)) if useful[r]]
-        if rows:
-            tokens = tuple(group.completions[r - row].token_ids for r in rows)
-            slices.append(GroupSlice(group.prompt, tokens, tuple(rows)))
-        row += len(group.completions)
-    return tuple(slices)
-
-
-def step_batch(
-    groups: Sequence[Group],
-    advantages: Tensor,
-    reference_logprobs: Mapping[int, Tensor],
-    settings: Settings,
-    accelerator: Accelerator,
-) -> StepBatch:
-    """What the update needs of a step's groups.
-
-    Args:
-        groups: this rank's.
-        advantages: one for each of their completions, in order.
-        reference_logprobs: by completion; empty where no reference is kept.
-    """
-    completions = [c for group in groups for c in group.completions]
-    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
-    active = torch.ones(len(completions), dtype=torch.bool)
-    if settings.objective.mask_truncated_completions:
-        active = torch.tensor([c.stop != "length" for c in completions], dtype=torch.bool)
-    counts = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
-    sums = torch.tensor([counts.completions, counts.active_tokens], device=accelerator.device)
-    sum_over_ranks(accelerator, [sums])
-    totals = StepTotals(int(sums[0]), int(sums[1]), counts.max_completion_length)
-    useful = needs_update(advantages, active, settings.objective)
-    return StepBatch(
-        build_slices(groups, useful.tolist()),
-        advantages,
-        active,
-        tuple(torch.tensor(c.logprobs) for c in completions),
-        totals,
-        reference_logprobs,
-    )
-
-
 @dataclass
 class Updates:
-    """The updates made so far on one step's completions.
+    """The updates made so far on the completions of one step.
 
     Attributes:
-        count: how many.
-        old_logprobs: by completion, (T,) its tokens' log-probs before the first of them; kept
-            where there are several.
-        losses: of each.
-        norms: the gradient's in each.
-        metrics: of all of them together.
+        count: number of updates.
+        old_logprobs: (T,) log-probs before the first update by completion; kept only if the step
+            has several updates.
+        losses: loss of each update on this rank.
+        norms: gradient norm of each update.
+        metrics: loss metrics over all updates on this rank.
     """
 
     count: int = 0
@@ -129,70 +51,137 @@ class Updates:
 
     @property
     def skipped(self) -> int:
-        """How many were left out because their gradient was not finite."""
+        """Number of updates that were skipped because their gradient was not finite."""
         return sum(not math.isfinite(norm) for norm in self.norms)
+
+    def summarize(self) -> dict[str, float]:
+        """Return the metrics over all ranks, after the last update. All ranks call it."""
+        every = gather_object([(sum(self.losses), self.metrics.cpu())])
+        return {
+            "loss": sum(loss for loss, _ in every) / self.count,
+            "grad_norm": self.norms[-1],
+            "skipped_updates": self.skipped,
+            **sum((metrics for _, metrics in every), MetricAccumulator()).values(),
+        }
 
 
 @dataclass
 class Updater:
-    """Runs a step's updates.
+    """Updates the policy, and scores completions under the policy and its reference.
 
     Attributes:
-        policy: what is trained.
-        placement: where its weights lie, and their optimizer.
+        policy: the policy that is trained.
+        strategy: how its weights are distributed over ranks; holds the optimizer.
         reference: the reference policy.
-        scheduler: the optimizer's learning rate, one tick a step.
-        max_tokens: tokens of a micro-batch; halved when memory runs out.
+        scheduler: the learning-rate schedule, advanced once per step.
+        accelerator: the ranks.
+        settings: the run's settings.
+        max_tokens: number of tokens in a micro-batch; halved when memory runs out.
     """
 
     policy: Policy
-    placement: DataParallel
+    strategy: Strategy
     reference: Reference
     scheduler: Any
     accelerator: Accelerator
     settings: Settings
     max_tokens: int
 
-    def __call__(self, batch: StepBatch, done: Updates) -> None:
-        """One more update on a step's completions, noted in ``done``.
+    # The reference pass.
 
-        The schedule ticks after the last of them, unless none of them could be made.
+    def score_reference(self, groups: Sequence[Group], step: int) -> ReferenceScores:
+        """Refresh the reference if it is due, and score the completions under it.
+
+        Args:
+            groups: this rank's groups.
+            step: number of steps done.
         """
-        loss, metrics = self._accumulate(batch, done.old_logprobs, first=done.count == 0)
-        done.norms.append(self.placement.step())
-        done.losses.append(loss)
-        done.metrics = done.metrics + metrics
-        done.count += 1
-        is_last = done.count == self.settings.objective.num_iterations
-        if is_last and done.skipped < done.count:
-            self.scheduler.step()
+        objective = self.settings.objective
+        self.reference.refresh(step)
+        if not objective.needs_reference:
+            return ReferenceScores()
+        with self.policy.stopwatch("reference"):
+            count = sum(len(group.completions) for group in groups)
+            slices = build_slices(groups, [True] * count)
+            reference = self.reference_logprobs(slices)
+            if objective.kl_in == "loss":
+                return ReferenceScores(reference)
+            with self.strategy.gathered():
+                old = self.logprobs(slices)
+            if not count:
+                return ReferenceScores(reference, torch.zeros(0))
+            rows = range(count)
+            penalties = kl_penalties(
+                torch.cat([old[row] for row in rows]).cpu(),
+                torch.cat([reference[row] for row in rows]).cpu(),
+                torch.arange(count).repeat_interleave(torch.tensor([len(old[r]) for r in rows])),
+                count,
+                objective.kl_estimator,
+            )
+            return ReferenceScores(reference, objective.beta * penalties)
 
-    def finish(self, done: Updates) -> dict[str, float]:
-        """The metrics of a step's updates over all ranks, after the last of them."""
-        every = gather_object([(sum(done.losses), done.metrics.cpu())])
-        return {
-            "loss": sum(loss for loss, _ in every) / done.count,
-            "grad_norm": done.norms[-1],
-            "skipped_updates": done.skipped,
-            **sum((more for _, more in every), MetricAccumulator()).values(),
-        }
+    def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
+        """Return the (T,) log-probs under the reference policy by completion."""
+        self.strategy.release()
+        with self.reference.in_place(), self.strategy.gathered():
+            logprobs = self.logprobs(slices)
+            self.strategy.release()
+        return logprobs
+
+    @torch.no_grad()
+    def logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
+        """Return the (T,) log-probs under the current weights by completion."""
+        logprobs: dict[int, Tensor] = {}
+        for micro in pack(slices, self.max_tokens):
+            logprobs |= _by_completion(micro, self.policy.score(micro).logprobs)
+        return logprobs
+
+    # The gradient steps.
+
+    def update(
+        self, batch: StepBatch, updates: Updates, before_each: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make the updates of a step that are left.
+
+        Args:
+            batch: the step's completions.
+            updates: the updates made so far; extended in place.
+            before_each: called before each update; may raise to interrupt the step.
+        """
+        with self.policy.stopwatch("update"):
+            self.policy.model.train()
+            while updates.count < self.settings.objective.num_iterations:
+                before_each()
+                self._update_once(batch, updates)
+
+    def _update_once(self, batch: StepBatch, updates: Updates) -> None:
+        """Make one update; the last one advances the schedule, unless all were skipped."""
+        with self.strategy.accumulate():
+            loss, metrics = self._accumulate(batch, updates.old_logprobs, updates.count == 0)
+        updates.norms.append(self.strategy.step())
+        updates.losses.append(loss)
+        updates.metrics = updates.metrics + metrics
+        updates.count += 1
+        is_last = updates.count == self.settings.objective.num_iterations
+        if is_last and updates.skipped < updates.count:
+            self.scheduler.step()
 
     def _accumulate(
         self, batch: StepBatch, old: dict[int, Tensor], first: bool
     ) -> tuple[float, MetricAccumulator]:
-        """The gradient of the whole step, micro-batch by micro-batch; its loss and metrics.
+        """Accumulate the gradient of the whole step, and return its loss and metrics.
 
-        Where memory runs out, what has been accumulated is dropped and the step is done again
-        in micro-batches of half the size: the gradient is the same.
+        If memory runs out, the gradients so far are dropped and the step is repeated with
+        micro-batches of half the size, which gives the same gradient.
         """
         while True:
             batches, micro = pack(batch.slices, self.max_tokens), None
             try:
                 loss, metrics = 0.0, MetricAccumulator()
                 with self.policy.share_image_passes() as finish:
-                    for count, micro in enumerate(self.placement.passes(batches), 1):
+                    for count, micro in enumerate(self.strategy.passes(batches), 1):
                         if micro is None:
-                            self.placement.dummy_loss().backward()
+                            self.strategy.dummy_loss().backward()
                             continue
                         share, more = self._backward(micro, batch, old, first)
                         loss, metrics = loss + share, metrics + more
@@ -201,108 +190,97 @@ class Updater:
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
                     raise
-                if len(micro.rows) == 1:
-                    raise UserError(
-                        f"out of memory on a single completion of {micro.num_tokens} tokens: lower "
-                        "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
-                    ) from error
-                if not self.placement.may_retry:
-                    raise UserError(
-                        f"out of memory on a micro-batch of {micro.num_tokens} tokens, and ranks "
-                        "that share their weights cannot repeat a step one by one: continue with "
-                        f"resume=true optim.max_tokens_per_batch={micro.num_tokens // 2}"
-                    ) from error
-            self.placement.drop_gradients()
+                self._check_can_halve(micro, error)
+            self.strategy.drop_gradients()
             self.max_tokens = micro.num_tokens // 2
             logger.warning(
-                "out of memory: micro-batches are cut to %d tokens from here on; set "
-                "optim.max_tokens_per_batch=%d to start there",
+                "out of memory: using micro-batches of %d tokens from now on; set "
+                "optim.max_tokens_per_batch=%d to start with this value",
                 self.max_tokens,
                 self.max_tokens,
             )
 
+    def _check_can_halve(self, micro: MicroBatch, error: RuntimeError) -> None:
+        """Check that a step that ran out of memory can be repeated with smaller micro-batches.
+
+        Raises:
+            UserError: it cannot.
+        """
+        if len(micro.rows) == 1:
+            raise UserError(
+                f"out of memory on a single completion of {micro.num_tokens} tokens: lower "
+                "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
+            ) from error
+        if not self.strategy.may_retry:
+            raise UserError(
+                f"out of memory on a micro-batch of {micro.num_tokens} tokens; ranks that share "
+                "sharded weights cannot repeat a step one by one: continue with "
+                f"resume=true optim.max_tokens_per_batch={micro.num_tokens // 2}"
+            ) from error
+
     def _backward(
         self, micro: MicroBatch, batch: StepBatch, old: dict[int, Tensor], first: bool
     ) -> tuple[float, MetricAccumulator]:
+        """Backpropagate the loss of a micro-batch; in the first update, also keep its log-probs."""
         objective = self.settings.objective
         scores = self.policy.score(micro, objective.entropy_coef > 0)
-        tokens = self._token_batch(micro, scores, batch, None if first else old)
+        tokens = _token_batch(micro, scores, batch, None if first else old)
         if first and objective.needs_old_logprobs:
-            old |= _by_row(micro, scores.logprobs.detach())
+            old |= _by_completion(micro, scores.logprobs.detach())
         output = policy_loss(tokens, batch.totals, objective)
         output.loss.backward()
         return output.loss.item(), output.metrics
 
-    def _token_batch(
-        self,
-        micro: MicroBatch,
-        scores: TokenScores,
-        batch: StepBatch,
-        old: Mapping[int, Tensor] | None,
-    ) -> TokenBatch:
-        device = scores.logprobs.device
-        rows = list(micro.rows)
-        lengths = torch.tensor([len(c) for c in micro.completions], device=device)
 
-        def flat(by_row: Any) -> Tensor:
-            return torch.cat([by_row[row] for row in rows]).to(device, scores.logprobs.dtype)
-
-        return TokenBatch(
-            logprobs=scores.logprobs,
-            completion=torch.arange(len(rows), device=device).repeat_interleave(lengths),
-            advantages=batch.advantages[rows].to(device, scores.logprobs.dtype),
-            lengths=lengths,
-            old_logprobs=None if old is None else flat(old),
-            reference_logprobs=flat(batch.reference_logprobs) if batch.reference_logprobs else None,
-            sampler_logprobs=flat(batch.sampler_logprobs),
-            entropies=scores.entropies,
-            active=batch.active[rows].to(device),
-        )
-
-    @torch.no_grad()
-    def logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
-        """Log-probs of the completions' tokens under the weights as they are, by completion."""
-        found: dict[int, Tensor] = {}
-        for micro in pack(slices, self.max_tokens):
-            found |= _by_row(micro, self.policy.score(micro).logprobs)
-        return found
-
-    def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
-        """The same under the reference policy."""
-        self.placement.release()
-        with self.reference.in_place(), self.placement.gathered():
-            found = self.logprobs(slices)
-            self.placement.release()
-        return found
-
-    def reference_pass(self, groups: Sequence[Group]) -> tuple[dict[int, Tensor], Tensor | None]:
-        """Log-probs under the reference policy by completion, empty where none is kept; and,
-        where the KL is taken in the reward, what to subtract from each completion's reward."""
-        objective = self.settings.objective
-        if not objective.needs_reference:
-            return {}, None
-        count = sum(len(group.completions) for group in groups)
-        slices = build_slices(groups, [True] * count)
-        reference = self.reference_logprobs(slices)
-        if objective.kl_in == "loss":
-            return reference, None
-        with self.placement.gathered():
-            old = self.logprobs(slices)
-        if not count:
-            return reference, torch.zeros(0)
-        rows = range(len(old))
-        lengths = torch.tensor([len(old[row]) for row in rows])
-        penalties = kl_penalties(
-            torch.cat([old[row] for row in rows]).cpu(),
-            torch.cat([reference[row] for row in rows]).cpu(),
-            torch.arange(len(rows)).repeat_interleave(lengths),
-            len(rows),
-            objective.kl_estimator,
-        )
-        return reference, objective.beta * penalties
+def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) -> Updater:
+    """Place the policy on the ranks and build its optimizer, schedule and reference."""
+    strategy = build_strategy(policy, accelerator)
+    optimizer = build_optimizer([weight for _, weight in strategy.trainable], settings.optim)
+    strategy.attach_optimizer(optimizer, settings.optim.max_grad_norm or math.inf)
+    return Updater(
+        policy,
+        strategy,
+        Reference(strategy.trainable, settings.objective),
+        build_scheduler(optimizer, settings.optim),
+        accelerator,
+        settings,
+        settings.optim.max_tokens_per_batch,
+    )
 
 
-def _by_row(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
-    """Values of the micro-batch's tokens, (M,), as one (T,) tensor for each completion."""
+def _token_batch(
+    micro: MicroBatch, scores: TokenScores, batch: StepBatch, old: Mapping[int, Tensor] | None
+) -> TokenBatch:
+    """Collect what the loss needs of a micro-batch's tokens.
+
+    Args:
+        micro: the micro-batch.
+        scores: the policy's log-probs of its tokens.
+        batch: the step.
+        old: (T,) log-probs before the first update by completion; None in the first update.
+    """
+    device = scores.logprobs.device
+    rows = list(micro.rows)
+    lengths = torch.tensor([len(c) for c in micro.completions], device=device)
+
+    def flatten(by_row: Any) -> Tensor:
+        return torch.cat([by_row[row] for row in rows]).to(device, scores.logprobs.dtype)
+
+    reference = batch.reference_logprobs
+    return TokenBatch(
+        logprobs=scores.logprobs,
+        completion=torch.arange(len(rows), device=device).repeat_interleave(lengths),
+        advantages=batch.advantages[rows].to(device, scores.logprobs.dtype),
+        lengths=lengths,
+        old_logprobs=None if old is None else flatten(old),
+        reference_logprobs=flatten(reference) if reference else None,
+        sampler_logprobs=flatten(batch.sampler_logprobs),
+        entropies=scores.entropies,
+        active=batch.active[rows].to(device),
+    )
+
+
+def _by_completion(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
+    """Split values of the micro-batch's tokens, (M,), into one (T,) tensor per completion."""
     parts = values.split([len(completion) for completion in micro.completions])
     return dict(zip(micro.rows, parts, strict=True))

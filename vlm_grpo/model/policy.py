@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from vlm_grpo.engine.shared import score_shared
 from vlm_grpo.engine.vision import ImageEncoder
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import ImageFeatures
+from vlm_grpo.model.image_cache import ImageCache
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
@@ -51,11 +51,15 @@ class Counters:
         encoder_passes: number of images encoded by the vision tower.
         prefill_tokens: number of prompt tokens processed by the language model in rollouts.
         update_tokens: number of prompt and completion tokens processed by it in scoring.
+        image_decodes: number of images read and resized for the prompts of rollouts.
+        replaced_prompts: number of prompts that replaced one whose images could not be read.
     """
 
     encoder_passes: int = 0
     prefill_tokens: int = 0
     update_tokens: int = 0
+    image_decodes: int = 0
+    replaced_prompts: int = 0
 
 
 class Policy:
@@ -70,10 +74,9 @@ class Policy:
     Attributes:
         counters: work of the model; replace it to start at 0.
         stopwatch: seconds by phase of sampling and scoring.
-        image_decodes: number of images decoded and resized since the policy was created.
         trains_vision: True if gradients flow into the vision tower.
-        run: calls a function that runs the model; a strategy that shards the weights replaces it
-            with one that first gathers them.
+        root: root module of all computation with the model, to which a strategy that shards the
+            weights attaches its hooks.
     """
 
     def __init__(
@@ -91,10 +94,8 @@ class Policy:
         self.autocast = loaded.autocast
         self.distribution, self.chunk_tokens, self.capture = distribution, chunk_tokens, capture
         self.counters, self.stopwatch = Counters(), Stopwatch()
-        self.run: Callable[[Callable[[], Any]], Any] = _directly
-        self.image_decodes = 0
-        # Examples of one step that share an image decode it once.
-        self._load_cached = lru_cache(maxsize=RECENT_IMAGES)(self._load_image)
+        self.root = CallRoot(loaded.model)
+        self._images = ImageCache(self._load_image, RECENT_IMAGES)
         vision = self.family.parts.get("vision", ())
         self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable_parameters())
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
@@ -153,8 +154,9 @@ class Policy:
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
-        if example.images:
-            arguments |= {"images": self._load_images(example), **self.family.processor_kwargs()}
+        images, decodes = self._load_images(example)
+        if images:
+            arguments |= {"images": images, **self.family.processor_kwargs()}
         inputs = dict(self.processor(**arguments))
         token_ids = tuple(inputs.pop("input_ids")[0].tolist())
         inputs.pop("attention_mask", None)
@@ -164,16 +166,17 @@ class Policy:
                 f"example {example.id}: its prompt has {len(token_ids)} tokens, but the "
                 f"model's context holds {limit}: lower policy.max_pixels or shorten the question"
             )
-        return Prompt(example, text, token_ids, inputs)
+        return Prompt(example, text, token_ids, inputs, decodes)
 
-    def _load_images(self, example: Example) -> list[Any]:
+    def _load_images(self, example: Example) -> tuple[list[Any], int]:
+        """Return the example's resized images, and how many of them had to be decoded."""
         try:
-            return [self._load_cached(image) for image in example.images]
+            loaded = [self._images.load(reference) for reference in example.images]
         except ValueError as error:
             raise UserError(f"example {example.id}: {error}") from error
+        return [image for image, _ in loaded], sum(is_new for _, is_new in loaded)
 
     def _load_image(self, reference: ImageRef) -> Any:
-        self.image_decodes += 1
         image = reference.load()
         return self.family.resize(image, self.budget, self.processor) if self.budget else image
 
@@ -209,7 +212,7 @@ class Policy:
         has_stop_string = self._build_stop_check(sampling)
         state = SamplerState(torch.stack(uniforms).to(self.device), sampling, has_stop_string)
         with _eval_mode(self.model), self._autocast(), rollout_weights(self.model):
-            self.run(lambda: self._generate(prompts, state, max_tokens))
+            self.root(lambda: self._generate(prompts, state, max_tokens))
         rows = range(0, len(state.lengths), num_generations)
         return [
             tuple(self._build_completion(state, row + index) for index in range(num_generations))
@@ -270,10 +273,10 @@ class Policy:
 
         def run_model() -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
             scores = self._score(batch, with_entropy)
-            return scores.logprobs, scores.entropies  # a tuple, so that ``run`` finds the tensors
+            return scores.logprobs, scores.entropies  # a tuple, so that FSDP2 finds the tensors
 
         with self._autocast():
-            return TokenScores(*self.run(run_model))
+            return TokenScores(*self.root(run_model))
 
     def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
         if not self.shared:
@@ -355,8 +358,19 @@ class Policy:
         return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
 
 
-def _directly(call: Callable[[], Any]) -> Any:
-    return call()
+class CallRoot(nn.Module):
+    """A module that holds the model and whose forward pass calls a function.
+
+    FSDP2 gathers and releases weights around the forward pass of its root module. Sampling and
+    scoring call several parts of the model, so they run inside this one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], Any]) -> Any:
+        return call()
 
 
 @contextlib.contextmanager

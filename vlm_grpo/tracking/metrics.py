@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from vlm_grpo.grpo import Rollout, StepAdvantages, memory_metrics
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
@@ -44,7 +50,32 @@ def _line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def rollout_metrics(groups: Sequence[Group]) -> MetricAccumulator:
+def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, float]:
+    """Return the metrics of a rollout over all ranks. All ranks call it."""
+    step, parts = advantages.step, gather_object([group_metrics(rollout.groups)])
+    return {
+        **sum(parts, MetricAccumulator()).values(empty=math.nan),
+        "reward_std": step.group_stds.nanmean().item(),
+        "frac_reward_zero_std": step.frac_reward_zero_std,
+        "unscorable": step.unscorable,
+        "resampled_groups": rollout.resampled,
+    }
+
+
+def step_metrics(policy: Policy, accelerator: Accelerator) -> dict[str, float]:
+    """Return the work of a step over all ranks, its memory and its times. All ranks call it."""
+    work = {
+        name if name == "replaced_prompts" else f"work/{name}": count
+        for name, count in vars(policy.counters).items()
+    }
+    return {
+        **sum(gather_object([MetricAccumulator(sums=work)]), MetricAccumulator()).values(),
+        **memory_metrics(accelerator.device),
+        **{f"time/{phase}": seconds for phase, seconds in policy.stopwatch.seconds.items()},
+    }
+
+
+def group_metrics(groups: Sequence[Group]) -> MetricAccumulator:
     """Return the metrics of one rank's sampled groups; names follow TRL's.
 
     They are the reward in total and by name, the task's metrics, lengths in tokens, the shares of

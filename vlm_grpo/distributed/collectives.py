@@ -1,0 +1,117 @@
+"""Communication between ranks, and the errors it can raise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from vlm_grpo.errors import UserError
+
+BUCKET_BYTES = 256 * 2**20
+"""Size of the buckets in which gradients are all-reduced: large enough to saturate the link, small
+compared with a model."""
+
+
+@contextlib.contextmanager
+def explain_lost_rank() -> Iterator[None]:
+    """Replace the error of a collective whose peer has died.
+
+    Raises:
+        UserError: another process of the run is gone.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+        if not lost:
+            raise
+        raise UserError(
+            "another process of this run has died: the launcher's report says which one and why. "
+            "Finished checkpoints are intact: resume=true continues from the newest one"
+        ) from error
+
+
+@contextlib.contextmanager
+def fail_together(accelerator: Accelerator) -> Iterator[None]:
+    """Make all ranks raise if the block fails on any of them.
+
+    Raises:
+        UserError: the block failed on another rank, which raises the actual error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failed = any_rank(accelerator, failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise UserError("another process of this run has failed; its own message gives the reason")
+
+
+def any_rank(accelerator: Accelerator, flag: bool) -> bool:
+    """Return whether the flag is set on any rank."""
+    if accelerator.num_processes == 1:
+        return flag
+    flags = torch.tensor(float(flag), device=accelerator.device)
+    return bool(accelerator.reduce(flags, "sum") > 0)  # type: ignore[operator]
+
+
+def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
+    """Distribute items over ranks so that the ranks' total costs are about equal.
+
+    The most expensive remaining item goes to the rank with the lowest total so far (Graham's
+    longest-processing-time rule, at most 4/3 of the optimum). The result depends on the arguments
+    alone, so all ranks compute the same one without communication.
+
+    Args:
+        costs: cost of each item, at least 0.
+        world_size: number of ranks.
+
+    Returns:
+        For each rank the indices of its items, in ascending order.
+    """
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, 0, rank) for rank in range(world_size)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        cost, count, rank = min(loads)
+        shares[rank].append(item)
+        loads[rank] = (cost + costs[item], count + 1, rank)
+    return [sorted(share) for share in shares]
+
+
+def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
+    """All-reduce the tensors in place, many per collective.
+
+    An adapter has hundreds of small tensors; one collective for each would be bound by latency.
+    Every rank passes tensors of the same shapes in the same order.
+    """
+    if accelerator.num_processes == 1:
+        return
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        torch.distributed.all_reduce(flat)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Split the tensors, in order, into runs of one dtype and at most ``BUCKET_BYTES``.
+
+    A larger tensor has a bucket to itself.
+    """
+    buckets: list[list[Tensor]] = []
+    room, dtype = 0, None
+    for tensor in tensors:
+        if tensor.nbytes > room or tensor.dtype != dtype:
+            buckets.append([])
+            room, dtype = BUCKET_BYTES, tensor.dtype
+        buckets[-1].append(tensor)
+        room -= tensor.nbytes
+    return buckets

@@ -1,0 +1,14 @@
+"""Data parallelism: every rank holds all weights."""
+
+from __future__ import annotations
+
+from vlm_grpo.distributed.base import Strategy
+
+
+class DataParallel(Strategy):
+    """Every rank holds all weights. Gradients are summed after a step's last micro-batch."""
+
+    may_retry = True
+
+    def _place(self) -> None:
+        self.policy.model.to(self.accelerator.device)

@@ -1,0 +1,96 @@
+"""Evaluation on held-out examples during training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlm_grpo.benchmarks import held_out_task
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.data.checks import warn_about_shared_images
+from vlm_grpo.distributed.base import Strategy
+from vlm_grpo.evaluation.evaluate import Evaluation, evaluate_policy
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example
+
+
+def load_held_out(
+    settings: Settings, task: Task, train_examples: Sequence[Example]
+) -> list[Example]:
+    """Load the held-out examples; none if ``data.eval`` is not set.
+
+    Warns of images that are also in the training data.
+
+    Raises:
+        UserError: the data cannot be read or does not fit the task.
+    """
+    if settings.data.eval is None:
+        return []
+    examples = load_examples(
+        settings.data.eval, held_out_task(settings, task), settings.data, "eval"
+    )
+    warn_about_shared_images(train_examples, examples)
+    return examples
+
+
+class HeldOutEvaluator:
+    """Evaluates a policy on held-out examples, and remembers its best result.
+
+    Args:
+        strategy: the policy's weights; they are gathered for an evaluation.
+        task: the run's task; the examples are scored with it or with that of
+            ``evaluation.benchmark``.
+        examples: the held-out examples; may be empty.
+        settings: the run's settings.
+        scorer: scores the outputs.
+
+    Attributes:
+        task: the task that scores the examples.
+        best: the best value of the primary metric and the number of steps after which it was
+            reached; None before the first evaluation.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: Task,
+        examples: Sequence[Example],
+        settings: Settings,
+        scorer: RewardScorer,
+    ) -> None:
+        self.strategy, self.examples, self.settings = strategy, examples, settings
+        self.policy: Policy = strategy.policy
+        self.task, self.scorer = held_out_task(settings, task), scorer
+        self.best: tuple[float, int] | None = None
+
+    @property
+    def best_step(self) -> int | None:
+        """Number of steps after which the primary metric was best; None before any evaluation."""
+        return None if self.best is None else self.best[1]
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to evaluate after ``step`` steps."""
+        every, last = self.settings.evaluation.every, self.settings.optim.max_steps
+        return bool(self.examples) and (step == last or (bool(every) and step % every == 0))
+
+    def evaluate(self, step: int) -> Evaluation | None:
+        """Evaluate the policy after ``step`` steps; None without held-out examples.
+
+        Raises:
+            UserError: an example cannot be read.
+        """
+        if not self.examples:
+            return None
+        with self.policy.stopwatch("evaluation"), self.strategy.gathered():
+            evaluation = evaluate_policy(
+                self.policy, self.task, self.examples, self.settings, self.scorer
+            )
+        if evaluation.better_than(None if self.best is None else self.best[0]):
+            self.best = (evaluation.value, step)
+        return evaluation
+
+    def first_examples(self, count: int) -> list[Example]:
+        """Return the first examples, with their images' resized sizes."""
+        return [self.policy.with_resized_sizes(example) for example in self.examples[:count]]

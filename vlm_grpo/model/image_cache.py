@@ -1,0 +1,42 @@
+"""A cache of decoded images."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from vlm_grpo.types import ImageRef
+
+
+class ImageCache:
+    """Keeps the most recently used images, so that several questions about one decode it once.
+
+    It may be used by several threads.
+
+    Args:
+        decode: reads and resizes an image.
+        size: number of images to keep.
+    """
+
+    def __init__(self, decode: Callable[[ImageRef], Any], size: int) -> None:
+        self.decode, self.size = decode, size
+        self._images: dict[ImageRef, Any] = {}  # the most recently used last
+        self._lock = threading.Lock()
+
+    def load(self, reference: ImageRef) -> tuple[Any, bool]:
+        """Return the image, and whether it had to be decoded.
+
+        Raises:
+            ValueError: the image cannot be read.
+        """
+        with self._lock:
+            image = self._images.pop(reference, None)
+        is_new = image is None
+        if is_new:
+            image = self.decode(reference)
+        with self._lock:
+            self._images[reference] = image
+            if len(self._images) > self.size:
+                del self._images[next(iter(self._images))]
+        return image, is_new
