@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from tiny_models import Plain, noise_example, tiny_model, tiny_policy
+from tiny_models import PlainTask, noise_example, tiny_model, tiny_policy
 
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
@@ -25,7 +25,7 @@ BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "
 def make_prompts(policy: Policy) -> list[Prompt]:
     """Build a prompt with one image and a prompt without images."""
     examples = [noise_example("one", [(60, 90)]), noise_example("none", [], "What? " * 5)]
-    return [policy.build_prompt(policy.with_resized_sizes(e), Plain()) for e in examples]
+    return [policy.build_prompt(policy.with_resized_sizes(e), PlainTask()) for e in examples]
 
 
 def sample(
@@ -49,19 +49,18 @@ def make_batch(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> M
 def test_the_prompt_estimate_counts_image_tokens_exactly() -> None:
     policy = tiny_policy(FAMILY)
     example = policy.with_resized_sizes(noise_example("a", [(60, 90), (200, 40)], "abcdef"))
-    prompt = policy.build_prompt(example, Plain())
+    prompt = policy.build_prompt(example, PlainTask())
     image_tokens = prompt.token_ids.count(policy.model.config.image_token_id)
-    text_tokens = len(Plain().prompt(example)) // 3
-    assert policy.estimate_prompt_tokens(example, Plain()) == image_tokens + text_tokens
+    text_tokens = len(PlainTask().prompt(example)) // 3
+    assert policy.estimate_prompt_tokens(example, PlainTask()) == image_tokens + text_tokens
     assert image_tokens > 0
 
 
 def test_examples_that_share_an_image_decode_it_once() -> None:
     policy = tiny_policy(FAMILY)
     example = policy.with_resized_sizes(noise_example("a", [(60, 90)]))
-    for _ in range(3):
-        policy.build_prompt(example, Plain())
-    assert policy.image_decodes == 1
+    prompts = [policy.build_prompt(example, PlainTask()) for _ in range(3)]
+    assert [prompt.image_decodes for prompt in prompts] == [1, 0, 0]
 
 
 @BOTH_ENGINES
