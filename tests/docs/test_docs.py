@@ -26,6 +26,15 @@ def test_the_example_task_is_short() -> None:
     assert len((ROOT / "docs/examples/clock.py").read_text("utf-8").splitlines()) < 60
 
 
+def test_site_lists_every_page() -> None:
+    index = (ROOT / "docs/index.md").read_text("utf-8")
+    listed = set(re.findall(r"^[^|\n]+ <([\w/-]+)>$", index, re.MULTILINE))
+    pages = {path.relative_to(ROOT / "docs").with_suffix("") for path in ROOT.glob("docs/**/*.md")}
+    assert listed | {"index"} == {page.as_posix() for page in pages}, (
+        "list the page in docs/index.md"
+    )
+
+
 @guides
 def test_commands_exist(guide: Path) -> None:
     known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
