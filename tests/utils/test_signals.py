@@ -67,7 +67,7 @@ def test_a_signal_saves_and_loses_no_step(run: Any, number: signal.Signals) -> N
     assert f"{number.name}: finishing this update and saving; repeat to stop at once" in errors
     assert f"stopped by {number.name} after step" in errors
     ((_, saved),) = checkpoints(broken.run_dir / "checkpoints")
-    assert f"saved in {saved}; resume=true goes on" in errors
+    assert f"saved in {saved}; continue with resume=true" in errors
     train(broken.model_copy(update={"resume": True}))
     assert_same_run(broken.run_dir, unbroken.run_dir, "step-30")
 

@@ -1,0 +1,91 @@
+"""GRPO in one file: sample, score, advantages, loss, backward.
+
+`vlm_grpo.Trainer` does the same with a reference policy, several updates per step, evaluations,
+checkpoints, several processes and recovery from errors. This loop shows the algorithm without them:
+
+    python docs/examples/loop.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from vlm_grpo import load_policy, load_settings, load_task
+from vlm_grpo.data import load_examples
+from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.engine.batch import MicroBatch, pack
+from vlm_grpo.engine.sampling import build_sampling_settings
+from vlm_grpo.evaluation.evaluate import evaluate_policy
+from vlm_grpo.grpo import score_groups
+from vlm_grpo.grpo.batch import build_slices
+from vlm_grpo.objective import StepTotals, TokenBatch, group_advantages, policy_loss
+from vlm_grpo.rewards.scorer import RewardScorer
+
+SETTINGS = load_settings("counting")
+PROMPTS, COMPLETIONS, MAX_TOKENS = 32, 8, 16_384
+
+
+def micro_loss(
+    policy, micro: MicroBatch, advantages: torch.Tensor, totals: StepTotals
+) -> torch.Tensor:
+    """Return the GRPO loss of the completions in a micro-batch."""
+    lengths = torch.tensor([len(tokens) for tokens in micro.completions])
+    batch = TokenBatch(
+        logprobs=policy.score(micro).logprobs,
+        completion=torch.arange(len(lengths)).repeat_interleave(lengths),
+        advantages=advantages[list(micro.rows)],
+        lengths=lengths,
+    )
+    return policy_loss(batch, totals, SETTINGS.objective).loss
+
+
+def train(steps: int, seed: int = 0) -> tuple[float, float]:
+    """Train the embedded model to count; return the held-out accuracy before and after."""
+    torch.manual_seed(seed)
+    policy = load_policy(SETTINGS)
+    task = replace(load_task("counting"), frame=policy.frame)
+    stream = ExampleStream(load_examples("embedded:counting", task, split="train"), seed)
+    held_out = load_examples("embedded:counting", task, split="eval")
+    scorer = RewardScorer()
+    sampling = build_sampling_settings(policy.distribution, SETTINGS.rollout)
+    weights = [weight for _, weight in policy.trainable_parameters()]
+    optimizer = torch.optim.AdamW(weights, lr=2e-4, betas=(0.9, 0.99), weight_decay=0.0)
+
+    def accuracy() -> float:
+        return evaluate_policy(policy, task, held_out, SETTINGS, scorer).value
+
+    before = accuracy()
+    for step in range(steps):
+        indices = range(step * PROMPTS, (step + 1) * PROMPTS)
+
+        # Sample a group of completions for each prompt, and score them.
+        examples = [policy.with_resized_sizes(stream[index]) for index in indices]
+        prompts = [policy.build_prompt(example, task) for example in examples]
+        seeds = [(seed, index) for index in indices]
+        completions = policy.sample(prompts, sampling, COMPLETIONS, seeds, MAX_TOKENS)
+        groups = score_groups(scorer, task, prompts, completions)
+
+        # The advantage of a completion is its reward compared with the others of its group.
+        rewards = torch.tensor([score.total for group in groups for score in group.scores])
+        group_ids = [number for number in range(PROMPTS) for _ in range(COMPLETIONS)]
+        advantages = group_advantages(rewards, group_ids).values
+
+        # Backpropagate the loss; groups whose rewards are all equal have no gradient.
+        lengths = torch.tensor([len(c.token_ids) for group in groups for c in group.completions])
+        totals = StepTotals.from_lengths(lengths, None, sampling.max_completion_length)
+        policy.model.train()
+        for micro in pack(build_slices(groups, (advantages != 0).tolist()), MAX_TOKENS):
+            micro_loss(policy, micro, advantages, totals).backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        policy.clear_image_cache()
+        if step % 10 == 9:
+            print(f"step {step + 1}: reward {rewards.mean():.3f}")
+    return before, accuracy()
+
+
+if __name__ == "__main__":
+    print("held-out accuracy: {:.1%} before, {:.1%} after".format(*train(steps=100)))
