@@ -90,7 +90,7 @@ def test_unsupported_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         get_capture(rollout, shared=False, training=True)
     policy = tiny_policy("qwen2_5_vl")
     policy.capture = TracedStep
-    with pytest.raises(UserError, match="cut over ranks"):
+    with pytest.raises(UserError, match="with sharded weights"):
         FSDP(policy, Accelerator(cpu=True), stream=False)
 
 

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from gradients import relative_error
+from jaxtyping import TypeCheckError
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from vlm_grpo.engine import linear
-from vlm_grpo.engine.linear import AdaptedLinear, Linear, rollout_weights, use_fast_linears
+from vlm_grpo.engine.linear import AdaptedLinear, Linear, product, rollout_weights, use_fast_linears
 
 IN, OUT, RANK = 24, 40, 4
 
@@ -151,3 +152,8 @@ def test_only_float32_adapters_are_copied_without_onednn(
             assert layer.rollout_factors is None
             assert (layer.get_base_layer().rollout_weight is not None) == is_copied
     assert relative_error(rollout, net(x)) < 1e-2  # 8 bits
+
+
+def test_tensors_that_contradict_the_annotated_shapes_are_refused() -> None:
+    with pytest.raises(TypeCheckError, match="product"):
+        product(torch.zeros(3, IN), torch.zeros(OUT, IN + 1))

@@ -96,7 +96,8 @@ class ImageEncoder:
         with_gradient = self.is_trained and torch.is_grad_enabled()
         known = {} if self.is_trained else self._cache
         if with_gradient:
-            known = {image: it for one in self._passes or () for image, it in one.leaves.items()}
+            for encoder_pass in self._passes or ():
+                known |= encoder_pass.leaves
         todo: dict[ImageRef, dict] = {}
         for prompt in prompts:
             if any(image not in known for image in prompt.example.images):
@@ -130,11 +131,12 @@ class ImageEncoder:
         """
 
         def finish(needed: Container[ImageRef]) -> None:
-            passes = self._passes or []
-            self._passes = [one for one in passes if any(image in needed for image in one.leaves)]
-            for one in passes:
-                if one not in self._passes:
-                    one.backward()
+            passes, self._passes = self._passes or [], []
+            for encoder_pass in passes:
+                if any(image in needed for image in encoder_pass.leaves):
+                    self._passes.append(encoder_pass)
+                else:
+                    encoder_pass.backward()
 
         self._passes = []
         try:
