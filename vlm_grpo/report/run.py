@@ -222,9 +222,9 @@ class _Reader:
 
 
 def _evaluations(folder: Path, reader: _Reader) -> Iterator[HeldOut]:
-    """Those made while training, by step."""
+    """Evaluations during training, by step; not those of checkpoints, such as ``step-4.jsonl``."""
     for path in sorted(folder.glob("step-*.jsonl")):
-        if (match := re.fullmatch(r"step-(\d+)", path.stem)) is None:
+        if (match := re.fullmatch(r"step-(\d{6,})", path.stem)) is None:
             continue
         values: dict[str, dict[str, float]] = {}
         for row in reader.rows(path):

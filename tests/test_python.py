@@ -1,0 +1,247 @@
+"""The Python interface: lazy imports, and runs whose task and data are Python objects."""
+
+from __future__ import annotations
+
+import io
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from small_runs import assert_same_weights
+
+import vlm_grpo
+from vlm_grpo import (
+    Example,
+    Settings,
+    Task,
+    evaluate,
+    export,
+    load_settings,
+    plan,
+    predict,
+    reward,
+    train,
+)
+from vlm_grpo.errors import UserError
+from vlm_grpo.tracking.summary import TrainResult
+
+COLORS = ("red", "lime", "blue", "black")
+
+
+class Brightness(Task):
+    """Name the number of color channels that are on."""
+
+    primary_metric = "exact"
+    most: int = 1
+
+    def parse(self, text: str, example: Example) -> int | None:
+        digits = [letter for letter in text if letter.isdigit()]
+        return int(digits[0]) if digits else None
+
+    def write(self, answer: int, example: Example) -> str:
+        return str(answer)
+
+    @reward()
+    def exact(self, answer: int, example: Example) -> float:
+        return float(answer == min(example.answer, self.most))
+
+
+def make_rows(count: int, encode: bool = False) -> list[dict[str, Any]]:
+    rows = []
+    for number in range(count):
+        image: Any = Image.new("RGB", (84, 84 + number), COLORS[number % 4])
+        if encode:
+            image.save(buffer := io.BytesIO(), "PNG")
+            image = buffer.getvalue()
+        rows.append({"images": [image], "question": "How many?", "answer": number % 2})
+    return rows
+
+
+ROWS, HELD_OUT = make_rows(8), make_rows(4, encode=True)
+
+
+def make_settings(folder: Path, task: Any = Brightness, **optim: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "name": "run",
+            "task": task,
+            "output_dir": folder,
+            "data": {"train": ROWS, "eval": HELD_OUT},
+            "policy": {"dtype": "float32"},
+            "rollout": {"num_generations": 2, "max_completion_length": 2},
+            "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4, **optim},
+            "logging": {"trackers": []},
+        }
+    )
+
+
+def run_python(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_fast_and_loads_no_dependency() -> None:
+    program = (
+        "import sys, time; before = {*sys.modules}; start = time.process_time()\n"
+        "import vlm_grpo\n"
+        "print(time.process_time() - start)\n"
+        "print({name.partition('.')[0] for name in {*sys.modules} - before}"
+        " - sys.stdlib_module_names)"
+    )
+
+    seconds, modules = run_python(program).splitlines()
+
+    assert float(seconds) < 0.2
+    assert modules == "{'vlm_grpo'}"
+
+
+def test_the_task_interface_and_settings_are_imported_without_torch() -> None:
+    program = (
+        "import sys\n"
+        "from vlm_grpo import Example, Settings, Task, load_settings, load_task, metric, reward\n"
+        "load_task('counting'), load_settings('counting')\n"
+        "print({'torch', 'transformers', 'datasets'} & {*sys.modules})"
+    )
+
+    assert run_python(program) == "set()\n"
+
+
+def test_every_name_is_listed_and_importable() -> None:
+    names = vars(vlm_grpo)["__all__"]
+    assert {*names} <= {*dir(vlm_grpo)}
+    for name in names:
+        assert getattr(vlm_grpo, name).__module__.startswith("vlm_grpo."), name
+    misspelled = "trian"
+    with pytest.raises(AttributeError, match="module 'vlm_grpo' has no attribute 'trian'"):
+        getattr(vlm_grpo, misspelled)
+
+
+def test_no_module_has_the_name_of_a_function() -> None:
+    # Importing a module sets it as an attribute of its package, in place of the function.
+    modules = {module.name for module in pkgutil.iter_modules(vlm_grpo.__path__)}
+    assert not modules & {*vars(vlm_grpo)["__all__"]}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_plan_is_the_function_in_either_order_of_imports(order: int) -> None:
+    imports = ["from vlm_grpo import plan", "import vlm_grpo.planning.planner"][::order]
+    check = "assert vlm_grpo.plan is plan is vlm_grpo.planning.planner.plan"
+    run_python("\n".join([*imports, check]))
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """A run of four steps with a task object and rows in memory."""
+    return train(make_settings(tmp_path_factory.mktemp("full"), Brightness(most=9)))
+
+
+def test_training_with_objects_returns_the_values_before_and_after(result: TrainResult) -> None:
+    assert result.before is not None
+    assert result.after is not None
+    assert result.before.n == result.after.n == len(HELD_OUT)
+    assert 0 <= result.after.value <= 1
+    text = (result.run_dir / "config.yaml").read_text("utf-8")
+    assert f"task: {__file__}:Brightness" in text or "task: tests.test_python:Brightness" in text
+    assert "most: 9" in text
+    assert "train: '<in memory: 8 rows>'" in text
+
+
+def test_a_run_resumes_with_the_same_objects(result: TrainResult, tmp_path: Path) -> None:
+    train(make_settings(tmp_path, Brightness(most=9), max_steps=2))
+    config = tmp_path / "run/config.yaml"
+    data = {"train": make_rows(8), "eval": HELD_OUT}  # equal rows are enough
+
+    resumed = train(load_settings(config, ["resume=true", "optim.max_steps=4"], data=data))
+
+    assert_same_weights(resumed.checkpoint, result.checkpoint)
+
+
+def test_a_run_does_not_resume_without_its_rows(result: TrainResult) -> None:
+    with pytest.raises(UserError) as caught:
+        train(load_settings(result.run_dir / "config.yaml", ["resume=true"]))
+
+    assert str(caught.value) == (
+        "data.train=<in memory: 8 rows>: these rows were in the memory of the Python program that "
+        'wrote the settings: give them again, as load_settings(…, data={"train": rows}), or save '
+        "them in a .jsonl file and give its path"
+    )
+
+
+def test_a_run_does_not_resume_with_other_rows(result: TrainResult) -> None:
+    others = [*ROWS[:-1], {**ROWS[-1], "answer": 0}]
+    values = {"data": {"train": others, "eval": HELD_OUT}, "optim": {"max_steps": 5}}
+
+    with pytest.raises(UserError, match="first that differs is number 8, now 'row-8'"):
+        train(load_settings(result.run_dir / "config.yaml", ["resume=true"], **values))
+
+
+def test_a_run_does_not_resume_with_another_task(result: TrainResult) -> None:
+    class Other(Brightness):
+        pass
+
+    data = {"train": ROWS, "eval": HELD_OUT}
+    config = result.run_dir / "config.yaml"
+    with pytest.raises(UserError, match=r"task was .*Brightness.* and is now .*<class .*Other>"):
+        train(load_settings(config, ["resume=true"], task=Other, data=data))
+
+
+def test_evaluation_returns_its_result_and_prints_nothing(
+    result: TrainResult, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = {"train": ROWS, "eval": HELD_OUT}
+    settings = load_settings(result.run_dir / "config.yaml", data=data)
+
+    found = evaluate(settings, result.checkpoint)
+
+    assert result.after is not None
+    assert found.metrics == result.after.metrics
+    assert found.path is not None
+    assert found.path.is_file()
+    assert capsys.readouterr().out == ""
+
+
+def test_prediction_and_export_take_paths_and_images(
+    result: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = export(result.run_dir, tmp_path / "model")
+    image = Image.new("RGB", (84, 90), "red")
+
+    trained = predict(result.run_dir, image, "How many?")
+    # The run computes in float32 and generates two tokens, which the exported model does not know.
+    settings = {"policy.dtype": "float32", "rollout.max_completion_length": 2}
+    exported = predict(folder, image, "How many?", task=Brightness(most=9), overrides=settings)
+
+    assert trained.text == exported.text
+    assert trained.answer == exported.answer
+    assert trained.picture.height >= image.height  # a caption adds to it
+    assert capsys.readouterr().out == ""
+
+
+def test_a_plan_is_returned_and_prints_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(make_settings(tmp_path), "24GB")
+
+    assert found.fits
+    assert found.largest_group > 2
+    assert found.rows == len(ROWS)
+    assert "fits       yes" in str(found)
+    assert capsys.readouterr().out == ""
+
+
+def test_errors_are_raised_not_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for call in (
+        lambda: train(make_settings(tmp_path, "no_such_task")),
+        lambda: evaluate(load_settings("counting", {"data.eval": "none.jsonl"})),
+        lambda: predict("./nowhere", b"", "How many?"),
+        lambda: export("./nowhere", tmp_path / "out"),
+        lambda: plan(load_settings("counting", model="./nowhere", data={"train_limit": 2})),
+    ):
+        with pytest.raises(UserError):
+            call()
+    assert capsys.readouterr().out == ""
