@@ -1,4 +1,4 @@
-"""An exported model is the policy: plain transformers gives the checkpoint's log-probabilities."""
+"""An exported model is the policy: transformers computes the log-probs of the checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.deploy.export import PREPROCESSOR, export
 from vlm_grpo.deploy.predict import predict
-from vlm_grpo.deploy.resolve import choose_model
+from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.model.policy import Policy, load_policy
@@ -34,7 +34,7 @@ from vlm_grpo.types import Example
 COMPLETIONS = ((70, 71, 72, 73), (80, 81))
 QUESTION = "What is it?"
 
-PLAIN = """
+TRANSFORMERS_SCRIPT = """
 import json, sys
 import torch
 from PIL import Image
@@ -72,12 +72,19 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Exported:
-    """One exported model, and what its policy said before."""
+    """An exported model, and results of its policy before the export.
+
+    Attributes:
+        original: folder of the model that was trained.
+        out: the exported folder.
+        logprobs: log-probabilities of ``COMPLETIONS`` under the policy.
+        large_tokens: tokens of a prompt with a large image.
+    """
 
     original: Path
     out: Path
     logprobs: list[float]
-    large: int
+    large_tokens: int
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -85,7 +92,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora": {"dtype": "float32", "lora": {"r": 4, "alpha": 8, "target": "all"}},
     "bfloat16": {"dtype": "bfloat16", "lora": {"r": 4, "alpha": 8}},
 }
-# What the files on the hub hold and vLLM's mappers of these models take (hf_to_vllm_mapper in
+# First parts of the weights' names in the files on the hub, which vLLM maps (hf_to_vllm_mapper in
 # vllm/model_executor/models/qwen2_vl.py, qwen2_5_vl.py and qwen3_vl.py).
 PREFIXES = {
     "qwen2_vl": {"visual", "model", "lm_head"},
@@ -95,21 +102,23 @@ PREFIXES = {
 CASES = [(family, variant) for family in FAMILIES for variant in VARIANTS]
 
 
-def prompt_of(policy: Policy, example: Example) -> Any:
+def build_prompt(policy: Policy, example: Example) -> Any:
     return policy.build_prompt(policy.with_resized_sizes(example), PlainQuestion())
 
 
-def logprobs_of(policy: Policy, example: Example) -> list[float]:
-    """Of the fixed completions, no token banned: a plain model knows of no ban."""
+def compute_logprobs(policy: Policy, example: Example) -> list[float]:
+    """Return the log-probs of the fixed completions, with no banned tokens, as in transformers."""
     policy.distribution = SamplingDistribution()
-    prompt = prompt_of(policy, example)
+    prompt = build_prompt(policy, example)
     batch = MicroBatch((GroupSlice(prompt, COMPLETIONS, (0, 1)),))
     with torch.no_grad():
         return policy.score(batch).logprobs.float().tolist()
 
 
-def trained(folder: Path, original: Path, policy_settings: dict[str, Any]) -> tuple[Path, Policy]:
-    """A checkpoint whose weights have moved far from those of the original model."""
+def train_randomly(
+    folder: Path, original: Path, policy_settings: dict[str, Any]
+) -> tuple[Path, Policy]:
+    """Write a checkpoint whose weights differ much from those of the original model."""
     settings = Settings.model_validate(
         {
             "task": "none",
@@ -124,7 +133,7 @@ def trained(folder: Path, original: Path, policy_settings: dict[str, Any]) -> tu
             weight.add_(0.1 * weight.std() * torch.randn_like(weight) + 0.01)
     policy.save(folder, policy.weights())
     settings.save(folder / "config.yaml")
-    # Asked as evaluations ask: loaded again, in the precision of the settings.
+    # Load it as evaluations do, in the dtype of the settings.
     return folder, load_policy(settings, folder, training=False)
 
 
@@ -143,39 +152,49 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         model.save_pretrained(original)
         processor.save_pretrained(original)
         for variant, policy_settings in VARIANTS.items():
-            checkpoint, policy = trained(root / family / f"c-{variant}", original, policy_settings)
+            checkpoint, policy = train_randomly(
+                root / family / f"c-{variant}", original, policy_settings
+            )
             out = export(str(checkpoint), root / family / variant)
-            large = len(prompt_of(policy, noise_example("large", [(900, 900)], QUESTION)).token_ids)
-            found[family, variant] = Exported(original, out, logprobs_of(policy, example), large)
+            large = len(
+                build_prompt(policy, noise_example("large", [(900, 900)], QUESTION)).token_ids
+            )
+            found[family, variant] = Exported(
+                original, out, compute_logprobs(policy, example), large
+            )
     return found
 
 
 @pytest.fixture(scope="module")
-def plain(exported: dict[tuple[str, str], Exported]) -> dict[str, Any]:
-    """What transformers alone makes of the folders, in a process that knows nothing of us."""
+def transformers_results(exported: dict[tuple[str, str], Exported]) -> dict[str, Any]:
+    """Results of transformers with the folders, in a process without vlm_grpo."""
     folders = [str(model.out) for model in exported.values()]
     done = subprocess.run(
-        [sys.executable, "-c", PLAIN, *folders], capture_output=True, text=True, check=False
+        [sys.executable, "-c", TRANSFORMERS_SCRIPT, *folders],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_log_probs_are_the_policys(
-    exported: dict, plain: dict[str, Any], family: str, variant: str
+def test_log_probs_equal_the_policys(
+    exported: dict, transformers_results: dict[str, Any], family: str, variant: str
 ) -> None:
     model = exported[family, variant]
-    theirs = plain[str(model.out)]["logprobs"]
-    # The bfloat16 policy rounds its activations at every layer, the export (in the original's
-    # float32) does not: 8 bits of mantissa over three layers and logits of about 10; 0.11 seen.
+    theirs = transformers_results[str(model.out)]["logprobs"]
+    # The bfloat16 policy rounds its activations at every layer, the export, in float32 like the
+    # original, does not: 8 bits of mantissa, three layers, logits of about 10; measured 0.11.
     tolerance = 0.15 if variant == "bfloat16" else 1e-5
     assert theirs == pytest.approx(model.logprobs, abs=tolerance)
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_the_policy_moved(exported: dict, plain: dict[str, Any], family: str, variant: str) -> None:
-    # What the test above compares is not the original model's.
+def test_log_probs_differ_from_the_original_models(
+    exported: dict, transformers_results: dict[str, Any], family: str, variant: str
+) -> None:
     model = exported[family, variant]
     policy = load_policy(
         Settings.model_validate(
@@ -189,12 +208,14 @@ def test_the_policy_moved(exported: dict, plain: dict[str, Any], family: str, va
         training=False,
     )
     size = (96, 64) if family == "qwen3_vl" else (84, 56)
-    before = logprobs_of(policy, noise_example("image", [size], QUESTION))
+    before = compute_logprobs(policy, noise_example("image", [size], QUESTION))
     assert max(abs(a - b) for a, b in zip(before, model.logprobs, strict=True)) > 0.2
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_names_and_layout_are_the_originals(exported: dict, family: str, variant: str) -> None:
+def test_weight_names_and_files_are_those_of_the_original_model(
+    exported: dict, family: str, variant: str
+) -> None:
     model = exported[family, variant]
     names = set(load_file(model.out / "model.safetensors"))
     assert names == set(load_file(model.original / "model.safetensors"))
@@ -204,7 +225,7 @@ def test_names_and_layout_are_the_originals(exported: dict, family: str, variant
         config["architectures"]
         == json.loads((model.original / "config.json").read_text())["architectures"]
     )
-    assert "shared_prefix" not in json.dumps(config)  # our attention is unknown elsewhere
+    assert "shared_prefix" not in json.dumps(config)  # this attention exists in vlm-grpo only
     present = {path.name for path in model.out.iterdir()}
     assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= present
     assert {"chat_template.jinja", "processor_config.json", "README.md"} <= present
@@ -212,16 +233,16 @@ def test_names_and_layout_are_the_originals(exported: dict, family: str, variant
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_the_pixel_budget_travels(
-    exported: dict, plain: dict[str, Any], family: str, variant: str
+def test_the_processor_has_the_pixel_budget(
+    exported: dict, transformers_results: dict[str, Any], family: str, variant: str
 ) -> None:
     model = exported[family, variant]
-    assert plain[str(model.out)]["large"] == model.large
+    assert transformers_results[str(model.out)]["large"] == model.large_tokens
     values = json.loads((model.out / PREPROCESSOR).read_text())
     assert values["max_pixels"] == values["size"]["longest_edge"] == 12544
 
 
-def test_bfloat16_halves_the_file(exported: dict, tmp_path: Path) -> None:
+def test_weights_are_written_in_the_requested_dtype(exported: dict, tmp_path: Path) -> None:
     checkpoint = exported["qwen2_5_vl", "full"].out.with_name("c-full")
     half = export(str(checkpoint), tmp_path / "half", dtype="bfloat16")
     weights = load_file(half / "model.safetensors")
@@ -229,7 +250,9 @@ def test_bfloat16_halves_the_file(exported: dict, tmp_path: Path) -> None:
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_an_adapter_alone(exported: dict, tmp_path: Path) -> None:
+def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
+    exported: dict, tmp_path: Path
+) -> None:
     model = exported["qwen3_vl", "lora"]
     checkpoint = model.out.with_name("c-lora")
     out = export(str(checkpoint), tmp_path / "adapter", adapter=True)
@@ -240,14 +263,13 @@ def test_an_adapter_alone(exported: dict, tmp_path: Path) -> None:
     for name, weight in load_file(checkpoint / "adapter_model.safetensors").items():
         assert torch.equal(saved[name], weight)
     assert not (out / "model.safetensors").exists()
-    # It is a model's name like any other.
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     assert predict(out, tmp_path / "a.png", QUESTION).picture.width == 64
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three real steps of the embedded model, evaluated after each, its budget changed."""
+    """A run of three steps of the embedded model, evaluated after each, with another budget."""
     root = tmp_path_factory.mktemp("runs")
     overrides = [
         f"output_dir={root}", "name=run", "optim.max_steps=3", "optim.prompts_per_step=4",
@@ -259,15 +281,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
-def evaluated(run_dir: Path) -> dict[int, float]:
+def read_evaluations(run_dir: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {row["step"] + 1: row["eval/exact"] for row in rows}
 
 
 @pytest.mark.parametrize("step", [None, 2, "best"])
-def test_the_card_tells_the_steps_own_figures(finished: Path, tmp_path: Path, step: Any) -> None:
+def test_the_model_card_has_the_results_of_the_exported_step(
+    finished: Path, tmp_path: Path, step: Any
+) -> None:
     out = export(str(finished), tmp_path / "out", step=step)
-    values = evaluated(finished)
+    values = read_evaluations(finished)
     expected = {None: 3, 2: 2, "best": max(values, key=lambda s: (values[s], s))}[step]
     front, text = (out / "README.md").read_text().split("---\n")[1:3]
     card = yaml.safe_load(front)
@@ -280,44 +304,47 @@ def test_the_card_tells_the_steps_own_figures(finished: Path, tmp_path: Path, st
     assert "LoRA, r 8" in text
 
 
-def test_the_best_of_an_error_is_the_least(finished: Path, tmp_path: Path) -> None:
+def test_the_best_step_of_an_error_metric_is_the_lowest(finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     benchmark = tmp_path / "far.yaml"
     benchmark.write_text("title: Far\ntask: counting\nmetric: absolute_error\nsplits: {test: 40}\n")
     settings = load_settings(str(run / "config.yaml"), [f"evaluation.benchmark={benchmark}"])
     settings.save(run / "config.yaml")
-    # The errors fall and rise again; the shares of exact answers would choose another step.
+    # The error is lowest at step 2; the share of exact answers is highest at step 3.
     rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
     lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert choose_model(str(run), step="best").checkpoint == run / "checkpoints" / "step-2"
+    assert resolve_model(str(run), step="best").checkpoint == run / "checkpoints" / "step-2"
 
 
-def test_a_run_is_asked_as_it_was_trained(finished: Path, tmp_path: Path) -> None:
+def test_a_prediction_uses_the_task_and_pixel_budget_of_the_run(
+    finished: Path, tmp_path: Path
+) -> None:
     settings = load_settings("counting", ["data.eval_limit=1"])
     (example,) = load_examples("embedded:counting", load_task("counting"), settings.data, "eval")
     example.images[0].load().save(tmp_path / "a.png")
-    found = predict(finished, tmp_path / "a.png", example.question)
-    assert found.has_task  # the run's own task
-    # 84 x 84 pixels as they are; the run's budget lets 56 x 56 through.
-    assert found.resized_sizes == ((56, 56),)
+    prediction = predict(finished, tmp_path / "a.png", example.question)
+    assert prediction.has_task
+    # The image has 84 x 84 pixels; the pixel budget of the run allows 56 x 56.
+    assert prediction.resized_sizes == ((56, 56),)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["RUN", "HERE"], "exists already: name a new folder"),
-        (["embedded", "out"], "there is nothing trained to export"),
-        (["RUN", "out", "--step", "7"], "has no checkpoint of step 7: it has those of 1, 2, 3"),
-        (["RUN", "out", "--step", "last"], "--step is 'last'; it is a number of steps, or best"),
-        (["RUN", "out", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["embedded", "out"], "there are no trained weights to export"),
+        (
+            ["RUN", "out", "--step", "7"],
+            "has no checkpoint of step 7: its checkpoints are of steps 1, 2, 3",
+        ),
         (["RUN", "out", "--adapter", "--dtype", "bfloat16"], "--dtype has no effect"),
         (["FULL", "out", "--adapter"], "trained full weights and has no adapter"),
-        (["FULL", "out", "--step", "3"], "is no run's folder"),
+        (["FULL", "out", "--step", "3"], "is not the folder of a run"),
     ],
 )
-def test_what_is_wrong_is_one_message(
+def test_wrong_arguments_are_one_message(
     capsys: pytest.CaptureFixture[str],
     exported: dict,
     finished: Path,
@@ -331,12 +358,14 @@ def test_what_is_wrong_is_one_message(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], finished: Path, tmp_path: Path) -> None:
+def test_the_command_exports_a_step(
+    capsys: pytest.CaptureFixture[str], finished: Path, tmp_path: Path
+) -> None:
     status, out, _ = run(capsys, "export", finished, tmp_path / "out", "--step", "1")
     assert (status, out) == (0, f"model in {tmp_path / 'out'}\n")
 
 
-def test_nothing_is_left_where_it_fails(
+def test_a_failed_export_leaves_no_files(
     exported: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*arguments: Any) -> str:

@@ -27,7 +27,7 @@ from small_runs import assert_same_weights, metrics_of
 
 from vlm_grpo.checkpoint.store import CorruptCheckpoint, verify
 from vlm_grpo.deploy.export import export
-from vlm_grpo.deploy.resolve import choose_model
+from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.distributed import collectives
 from vlm_grpo.distributed import launch as launch_module
 from vlm_grpo.distributed.collectives import balance_by_cost
@@ -154,7 +154,7 @@ def goes_on(folder: Path, launches: list[str]) -> None:
 
 def trained(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
     """The weights of a checkpoint, through what reads it for evaluations and exports."""
-    choice = choose_model(str(folder / "runs" / run), step=step)
+    choice = resolve_model(str(folder / "runs" / run), step=step)
     model = load_model(choice.settings, choice.checkpoint, training=False).model
     return {name: weight.detach() for name, weight in model.named_parameters()}
 

@@ -11,8 +11,8 @@ from report_runs import make_run
 
 from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config.run import load_settings
-from vlm_grpo.deploy.export import model_card
-from vlm_grpo.deploy.resolve import choose_model
+from vlm_grpo.deploy.export import build_model_card
+from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.evaluation.evaluate import summarise
 from vlm_grpo.report import build_report
 from vlm_grpo.report.panels import charts, comparison
@@ -69,8 +69,8 @@ def test_the_card_tells_the_error(judged: Path) -> None:
     run = read_run(judged)
     change = run.change()
     assert change is not None
-    card = model_card(choose_model(str(judged)), adapter=False)
-    assert f"{run.primary_metric} is an error: less is better" in card
+    card = build_model_card(resolve_model(str(judged)), adapter=False)
+    assert f"{run.primary_metric} is an error: lower is better" in card
     assert f"| **{run.primary_metric}** | {change.before:.4f}" in card
     assert "nan" not in card
 

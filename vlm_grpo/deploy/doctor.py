@@ -1,11 +1,11 @@
-"""What the toolkit makes of a model: both forms compared on that very model, and its speed."""
+"""Check a model: compare the shared prompt pass with the repeated one, and measure both."""
 
 from __future__ import annotations
 
 import io
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +25,13 @@ from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, Prompt
 
 QUESTION = "What is in the image? Describe every object in a few words."
-GENERATIONS = 4
-LENGTH = 16
+GROUP_SIZE = 4
+COMPLETION_LENGTH = 16
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """What one form gave: seconds, log-probs and the gradient of their sum."""
+class _Measurement:
+    """Results of one form: seconds, log-probabilities, and the gradient of their sum."""
 
     rollout_seconds: float
     update_seconds: float
@@ -40,11 +40,11 @@ class _Pass:
 
 
 def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> Iterator[str]:
-    """Load a model, run both forms on one prompt, and say what will be used; line by line.
+    """Load a model, run both forms on one prompt, and yield the lines of a report.
 
     Args:
-        model: folder, hub name, or ``embedded``.
-        image: the image of the prompt; without it one of noise, 448 × 448.
+        model: folder of a model, hub name, or ``embedded``.
+        image: image of the prompt; None: noise of 448 × 448 pixels.
         dtype: ``float32`` or ``bfloat16``.
 
     Raises:
@@ -56,7 +56,7 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
             "model": model,
             "data": {"train": "none"},
             "policy": {"dtype": dtype},
-            "rollout": {"num_generations": GENERATIONS, "min_new_tokens": LENGTH},
+            "rollout": {"num_generations": GROUP_SIZE, "min_new_tokens": COMPLETION_LENGTH},
         }
     )
     loaded = load_model(settings, training=False)
@@ -66,43 +66,45 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
     config = loaded.model.config
     weights = sum(weight.numel() for weight in loaded.model.parameters())
     yield f"model        {model}: {config.model_type}, {weights:,} weights, {dtype}"
-    yield f"family       {type(loaded.family).__name__}, boxes in the frame {policy.frame.name!r}"
+    yield f"family       {type(loaded.family).__name__}, coordinate frame {policy.frame.name!r}"
     if loaded.budget is not None:
         low, high = loaded.budget.min_pixels, loaded.budget.max_pixels
-        yield f"pixel budget {low:,} to {high:,} pixels an image"
-    example = policy.with_resized_sizes(_example(image))
+        yield f"pixel budget {low:,} to {high:,} pixels per image"
+    example = policy.with_resized_sizes(_build_example(image))
     prompt = policy.build_prompt(example, PlainQuestion())
     (reference,) = example.images
-    images = sum(token in distribution.banned for token in prompt.token_ids)
+    image_tokens = sum(token in distribution.banned for token in prompt.token_ids)
     yield (
-        f"image        {reference.size[0]} × {reference.size[1]} pixels, seen at "
+        f"image        {reference.size[0]} × {reference.size[1]} pixels, resized to "
         f"{reference.resized_size[0]} × {reference.resized_size[1]}; "
-        f"{len(prompt.token_ids)} prompt tokens, "
-        f"{images} of them for the image"
+        f"{len(prompt.token_ids)} prompt tokens, {image_tokens} of them for the image"
     )
-    why_not = loaded.family.why_not_shared(config)
-    if why_not is not None:
-        yield f"form         one prompt pass per completion: {why_not}"
+    reason = loaded.family.why_not_shared(config)
+    if reason is not None:
+        yield f"form         one prompt pass per completion: {reason}"
         return
-    results, batch = {}, None
-    for shared in (True, False):
-        policy.shared = shared
-        seconds, group = _rollout(policy, prompt)
-        batch = batch or _batch(prompt, group)  # both forms score the same completions
-        results[shared] = _Pass(seconds, *_update(policy, batch))
-    ours, plain = results[True], results[False]
+    yield from _compare_forms(policy, Policy(replace(loaded, shared=False), distribution), prompt)
+
+
+def _compare_forms(shared: Policy, repeated: Policy, prompt: Prompt) -> Iterator[str]:
+    """Yield how far the results of two policies over one model differ, and their speed."""
+    seconds, group = _time_rollout(shared, prompt)
+    batch = _build_batch(prompt, group)  # both forms score the same completions
+    ours = _Measurement(seconds, *_time_update(shared, batch))
+    seconds, _ = _time_rollout(repeated, prompt)
+    plain = _Measurement(seconds, *_time_update(repeated, batch))
     largest = float((ours.logprobs - plain.logprobs).abs().max())
-    yield f"log-probs    shared and repeated form differ by {largest:.1e} nats at the most"
-    yield f"gradient     relative difference {_distance(ours.gradient, plain.gradient):.1e}"
+    yield f"log-probs    largest difference of shared and repeated form {largest:.1e} nats"
+    yield f"gradient     relative difference {_relative_distance(ours, plain):.1e}"
     for name, a, b in (
         ("rollout", ours.rollout_seconds, plain.rollout_seconds),
         ("update", ours.update_seconds, plain.update_seconds),
     ):
         yield f"{name:<12} {a:.2f} s shared, {b:.2f} s repeated ({b / a:.1f} times)"
-    yield f"form         one prompt pass per group of {GENERATIONS} (policy.engine=auto)"
+    yield f"form         one prompt pass per group of {GROUP_SIZE} (policy.engine=auto)"
 
 
-def _example(image: Path | None) -> Example:
+def _build_example(image: Path | None) -> Example:
     if image is None:
         noise = np.random.default_rng(0).integers(0, 256, (448, 448, 3), dtype=np.uint8)
         buffer = io.BytesIO()
@@ -120,42 +122,43 @@ def _example(image: Path | None) -> Example:
     return Example("doctor", (reference,), QUESTION, "")
 
 
-def _rollout(policy: Policy, prompt: Prompt) -> tuple[float, tuple[Completion, ...]]:
-    """Seconds of the second of two rollouts, and its completions."""
-    sampling = SamplingSettings(policy.distribution, LENGTH)
+def _time_rollout(policy: Policy, prompt: Prompt) -> tuple[float, tuple[Completion, ...]]:
+    """Return the seconds of the second of two rollouts, and its completions."""
+    sampling = SamplingSettings(policy.distribution, COMPLETION_LENGTH)
     seconds, group = 0.0, ()
     for _ in range(2):
         policy.clear_image_cache()
-        started = time.perf_counter()
-        (group,) = policy.sample([prompt], sampling, GENERATIONS, [(0,)], 1 << 30)
-        seconds = time.perf_counter() - started
+        start = time.perf_counter()
+        (group,) = policy.sample([prompt], sampling, GROUP_SIZE, [(0,)], 1 << 30)
+        seconds = time.perf_counter() - start
     return seconds, group
 
 
-def _batch(prompt: Prompt, group: tuple[Completion, ...]) -> MicroBatch:
-    """The completions, cut to unequal lengths as those of a real group are."""
+def _build_batch(prompt: Prompt, group: tuple[Completion, ...]) -> MicroBatch:
+    """Truncate the completions to different lengths, as in a real group."""
     tokens = tuple(c.token_ids[: len(c.token_ids) - i] for i, c in enumerate(group))
     return MicroBatch((GroupSlice(prompt, tokens, tuple(range(len(group)))),))
 
 
-def _update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict[str, Tensor]]:
-    """Seconds of the second of two backward passes, the log-probs, and the gradient."""
+def _time_update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict[str, Tensor]]:
+    """Return the seconds of the second of two backward passes, the log-probs and the gradient."""
     seconds, logprobs = 0.0, torch.zeros(0)
     for _ in range(2):
         policy.model.zero_grad()
         policy.clear_image_cache()
-        started = time.perf_counter()
+        start = time.perf_counter()
         logprobs = policy.score(batch).logprobs
         logprobs.sum().backward()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
     gradient = {n: w.grad.cpu() for n, w in policy.trainable_parameters() if w.grad is not None}
     policy.model.zero_grad()
     return seconds, logprobs.detach(), gradient
 
 
-def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Norm of the difference of two gradients over the norm of the second."""
+def _relative_distance(ours: _Measurement, plain: _Measurement) -> float:
+    """Return the norm of the difference of the gradients over the norm of the repeated one."""
+    a, b = ours.gradient, plain.gradient
     difference = sum(float((a[name] - b[name]).double().square().sum()) for name in b)
     return (difference / sum(float(g.double().square().sum()) for g in b.values())) ** 0.5

@@ -1,4 +1,4 @@
-"""Ask a model a question about images and draw its answer."""
+"""Answer a question about images, and draw the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Overrides, Settings
 from vlm_grpo.data.images import ImageReader
-from vlm_grpo.deploy.resolve import NO_TASK, choose_model
+from vlm_grpo.deploy.resolve import NO_TASK, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.errors import UserError
@@ -33,8 +33,8 @@ class Prediction:
 
     Attributes:
         completion: the generated tokens and text, and why generation ended.
-        has_task: whether a task parsed the answer; False: the text itself is the answer.
-        answer: the parsed answer; None where the text holds none.
+        has_task: a task parsed the answer; False: the text itself is the answer.
+        answer: the parsed answer; None if the text holds none.
         resized_sizes: width and height of each image after the model's resize.
         picture: a copy of the first image with the answer drawn on it.
     """
@@ -52,15 +52,14 @@ class Prediction:
 
 
 class Predictor:
-    """A model that answers questions about images; it is loaded at the first question.
+    """A model that answers questions about images; its weights are loaded at the first question.
 
-    It is prompted as in its training: with the run's adapter, pixel budget, task and wording.
+    A trained model is used as in training: with its adapter, pixel budget, task and prompt.
 
     Args:
-        model: as for ``choose_model``.
-        task: the task that words the question and parses the answer; None: the run's own, or the
-            bare question where the model comes from no run.
-        overrides: as for ``load_settings``, over the run's settings.
+        model: as for ``resolve_model``.
+        task: the task that builds the prompt and parses the answer; None: the run's task, or the question itself if the model was not trained by a run.
+        overrides: as for ``load_settings``; they override the settings of the run.
 
     Raises:
         UserError: there is no such model or task.
@@ -73,7 +72,7 @@ class Predictor:
         overrides: Overrides = (),
     ) -> None:
         disable_progress_bar()
-        choice = choose_model(str(model), overrides)
+        choice = resolve_model(str(model), overrides)
         self.settings, self.checkpoint = choice.settings, choice.checkpoint
         self._task = _load_task(task, choice.settings)
 
@@ -93,7 +92,7 @@ class Predictor:
 
         Args:
             images: one image or several; the answer is drawn on the first.
-            question: the question; for grounding the expression alone.
+            question: the question; for grounding, only the object's description.
 
         Raises:
             UserError: an image or the model cannot be used, or the task's parser fails.
@@ -103,14 +102,14 @@ class Predictor:
         limit = self.settings.data.max_image_pixels
         references = tuple(_read_image(image, limit) for image in images)
         if not references:
-            raise UserError("there is no image to ask about: give at least one")
+            raise UserError("there is no image: give at least one")
         try:
             example = self.policy.with_resized_sizes(
                 Example("question", references, question, None)
             )
         except ValueError as error:
             name = references[0].name
-            raise UserError(f"image {name} cannot be seen by the model: {error}") from error
+            raise UserError(f"image {name} cannot be resized for the model: {error}") from error
         prompt = self.policy.build_prompt(example, self.task)
         seeds = [(self.settings.seed, "predict")]
         (completion,) = generate(self.policy, [prompt], self.settings, seeds)
@@ -136,7 +135,7 @@ def predict(
     task: str | type[Task] | Task | None = None,
     overrides: Overrides = (),
 ) -> Prediction:
-    """Ask a model one question; a ``Predictor`` asks several without loading the model again.
+    """Answer one question; a ``Predictor`` answers several without loading the model again.
 
     Arguments and errors are those of ``Predictor`` and its call.
     """
@@ -144,14 +143,14 @@ def predict(
 
 
 def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task:
-    """Load the given task, or the run's own with its options."""
+    """Return the given task, or load one: the run's own with its options, or another one."""
     if task is None and settings.task == NO_TASK:
         return PlainQuestion()
     if isinstance(task, Task):
         return task
     if task is None or task == settings.task:
         return load_task(settings.task, **settings.task_options)
-    # The options are the run's task's own, but for those that every task has.
+    # Only these options exist in every task.
     common = {"tags", "thinking"} & set(settings.task_options)
     options = settings.task_options
     if settings.task != NO_TASK:
@@ -171,7 +170,7 @@ def _read_image(image: ImageInput, max_pixels: int) -> ImageRef:
 
 
 def _draw(task: Task, example: Example, answer: Any, text: str) -> Image.Image:
-    """The first image with what the task draws; with the text below it where it draws nothing."""
+    """Draw the answer on the first image, or write the text below it if the task draws nothing."""
     image = example.images[0].load()
     if answer is not None:
         drawn = task.draw(image, answer, example, PREDICTED_COLOR)

@@ -1,4 +1,4 @@
-"""A model as a user names it: a hub name, a folder, a run, or one checkpoint of a run."""
+"""Resolve the name of a model: a hub name, a folder, a run, or a checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from vlm_grpo.registry import load_task
 from vlm_grpo.utils.jsonl import read_rows
 
 NO_TASK = "none"
-"""``Settings.task`` of a model that no run of ours has trained."""
+"""``Settings.task`` of a model that was not trained by a run."""
 
 
 @dataclass(frozen=True)
-class ModelChoice:
-    """Where a model's weights are and under which settings they were trained.
+class ResolvedModel:
+    """The location of a model's weights and the settings of their training.
 
     Attributes:
-        settings: the run's, or the defaults with ``task`` = ``NO_TASK``.
-        checkpoint: folder with weights or an adapter; None: the settings' model itself.
-        run: the run's folder; None where the checkpoint lies in none.
+        settings: settings of the run, or defaults with ``task`` = ``NO_TASK``.
+        checkpoint: folder with weights or an adapter; None: the weights of ``settings.model``.
+        run: folder of the run; None if the checkpoint is not in a run's folder.
     """
 
     settings: Settings
@@ -36,45 +36,51 @@ class ModelChoice:
     run: Path | None = None
 
 
-def choose_model(
+def resolve_model(
     name: str, overrides: Overrides = (), step: int | str | None = None
-) -> ModelChoice:
-    """What ``name`` means.
+) -> ResolvedModel:
+    """Find the weights and settings of a model.
 
     Args:
-        name: ``embedded``, a hub name, a model's folder, a run's folder or its name in ``runs``,
-            or a checkpoint's folder.
-        overrides: as for ``load_settings``, over the settings of the run.
-        step: which checkpoint of a run: its step, ``"best"`` by the held-out primary metric, or
-        None
-            for the newest.
+        name: ``embedded``, a hub name, the folder of a model, the folder of a run or its name in
+            ``runs``, or the folder of a checkpoint.
+        overrides: as for ``load_settings``; they override the settings of the run.
+        step: step of the run's checkpoint; ``"best"``: by the held-out primary metric; None: the
+            newest.
 
     Raises:
-        UserError: the run has no such checkpoint, or the name is a path where nothing is.
+        UserError: the run has no such checkpoint, or there is no such model.
     """
     folder = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
     if folder is not None and (folder / "checkpoints").is_dir():
-        return _of_run(folder, overrides, step)
+        return _resolve_run(folder, overrides, step)
     if step is not None:
-        raise UserError(f"{name} is no run's folder, so it has no checkpoint of step {step}")
+        raise UserError(
+            f"{name} is not the folder of a run, so it has no checkpoint of step {step}"
+        )
     if folder is None:
-        _refuse_unknown(name)
-        return ModelChoice(_plain(name, overrides))
+        _check_hub_name(name)
+        return ResolvedModel(_build_default_settings(name, overrides))
     if _is_checkpoint(folder):
         run = folder.parent.parent if folder.parent.name == "checkpoints" else None
-        return ModelChoice(load_settings(str(folder / "config.yaml"), overrides), folder, run)
+        return ResolvedModel(load_settings(str(folder / "config.yaml"), overrides), folder, run)
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         base = json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path")
         if not base:
             raise UserError(f"{adapter} does not name its base model (base_model_name_or_path)")
-        return ModelChoice(_plain(base, overrides), folder)
+        return ResolvedModel(_build_default_settings(base, overrides), folder)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no model, no adapter and no checkpoints")
-    return ModelChoice(_plain(str(folder), overrides))
+        raise UserError(f"{folder} has no model, no adapter and no checkpoints")
+    return ResolvedModel(_build_default_settings(str(folder), overrides))
 
 
-def _refuse_unknown(name: str) -> None:
+def _check_hub_name(name: str) -> None:
+    """Refuse a name that is a missing path, or a single word that is not a run.
+
+    Raises:
+        UserError: the message suggests the nearest run.
+    """
     if name.startswith((".", "/", "~")):
         raise UserError(f"model {name}: there is no such folder")
     if "/" not in name and name != "embedded":
@@ -90,51 +96,50 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and any((folder / w).is_file() for w in weights)
 
 
-def _plain(model: str, overrides: Overrides) -> Settings:
+def _build_default_settings(model: str, overrides: Overrides) -> Settings:
     values = {"name": "model", "task": NO_TASK, "model": model, "data": {"train": "none"}}
     return build_settings(f"of model {model}", OmegaConf.create(values), overrides)
 
 
-def _of_run(run: Path, overrides: Overrides, step: int | str | None) -> ModelChoice:
-    # Of two checkpoints after one step, the one in the middle of the next stands aside.
+def _resolve_run(run: Path, overrides: Overrides, step: int | str | None) -> ResolvedModel:
+    # Of two checkpoints with the same number of steps, the one within a step is left out.
     kept = reversed(checkpoints(run / "checkpoints"))
     found = dict(sorted({moment.steps: path for moment, path in kept}.items()))
     if not found:
-        raise UserError(f"{run} has no complete checkpoint: go on with the run by resume=true")
+        raise UserError(f"{run} has no complete checkpoint: continue the run with resume=true")
     if step is None:
         step = max(found)
     elif step == "best":
-        step = _best(run, list(found))
+        step = _find_best_step(run, list(found))
     if step not in found:
         known = ", ".join(map(str, found))
         raise UserError(
-            f"{run} has no checkpoint of step {step}{nearest(str(step), map(str, found))}: it has "
-            f"those of {known}"
+            f"{run} has no checkpoint of step {step}{nearest(str(step), map(str, found))}: its "
+            f"checkpoints are of steps {known}"
         )
     checkpoint = found[int(step)]
-    return ModelChoice(load_settings(str(checkpoint / "config.yaml"), overrides), checkpoint, run)
+    return ResolvedModel(load_settings(str(checkpoint / "config.yaml"), overrides), checkpoint, run)
 
 
-def held_out_values(run: Path, metric: str) -> dict[int, float]:
-    """The held-out means of a metric by the number of steps done, as ``metrics.jsonl`` has them.
+def read_held_out_values(run: Path, metric: str) -> dict[int, float]:
+    """Read the held-out means of a metric from ``metrics.jsonl``, by number of finished steps.
 
-    A line's ``step`` is the one that it is about; the evaluation on it came after that step.
+    The evaluation in a line came after the step in that line, which counts from 0.
     """
     rows, name = read_rows(run / "metrics.jsonl"), f"eval/{metric}"
     return {row["step"] + 1: row[name] for row in rows if math.isfinite(row.get(name, math.nan))}
 
 
-def _best(run: Path, steps: Sequence[int]) -> int:
-    """The step among those of the checkpoints with the best held-out primary metric, the
-    later of two."""
+def _find_best_step(run: Path, steps: Sequence[int]) -> int:
+    """Return the step with the best held-out primary metric, the later one of equal steps."""
     settings = load_settings(str(run / "config.yaml"))
     task = held_out_task(settings, load_task(settings.task, **settings.task_options))
-    values = held_out_values(run, task.primary_metric)
+    values = read_held_out_values(run, task.primary_metric)
     known = [step for step in steps if step in values]
     if not known:
         raise UserError(
-            f"no checkpoint of {run} was evaluated, so none is the best: train with data.eval and "
-            "evaluation.every, or give the step"
+            f"no checkpoint of {run} was evaluated, so there is no best one: train with data.eval "
+            "and evaluation.every, or give the step"
         )
     sign = -1 if task.lower_is_better else 1
     return max(known, key=lambda step: (sign * values[step], step))

@@ -1,0 +1,20 @@
+"""``vlm-grpo export``: wrong arguments. tests/deploy/test_export.py covers the exported models."""
+
+from __future__ import annotations
+
+import pytest
+from commands import fails
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "last"], "--step is 'last'; it is a number of steps, or best"),
+        (["--step", "-1"], "--step is '-1'"),
+        (["--dtype", "int8"], "--dtype is 'int8'; it is float32 or bfloat16"),
+        ([], "there are no trained weights to export"),
+    ],
+)
+def test_wrong_arguments_are_one_message(capsys, tmp_path, arguments, message):
+    assert message in fails(capsys, "export", "embedded", tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,70 @@
+"""``vlm-grpo predict``: what it prints, where it writes, and wrong arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import fails, run
+from PIL import Image
+
+from vlm_grpo.data_scripts import make_shapes
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a folder with the image a.png of a grounding example."""
+    monkeypatch.chdir(tmp_path)
+    (example,) = make_shapes.draw_examples("grounding", 1)
+    example.images[0].load().save("a.png")
+
+
+def test_a_box_is_drawn_on_the_image_in_its_original_size(capsys):
+    given = ["embedded", "--image", "a.png", "--task", "grounding", "--question", "the red circle"]
+    status, out, _ = run(capsys, "predict", *given)
+
+    assert status == 0
+    assert out.splitlines()[1].startswith("answer   ((")
+    with Image.open("a-answer.png") as drawn, Image.open("a.png") as original:
+        assert drawn.size == original.size
+        assert (220, 38, 127) in {color for _, color in drawn.getcolors() or ()}  # #dc267f
+
+
+def test_an_existing_picture_is_not_overwritten(capsys):
+    given = ["predict", "embedded", "--image", "a.png", "--question", "How many?"]
+
+    pictures = [run(capsys, *given)[1].splitlines()[-1] for _ in range(2)]
+
+    assert pictures == ["picture  a-answer.png", "picture  a-answer-2.png"]
+    assert all(Path(line.split()[-1]).is_file() for line in pictures)
+
+
+def test_a_truncated_output_is_reported(capsys):
+    given = ["embedded", "--image", "a.png", "--task", "grounding", "--question", "the red circle"]
+    _, out, _ = run(capsys, "predict", *given, "rollout.max_completion_length=2")
+
+    assert "truncated after 2 tokens: raise rollout.max_completion_length" in out
+    assert "answer   none" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image", "none.png"], "image none.png cannot be read: No such file"),
+        (["--image", "text.png"], "corrupt or of a format other than"),
+        (
+            ["--image", "thin.png"],
+            "image thin.png cannot be resized for the model: absolute aspect",
+        ),
+        (["--image", "a.png", "--task", "countin"], "did you mean counting?"),
+        (["--image", "a.png", "--out", "a.png"], "a.png exists already"),
+        (["--image", "a.png", "--out", "no/b.png"], "there is no folder no"),
+        (["--image", "a.png", "--out", "b.txt"], "end the name in .png"),
+        (["--image", "a.png", "optim.rl=1"], "did you mean optim.lr?"),
+    ],
+)
+def test_wrong_arguments_are_one_message(capsys, arguments, message):
+    Image.new("RGB", (900, 3)).save("thin.png")  # 300 : 1; Qwen's resize accepts up to 200 : 1
+    Path("text.png").write_text("not an image")
+
+    assert message in fails(capsys, "predict", "embedded", "--question", "What?", *arguments)

@@ -1,0 +1,39 @@
+"""The report on a model: equal results of both forms, and models without a shared form."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vlm_grpo.deploy.doctor import diagnose
+from vlm_grpo.families.qwen import Qwen25VL
+
+
+def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:
+    Image.new("RGB", (90, 60), "red").save(tmp_path / "a.png")
+    lines = list(diagnose("embedded", tmp_path / "a.png"))
+
+    names = [line.split()[0] for line in lines]
+    assert names == [
+        *("model", "family", "pixel", "image"),
+        *("log-probs", "gradient", "rollout", "update", "form"),
+    ]
+    # Patches of 14 pixels, merged 2 by 2: sides are rounded to multiples of 28.
+    assert "90 × 60 pixels, resized to 84 × 56; " in lines[3]
+    assert "8 of them for the image" in lines[3]  # 3 × 2 tokens, and the markers around them
+    for line in lines[4:6]:
+        # float32 has 24 bits; the two forms add in different orders.
+        (difference,) = map(float, re.findall(r"\d\.\de[+-]\d+", line))
+        assert difference < 1e-3
+    assert lines[-1].endswith("one prompt pass per group of 4 (policy.engine=auto)")
+
+
+def test_a_model_without_a_shared_form_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen25VL, "why_not_shared", lambda *_: "no reason")
+
+    *_, last = diagnose("embedded")
+
+    assert last == "form         one prompt pass per completion: no reason"
