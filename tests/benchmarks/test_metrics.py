@@ -1,4 +1,4 @@
-"""The benchmarks' rules against tables worked out by hand from their scripts, and against peers."""
+"""Official metrics of benchmarks, against values by hand from their scripts and against jiwer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from vlm_grpo.scoring import anls
 @pytest.mark.parametrize(
     ("text", "answers", "dataset", "expected"),
     [
-        ("CENTRE", ["centre"], "IIIT5K", 1),  # case does not count
-        ("The word is: centre.", ["CENTRE"], "IIIT5K", 1),  # a part of the text is enough
-        ("cent re", ["CENTRE"], "IIIT5K", 0),  # blanks count
-        ("cent\nre", ["cent re"], "IIIT5K", 1),  # a line break is a blank
+        ("CENTRE", ["centre"], "IIIT5K", 1),  # case is ignored
+        ("The word is: centre.", ["CENTRE"], "IIIT5K", 1),  # the text contains the answer
+        ("cent re", ["CENTRE"], "IIIT5K", 0),  # spaces are not ignored
+        ("cent\nre", ["cent re"], "IIIT5K", 1),  # a line break equals a space
         ("5 dollars", ["$5", "5 dollars"], "STVQA", 1),  # any accepted answer
         ("", ["a"], "STVQA", 0),
-        ("x ^ { 2 }", ["x^{2}"], "HME100k", 1),  # formulas: blanks do not count
-        ("X^{2}", ["x^{2}"], "HME100k", 0),  # but case does
+        ("x ^ { 2 }", ["x^{2}"], "HME100k", 1),  # formulas: spaces are ignored
+        ("X^{2}", ["x^{2}"], "HME100k", 0),  # but case is not
         ("= x^{2} + 1", ["x^{2}"], "HME100k", 1),
     ],
 )
@@ -38,7 +38,7 @@ def test_ocrbench(text, answers, dataset, expected):
     assert ocrbench(text, answers, dataset) == expected
 
 
-LONG = "one two three four five"  # 23 characters, five words: the first length that is not short
+LONG = "one two three four five"  # 23 characters; five words are not short any longer
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ LONG = "one two three four five"  # 23 characters, five words: the first length 
     [
         ("it is a cat", ["cat"], "reasoning VQA en", None, 1),
         ("one two three four", ["one two three four"], "cognition VQA en", None, 1),
-        # Five words: no longer a part of the text but ANLS, 23 of 46 characters: 1 − 23/46 = 0.5.
+        # Five words are scored by ANLS: 23 of 46 characters, 1 − 23/46 = 0.5.
         (LONG + LONG, [LONG], "cognition VQA en", None, 0.5),
-        # One character more falls below one half.
+        # With one character more it is below one half.
         (LONG + LONG + "x", [LONG], "cognition VQA en", None, 0),
         ("One two three four fiv", [LONG], "cognition VQA en", None, 1 - 1 / 23),
         ("B", ["B"], "science QA en", "multiple choice", 1),
@@ -59,7 +59,13 @@ LONG = "one two three four five"  # 23 characters, five words: the first length 
         ("Exit", ["EXIT"], "text recognition en", None, 1),
         # 9 of 10: 1 − 1/10.
         ("9 words", ["10"], "text counting en", "regression", 0.9),
-        ("5", ["10"], "text counting en", "regression", 0),  # exactly one half earns nothing
+        (
+            "5",
+            ["10"],
+            "text counting en",
+            "regression",
+            0,
+        ),  # exactly one half is not enough
         ("20", ["10"], "text counting en", "regression", 0),
         ("0", ["10"], "text counting en", "regression", 0),
         ("many", ["10"], "text counting en", "regression", 0),
@@ -80,15 +86,16 @@ def test_ocrbench_v2(text, answers, kind, rule, expected):
 
 @pytest.mark.parametrize(
     ("matching", "expected"),
-    # Of ten answers k match: k leave-outs see k − 1 of them, 10 − k see k, each counts up to 3.
+    # Of ten answers k match: k of the leave-outs have k − 1 matches, 10 − k have k; each counts up
+    # to 3.
     [(0, 0), (1, 9 / 30), (2, (2 * 1 + 8 * 2) / 30), (3, (3 * 2 + 7 * 3) / 30), (4, 1), (10, 1)],
 )
-def test_vqa_accuracy_by_the_number_of_people_who_agree(matching, expected):
+def test_vqa_accuracy_by_the_number_of_matching_answers(matching, expected):
     answers = ["yes"] * matching + ["no"] * (10 - matching)
     assert vqa_accuracy("Yes.", answers) == pytest.approx(expected)
 
 
-def test_vqa_accuracy_agrees_with_leaving_each_out():
+def test_vqa_accuracy_agrees_with_leaving_each_answer_out():
     rng = random.Random(0)
     for _ in range(200):
         answers = rng.choices(["1", "two", "the two", "3"], k=10)
@@ -99,8 +106,8 @@ def test_vqa_accuracy_agrees_with_leaving_each_out():
             assert vqa_accuracy(text, answers) == pytest.approx(by_hand)
 
 
-def test_vqa_accuracy_counts_people_whose_empty_answer_is_gone():
-    # Three of ten: (3·2 + 7·3)/30; were only nine counted it would be (3·2 + 6·3)/27.
+def test_vqa_accuracy_counts_annotators_with_a_missing_answer():
+    # Three of ten: (3·2 + 7·3)/30; with nine annotators it would be (3·2 + 6·3)/27.
     assert vqa_accuracy("nokia", ["nokia"] * 3 + ["x"] * 6) == pytest.approx(0.9)
 
 
@@ -123,7 +130,7 @@ def test_vqa_accuracy_counts_people_whose_empty_answer_is_gone():
         ("me@home", "me home"),
     ],
 )
-def test_vqa_normalisation(text, normal):
+def test_vqa_normalization(text, normal):
     assert normalize_vqa(text) == normal
 
 
@@ -131,11 +138,11 @@ def test_vqa_normalisation(text, normal):
     ("text", "answers", "paper", "rrc"),
     [
         ("exit", ["EXIT"], 1, 1),
-        ("abcd", ["abxy"], 0, 0.5),  # exactly one half: the paper drops it, the script keeps it
+        ("abcd", ["abxy"], 0, 0.5),  # exactly one half: 0 in the paper, kept by the script
         ("abc", ["abxyz"], 0, 0),  # 1 − 3/5
         ("abcde", ["abcdx", "zzzzz"], 0.8, 0.8),  # the best of the accepted answers
         ("", ["a"], 0, 0),
-        # Padding: 4 edits, 8 characters with the blanks; the script divides by all of them.
+        # Padding: 4 edits, 8 characters with the spaces; the script divides by all of them.
         ("abcd    ", ["xyzw"], 0, 0.5),
     ],
 )
@@ -158,7 +165,7 @@ def test_word_recognition(text, answers, expected):
     assert word_recognition(text, answers) == expected
 
 
-def test_error_rates_are_summed_before_dividing():
+def test_error_rates_divide_sums_over_the_dataset():
     # 1 substitution of 2 characters, 3 insertions of 1: 4 / 3; the mean of the two rates is 1.75.
     assert error_rate(["ax", "cdef"], ["ab", "c"]) == pytest.approx(4 / 3)
     assert error_rate(["no exit"], ["no way out"], words=True) == pytest.approx(2 / 3)
@@ -171,7 +178,7 @@ def test_error_rates_agree_with_jiwer(words, peer):
     rng = random.Random(1)
     golds = ["".join(rng.choices("abc ", k=rng.randint(3, 20))).strip() or "a" for _ in range(100)]
     texts = ["".join(rng.choices("abc ", k=rng.randint(1, 20))).strip() or "b" for _ in range(100)]
-    golds = [" ".join(gold.split()) for gold in golds]  # jiwer joins blanks before it counts
+    golds = [" ".join(gold.split()) for gold in golds]  # jiwer merges spaces first
     texts = [" ".join(text.split()) for text in texts]
     assert error_rate(texts, golds, words) == pytest.approx(getattr(jiwer, peer)(golds, texts))
 
@@ -188,5 +195,5 @@ def test_error_rates_agree_with_jiwer(words, peer):
     ],
 )
 @pytest.mark.parametrize("text", ["", "9" * 100_000, "a " * 50_000, "\x00", "٣", "-" * 100_000])
-def test_no_text_breaks_a_rule(rule, text):
+def test_every_text_has_a_score_between_0_and_1(rule, text):
     assert 0.0 <= rule(text) <= 1.0

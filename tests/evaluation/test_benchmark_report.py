@@ -1,4 +1,4 @@
-"""Reports: official values, intervals, tables, baselines and comparisons, by hand and by peers."""
+"""Reports: official metrics, intervals, tables, baselines and comparisons, by hand and by scipy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.benchmark_report import (
     bootstrap_interval,
+    build_group_table,
     build_report,
     compare,
-    comparison_line,
-    group_table,
-    report_lines,
+    format_comparison,
+    format_report,
 )
 from vlm_grpo.types import Example
 
 
-def rows(golds: list, **meta: list) -> list[Example]:
+def make_examples(golds: list, **meta: list) -> list[Example]:
     columns = [dict(zip(meta, values, strict=True)) for values in zip(*meta.values(), strict=True)]
     metas = columns or [{}] * len(golds)
     return [Example(f"r{i}", (), "?", g, m) for i, (g, m) in enumerate(zip(golds, metas))]  # noqa: B905
 
 
-def report_of(name: str, examples: list[Example], texts: list[str], **options: Any):
+def make_report(name: str, examples: list[Example], texts: list[str], **options: Any):
     benchmark = load_benchmark(name)
     task = benchmark.load_task(**options)
     scores = [task.score(text, row) for text, row in zip(texts, examples, strict=True)]
@@ -37,8 +37,8 @@ def report_of(name: str, examples: list[Example], texts: list[str], **options: A
 
 
 def test_counting_report_by_hand():
-    examples = rows([2, 2, 2, 3], kind=["simple", "simple", "complex", "complex"])
-    report = report_of("tallyqa", examples, ["2", "2", "4", "none"])
+    examples = make_examples([2, 2, 2, 3], kind=["simple", "simple", "complex", "complex"])
+    report = make_report("tallyqa", examples, ["2", "2", "4", "none"])
     assert report.value == 50.0  # two of four
     assert report.answered == 0.75
     assert report.metrics["absolute_error"] == pytest.approx(2 / 3)  # |4 − 2| over three answers
@@ -51,11 +51,11 @@ def test_counting_report_by_hand():
     assert [(r.group, r.n) for r in report.tables["answer"]] == [("2", 3), ("3", 1)]
 
 
-def test_ocrbench_counts_points_of_a_thousand():
-    examples = rows([["a"], ["b"]], dataset_name=["IIIT5K"] * 2, type=["Regular"] * 2)
-    report = report_of("ocrbench", examples, ["it is A", "x"])
+def test_ocrbench_is_in_points_of_a_thousand():
+    examples = make_examples([["a"], ["b"]], dataset_name=["IIIT5K"] * 2, type=["Regular"] * 2)
+    report = make_report("ocrbench", examples, ["it is A", "x"])
     assert report.value == 500.0
-    lines = list(report_lines(report, "test"))
+    lines = list(format_report(report, "test"))
     assert lines[0].startswith("OCRBench: ocrbench 500.0 [")
     assert "n = 2, 100.0% answered" in lines[0]
     assert "its test has 1000 examples" in lines[1]
@@ -65,8 +65,8 @@ def test_ocrbench_counts_points_of_a_thousand():
 def test_ocrbench_v2_is_a_mean_of_category_means():
     kinds = ["science QA en"] * 3 + ["text recognition en"]
     categories = ["knowledge reasoning"] * 3 + ["text recognition"]
-    examples = rows([["a"]] * 4, type=kinds, category=categories, eval=[None] * 4)
-    report = report_of("ocrbench_v2", examples, ["a", "a", "x", "x"])
+    examples = make_examples([["a"]] * 4, type=kinds, category=categories, eval=[None] * 4)
+    report = make_report("ocrbench_v2", examples, ["a", "a", "x", "x"])
     # (2/3 + 0) / 2; the mean over examples would be 1/2.
     assert report.value == pytest.approx(100 / 3)
 
@@ -74,24 +74,24 @@ def test_ocrbench_v2_is_a_mean_of_category_means():
 def test_grounding_report_has_sizes_and_the_whole_image_as_baseline():
     examples = make_shapes.draw_examples("grounding", 20, seed=3)
     texts = [str(row.answer["boxes"][0]) for row in examples]
-    report = report_of("refcoco", examples, [*texts[:10], *["no"] * 10])
+    report = make_report("refcoco", examples, [*texts[:10], *["no"] * 10])
     assert report.value == 50.0
-    assert report.baseline == ("the whole image", 0.0)  # no shape fills half of its scene
+    assert report.baseline == ("the whole image", 0.0)  # no shape fills half of its image
     assert report.metrics["accuracy_above_50"] == 0.5
     assert sum(row.n for row in report.tables["size"]) == 20
 
 
-def test_detection_has_a_value_of_the_whole_set_and_no_interval():
+def test_a_corpus_metric_has_no_interval_and_no_values_of_examples():
     shapes = make_shapes.draw_examples("grounding", 4, seed=3)
     task = load_benchmark("coco").load_task()
-    report = report_of("coco", shapes, [task.gold(row) for row in shapes])
+    report = make_report("coco", shapes, [task.gold(row) for row in shapes])
     assert report.value == pytest.approx(100.0)
     assert (report.interval, report.values, report.tables) == (None, None, {})
 
 
-def test_a_metric_that_nothing_defines_is_an_error():
+def test_a_metric_that_is_undefined_on_all_examples_is_refused():
     with pytest.raises(UserError, match="absolute_error of FSC-147 is undefined"):
-        report_of("fsc147", rows([1, 2]), ["x", "y"])
+        make_report("fsc147", make_examples([1, 2]), ["x", "y"])
 
 
 def test_interval_agrees_with_scipy():
@@ -103,7 +103,7 @@ def test_interval_agrees_with_scipy():
     assert ours == pytest.approx((theirs.low, theirs.high), abs=0.015)
 
 
-def test_interval_of_group_means_is_wide_where_a_group_is_small():
+def test_interval_of_group_means_is_wide_if_a_group_is_small():
     rng = np.random.default_rng(0)
     large, small = rng.binomial(1, 0.5, 2000).astype(float), np.array([0.0, 1.0, 0.0, 1.0])
     low, high = bootstrap_interval([large, small], seed=0)
@@ -111,50 +111,55 @@ def test_interval_of_group_means_is_wide_where_a_group_is_small():
     assert 0.35 < high - low < 0.55
 
 
-def test_groups_of_numbers_stand_in_order():
-    table = group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
+def test_groups_with_numbers_are_sorted_by_size():
+    table = build_group_table([1.0, 0.0, 1.0], ["10", "9", "unknown"])
     assert [row.group for row in table] == ["9", "10", "unknown"]
 
 
-def test_comparison_of_equal_outputs_finds_nothing():
+def test_equal_outputs_have_no_difference():
     values = [0.0, 1.0] * 50
-    found = compare(values, values)
-    assert (found.difference, found.low, found.high, found.p_value) == (0.0, 0.0, 0.0, 1.0)
-    assert (found.better, found.worse) == (0, 0)
+    comparison = compare(values, values)
+    assert (comparison.difference, comparison.low, comparison.high, comparison.p_value) == (
+        0.0,
+        0.0,
+        0.0,
+        1.0,
+    )
+    assert (comparison.better, comparison.worse) == (0, 0)
 
 
 def test_comparison_is_paired():
-    # Each example gains 0.01: no test that forgets the pairs would see it in such a spread.
+    # Each example gains 0.01, which an unpaired test could not detect in this spread.
     rng = np.random.default_rng(0)
     base = rng.normal(0, 10, 100)
-    found = compare((base + 0.01).tolist(), base.tolist())
-    assert found.difference == pytest.approx(0.01)
-    assert found.p_value < 0.001
-    assert found.better == 100
+    comparison = compare((base + 0.01).tolist(), base.tolist())
+    assert comparison.difference == pytest.approx(0.01)
+    assert comparison.p_value < 0.001
+    assert comparison.better == 100
 
 
 @pytest.mark.parametrize("wins", [35, 30, 26])
-def test_comparison_of_right_and_wrong_agrees_with_the_sign_test(wins):
-    # 50 of 500 examples differ; the exact sign test on them is the yardstick for such outputs.
+def test_comparison_of_binary_scores_agrees_with_the_sign_test(wins):
+    # 50 of 500 examples differ; the exact sign test applies to them.
     first = [1.0] * wins + [0.0] * (50 - wins) + [1.0] * 450
     second = [0.0] * wins + [1.0] * (50 - wins) + [1.0] * 450
-    found = compare(first, second)
+    comparison = compare(first, second)
     exact = stats.binomtest(wins, 50).pvalue
-    assert found.p_value == pytest.approx(exact, abs=0.07)
-    assert (found.better, found.worse, found.n) == (wins, 50 - wins, 500)
-    assert f"(paired bootstrap, n = 500; {wins} better" in comparison_line(found)
+    assert comparison.p_value == pytest.approx(exact, abs=0.07)
+    assert (comparison.better, comparison.worse, comparison.n) == (wins, 50 - wins, 500)
+    assert f"(paired bootstrap, n = 500; {wins} better" in format_comparison(comparison)
 
 
-def test_comparison_holds_its_level():
-    """Where nothing differs, p < 0.05 comes in about 5 % of tries (binomial, 200 tries: < 11 %)."""
+def test_comparison_has_the_nominal_level():
+    """Without a difference p < 0.05 in about 5 % of trials (binomial, 200 trials: < 11 %)."""
     rng = np.random.default_rng(0)
-    tries = rng.normal(size=(200, 2, 60)).tolist()
-    small = [compare(first, second).p_value < 0.05 for first, second in tries]
+    trials = rng.normal(size=(200, 2, 60)).tolist()
+    small = [compare(first, second).p_value < 0.05 for first, second in trials]
     assert 0.01 <= np.mean(small) < 0.11
 
 
 def test_the_same_seed_gives_the_same_report():
     rng = random.Random(0)
-    examples = rows([rng.randint(1, 5) for _ in range(50)], kind=["a"] * 50)
+    examples = make_examples([rng.randint(1, 5) for _ in range(50)], kind=["a"] * 50)
     texts = [str(rng.randint(1, 5)) for _ in range(50)]
-    assert report_of("tallyqa", examples, texts) == report_of("tallyqa", examples, texts)
+    assert make_report("tallyqa", examples, texts) == make_report("tallyqa", examples, texts)

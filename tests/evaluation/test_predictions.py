@@ -1,4 +1,4 @@
-"""Predictions on disk: an evaluation that stops goes on, and another's outputs are not taken."""
+"""Predictions on disk: the log of a stopped evaluation, and files that do not match."""
 
 from __future__ import annotations
 
@@ -15,54 +15,55 @@ EXAMPLES = make_shapes.draw_examples("counting", 10, seed=1)
 REQUEST = {"model": "embedded", "seed": 0}
 
 
-def outputs(examples):
+def write_answers(examples):
+    """Return one output per example: its gold answer."""
     return [str(example.answer) for example in examples]
 
 
-def test_a_stopped_evaluation_keeps_its_whole_lines(tmp_path):
+def test_a_stopped_evaluation_keeps_its_complete_lines(tmp_path):
     log = PredictionLog(tmp_path, REQUEST)
-    assert log.lacks(EXAMPLES[:4])
-    log.add(EXAMPLES[:4], outputs(EXAMPLES[:4]))
-    log.add(EXAMPLES[4:6], outputs(EXAMPLES[4:6]))
-    with log.part.open("a") as file:  # the machine stops within a line
+    assert log.is_missing_any(EXAMPLES[:4])
+    log.append(EXAMPLES[:4], write_answers(EXAMPLES[:4]))
+    log.append(EXAMPLES[4:6], write_answers(EXAMPLES[4:6]))
+    with log.rank_path.open("a") as file:  # the process ended within a line
         file.write('{"id": "shapes-coun')
-    assert not log.path.exists(), "a file that looks whole is whole"
+    assert not log.path.exists(), "the file exists only when complete"
 
-    again = PredictionLog(tmp_path, REQUEST)
-    assert not again.lacks(EXAMPLES[:6])
-    assert again.lacks(EXAMPLES[4:8])
-    again.add(EXAMPLES[4:], outputs(EXAMPLES[4:]))
-    again.finish(EXAMPLES, outputs(EXAMPLES))
+    resumed = PredictionLog(tmp_path, REQUEST)
+    assert not resumed.is_missing_any(EXAMPLES[:6])
+    assert resumed.is_missing_any(EXAMPLES[4:8])
+    resumed.append(EXAMPLES[4:], write_answers(EXAMPLES[4:]))
+    resumed.finish(EXAMPLES, write_answers(EXAMPLES))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", "request.json"]
-    assert not PredictionLog(tmp_path, REQUEST).lacks(EXAMPLES)
-    found, texts = read_predictions(again.path, EXAMPLES)
-    assert texts == outputs(EXAMPLES)
+    assert not PredictionLog(tmp_path, REQUEST).is_missing_any(EXAMPLES)
+    found, texts = read_predictions(resumed.path, EXAMPLES)
+    assert texts == write_answers(EXAMPLES)
     assert found == EXAMPLES
 
 
-def test_half_of_a_surrogate_pair_does_not_stop_it(tmp_path):
+def test_a_lone_surrogate_can_be_logged(tmp_path):
     log = PredictionLog(tmp_path, REQUEST)
-    log.add(EXAMPLES[:1], ["\ud83d"])  # UTF-8 cannot hold it
+    log.append(EXAMPLES[:1], ["\ud83d"])  # UTF-8 cannot encode it
     log.finish(EXAMPLES[:1], ["\ud83d"])
     assert PredictionLog(tmp_path, REQUEST).outputs == {EXAMPLES[0].id: "\ud83d"}
 
 
-def test_another_request_is_refused_and_told_apart(tmp_path):
+def test_a_log_of_another_request_is_refused(tmp_path):
     PredictionLog(tmp_path, REQUEST)
-    with pytest.raises(UserError, match="seed was 0 and is 1"):
+    with pytest.raises(UserError, match="seed was 0 and is now 1"):
         PredictionLog(tmp_path, REQUEST | {"seed": 1})
 
 
-def test_processes_write_files_of_their_own_and_all_are_read(tmp_path):
+def test_each_process_writes_its_file_and_reads_all(tmp_path):
     first, second = PredictionLog(tmp_path, REQUEST), PredictionLog(tmp_path, REQUEST, rank=1)
-    first.add(EXAMPLES[:5], outputs(EXAMPLES[:5]))
-    second.add(EXAMPLES[5:], outputs(EXAMPLES[5:]))
-    assert first.part != second.part
-    together = PredictionLog(tmp_path, REQUEST)
-    assert together.outputs == {example.id: str(example.answer) for example in EXAMPLES}
+    first.append(EXAMPLES[:5], write_answers(EXAMPLES[:5]))
+    second.append(EXAMPLES[5:], write_answers(EXAMPLES[5:]))
+    assert first.rank_path != second.rank_path
+    third = PredictionLog(tmp_path, REQUEST)
+    assert third.outputs == {example.id: str(example.answer) for example in EXAMPLES}
 
 
-def test_sizes_that_the_model_saw_come_back(tmp_path):
+def test_resized_sizes_are_logged(tmp_path):
     image = replace(EXAMPLES[0].images[0], resized_size=(56, 56))
     example = replace(EXAMPLES[0], images=(image,))
     log = PredictionLog(tmp_path, REQUEST)
@@ -71,11 +72,11 @@ def test_sizes_that_the_model_saw_come_back(tmp_path):
     assert found[0].images[0].resized_size == (56, 56)
 
 
-def test_a_last_line_without_its_end_counts(tmp_path):
+def test_a_last_line_without_a_newline_is_read(tmp_path):
     path = tmp_path / "p.jsonl"
     lines = [json.dumps({"id": e.id, "output": str(e.answer)}) for e in EXAMPLES]
     path.write_text("\n".join(lines))
-    assert read_predictions(path, EXAMPLES)[1] == outputs(EXAMPLES)
+    assert read_predictions(path, EXAMPLES)[1] == write_answers(EXAMPLES)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_predictions_that_do_not_match_are_named(tmp_path, lines, message):
         read_predictions(path, EXAMPLES)
 
 
-def test_sizes_that_a_frame_needs_are_missed(tmp_path):
+def test_missing_resized_sizes_are_named(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"id": EXAMPLES[0].id, "output": "3"}))
     read_predictions(path, EXAMPLES[:1])

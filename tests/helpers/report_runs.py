@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from vlm_grpo.config.run import DataSettings, load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.evaluation.evaluate import summarise, write_predictions, write_summary
+from vlm_grpo.evaluation.evaluate import summarize, write_predictions, write_summary
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
 from vlm_grpo.tracking.metrics import StepLog, group_metrics
@@ -67,7 +67,7 @@ def make_run(
             scores = [
                 task.score(text, example) for text, example in zip(texts, examples, strict=True)
             ]
-            found = summarise(task, examples, texts, scores, seed)
+            found = summarize(task, examples, texts, scores, seed)
             path = settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl"
             write_predictions(path, found)
             write_summary(path.with_suffix(".json"), found)

@@ -13,7 +13,7 @@ from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config.run import load_settings
 from vlm_grpo.deploy.export import build_model_card
 from vlm_grpo.deploy.resolve import resolve_model
-from vlm_grpo.evaluation.evaluate import summarise
+from vlm_grpo.evaluation.evaluate import summarize
 from vlm_grpo.report import build_report
 from vlm_grpo.report.panels import charts, comparison
 from vlm_grpo.report.run import Run, read_run
@@ -119,7 +119,7 @@ def test_a_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> N
     ]
     texts = ["YES", "YES", "NO"]
     scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
-    found = summarise(task, examples, texts, scores, seed=0)
+    found = summarize(task, examples, texts, scores, seed=0)
     assert found.value == pytest.approx(0.5)  # of a mean of 1 and one of 0; the examples' is 2/3
     assert math.isnan(found.interval[0])
     assert str(found) == "word_recognition 50.0% (n = 3)"

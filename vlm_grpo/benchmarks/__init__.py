@@ -1,4 +1,4 @@
-"""Public benchmarks: how each is asked and scored, and what others have published on it."""
+"""Public benchmarks: their prompts, official metrics and published results."""
 
 from vlm_grpo.benchmarks.definition import (
     Benchmark,
@@ -6,15 +6,15 @@ from vlm_grpo.benchmarks.definition import (
     benchmark_names,
     load_benchmark,
 )
-from vlm_grpo.benchmarks.held_out import held_out_task
-from vlm_grpo.benchmarks.rules import get_group, rule_values
+from vlm_grpo.benchmarks.held_out import get_held_out_task
+from vlm_grpo.benchmarks.rules import apply_rule, get_group
 
 __all__ = [
     "Benchmark",
     "Published",
+    "apply_rule",
     "benchmark_names",
     "get_group",
-    "held_out_task",
+    "get_held_out_task",
     "load_benchmark",
-    "rule_values",
 ]

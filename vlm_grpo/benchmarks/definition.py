@@ -1,4 +1,4 @@
-"""Benchmark definitions: small declarative files in ``configs/benchmarks``, checked when read."""
+"""Definitions of benchmarks: YAML files in ``configs/benchmarks``, validated when loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from vlm_grpo.benchmarks.adapter import as_benchmark_task, is_error
+from vlm_grpo.benchmarks.adapter import build_benchmark_task, is_error_metric
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
 from vlm_grpo.config.base import Frozen
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
@@ -20,55 +20,55 @@ from vlm_grpo.task import Task
 
 
 class Published(Frozen):
-    """A number that somebody published on a benchmark."""
+    """A published result on a benchmark."""
 
     model: str
-    """The model, and how it was run where that matters."""
+    """The model, and how it was run if that matters."""
     value: float
     """In the benchmark's unit (see ``Benchmark.scale``)."""
     split: str
     """One of the benchmark's splits."""
     source: str
-    """Where it stands: a paper and its table, a repository's page."""
+    """Location of the number: a paper and its table, or a page of a repository."""
     verified: bool = False
-    """Somebody compared it with the source."""
+    """The number was compared with the source."""
 
 
 class Benchmark(Frozen):
-    """How one public benchmark is asked and scored."""
+    """Prompt and scoring of a public benchmark."""
 
     title: str
-    """Its name as people write it."""
+    """Full name."""
     converter: str | None = None
-    """Module of ``vlm_grpo.data_scripts`` that reads its published files; None: none does."""
+    """Module of ``vlm_grpo.data_scripts`` that converts its published files; None: no module."""
     task: str
-    """The task that its rows are for."""
+    """Task of its rows."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task."""
     prompt: str = "{question}"
-    """The question as it is asked, before the task adds how to answer; has ``{question}``."""
+    """Template of the question, with ``{question}`` in it; the task adds how to answer."""
     frame: str | None = None
-    """Frame in which boxes are written; None: the model family's own."""
+    """Coordinate frame of the outputs' boxes; None: that of the model family."""
     metric: str
     """The official metric: a reward or metric of the task, or a rule of ``benchmarks.rules``."""
     variants: tuple[str, ...] = ()
-    """Other metrics to report beside it."""
+    """Other metrics to report."""
     average: Literal["examples", "groups"] = "examples"
-    """Mean over examples, or over the means of the groups of ``groups[0]``."""
+    """Average over examples, or over the means of the groups by ``groups[0]``."""
     scale: float = 100.0
-    """What a mean of 1 is written as: 100 for percent, 1000 for OCRBench's points."""
+    """Factor from a mean to the published unit: 100 for percent, 1000 for points of OCRBench."""
     groups: tuple[str, ...] = ()
-    """Tables to report: keys of meta, "answer", "size" or "size_128"."""
+    """Groupings to report: keys of meta, "answer", "size" or "size_128"."""
     splits: dict[str, int | None] = Field(default_factory=dict)
-    """The splits that results are published on, with their number of examples if it is known."""
+    """Splits with published results, and their number of examples; None: unknown."""
     published: tuple[Published, ...] = ()
-    """Numbers to print beside ours."""
+    """Published results to print for comparison."""
     note: str = ""
-    """What to know before comparing numbers."""
+    """A note on comparing results."""
 
     @model_validator(mode="after")
-    def _sound(self) -> Benchmark:
-        known = {*RULES, *CORPUS_RULES, *_task_metrics(self.task)}
+    def _check(self) -> Benchmark:
+        known = {*RULES, *CORPUS_RULES, *_get_task_metrics(self.task)}
         for name in (self.metric, *self.variants):
             if name not in known:
                 raise ValueError(f"there is no metric {name}{nearest(name, known)}")
@@ -77,55 +77,55 @@ class Benchmark(Frozen):
         if self.frame is not None and self.frame not in FRAMES:
             raise ValueError(f"there is no frame {self.frame}{nearest(self.frame, FRAMES)}")
         if self.average == "groups" and not self.groups:
-            raise ValueError("average: groups needs groups, whose first is the one meant")
+            raise ValueError("average: groups needs groups; it averages by the first")
         if self.average == "groups" and self.metric not in RULES:
             raise ValueError(f"average: groups needs a rule as its metric: {', '.join(RULES)}")
-        if lost := sorted({p.split for p in self.published} - set(self.splits)):
-            raise ValueError(f"published numbers are of splits that it has not: {', '.join(lost)}")
+        if unknown := sorted({p.split for p in self.published} - set(self.splits)):
+            raise ValueError(f"published results are of unknown splits: {', '.join(unknown)}")
         return self
 
     def load_task(self, frame: CoordinateFrame | None = None, **options: Any) -> Task:
-        """The task that asks and counts as this benchmark does; its primary metric is ``metric``.
+        """Build the task with this benchmark's prompt and metrics, ``metric`` as its primary one.
 
         Args:
-            frame: the model's; the benchmark's own comes first.
-            options: options of the task, over the benchmark's own.
+            frame: coordinate frame of the model; the benchmark's frame has precedence.
+            options: options of the task; they override those of the benchmark.
         """
         base = load_task_class(self.task)
         group = self.groups[0] if self.average == "groups" else None
-        task = as_benchmark_task(base, self.prompt, (self.metric, *self.variants), group)
-        own = frame if self.frame is None else FRAMES[self.frame]
-        frames = {} if own is None else {"frame": own}
+        task = build_benchmark_task(base, self.prompt, (self.metric, *self.variants), group)
+        frame = frame if self.frame is None else FRAMES[self.frame]
+        frames = {} if frame is None else {"frame": frame}
         return build_task(task, self.task, {**frames, **self.options, **options})
 
     @property
     def lower_is_better(self) -> bool:
-        """The official metric is an error."""
-        return is_error(load_task_class(self.task), self.metric)
+        """Whether the official metric is an error."""
+        return is_error_metric(load_task_class(self.task), self.metric)
 
 
 _CORPUS_METRICS = frozenset(("ap", "ap_50", "ap_75", "rmse"))
-"""What the built-in tasks' ``corpus_metrics`` return and a benchmark may name."""
+"""Corpus metrics of the built-in tasks that a benchmark may name."""
 
 
-def _task_metrics(task: str) -> set[str]:
+def _get_task_metrics(task: str) -> set[str]:
     found = load_task_class(task)
     return {*found.rules("reward"), *found.rules("metric"), *_CORPUS_METRICS}
 
 
 def benchmark_names() -> list[str]:
-    """Names of the benchmarks that the package brings along."""
-    return sorted(file.name[:-5] for file in _folder().iterdir() if file.name[-5:] == ".yaml")
+    """Return the names of the benchmarks in the package."""
+    return sorted(file.name[:-5] for file in _get_folder().iterdir() if file.name[-5:] == ".yaml")
 
 
 def load_benchmark(name: str) -> Benchmark:
-    """A benchmark by name, or from a ``.yaml`` file of the user's.
+    """Load a benchmark by name, or from a user's ``.yaml`` file.
 
     Raises:
-        UserError: there is none of that name, or its definition is wrong; everything is named.
+        UserError: there is no such benchmark, or its definition is wrong; all problems are named.
     """
     if name in benchmark_names():
-        text = _folder().joinpath(f"{name}.yaml").read_text("utf-8")
+        text = _get_folder().joinpath(f"{name}.yaml").read_text("utf-8")
     elif name.endswith(".yaml") and Path(name).is_file():
         text = Path(name).read_text("utf-8")
     else:
@@ -140,11 +140,11 @@ def load_benchmark(name: str) -> Benchmark:
             raise UserError(f"benchmark {name} must be a mapping of keys")
         return Benchmark.model_validate(content)
     except yaml.YAMLError as error:
-        raise UserError(f"benchmark {name} is no YAML: {error}") from error
+        raise UserError(f"benchmark {name} is not valid YAML: {error}") from error
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise UserError(f"benchmark {name} is wrong:\n{bullets(problems)}") from error
 
 
-def _folder() -> Any:
+def _get_folder() -> Any:
     return resources.files("vlm_grpo.configs") / "benchmarks"

@@ -1,4 +1,4 @@
-"""What held-out examples are scored by."""
+"""The task that scores the held-out examples of a run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.task import Task
 
 
-def held_out_task(settings: Settings, task: Task) -> Task:
-    """The task that held-out examples are scored by: the run's own, or a benchmark's.
+def get_held_out_task(settings: Settings, task: Task) -> Task:
+    """Return the task that scores the held-out examples: the run's, or that of a benchmark.
 
-    A benchmark is asked with the run's task options where it is of the same task, and otherwise
-    with those that every task has, so that the policy is asked as it was trained.
+    A benchmark with the run's task gets the run's task options; another one gets only the options
+    that every task has, so that the prompt has the same form as in training.
 
     Args:
-        settings: the run's.
-        task: the run's task, with the frame of the policy.
+        settings: settings of the run.
+        task: task of the run, with the coordinate frame of the policy.
 
     Raises:
-        UserError: ``evaluation.benchmark`` names none.
+        UserError: there is no benchmark with the name in ``evaluation.benchmark``.
     """
     if settings.evaluation.benchmark is None:
         return task

@@ -1,7 +1,7 @@
-"""The scoring rules of public benchmarks where they differ from ``scoring``.
+"""Official metrics of public benchmarks, where they differ from ``scoring``.
 
-Each follows the benchmark's own script, down to what looks odd in it, because a number that is to
-stand beside published ones must be counted as they were. Nothing here knows models or files.
+Each follows the benchmark's script, including its oddities, so that results are comparable with
+published ones. All functions are pure.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from rapidfuzz.distance import Levenshtein
 
 MAX_CHARACTERS = 20_000
-"""Longer outputs are cut off: edit distances are quadratic, and no answer is this long."""
+"""Longer outputs are truncated: edit distances are quadratic, and no answer is this long."""
 
 
 def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
-    """OCRBench v1: 1 where an answer is a part of the text.
+    """Compute OCRBench v1: 1 if the text contains an answer.
 
-    Case does not count, but for handwritten formulas (dataset HME100k), where blanks do not.
+    Case is ignored; for handwritten formulas (dataset HME100k) spaces are ignored instead.
 
     Source: Liu et al. 2024, OCRBench; the authors' example.py.
 
@@ -28,18 +28,18 @@ def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
     0.0
     """
     if dataset == "HME100k":
-        return float(any(_one_line(a).replace(" ", "") in _dense(text) for a in answers))
-    return float(any(_one_line(a.lower()) in _one_line(text.lower()) for a in answers))
+        return float(any(_join_lines(a).replace(" ", "") in _compact(text) for a in answers))
+    return float(any(_join_lines(a.lower()) in _join_lines(text.lower()) for a in answers))
 
 
 def ocrbench_v2(text: str, answers: Sequence[str], kind: str, rule: str | None = None) -> float:
-    """OCRBench v2 for the kinds of question whose answer is a short text; see ``OCRBENCH_V2``.
+    """Compute OCRBench v2 for types of questions with short answers; see ``OCRBENCH_V2``.
 
     Args:
-        text: the model's answer.
+        text: answer of the model.
         answers: the accepted answers.
-        kind: the question's ``type``, as "text recognition en".
-        rule: its ``eval`` field: "multiple choice", "case sensitive", "exact match",
+        kind: ``type`` of the question, for example "text recognition en".
+        rule: ``eval`` field of the question: "multiple choice", "case sensitive", "exact match",
             "regression", or None.
 
     Source: Fu et al. 2025, OCRBench v2; the authors' eval.py and vqa_metric.py.
@@ -50,16 +50,18 @@ def ocrbench_v2(text: str, answers: Sequence[str], kind: str, rule: str | None =
     0.8
     """
     if kind.startswith("formula recognition"):
-        plain = _without_text_tags if kind.endswith("cn") else str
-        return float(any(_dense(plain(answer)) in _dense(plain(text)) for answer in answers))
+        plain = _remove_text_tags if kind.endswith("cn") else str
+        return float(any(_compact(plain(answer)) in _compact(plain(text)) for answer in answers))
     if rule == "multiple choice":
         return float("".join(c for c in text if c.isalpha()) == answers[0])
     if kind == "text counting en":
-        return max(_counted(text, answer, rule) for answer in answers)
+        return max(_score_count(text, answer, rule) for answer in answers)
     if kind.endswith("cn") and rule is None:
-        return max(_in_or_near(_dense(text.lower()), _dense(a.lower()), ",", 4) for a in answers)
+        compact = _compact(text.lower())
+        return max(_match_or_anls(compact, _compact(a.lower()), ",", 4) for a in answers)
     case = str if rule == "case sensitive" else str.lower
-    return max(_in_or_near(_one_line(case(text)), _one_line(case(a)), None, 5) for a in answers)
+    line = _join_lines(case(text))
+    return max(_match_or_anls(line, _join_lines(case(a)), None, 5) for a in answers)
 
 
 OCRBENCH_V2: Mapping[str, str] = {
@@ -78,24 +80,24 @@ OCRBENCH_V2: Mapping[str, str] = {
     "cognition VQA cn": "visual text understanding cn",
     "reasoning VQA cn": "knowledge reasoning cn",
 }
-"""Question types that ``ocrbench_v2`` scores, and the category each counts in.
+"""Types of questions that ``ocrbench_v2`` scores, and their categories.
 
-The rest (tables, documents, charts, key information, spotting, grounding, full pages, translation)
-are scored by tree edit distance, spotting scripts or BLEU and METEOR, which are not here: a mean
-over these categories is no OCRBench v2 score, and must not be called one.
+The other types (tables, documents, charts, key information, spotting, grounding, full pages,
+translation) are scored by tree edit distance, spotting scripts, BLEU or METEOR, which are not
+implemented: a mean over these categories is not the OCRBench v2 score.
 """
 
 
-def vqa_accuracy(text: str, answers: Sequence[str], places: int = 10) -> float:
-    """VQA accuracy, as TextVQA has it.
+def vqa_accuracy(text: str, answers: Sequence[str], annotators: int = 10) -> float:
+    """Compute VQA accuracy as defined by TextVQA.
 
-    Leaving each of the people's answers out in turn, min(1, matches among the others / 3); the
-    mean of these. Both sides are normalised, also where everybody agrees.
+    The mean, over the annotators' answers, of min(1, matches among the other answers / 3). Both
+    sides are normalized, even if all annotators agree.
 
     Args:
-        text: the model's answer.
-        answers: the people's answers; empty ones may be missing.
-        places: how many people were asked, empty answers included.
+        text: answer of the model.
+        answers: answers of the annotators; empty ones may be missing.
+        annotators: number of annotators, including those with an empty answer.
 
     Source: Antol et al. 2015, VQA; Singh et al. 2019, TextVQA; the M4C evaluator.
 
@@ -106,17 +108,17 @@ def vqa_accuracy(text: str, answers: Sequence[str], places: int = 10) -> float:
     matches = sum(normal == normalize_vqa(answer) for answer in answers)
     if not matches:
         return 0.0
-    # Leaving out one of the matching answers leaves one match less.
-    left_out = matches * min(1.0, (matches - 1) / 3) + (places - matches) * min(1.0, matches / 3)
-    return left_out / places
+    # Without one of the matching answers there is one match fewer.
+    total = matches * min(1.0, (matches - 1) / 3) + (annotators - matches) * min(1.0, matches / 3)
+    return total / annotators
 
 
 def normalize_vqa(text: str) -> str:
-    """An answer as VQA's evaluation server compares it.
+    """Normalize an answer as VQA's evaluation server does.
 
-    Lower case; number words to ten as digits; no articles, commas and question marks; a mark that
-    stands beside a blank vanishes, and one inside a word becomes a blank; contractions get their
-    apostrophe.
+    Convert to lower case; number words up to ten to digits; remove articles, commas and question
+    marks; remove a punctuation mark next to a space, and replace one inside a word with a space;
+    restore the apostrophe of contractions.
 
     >>> normalize_vqa("The  Seven-Eleven store,  isnt it?")
     "7 eleven store isn't it"
@@ -125,19 +127,19 @@ def normalize_vqa(text: str) -> str:
     text = text.replace("\n", " ").replace("\t", " ").strip()
     plain = text
     for mark in _MARKS:
-        beside_blank = f"{mark} " in text or f" {mark}" in text
-        plain = plain.replace(mark, "" if beside_blank else " ")
+        next_to_space = f"{mark} " in text or f" {mark}" in text
+        plain = plain.replace(mark, "" if next_to_space else " ")
     plain = re.sub(r"\.(?!\d)", "", plain)
     words = [_NUMBERS.get(word, word) for word in plain.split()]
     return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 
 
 def anls_rrc(text: str, answers: Sequence[str]) -> float:
-    """ANLS as the Robust Reading Competition's script counts it.
+    """Compute ANLS as the script of the Robust Reading Competition does.
 
-    It differs from the paper (``scoring.anls``) in two ways: a similarity of exactly 0.5 is kept,
-    and the distance is divided by the length with the blanks that were stripped before it was
-    taken, so that padding an answer raises it.
+    It differs from the paper (``scoring.anls``) in two ways: a similarity of exactly 0.5 counts,
+    and the distance is computed on stripped texts but divided by the length of the unstripped
+    ones, so that padding an answer with spaces raises it.
 
     >>> anls_rrc("ab", ["ax"]), anls_rrc("ab" + 20 * " ", ["xy"])
     (0.5, 0.9090909090909091)
@@ -152,23 +154,24 @@ def anls_rrc(text: str, answers: Sequence[str]) -> float:
 
 
 def word_recognition(text: str, answers: Sequence[str]) -> float:
-    """1 where the letters a–z and digits are an answer's, in order; nothing else counts.
+    """Return 1 if the letters a–z and digits equal those of an answer; ignore other characters.
 
-    The rule of IIIT5K and of ICDAR 2015's "accuracy without case and symbols".
+    The rule of IIIT5K, and "accuracy without case and symbols" of ICDAR 2015.
 
     >>> word_recognition("Coffee-Shop!", ["COFFEE SHOP"])
     1.0
     """
-    return float(_alphanumeric(text) in {_alphanumeric(answer) for answer in answers})
+    return float(_keep_alphanumeric(text) in {_keep_alphanumeric(answer) for answer in answers})
 
 
 def error_rate(texts: Sequence[str], golds: Sequence[str], words: bool = False) -> float:
-    """Character or word error rate of a whole set: (S + D + I) / N, summed before dividing.
+    """Compute the character or word error rate of a dataset: (S + D + I) / N, summed first.
 
-    It may exceed 1. A word is what white space separates, so it means nothing for Chinese.
+    It may exceed 1. Words are separated by white space, so the word error rate is meaningless for
+    Chinese.
 
     Raises:
-        ValueError: the gold texts hold nothing to divide by.
+        ValueError: all gold texts are empty.
 
     >>> error_rate(["ab", "c"], ["ax", "cdef"])
     0.6666666666666666
@@ -180,8 +183,8 @@ def error_rate(texts: Sequence[str], golds: Sequence[str], words: bool = False) 
     return sum(Levenshtein.distance(text[:MAX_CHARACTERS], gold) for text, gold in pairs) / length
 
 
-def _in_or_near(text: str, answer: str, separator: str | None, short: int) -> float:
-    """1 for a short answer that is a part of the text; a long one by ANLS of at least 0.5."""
+def _match_or_anls(text: str, answer: str, separator: str | None, short: int) -> float:
+    """Return 1 if the text contains a short answer; for a long one ANLS, if at least 0.5."""
     if len(answer.split(separator)) < short:
         return float(answer in text)
     longest = max(len(text), len(answer))
@@ -189,10 +192,10 @@ def _in_or_near(text: str, answer: str, separator: str | None, short: int) -> fl
     return similarity if similarity >= 0.5 else 0.0
 
 
-def _counted(text: str, answer: str, rule: str | None) -> float:
-    """A part of the text, or 1 − relative error where that is above 0.5, by the rule."""
+def _score_count(text: str, answer: str, rule: str | None) -> float:
+    """Score a count: contained in the text, or 1 − relative error if above 0.5, by the rule."""
     if rule == "exact match":
-        return float(_one_line(answer.lower()) in text)
+        return float(_join_lines(answer.lower()) in text)
     number = re.search(r"\d+", text)
     if number is None or (count := int(number[0][:18])) == 0:
         return 0.0
@@ -200,19 +203,19 @@ def _counted(text: str, answer: str, rule: str | None) -> float:
     return similarity if similarity > 0.5 else 0.0
 
 
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return text.strip().replace("\n", " ")
 
 
-def _dense(text: str) -> str:
-    return _one_line(text).replace(" ", "")
+def _compact(text: str) -> str:
+    return _join_lines(text).replace(" ", "")
 
 
-def _without_text_tags(formula: str) -> str:
+def _remove_text_tags(formula: str) -> str:
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", formula)
 
 
-def _alphanumeric(text: str) -> str:
+def _keep_alphanumeric(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
@@ -236,13 +239,13 @@ _TWO_APOSTROPHES = (
 )
 
 
-def _contractions() -> dict[str, str]:
-    """Misspelt contractions, of whose apostrophes one is missing, to right ones."""
+def _build_contractions() -> dict[str, str]:
+    """Map contractions with one apostrophe missing to correct ones."""
     table = {word.replace("'", ""): word for word in _ONE_APOSTROPHE.split()}
     for word in _TWO_APOSTROPHES.split():
         first, second, third = word.split("'")
         table |= {f"{first}{second}'{third}": word, f"{first}'{second}{third}": word}
-    return table | {"somebody'd": "somebodyd"}  # the server's own table turns this one round
+    return table | {"somebody'd": "somebodyd"}  # the server's table has this one reversed
 
 
-_CONTRACTIONS = _contractions()
+_CONTRACTIONS = _build_contractions()

@@ -1,4 +1,4 @@
-"""A benchmark's own rules on a task's answers, and the groups by which it is reported."""
+"""Scoring rules of benchmarks for the answers of a task, and the groups of their reports."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from vlm_grpo.scoring import coco_average_precision, iou, iou_matrix
 from vlm_grpo.types import Example
 
 Rule = Callable[[Any, Example], float]
-"""``(answer, example)`` to a value; it is called only where there is an answer."""
+"""Maps ``(answer, example)`` to a value; only called if there is an answer."""
 CorpusRule = Callable[[Sequence[Any | None], Sequence[Example]], float]
-"""``(answers, examples)`` of a whole set to one value."""
+"""Maps ``(answers, examples)`` of a dataset to one value."""
 
 _ROUNDING = 1e-9
-"""In an IoU: the rounding of floating-point numbers must not decide at a threshold."""
+"""Margin at a threshold of IoU, so that floating-point rounding does not decide."""
 _COCO_SIZES = ((32**2, "small"), (96**2, "medium"), (float("inf"), "large"))
 _THRESHOLDS = np.arange(0.5, 1.0, 0.05)
 
 
-def rule_values(name: str, answers: Sequence[Any | None], examples: Sequence[Example]) -> list:
-    """A rule's value for each answer; no answer earns 0.
+def apply_rule(name: str, answers: Sequence[Any | None], examples: Sequence[Example]) -> list:
+    """Return the value of a rule for each answer; a missing answer earns 0.
 
     Args:
         name: a key of ``RULES``.
-        answers: what ``Task.read`` returned for each example.
-        examples: the rows, in the same order.
+        answers: result of ``Task.read`` for each example.
+        examples: examples in the same order.
     """
     rule = RULES[name]
     pairs = zip(answers, examples, strict=True)
@@ -37,12 +37,12 @@ def rule_values(name: str, answers: Sequence[Any | None], examples: Sequence[Exa
 
 
 def get_group(name: str, example: Example) -> str:
-    """The group that an example belongs to, as text.
+    """Return the group of an example, as text.
 
     Args:
-        name: "answer" (the gold answer itself), "size" (COCO's areas of the gold box), "size_128"
-            (Ref-L4's), or a key of ``Example.meta``; a key that is missing gives "unknown".
-            Examples without exactly one box have no size; their number of boxes is the group.
+        name: "answer" (the gold answer itself), "size" (of the gold box, by COCO's areas),
+            "size_128" (by Ref-L4's), or a key of ``Example.meta``; a missing key gives "unknown".
+            Examples without exactly one box have no size; their group is the number of boxes.
     """
     if name == "answer":
         return str(example.answer)
@@ -51,32 +51,32 @@ def get_group(name: str, example: Example) -> str:
         if len(boxes) != 1:
             return f"{len(boxes)} boxes"
         x1, y1, x2, y2 = boxes[0]
-        return _size(name, (x2 - x1) * (y2 - y1))
+        return _get_size(name, (x2 - x1) * (y2 - y1))
     return str(example.meta.get(name, "unknown"))
 
 
-def _size(name: str, area: float) -> str:
+def _get_size(name: str, area: float) -> str:
     if name == "size":
         return next(size for largest, size in _COCO_SIZES if area <= largest)
     side = area**0.5
     return "small" if side < 128 else "medium" if side <= 256 else "large"
 
 
-def _golds(example: Example) -> list[str]:
+def _get_golds(example: Example) -> list[str]:
     return [example.answer] if isinstance(example.answer, str) else list(example.answer)
 
 
-def _overlap(answer: Sequence[Box], example: Example) -> float:
-    """IoU of one box with one box; several boxes are no answer to these benchmarks."""
+def _compute_iou(answer: Sequence[Box], example: Example) -> float:
+    """Return the IoU of a single box; several boxes are not an answer to these benchmarks."""
     gold = gold_boxes(example.answer)
     return iou(answer[0], gold[0]) if len(answer) == len(gold) == 1 else 0.0
 
 
 def _nms_ap(answers: Sequence[Any | None], examples: Sequence[Example]) -> float:
-    """OVDEval's NMS-AP: around each gold box (IoU > 0.5) only the first detection is left.
+    """Compute OVDEval's NMS-AP: around each gold box (IoU > 0.5) only the first detection is kept.
 
-    Labels play no part in the suppression, so listing one place under every label gains nothing.
-    With equal confidences the official script keeps an arbitrary one; here it is the first.
+    The suppression ignores labels, so listing one box under every label gains nothing. Among equal
+    confidences the official script keeps an arbitrary one, and this function the first.
     """
     found, golds = [], []
     for answer, example in zip(answers, examples, strict=True):
@@ -91,32 +91,34 @@ def _nms_ap(answers: Sequence[Any | None], examples: Sequence[Example]) -> float
     return coco_average_precision(found, golds).get("ap", 0.0)
 
 
-def _error_rate(words: bool) -> CorpusRule:
+def _build_error_rate(words: bool) -> CorpusRule:
     def rate(answers: Sequence[Any | None], examples: Sequence[Example]) -> float:
-        golds = [_golds(example)[0] for example in examples]
+        golds = [_get_golds(example)[0] for example in examples]
         return official.error_rate([answer or "" for answer in answers], golds, words)
 
     return rate
 
 
 RULES: dict[str, Rule] = {
-    "ocrbench": lambda a, e: official.ocrbench(a, _golds(e), e.meta.get("dataset_name", "")),
+    "ocrbench": lambda a, e: official.ocrbench(a, _get_golds(e), e.meta.get("dataset_name", "")),
     "ocrbench_v2": lambda a, e: official.ocrbench_v2(
-        a, _golds(e), e.meta["type"], e.meta.get("eval")
+        a, _get_golds(e), e.meta["type"], e.meta.get("eval")
     ),
-    "vqa_accuracy": lambda a, e: official.vqa_accuracy(a, _golds(e), e.meta.get("answers", 10)),
-    "anls_rrc": lambda a, e: official.anls_rrc(a, _golds(e)),
-    "word_recognition": lambda a, e: official.word_recognition(a, _golds(e)),
-    "accuracy_above_50": lambda a, e: _overlap(a, e) > 0.5 + _ROUNDING,
-    "accuracy_above_75": lambda a, e: _overlap(a, e) > 0.75 + _ROUNDING,
-    "accuracy_above_90": lambda a, e: _overlap(a, e) > 0.9 + _ROUNDING,
-    "mean_accuracy_above": lambda a, e: float(np.mean(_overlap(a, e) > _THRESHOLDS + _ROUNDING)),
+    "vqa_accuracy": lambda a, e: official.vqa_accuracy(a, _get_golds(e), e.meta.get("answers", 10)),
+    "anls_rrc": lambda a, e: official.anls_rrc(a, _get_golds(e)),
+    "word_recognition": lambda a, e: official.word_recognition(a, _get_golds(e)),
+    "accuracy_above_50": lambda a, e: _compute_iou(a, e) > 0.5 + _ROUNDING,
+    "accuracy_above_75": lambda a, e: _compute_iou(a, e) > 0.75 + _ROUNDING,
+    "accuracy_above_90": lambda a, e: _compute_iou(a, e) > 0.9 + _ROUNDING,
+    "mean_accuracy_above": lambda a, e: float(
+        np.mean(_compute_iou(a, e) > _THRESHOLDS + _ROUNDING)
+    ),
 }
-"""Rules of one answer: IoU > t (where the tasks' own accuracy is IoU ≥ t), and those of OCR."""
+"""Rules for single answers: OCR, and IoU > t, where the accuracy of the tasks is IoU ≥ t."""
 
 CORPUS_RULES: dict[str, CorpusRule] = {
     "nms_ap": _nms_ap,
-    "cer_micro": _error_rate(words=False),
-    "wer_micro": _error_rate(words=True),
+    "cer_micro": _build_error_rate(words=False),
+    "wer_micro": _build_error_rate(words=True),
 }
-"""Rules of a whole set."""
+"""Rules for a dataset."""

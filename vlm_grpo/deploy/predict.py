@@ -58,7 +58,8 @@ class Predictor:
 
     Args:
         model: as for ``resolve_model``.
-        task: the task that builds the prompt and parses the answer; None: the run's task, or the question itself if the model was not trained by a run.
+        task: the task that builds the prompt and parses the answer; None: the run's task, or the
+            question alone if the model was not trained by a run.
         overrides: as for ``load_settings``; they override the settings of the run.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from vlm_grpo.benchmarks import held_out_task
+from vlm_grpo.benchmarks import get_held_out_task
 from vlm_grpo.checkpoint.store import checkpoints
 from vlm_grpo.config.run import RUNS, Overrides, Settings, build_settings, load_settings
 from vlm_grpo.errors import UserError, nearest
@@ -133,7 +133,7 @@ def read_held_out_values(run: Path, metric: str) -> dict[int, float]:
 def _find_best_step(run: Path, steps: Sequence[int]) -> int:
     """Return the step with the best held-out primary metric, the later one of equal steps."""
     settings = load_settings(str(run / "config.yaml"))
-    task = held_out_task(settings, load_task(settings.task, **settings.task_options))
+    task = get_held_out_task(settings, load_task(settings.task, **settings.task_options))
     values = read_held_out_values(run, task.primary_metric)
     known = [step for step in steps if step in values]
     if not known:

@@ -1,7 +1,6 @@
-"""What an evaluation came to: official metric, interval, tables by group, baselines, comparisons.
+"""Reports of benchmarks: official metric, interval, tables by group, baseline, comparison.
 
-Pure functions of examples and scores; no model is known here, so the predictions of any model are
-scored the same way.
+Pure functions of examples and scores, for the outputs of any model.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
 RESAMPLES = 2000
-_AT_ONCE = 2_000_000
+_CHUNK_VALUES = 2_000_000
 """Resampled values in memory at once."""
-_GROUPS_SHOWN = 40
+_MAX_GROUPS = 40
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One line of a table: n examples of a group, their mean and its 95 % interval."""
+    """One row of a table: a group's number of examples, mean and 95 % interval."""
 
     group: str
     n: int
@@ -36,14 +35,14 @@ class GroupRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sets of outputs on the same examples, first minus second.
+    """Difference of two sets of outputs for the same examples, first minus second.
 
     Attributes:
-        n: examples that both have a value for.
-        difference: mean of the differences, in the metric's own unit.
+        n: number of examples for which both have a value.
+        difference: mean of the differences, in the unit of the metric.
         low, high: 95 % bootstrap interval of the difference.
-        p_value: how often a difference this far from 0 comes about where there is none.
-        better, worse: on how many examples the first did better, and worse.
+        p_value: probability of a difference at least this large if there is none.
+        better, worse: number of examples on which the first is better, and worse.
     """
 
     n: int
@@ -57,19 +56,19 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """An evaluation on a benchmark.
+    """Results of an evaluation on a benchmark.
 
     Attributes:
-        benchmark: what was evaluated on.
-        n: examples.
+        benchmark: the benchmark.
+        n: number of examples.
         value: the official metric, on the benchmark's scale.
-        interval: its 95 % bootstrap interval; None for a metric of the whole set.
-        metrics: every metric by name, in its own unit.
+        interval: its 95 % bootstrap interval; None for a corpus metric.
+        metrics: every metric by name, unscaled.
         values: the official metric of each example, None where it is undefined without an
-            answer; None for a metric of the whole set.
-        tables: for each of the benchmark's groupings its groups.
-        baseline: what the naive answer is called, and the official metric that it earns.
-        answered: share of outputs that hold an answer.
+            answer; None for a corpus metric.
+        tables: rows of each grouping of the benchmark.
+        baseline: name of the naive answer, and its official metric.
+        answered: share of outputs with an answer.
     """
 
     benchmark: Benchmark
@@ -90,16 +89,16 @@ def build_report(
     scores: Sequence[Score],
     seed: int = 0,
 ) -> Report:
-    """Score outputs by a benchmark's definition.
+    """Compute the report of scored outputs.
 
     Args:
-        benchmark: says the metric, its variants and the groups.
-        task: the task that scored the outputs, with its frame.
-        examples: the rows, with the ``seen`` sizes that the model had.
-        scores: what ``task.score`` made of each output.
-        seed: the bootstrap's.
+        benchmark: the benchmark.
+        task: the task that scored the outputs, with their coordinate frame.
+        examples: the examples, with the resized sizes of their images.
+        scores: result of ``task.score`` for each output.
+        seed: seed of the bootstrap.
     """
-    columns, corpus = _metrics(benchmark, task, examples, scores)
+    columns, corpus = _collect_metrics(benchmark, task, examples, scores)
     values = columns.get(benchmark.metric)
     interval = None
     tables = {}
@@ -107,11 +106,11 @@ def build_report(
         value = corpus[benchmark.metric]
     else:
         value = _mean(values) if benchmark.average == "examples" else corpus[benchmark.metric]
-        low, high = bootstrap_interval(_split(values, _strata(benchmark, examples)), seed)
+        low, high = bootstrap_interval(_split(values, _get_strata(benchmark, examples)), seed)
         interval = (low * benchmark.scale, high * benchmark.scale)
         for name in benchmark.groups:
             groups = [get_group(name, example) for example in examples]
-            tables[name] = group_table(values, groups, seed)
+            tables[name] = build_group_table(values, groups, seed)
     return Report(
         benchmark=benchmark,
         n=len(examples),
@@ -120,23 +119,23 @@ def build_report(
         metrics={name: _mean(column) for name, column in columns.items()} | corpus,
         values=None if values is None else tuple(values),
         tables=tables,
-        baseline=_baseline(benchmark, task, examples),
+        baseline=_score_baseline(benchmark, task, examples),
         answered=float(np.mean([score.answer is not None for score in scores])),
     )
 
 
-def _metrics(
+def _collect_metrics(
     benchmark: Benchmark, task: Task, examples: Sequence[Example], scores: Sequence[Score]
 ) -> tuple[dict[str, list[float | None]], dict[str, float]]:
-    """The benchmark's metrics: those of each example, and those of the whole set.
+    """Return the benchmark's metrics: values of the examples, and corpus metrics.
 
-    A metric that is undefined without an answer (a count's error) is None there, so the official
-    metric of such a benchmark is over the answered ones.
+    A metric that is undefined without an answer (the error of a count) is None there, so the mean
+    is over the examples with an answer.
 
     Raises:
-        UserError: a metric raised, or the official one is defined nowhere.
+        UserError: a metric failed, or the official one is undefined on all examples.
     """
-    own = task.corpus_metrics([score.answer for score in scores], examples)
+    all_corpus = task.corpus_metrics([score.answer for score in scores], examples)
     columns: dict[str, list[float | None]] = {}
     corpus: dict[str, float] = {}
     for name in (benchmark.metric, *benchmark.variants):
@@ -144,78 +143,78 @@ def _metrics(
             if name in score.failures:
                 reason = score.failures[name].strip().splitlines()[-1]
                 raise UserError(f"{name} of example {example.id} cannot be computed: {reason}")
-        if name in own:
-            corpus[name] = own[name]
-        found = [{**score.rewards, **score.metrics}.get(name) for score in scores]
-        if any(value is not None for value in found):
-            columns[name] = found
+        if name in all_corpus:
+            corpus[name] = all_corpus[name]
+        values = [{**score.rewards, **score.metrics}.get(name) for score in scores]
+        if any(value is not None for value in values):
+            columns[name] = values
     if benchmark.metric not in columns and benchmark.metric not in corpus:
         raise UserError(
             f"{benchmark.metric} of {benchmark.title} is undefined here: no output holds an "
-            "answer, or the data hold nothing to find"
+            "answer, or the data have no gold objects"
         )
     return columns, corpus
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """Of those that are defined, of which there is one."""
+    """Return the mean of the values that are not None; there must be one."""
     return float(np.mean([value for value in values if value is not None]))
 
 
-def _strata(benchmark: Benchmark, examples: Sequence[Example]) -> list[str]:
+def _get_strata(benchmark: Benchmark, examples: Sequence[Example]) -> list[str]:
     if benchmark.average == "groups":
         return [get_group(benchmark.groups[0], example) for example in examples]
     return [""] * len(examples)
 
 
 def _split(values: Sequence[float | None], strata: Sequence[str]) -> list[np.ndarray]:
-    found: dict[str, list[float]] = defaultdict(list)
+    split: dict[str, list[float]] = defaultdict(list)
     for value, stratum in zip(values, strata, strict=True):
         if value is not None:
-            found[stratum].append(value)
-    return [np.asarray(part, float) for part in found.values()]
+            split[stratum].append(value)
+    return [np.asarray(part, float) for part in split.values()]
 
 
-def bootstrap_interval(parts: Sequence[np.ndarray], seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean of the parts' means.
+def bootstrap_interval(strata: Sequence[np.ndarray], seed: int) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the mean of the strata's means.
 
-    Each part is resampled within itself; with one part it is the usual interval of a mean.
+    Each stratum is resampled separately; with one stratum this is the usual interval of a mean.
 
     Args:
-        parts: values of each part, (n_part,) each, none of them empty.
-        seed: of the resampling.
+        strata: values of each stratum, of shape (n_stratum,), not empty.
+        seed: seed of the resampling.
     """
-    means = np.mean([_resampled_means(part, seed + i) for i, part in enumerate(parts)], axis=0)
+    means = np.mean([_resample_means(part, seed + i) for i, part in enumerate(strata)], axis=0)
     low, high = np.percentile(means, (2.5, 97.5))
     return float(low), float(high)
 
 
-def _resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
-    """Means of RESAMPLES resamples, (RESAMPLES,)."""
+def _resample_means(values: np.ndarray, seed: int) -> np.ndarray:
+    """Return the means of RESAMPLES resamples, of shape (RESAMPLES,)."""
     rng = np.random.default_rng(seed)
-    n, chunk = len(values), max(1, _AT_ONCE // len(values))
+    n, chunk = len(values), max(1, _CHUNK_VALUES // len(values))
     sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
     return np.concatenate([values[rng.integers(0, n, (k, n))].mean(axis=1) for k in sizes])
 
 
-def group_table(
+def build_group_table(
     values: Sequence[float | None], groups: Sequence[str], seed: int = 0
 ) -> tuple[GroupRow, ...]:
-    """Mean, n and interval of every group, in natural order (numbers by size)."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Return n, mean and interval of every group, in natural order (numbers by size)."""
+    by_group: dict[str, list[float]] = defaultdict(list)
     for value, group in zip(values, groups, strict=True):
         if value is not None:
-            found[group].append(value)
+            by_group[group].append(value)
     rows = []
-    for group in sorted(found, key=_natural):
-        part = np.asarray(found[group], float)
+    for group in sorted(by_group, key=_natural_key):
+        part = np.asarray(by_group[group], float)
         rows.append(
             GroupRow(group, len(part), float(part.mean()), *bootstrap_interval([part], seed))
         )
     return tuple(rows)
 
 
-def _natural(group: str) -> tuple[int, float, str]:
+def _natural_key(group: str) -> tuple[int, float, str]:
     return (0, float(group), "") if group.isdecimal() else (1, 0.0, group)
 
 
@@ -225,30 +224,31 @@ def compare(
     seed: int = 0,
     lower_is_better: bool = False,
 ) -> Comparison:
-    """A paired bootstrap test on the differences of two outputs to the same examples.
+    """Test the differences of two sets of outputs for the same examples by a paired bootstrap.
 
-    The p-value is the share of resamples, of the differences shifted to mean 0, whose mean is at
-    least as far from 0 as the one seen; one is added to both counts, so it is never 0.
+    The differences are shifted to mean 0 and resampled. The p-value is the share of resamples whose
+    mean is at least as far from 0 as the observed one; one is added to both counts, so that it is
+    never 0.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 16.4.
 
     Args:
-        first, second: the metric of each example, in the same order; examples for which either
-            has none are left out.
-        seed: of the resampling.
+        first, second: metric of each example, in the same order; examples where either is None are
+            left out.
+        seed: seed of the resampling.
         lower_is_better: the metric is an error.
 
     Raises:
-        UserError: no example has both.
+        UserError: no example has both values.
     """
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
-        raise UserError("there is nothing to compare: no example is answered by both")
+        raise UserError("there is nothing to compare: no example has an answer in both outputs")
     differences = np.asarray([a - b for a, b in pairs], float)
     mean = float(differences.mean())
-    resampled = _resampled_means(differences, seed)
+    resampled = _resample_means(differences, seed)
     low, high = np.percentile(resampled, (2.5, 97.5))
-    # The shift leaves a sum of rounding errors where all differences are equal.
+    # The tolerance is for rounding errors of the shift where all differences are equal.
     as_far = np.abs(resampled - mean) >= abs(mean) - 1e-12
     return Comparison(
         n=len(differences),
@@ -261,32 +261,32 @@ def compare(
     )
 
 
-def _baseline(
+def _score_baseline(
     benchmark: Benchmark, task: Task, examples: Sequence[Example]
 ) -> tuple[str, float] | None:
-    """The naive answer of the task, the same to every example, and what it earns."""
+    """Return the name of the naive answer, equal for every example, and its official metric."""
     if benchmark.task in ("counting", "ocr"):
         texts = Counter(task.gold(example) for example in examples)
         common = texts.most_common(1)[0][0]
         name, outputs = f"always {common[:40]!r}", [common] * len(examples)
     elif benchmark.task == "grounding":
-        whole = [replace(e, answer={"boxes": [[0, 0, *e.images[0].size]]}) for e in examples]
-        name, outputs = "the whole image", [task.gold(example) for example in whole]
+        full_images = [replace(e, answer={"boxes": [[0, 0, *e.images[0].size]]}) for e in examples]
+        name, outputs = "the whole image", [task.gold(example) for example in full_images]
     else:
         return None
     scores = [task.score(text, e) for text, e in zip(outputs, examples, strict=True)]
-    columns, corpus = _metrics(benchmark, task, examples, scores)
+    columns, corpus = _collect_metrics(benchmark, task, examples, scores)
     if benchmark.metric in corpus:
         return name, corpus[benchmark.metric] * benchmark.scale
     return name, _mean(columns[benchmark.metric]) * benchmark.scale
 
 
-def report_lines(report: Report, split: str | None = None) -> Iterator[str]:
-    """The report for people.
+def format_report(report: Report, split: str | None = None) -> Iterator[str]:
+    """Yield the lines of a printed report.
 
     Args:
-        report: the evaluation.
-        split: which split's published numbers to show; None: all.
+        report: the report.
+        split: split whose published results to show; None: all.
     """
     benchmark = report.benchmark
     interval = "" if report.interval is None else " [{:.1f}, {:.1f}]".format(*report.interval)
@@ -296,7 +296,7 @@ def report_lines(report: Report, split: str | None = None) -> Iterator[str]:
     )
     official = benchmark.splits.get(split or "")
     if official is not None and official != report.n:
-        yield f"  its {split} has {official} examples; this is a part, or another version, of it"
+        yield f"  its {split} has {official} examples; these are a part or another version of it"
     if report.baseline is not None:
         yield f"  baseline, {report.baseline[0]}: {report.baseline[1]:.1f}"
     for name, value in report.metrics.items():
@@ -304,23 +304,23 @@ def report_lines(report: Report, split: str | None = None) -> Iterator[str]:
             yield f"  {name:<24} {value:.4f}"
     for name, rows in report.tables.items():
         yield f"by {name}"
-        for row in rows[:_GROUPS_SHOWN]:
+        for row in rows[:_MAX_GROUPS]:
             mean, low, high = (x * benchmark.scale for x in (row.mean, row.low, row.high))
             yield f"  {row.group:<32} {mean:7.1f} [{low:.1f}, {high:.1f}]  n = {row.n}"
-        if len(rows) > _GROUPS_SHOWN:
-            yield f"  … and {len(rows) - _GROUPS_SHOWN} more groups"
-    shown = [p for p in benchmark.published if split is None or p.split == split]
-    if shown:
+        if len(rows) > _MAX_GROUPS:
+            yield f"  … and {len(rows) - _MAX_GROUPS} more groups"
+    published = [p for p in benchmark.published if split is None or p.split == split]
+    if published:
         yield "published"
-    for p in shown:
+    for p in published:
         checked = "verified" if p.verified else "not verified"
         yield f"  {p.model:<32} {p.value:7.1f}  {p.split}, {checked}: {p.source}"
     if benchmark.note:
         yield f"note: {benchmark.note}"
 
 
-def comparison_line(comparison: Comparison, scale: float = 100.0) -> str:
-    """The comparison for people, on a benchmark's scale."""
+def format_comparison(comparison: Comparison, scale: float = 100.0) -> str:
+    """Format a comparison as one line, on the scale of a benchmark."""
     c = comparison
     return (
         f"difference {c.difference * scale:+.1f} [{c.low * scale:+.1f}, {c.high * scale:+.1f}], "

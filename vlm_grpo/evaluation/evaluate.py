@@ -1,4 +1,4 @@
-"""How good a policy is on held-out examples: one greedy answer each, scored by the task."""
+"""Evaluate a policy on held-out examples: one greedy answer per example, scored by the task."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.benchmarks import held_out_task, load_benchmark
+from vlm_grpo.benchmarks import get_held_out_task, load_benchmark
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
@@ -25,8 +25,8 @@ from vlm_grpo.evaluation.benchmark_report import (
     Report,
     build_report,
     compare,
-    comparison_line,
-    report_lines,
+    format_comparison,
+    format_report,
 )
 from vlm_grpo.evaluation.generate import generate_all
 from vlm_grpo.evaluation.predictions import PredictionLog, read_predictions
@@ -40,8 +40,8 @@ from vlm_grpo.utils.bootstrap import bootstrap_interval
 
 logger = logging.getLogger(__name__)
 
-_DECISIVE = {"model", "model_revision", "seed", "task_options", "policy", "rollout"}
-"""Settings that have a say in what is written, besides those of ``evaluation`` but when it is."""
+_REQUEST_SETTINGS = {"model", "model_revision", "seed", "task_options", "policy", "rollout"}
+"""Settings that change the outputs, besides those of ``evaluation`` and ``data``."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,15 @@ class Evaluation:
     """Scores of n examples.
 
     Attributes:
-        primary metric: name of the task's primary metric metric.
+        primary_metric: name of the task's primary metric.
         n: number of examples.
         metrics: mean of every reward and metric by name, over the examples where it is defined,
-            and the task's corpus metrics; ``answered`` is the share with an answer, ``unscorable``
-            the number of examples on which a reward that counts has failed.
-        interval: 95 % bootstrap interval of the primary metric metric's mean; NaN for a metric of
-        the
-            whole set.
-        rows: for each example its id, output, answer, rewards and metrics.
+            and the task's corpus metrics; ``answered`` is the share of outputs with an answer,
+            ``unscorable`` the number of examples on which a weighted reward failed.
+        interval: 95 % bootstrap interval of the primary metric's mean; NaN for a corpus metric.
+        rows: id, output, answer, rewards and metrics of each example.
         lower_is_better: the primary metric is an error.
-        path: the file of the predictions; None where they are in none.
+        path: file of the predictions; None: they were not written.
     """
 
     primary_metric: str
@@ -72,10 +70,11 @@ class Evaluation:
 
     @property
     def value(self) -> float:
+        """Value of the primary metric."""
         return self.metrics[self.primary_metric]
 
-    def better_than(self, other: float | None) -> bool:
-        """Whether the primary metric beats another value of it; None is beaten by every number."""
+    def is_better_than(self, other: float | None) -> bool:
+        """Return whether the primary metric is better than ``other``; every number beats None."""
         if math.isnan(self.value):
             return False
         if other is None:
@@ -83,36 +82,42 @@ class Evaluation:
         return self.value < other if self.lower_is_better else self.value > other
 
     def __str__(self) -> str:
-        value, low, high = (shown(v, self.lower_is_better) for v in (self.value, *self.interval))
+        value, low, high = (
+            format_value(v, self.lower_is_better) for v in (self.value, *self.interval)
+        )
         interval = "" if math.isnan(self.interval[0]) else f" [{low}, {high}]"
         return f"{self.primary_metric} {value}{interval} (n = {self.n})"
 
 
-def shown(value: float, lower_is_better: bool) -> str:
-    """A primary metric's value for people: a share in percent, an error as it is."""
+def format_value(value: float, lower_is_better: bool) -> str:
+    """Format a value of the primary metric: an error as a number, anything else in percent."""
     return f"{value:.3f}" if lower_is_better else f"{value:.1%}"
 
 
 def evaluate_policy(
-    policy: Policy, task: Task, examples: Sequence[Example], settings: Settings, judge: RewardScorer
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    settings: Settings,
+    scorer: RewardScorer,
 ) -> Evaluation:
-    """One completion for each example at ``evaluation.temperature``, scored by the judge; each
-    rank asks its share and returns the whole.
+    """Generate and score one completion per example, at ``evaluation.temperature``.
 
-    What is sampled for an example depends on the seed and its place among the examples alone.
+    The ranks share the examples; each returns the evaluation of all. The completion of an example
+    depends only on the seed and on the example's index.
     """
-    seen, texts = generate_all(policy, task, examples, settings)
-    return summarise(task, seen, texts, judge(task, texts, seen), settings.seed)
+    resized, texts = generate_all(policy, task, examples, settings)
+    return summarize(task, resized, texts, scorer(task, texts, resized), settings.seed)
 
 
-def summarise(
+def summarize(
     task: Task,
     examples: Sequence[Example],
     texts: Sequence[str],
     scores: Sequence[Score],
     seed: int,
 ) -> Evaluation:
-    """Means and interval of scores; ``seed`` is the bootstrap's."""
+    """Compute the means of scores and their interval; ``seed`` is that of the bootstrap."""
     columns: dict[str, list[float]] = {}
     for score in scores:
         for name, value in (*score.rewards.items(), *score.metrics.items()):
@@ -122,8 +127,8 @@ def summarise(
     metrics = {name: float(np.mean(values)) for name, values in columns.items() if values}
     metrics["answered"] = float(np.mean([score.answer is not None for score in scores]))
     metrics["unscorable"] = sum(score.total is None for score in scores)
-    whole = _corpus_metrics(task, [score.answer for score in scores], examples)
-    metrics |= whole
+    corpus = _compute_corpus_metrics(task, [score.answer for score in scores], examples)
+    metrics |= corpus
     rows = tuple(
         {
             "id": example.id,
@@ -134,55 +139,55 @@ def summarise(
         }
         for example, text, score in zip(examples, texts, scores, strict=True)
     )
-    # No example defines the primary metric where, say, every reward has failed.
+    # The primary metric is undefined on every example if, for example, every reward failed.
     metrics.setdefault(task.primary_metric, math.nan)
-    # A mean over groups is of the whole too: the examples' values have another mean.
-    values = [] if task.primary_metric in whole else columns.get(task.primary_metric, [])
+    # A corpus metric may have values of examples too, but it is not their mean.
+    values = [] if task.primary_metric in corpus else columns.get(task.primary_metric, [])
     interval = bootstrap_interval(values, seed)
     return Evaluation(
         task.primary_metric, len(scores), metrics, interval, rows, task.lower_is_better
     )
 
 
-def _corpus_metrics(
+def _compute_corpus_metrics(
     task: Task, answers: Sequence[Any | None], examples: Sequence[Example]
 ) -> dict[str, float]:
     try:
         return task.corpus_metrics(answers, examples)
-    except FAILURES:  # a user's metric may raise anything; the run must go on
-        logger.warning("the corpus metrics failed and are left out", exc_info=True)
+    except FAILURES:  # a user's metric may raise anything; the run must continue
+        logger.warning("the corpus metrics failed and are skipped", exc_info=True)
         return {}
 
 
 def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evaluation:
-    """Evaluate the recipe's model, or a checkpoint of it, on the recipe's held-out examples.
+    """Evaluate the recipe's model, or a checkpoint, on the recipe's held-out examples.
 
-    The predictions are written into the run's folder, under ``evaluation``.
+    The predictions are written to the folder ``evaluation`` of the run.
 
     Raises:
-        UserError: the recipe has no ``data.eval``, or something cannot be loaded.
+        UserError: the recipe has no ``data.eval``, or the model or the data cannot be loaded.
     """
     if settings.data.eval is None:
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
     checkpoint = None if checkpoint is None else Path(checkpoint)
-    _refuse_no_folder(checkpoint)
+    _check_folder(checkpoint)
     disable_progress_bar()
-    own = load_task(settings.task, **settings.task_options)
-    task = held_out_task(settings, own)
+    run_task = load_task(settings.task, **settings.task_options)
+    task = get_held_out_task(settings, run_task)
     examples = load_examples(settings.data.eval, task, settings.data, "eval")
     policy = load_policy(settings, checkpoint, training=False)
     state = initialize_distributed()
     policy.model.to(state.device)
-    task = held_out_task(settings, replace(own, frame=policy.frame))
-    with _judge(settings) as judge:
-        found = evaluate_policy(policy, task, examples, settings, judge)
+    task = get_held_out_task(settings, replace(run_task, frame=policy.frame))
+    with _build_scorer(settings) as scorer:
+        evaluation = evaluate_policy(policy, task, examples, settings, scorer)
     path = settings.run_dir / "evaluation" / f"{checkpoint.name if checkpoint else 'model'}.jsonl"
     if state.is_main_process:
-        write_predictions(path, found)
-    return replace(found, path=path)
+        write_predictions(path, evaluation)
+    return replace(evaluation, path=path)
 
 
-def _refuse_no_folder(checkpoint: Path | None) -> None:
+def _check_folder(checkpoint: Path | None) -> None:
     if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} is not a folder")
 
@@ -193,25 +198,25 @@ def evaluate_benchmark(
     checkpoint: Path | None = None,
     split: str | None = None,
 ) -> list[Report]:
-    """Score a model, and a checkpoint of it beside it, by a benchmark's own rule.
+    """Evaluate a model on a benchmark, and print its report.
 
-    Outputs are written as they come; a stopped evaluation goes on from them. Each rank asks its
-    share; the first one scores and prints, and writes ``results.json`` into the run's folder.
+    Outputs are written as they are generated, and a stopped evaluation resumes from them. The ranks
+    share the examples; rank 0 scores, prints, and writes ``results.json`` to the run's folder.
 
     Args:
-        name: a benchmark, or a ``.yaml`` file that defines one.
-        settings: model, policy, task options, and the benchmark's rows as ``data.eval``.
-        checkpoint: compare this checkpoint with the model, example by example.
-        split: whose published numbers to print; None: all.
+        name: name of a benchmark, or a ``.yaml`` file that defines one.
+        settings: model, policy, task options, and the rows of the benchmark as ``data.eval``.
+        checkpoint: a checkpoint of the model, to compare with it example by example.
+        split: split whose published results to print; None: all.
 
     Returns:
-        The model's report and the checkpoint's; none on other ranks than the first.
+        The reports of the model and of the checkpoint; on ranks other than 0 an empty list.
 
     Raises:
-        UserError: something cannot be loaded, or the folder holds another evaluation.
+        UserError: the model or the data cannot be loaded, or the folder has another evaluation.
     """
     disable_progress_bar()
-    _refuse_no_folder(checkpoint)
+    _check_folder(checkpoint)
     state = initialize_distributed()
     benchmark = load_benchmark(name)
     reports: dict[str, Report] = {}
@@ -219,30 +224,30 @@ def evaluate_benchmark(
         if title == "the checkpoint" and weights is None:
             continue
         task = benchmark.load_task(**settings.task_options)
-        examples = _benchmark_examples(settings, task)
+        examples = _load_benchmark_examples(settings, task)
         policy = load_policy(settings, weights, training=False)
         policy.model.to(state.device)
         task = benchmark.load_task(policy.frame, **settings.task_options)
         folder = settings.run_dir / (weights.name if weights else "model")
-        request = _request(settings, weights, task, examples)
+        request = _build_request(settings, weights, task, examples)
         with state.main_process_first():
             log = PredictionLog(folder, request, state.process_index)
-        seen, texts = generate_all(policy, task, examples, settings, log)
+        resized, texts = generate_all(policy, task, examples, settings, log)
         if state.is_main_process:
             settings.save(folder / "config.yaml")
-            with _judge(settings) as judge:
-                scores = judge(task, texts, seen)
-            reports[title] = build_report(benchmark, task, seen, scores, settings.seed)
-            print(f"predictions in {log.path} (boxes in the {task.frame.name} frame)")
+            with _build_scorer(settings) as scorer:
+                scores = scorer(task, texts, resized)
+            reports[title] = build_report(benchmark, task, resized, scores, settings.seed)
+            print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
     if not state.is_main_process:
         return []
     comparison = _compare(list(reports.values()))
-    _show(reports, comparison, split)
+    _print_reports(reports, comparison, split)
     _write_results(settings.run_dir / "results.json", name, reports, comparison)
     return list(reports.values())
 
 
-def _judge(settings: Settings) -> RewardScorer:
+def _build_scorer(settings: Settings) -> RewardScorer:
     return RewardScorer(settings.rollout.reward_timeout, settings.rollout.reward_workers)
 
 
@@ -253,96 +258,99 @@ def score_benchmark(
     frame: CoordinateFrame | None = None,
     split: str | None = None,
 ) -> Report:
-    """Score outputs that any model wrote, by a benchmark's own rule.
+    """Score the outputs of any model on a benchmark, and print the report.
 
     Args:
         name: as for ``evaluate_benchmark``.
-        settings: the benchmark's rows as ``data.eval``, task options, seed.
+        settings: the rows of the benchmark as ``data.eval``, task options, seed.
         predictions: as for ``read_predictions``.
-        frame: in which the outputs' boxes are written; None: pixels of the original image.
-        split: whose published numbers to print; None: all.
+        frame: coordinate frame of the outputs' boxes; None: pixels of the original image.
+        split: split whose published results to print; None: all.
 
     Raises:
-        UserError: something cannot be loaded, or predictions and rows do not match.
+        UserError: the data cannot be loaded, or predictions and rows do not match.
     """
     benchmark = load_benchmark(name)
     task = benchmark.load_task(frame, **settings.task_options)
-    examples = _benchmark_examples(settings, task)
-    seen, texts = read_predictions(predictions, examples, needs_resized_size=task.frame == RESIZED)
-    with _judge(settings) as judge:
-        scores = judge(task, texts, seen)
-    report = build_report(benchmark, task, seen, scores, settings.seed)
-    _show({"the predictions": report}, None, split)
+    examples = _load_benchmark_examples(settings, task)
+    needs_resized_size = task.frame == RESIZED
+    resized, texts = read_predictions(predictions, examples, needs_resized_size)
+    with _build_scorer(settings) as scorer:
+        scores = scorer(task, texts, resized)
+    report = build_report(benchmark, task, resized, scores, settings.seed)
+    _print_reports({"the predictions": report}, None, split)
     return report
 
 
-def _benchmark_examples(settings: Settings, task: Task) -> list[Example]:
+def _load_benchmark_examples(settings: Settings, task: Task) -> list[Example]:
     return load_examples(settings.data.eval or settings.data.train, task, settings.data, "eval")
 
 
-def _request(
+def _build_request(
     settings: Settings, weights: Path | None, task: Task, examples: Sequence[Example]
 ) -> dict[str, Any]:
-    """What decides the outputs: settings, weights and questions."""
-    chosen = settings.model_dump(mode="json", include=_DECISIVE)
+    """Return everything that decides the outputs: settings, weights and prompts."""
+    chosen = settings.model_dump(mode="json", include=_REQUEST_SETTINGS)
     chosen["evaluation"] = settings.evaluation.model_dump(mode="json", exclude={"every"})
     chosen["data"] = settings.data.model_dump(mode="json", include={"eval", "eval_limit"})
-    asked = hashlib.sha256()
+    prompts = hashlib.sha256()
     for example in examples:
         sizes = [image.size for image in example.images]
-        asked.update(repr((example.id, task.prompt(example), sizes)).encode())
+        prompts.update(repr((example.id, task.prompt(example), sizes)).encode())
     files = sorted(weights.iterdir()) if weights else []
     states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return {
         **chosen,
         "weights": str(weights),
         "files": hashlib.sha256(repr(states).encode()).hexdigest(),
-        "questions": asked.hexdigest(),
+        "questions": prompts.hexdigest(),
     }
 
 
 def _compare(reports: Sequence[Report]) -> Comparison | None:
-    """The last of two reports against the first, where both have values of examples."""
+    """Compare the second report with the first, if both have values of examples."""
     if len(reports) < 2 or reports[0].values is None or reports[1].values is None:
         return None
     lower = reports[0].benchmark.lower_is_better
     return compare(reports[1].values, reports[0].values, lower_is_better=lower)
 
 
-def _show(reports: Mapping[str, Report], comparison: Comparison | None, split: str | None) -> None:
+def _print_reports(
+    reports: Mapping[str, Report], comparison: Comparison | None, split: str | None
+) -> None:
     for title, report in reports.items():
         if len(reports) > 1:
             print(f"\n{title}")
-        print(*report_lines(report, split), sep="\n")
+        print(*format_report(report, split), sep="\n")
     if comparison is not None:
         (report, *_) = reports.values()
-        print(f"\n{comparison_line(comparison, report.benchmark.scale)}")
+        print(f"\n{format_comparison(comparison, report.benchmark.scale)}")
 
 
 def _write_results(
     path: Path, name: str, reports: Mapping[str, Report], comparison: Comparison | None
 ) -> None:
-    """What was printed, for programs."""
-    record: dict[str, Any] = {"benchmark": name}
+    """Write the reports as JSON."""
+    results: dict[str, Any] = {"benchmark": name}
     for title, report in reports.items():
         values = asdict(report)
-        record[title.removeprefix("the ")] = {
+        results[title.removeprefix("the ")] = {
             key: values[key]
             for key in ("n", "value", "interval", "answered", "baseline", "metrics", "tables")
         }
-    record["comparison"] = None if comparison is None else asdict(comparison)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
+    results["comparison"] = None if comparison is None else asdict(comparison)
+    write_atomic(path, json.dumps(results, indent=1, ensure_ascii=False).encode())
 
 
 def write_predictions(path: Path, evaluation: Evaluation) -> None:
-    """A line for each example with its output, answer, rewards and metrics."""
+    """Write one line per example with its output, answer, rewards and metrics."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in evaluation.rows)
-    write_atomic(path, "".join(lines).encode())
+    write_atomic(path, "".join(lines).encode(errors="backslashreplace"))
 
 
 def write_summary(path: Path, evaluation: Evaluation) -> None:
-    """Its primary metric and every finite metric, those of the whole set too, which no line has."""
+    """Write the means, including corpus metrics, which the file of predictions does not have."""
     summary = {
         "headline": evaluation.primary_metric,
         "lower_is_better": evaluation.lower_is_better,

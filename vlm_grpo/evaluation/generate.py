@@ -1,4 +1,4 @@
-"""One output of a policy for every example: a part at a time, each rank its share, resumable."""
+"""Generate one output per example: in chunks, shared among the ranks, resumable."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Prompt
 
-PART_PIXELS = 2**24
-"""Pixels, as the model sees them, that are in memory at once: 0.4 GB in the Qwen families, which
-hold each pixel of a still image as two frames of three 32-bit numbers."""
-PART_EXAMPLES = 64
-"""Examples of one part at most, so that a few hundred small ones still make a share for each
-rank."""
+CHUNK_PIXELS = 2**24
+"""Pixels of resized images in memory at once: 0.4 GB in the Qwen families, which store each pixel
+of a still image as two frames of three 32-bit numbers."""
+CHUNK_EXAMPLES = 64
+"""Maximum number of examples in a chunk, so that a few hundred small examples still make a chunk
+for every rank."""
 _LINE_SECONDS = 15.0
-"""Between two lines where the output is no terminal."""
+"""Seconds between two progress lines when the output is not a terminal."""
 
 
-def parts(examples: Sequence[Example]) -> list[range]:
-    """Places of the examples, cut into parts that fit into memory together.
+def split_into_chunks(examples: Sequence[Example]) -> list[range]:
+    """Split the examples' indices into chunks whose images fit into memory together.
 
-    The cut depends on the examples alone, not on the ranks and not on what is done already, so an
-    example has the same neighbours in every run and gets the same output. A larger image than
-    ``PART_PIXELS`` is a part of its own.
+    The split depends only on the examples, not on the ranks or on the progress so far, so that an
+    example is batched with the same examples in every run and gets the same output. A larger image
+    than ``CHUNK_PIXELS`` is a chunk by itself.
 
     Args:
-        examples: with their images' ``seen`` sizes.
+        examples: examples with the resized sizes of their images.
     """
-    found: list[range] = []
+    chunks: list[range] = []
     start = pixels = 0
-    for place, example in enumerate(examples):
-        own = sum(width * height for width, height in (i.resized_size for i in example.images))
-        full = pixels + own > PART_PIXELS or place - start == PART_EXAMPLES
-        if full and place > start:
-            found.append(range(start, place))
-            start, pixels = place, 0
-        pixels += own
+    for index, example in enumerate(examples):
+        added = sum(width * height for width, height in (i.resized_size for i in example.images))
+        full = pixels + added > CHUNK_PIXELS or index - start == CHUNK_EXAMPLES
+        if full and index > start:
+            chunks.append(range(start, index))
+            start, pixels = index, 0
+        pixels += added
     if examples:
-        found.append(range(start, len(examples)))
-    return found
+        chunks.append(range(start, len(examples)))
+    return chunks
 
 
 def generate_all(
@@ -60,48 +60,49 @@ def generate_all(
     settings: Settings,
     log: PredictionLog | None = None,
 ) -> tuple[list[Example], list[str]]:
-    """The policy's output for every example, at ``evaluation.temperature``, on every rank.
+    """Generate one output per example at ``evaluation.temperature``, and return all on every rank.
 
-    Each rank takes every n-th part of those that are not in the log. What is sampled for an
-    example depends on the seed and its place among the examples, not on the rank.
+    Rank r of n generates every n-th chunk, starting with chunk r, of those that are not in the log.
+    The output of an example depends on the seed and on its index, not on the rank.
 
     Args:
-        policy: what answers.
-        task: what asks.
-        examples: all of them, the same on every rank.
-        settings: the run's.
-        log: where outputs are kept as they come, and what it holds is not asked again; None:
-            nowhere. It is finished here: its one file holds all outputs in the examples' order.
+        policy: the policy.
+        task: builds the prompts.
+        examples: all examples, equal on every rank.
+        settings: settings of the run.
+        log: file of the outputs; examples with an output in it are not generated again. It is
+            finished here: its file then has all outputs in the order of the examples. None: the
+            outputs are not written.
 
     Returns:
-        The examples, their images' ``seen`` sizes set, and an output for each.
+        The examples with the resized sizes of their images, and one output per example.
     """
     state = initialize_distributed()
-    seen = [policy.with_resized_sizes(example) for example in examples]
-    todo = parts(seen)
+    resized = [policy.with_resized_sizes(example) for example in examples]
+    todo = split_into_chunks(resized)
     outputs: dict[str, str] = {}
     if log is not None:
-        # All ranks go by what all of them have read, and none writes before all have.
-        log.share(gather_object(list(log.outputs.items())))
-        todo = [part for part in todo if log.lacks(seen[part.start : part.stop])]
+        # All ranks use what any of them has read, and none writes before all have read.
+        log.add_outputs(gather_object(list(log.outputs.items())))
+        todo = [chunk for chunk in todo if log.is_missing_any(resized[chunk.start : chunk.stop])]
         outputs = log.outputs
-    mine = todo[state.process_index :: state.num_processes]
-    shown = state.is_main_process and log is not None
-    for part in _with_progress(mine, len(examples) // state.num_processes, shown):
-        chunk = seen[part.start : part.stop]
-        prompts = [policy.build_prompt(example, task) for example in chunk]
-        seeds = [(settings.seed, "evaluation", place) for place in part]
-        texts = [drawn.text for drawn in generate(policy, prompts, settings, seeds)]
-        outputs |= {example.id: text for example, text in zip(chunk, texts, strict=True)}
+    own = todo[state.process_index :: state.num_processes]
+    visible = state.is_main_process and log is not None
+    for chunk in _show_progress(own, len(examples) // state.num_processes, visible):
+        batch = resized[chunk.start : chunk.stop]
+        prompts = [policy.build_prompt(example, task) for example in batch]
+        seeds = [(settings.seed, "evaluation", index) for index in chunk]
+        texts = [completion.text for completion in generate(policy, prompts, settings, seeds)]
+        outputs |= {example.id: text for example, text in zip(batch, texts, strict=True)}
         if log is not None:
-            log.add(chunk, texts)
+            log.append(batch, texts)
     outputs = dict(gather_object(list(outputs.items())))
     texts = [outputs[example.id] for example in examples]
     if log is not None:
         if state.is_main_process:
-            log.finish(seen, texts)
+            log.finish(resized, texts)
         state.wait_for_everyone()
-    return seen, texts
+    return resized, texts
 
 
 def generate(
@@ -110,45 +111,45 @@ def generate(
     settings: Settings,
     seeds: Sequence[Sequence[int | str]],
 ) -> list[Completion]:
-    """One completion of each prompt at ``evaluation.temperature``.
+    """Generate one completion per prompt at ``evaluation.temperature``.
 
     Args:
-        policy: what answers.
-        prompts: as the policy made them.
-        settings: the run's.
-        seeds: for each prompt, what names its stream of random numbers.
+        policy: the policy.
+        prompts: prompts built by the policy.
+        settings: settings of the run.
+        seeds: for each prompt, the parts of the seed of its random numbers.
     """
     evaluation, rollout = settings.evaluation, settings.rollout
     distribution = replace(policy.distribution, temperature=evaluation.temperature)
     sampling = SamplingSettings(distribution, rollout.max_completion_length, rollout.stop)
-    drawn = policy.sample(prompts, sampling, 1, seeds, evaluation.max_tokens_per_batch)
+    groups = policy.sample(prompts, sampling, 1, seeds, evaluation.max_tokens_per_batch)
     policy.clear_image_cache()
-    return [completion for (completion,) in drawn]
+    return [completion for (completion,) in groups]
 
 
-def _with_progress(todo: Sequence[range], total: int, shown: bool) -> Iterator[range]:
-    """The parts, with a bar in a terminal and a line now and then elsewhere.
+def _show_progress(todo: Sequence[range], total: int, visible: bool) -> Iterator[range]:
+    """Yield the chunks, and show a progress bar in a terminal or a line now and then elsewhere.
 
     Args:
-        todo: this rank's parts.
-        total: this rank's examples, those that are done already included.
-        shown: False: no bar and no lines.
+        todo: chunks of this rank.
+        total: examples of this rank, including those that are done already.
+        visible: False: show nothing.
     """
-    left = sum(map(len, todo))
-    done = max(0, total - left)
-    total = done + left
+    remaining = sum(map(len, todo))
+    done = max(0, total - remaining)
+    total = done + remaining
     console = Console(stderr=True)
     columns = (TextColumn("examples"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, disable=not (shown and console.is_terminal))
-    if shown and left and done:
-        print(f"going on after {done} of {total} examples", file=sys.stderr, flush=True)
+    bar = Progress(*columns, console=console, disable=not (visible and console.is_terminal))
+    if visible and remaining and done:
+        print(f"resuming after {done} of {total} examples", file=sys.stderr, flush=True)
     last = time.monotonic()
     with bar:
         row = bar.add_task("examples", total=total, completed=done)
-        for part in todo:
-            yield part
-            done += len(part)
+        for chunk in todo:
+            yield chunk
+            done += len(chunk)
             bar.update(row, completed=done)
-            if shown and bar.disable and time.monotonic() - last > _LINE_SECONDS:
+            if visible and bar.disable and time.monotonic() - last > _LINE_SECONDS:
                 last = time.monotonic()
                 print(f"{done}/{total} examples", file=sys.stderr, flush=True)

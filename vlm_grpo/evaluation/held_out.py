@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vlm_grpo.benchmarks import held_out_task
+from vlm_grpo.benchmarks import get_held_out_task
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.checks import warn_about_shared_images
@@ -29,7 +29,7 @@ def load_held_out(
     if settings.data.eval is None:
         return []
     examples = load_examples(
-        settings.data.eval, held_out_task(settings, task), settings.data, "eval"
+        settings.data.eval, get_held_out_task(settings, task), settings.data, "eval"
     )
     warn_about_shared_images(train_examples, examples)
     return examples
@@ -62,7 +62,7 @@ class HeldOutEvaluator:
     ) -> None:
         self.strategy, self.examples, self.settings = strategy, examples, settings
         self.policy: Policy = strategy.policy
-        self.task, self.scorer = held_out_task(settings, task), scorer
+        self.task, self.scorer = get_held_out_task(settings, task), scorer
         self.best: tuple[float, int] | None = None
 
     @property
@@ -87,7 +87,7 @@ class HeldOutEvaluator:
             evaluation = evaluate_policy(
                 self.policy, self.task, self.examples, self.settings, self.scorer
             )
-        if evaluation.better_than(None if self.best is None else self.best[0]):
+        if evaluation.is_better_than(None if self.best is None else self.best[0]):
             self.best = (evaluation.value, step)
         return evaluation
 

@@ -11,7 +11,7 @@ from typing import Any
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.sharding import full_shape
-from vlm_grpo.evaluation.evaluate import Evaluation, shown
+from vlm_grpo.evaluation.evaluate import Evaluation, format_value
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.tokens import Prompts
 from vlm_grpo.task import Task
@@ -113,7 +113,7 @@ class TrainResult:
             yield f"change     {format_change(self.before, self.after)}"
         if self.best is not None:
             value, step = self.best
-            yield f"best       {shown(value, self.lower_is_better)}, {self._locate(step)}"
+            yield f"best       {format_value(value, self.lower_is_better)}, {self._locate(step)}"
         yield f"report     {self.run_dir / 'report.html'}"
         yield f"samples    {self.run_dir / 'samples'}"
         yield f"checkpoint {self.checkpoint}"
