@@ -24,8 +24,8 @@ from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze, enable_gradient_checkpointing
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import estimate_memory
-from vlm_grpo.planning.shape import read_shape
-from vlm_grpo.planning.work import estimate_work
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.workload import estimate_workload
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 
@@ -99,7 +99,7 @@ def build_trainer(case: dict[str, Any], settings: Settings, examples: list[Examp
     model, processor = build_random_model(
         case["size"], weights, "cpu", max_pixels=case["image"] ** 2
     )
-    _, family = read_shape(model.config, settings.policy)
+    _, family = read_model_shape(model.config, settings.policy)
     if case["checkpointing"]:
         enable_gradient_checkpointing(model)
     adapters = apply_lora_or_freeze(model, family, settings.policy)
@@ -132,13 +132,13 @@ def reset_high_water_mark() -> None:
 def predict(case: dict[str, Any], trainer: Trainer, example: Example) -> dict[str, Any]:
     """Return the plan's estimate for the measured step."""
     settings, policy = trainer.settings, trainer.policy
-    shape, _ = read_shape(policy.model.config, settings.policy)
+    shape, _ = read_model_shape(policy.model.config, settings.policy)
     prompt = policy.build_prompt(policy.with_resized_sizes(example), trainer.task)
     patches = len(prompt.vision["pixel_values"])
-    work = estimate_work(settings, len(prompt.token_ids), patches, case["image"] ** 2)
+    work = estimate_workload(settings, len(prompt.token_ids), patches, case["image"] ** 2)
     found = estimate_memory(shape, work, on_cpu=True)
     predicted = {"rollout": found.rollout, "update": found.backward}
-    return {"predicted": predicted, "parts": vars(found), "weights": shape.weights}
+    return {"predicted": predicted, "parts": vars(found), "weights": shape.num_weights}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run will need before anything of it is downloaded or run."""
+"""Estimates of a run's memory and time, before weights are downloaded or anything runs."""
 
 from vlm_grpo.planning.planner import Plan, Planner, plan
 

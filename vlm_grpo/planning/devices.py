@@ -1,4 +1,4 @@
-"""How much memory a device has and how fast it is."""
+"""Devices: their memory and speed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vlm_grpo.errors import UserError, nearest
 
 GIB = 1 << 30
 CONTEXT = GIB
-"""Bytes that the driver and its libraries take on a GPU."""
+"""Bytes used by the driver and its libraries on a GPU."""
 FRAGMENTATION = 0.05
-"""Share of a GPU's memory that an allocator cannot use for want of a large enough piece."""
+"""Share of a GPU's memory that the allocator loses to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,15 @@ class Device:
     """A device that a step runs on.
 
     Attributes:
-        name: for people.
-        memory: bytes.
-        rates: FLOP/s of dense matrix products in float32 and bfloat16; None where only the
-            memory is known.
-        bandwidth: bytes/s of its memory.
-        layer_seconds: what one layer of a decoding step costs however little it computes: the
-            time in which Python starts its kernels.
-        efficiency: share of ``rates`` that long passes reach.
-        decode_efficiency: share of ``rates`` that passes of one token a completion reach.
-        is_cpu: the main memory is the device's.
+        name: display name.
+        memory: size of its memory in bytes.
+        rates: FLOP/s of dense matrix products in float32 and bfloat16; None if unknown.
+        bandwidth: memory bandwidth in bytes/s.
+        layer_seconds: least time of one layer in a decoding step, in which Python launches its
+            kernels.
+        efficiency: share of ``rates`` reached by passes over full sequences.
+        decode_efficiency: share of ``rates`` reached by decoding, with one token per completion.
+        is_cpu: whether the device is the CPU, with the main memory.
     """
 
     name: str
@@ -47,18 +46,17 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes that a run can have of it."""
+        """Bytes that a run can use."""
         if self.is_cpu:
             return self.memory
         return int(self.memory * (1 - FRAGMENTATION)) - CONTEXT
 
 
-# Memory in GiB as PyTorch sees it; dense TFLOP/s in float32 (TF32 is not used) and in bfloat16
-# with float32 sums; GB/s of memory. The rates are those of the makers' data sheets, halved where a
-# sheet states them with sparsity; none was read in the sheet itself. "Unverified" is what no page
-# that was read for this table repeats. GDDR6 with error correction gives a sixteenth of its memory
-# away: messages of PyTorch give an L4 22.03 GiB, an L40S 44.4 to 44.5, and an RTX 4090, which has
-# none, 23.64.
+# Memory in GiB as PyTorch reports it; dense TFLOP/s in float32 (without TF32) and in bfloat16 with
+# float32 accumulation; memory bandwidth in GB/s. The rates are those of the vendors' data sheets as
+# other pages quote them, halved if stated with sparsity; no page confirmed the "unverified" values.
+# Error correction uses a sixteenth of GDDR6 memory: PyTorch reports 22.03 GiB on an L4 and 44.4 to
+# 44.5 on an L40S, but 23.64 on an RTX 4090, which has none.
 _GPUS: dict[str, tuple[float, float, float, float]] = {
     "RTX3090": (23.6, 35.6, 71, 936),
     "RTX4090": (23.6, 82.6, 165.2, 1008),
@@ -72,55 +70,58 @@ _GPUS: dict[str, tuple[float, float, float, float]] = {
     "H100": (79.1, 67, 989, 3350),  # unverified: memory
     "H100-PCIe": (79.1, 51, 756, 2000),  # unverified: memory, bfloat16, bandwidth
     "H200": (139, 67, 989, 4800),
-    "B200": (178, 75, 2250, 7700),  # of an HGX board; other pages have 80 TFLOP/s and 8000 GB/s
+    "B200": (178, 75, 2250, 7700),  # on an HGX board; other pages have 80 TFLOP/s and 8000 GB/s
     "MI300X": (191, 163.4, 1307, 5300),  # unverified: memory, both rates
 }
 LAYER_SECONDS = 4e-4
-"""About 90 kernels of a decoder layer, each started from Python in some 5 µs: an assumption."""
+"""An assumption: about 90 kernels per decoder layer, each launched from Python in about 5 µs."""
 
 
-def named_device(name: str) -> Device:
-    """A GPU by its name, or by its memory as ``24GB``.
+def find_device(name: str) -> Device:
+    """Return a GPU by its name, or by its memory, for example ``24GB``.
 
     Raises:
-        UserError: there is no such GPU in the table.
+        UserError: the GPU is not in the table.
     """
-    wanted = re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia")
-    known = {key.replace("-", "").lower(): key for key in _GPUS}
-    if (size := re.fullmatch(r"(\d+)(?:gb|gib)", wanted)) is not None:
+    key = re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia")
+    known = {gpu.replace("-", "").lower(): gpu for gpu in _GPUS}
+    if (size := re.fullmatch(r"(\d+)(?:gb|gib)", key)) is not None:
         return Device(f"a GPU of {size[1]} GB", int(size[1]) * GIB)
-    if wanted not in known:
+    if key not in known:
         raise UserError(
-            f"the GPU {name!r} is not in the table{nearest(wanted, known)}: give its memory, as "
-            f"24GB, or one of {', '.join(_GPUS)}"
+            f"the GPU {name!r} is not in the table{nearest(key, known)}: give its memory, for "
+            f"example 24GB, or one of {', '.join(_GPUS)}"
         )
-    memory, wide, narrow, bandwidth = _GPUS[known[wanted]]
-    rates = {"float32": wide * 1e12, "bfloat16": narrow * 1e12}
-    return Device(known[wanted], int(memory * GIB), rates, bandwidth * 1e9, LAYER_SECONDS)
+    memory, float32, bfloat16, bandwidth = _GPUS[known[key]]
+    rates = {"float32": float32 * 1e12, "bfloat16": bfloat16 * 1e12}
+    return Device(known[key], int(memory * GIB), rates, bandwidth * 1e9, LAYER_SECONDS)
 
 
-def this_device() -> Device:
-    """The GPU of this machine, or its CPU with the rates that a large product reaches now."""
+def detect_device() -> Device:
+    """Return this machine's GPU, or its CPU with the measured rates of a large matrix product."""
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        match = next((k for k in sorted(_GPUS, key=len) if k.split("-")[0] in found.name), None)
-        device = named_device(match) if match is not None else Device(found.name, 0)
+        gpu = torch.cuda.get_device_properties(0)
+        match = next((k for k in sorted(_GPUS, key=len) if k.split("-")[0] in gpu.name), None)
+        device = find_device(match) if match is not None else Device(gpu.name, 0)
         return Device(
-            found.name, found.total_memory, device.rates, device.bandwidth, device.layer_seconds
+            gpu.name, gpu.total_memory, device.rates, device.bandwidth, device.layer_seconds
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rates = {"float32": _matmul_rate(torch.float32), "bfloat16": _matmul_rate(torch.bfloat16)}
+    rates = {
+        "float32": _measure_matmul_rate(torch.float32),
+        "bfloat16": _measure_matmul_rate(torch.bfloat16),
+    }
     threads = torch.get_num_threads()
-    # As measured on two cores with a model of 36 million weights (perf/README.md): long
-    # passes at 0.39 to 0.66 of the product's rate; a layer of 32 rows at 0.28 in float32, and
-    # bound by its many small operations, 1.6 ms a layer, in bfloat16.
+    # Measured on two cores with a model of 36 million weights (perf/README.md): full passes reach
+    # 0.39 to 0.66 of the product's rate. A decoding layer with 32 rows reaches 0.28 in float32; in
+    # bfloat16 it is bound by many small operations and takes 1.6 ms.
     return Device(
         f"this CPU ({threads} threads)", memory, rates, 1e12, 1.6e-3, 0.43, 0.28, is_cpu=True
     )
 
 
-def _matmul_rate(dtype: torch.dtype, edge: int = 2048) -> float:
-    """FLOP/s of a product of two matrices of this edge as the engine multiplies; the best of 5."""
+def _measure_matmul_rate(dtype: torch.dtype, edge: int = 2048) -> float:
+    """Return the best FLOP/s of five products of square matrices, with the engine's kernel."""
     a = torch.ones(edge, edge, dtype=dtype)
     best = 0.0
     for _ in range(5):

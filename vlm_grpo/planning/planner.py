@@ -1,4 +1,4 @@
-"""A recipe's memory and time, what would be the most that fits, and what would make it fit."""
+"""The plan of a recipe: its memory and time, the largest settings that fit, and changes to fit."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.loading import get_model_source, get_pixel_budget
-from vlm_grpo.planning.devices import GIB, Device, named_device, this_device
+from vlm_grpo.planning.devices import GIB, Device, detect_device, find_device
 from vlm_grpo.planning.memory import Memory, estimate_memory
-from vlm_grpo.planning.seconds import Phases, estimate_seconds
-from vlm_grpo.planning.shape import ModelShape, load_config, read_shape
-from vlm_grpo.planning.tokens import Prompts, PromptSize
-from vlm_grpo.planning.work import Work, estimate_work
+from vlm_grpo.planning.model_shape import ModelShape, load_config, read_model_shape
+from vlm_grpo.planning.prompt_sizes import PromptCounter, PromptSize
+from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
+from vlm_grpo.planning.workload import Workload, estimate_workload
 from vlm_grpo.registry import load_task
 
-MOST_GENERATIONS = 1024
-LEAST_PIXELS = 128 * 28 * 28
-"""Below this pixel budget no change is proposed: too little of an image would be left."""
+MAX_GENERATIONS = 1024
+MIN_PIXELS = 128 * 28 * 28
+"""Smallest pixel budget that is suggested; below it too little of an image is left."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one step of a recipe takes on one device.
+class StepEstimate:
+    """The memory and time of one step of a recipe on one device.
 
     Attributes:
-        settings: the recipe's.
-        shape: the model's.
-        prompts: every counted prompt, shortest first.
-        memory: with all prompts as long as the longest.
-        seconds: with all prompts as long as the median; None where the device is not known.
-        work: of the longest prompts.
-        typical: of the median ones.
+        settings: the recipe's settings.
+        shape: the model's shape.
+        prompts: sizes of the counted prompts, in ascending order.
+        memory: memory if all prompts are as long as the longest.
+        seconds: time if all prompts are as long as the median; None if the device's speed is
+            unknown.
+        work: workload of the longest prompts.
+        typical: workload of the median prompts.
     """
 
     settings: Settings
     shape: ModelShape
     prompts: list[PromptSize]
     memory: Memory
-    seconds: Phases | None
-    work: Work
-    typical: Work
+    seconds: PhaseCosts | None
+    work: Workload
+    typical: Workload
 
 
 @dataclass(frozen=True)
@@ -58,18 +59,18 @@ class Plan:
         device: the device.
         rows: number of rows of the training data.
         step: memory and time of one step of the recipe.
-        largest_group: the largest ``rollout.num_generations`` that fits; 0 where not even 2 does.
-        changes: changes of settings that make the recipe fit, each on top of those before it and
-            with the step after it; empty where it fits.
+        largest_group: the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits.
+        changes: changes of settings that make the recipe fit, each in addition to those before it
+            and with the resulting step; empty if the recipe fits.
         largest_batch: the largest useful ``optim.max_tokens_per_batch`` that fits after the
-            changes; 0 where none does.
+            changes; 0 if none fits.
     """
 
     device: Device
     rows: int
-    step: Step
+    step: StepEstimate
     largest_group: int
-    changes: tuple[tuple[str, Step], ...]
+    changes: tuple[tuple[str, StepEstimate], ...]
     largest_batch: int
 
     @property
@@ -78,31 +79,32 @@ class Plan:
         return self.step.memory.peak <= self.device.usable
 
     def __str__(self) -> str:
-        return "\n".join(lines(self))
+        return "\n".join(_format_plan(self))
 
 
 def plan(settings: Settings, gpu: str | None = None, devices: int = 1) -> Plan:
     """Estimate the memory and time of a recipe; no weights are loaded.
 
     Args:
-        settings: the recipe's.
-        gpu: a GPU's name, as ``H100``, or its memory, as ``24GB``; None: this machine's device.
+        settings: the recipe's settings.
+        gpu: a GPU's name, for example ``H100``, or its memory, for example ``24GB``; None: this
+            machine's device.
         devices: number of such devices.
 
     Raises:
-        UserError: as for ``Planner``, or the GPU is not known.
+        UserError: as for ``Planner``, or the GPU is unknown.
     """
-    device = this_device() if gpu is None else named_device(gpu)
+    device = detect_device() if gpu is None else find_device(gpu)
     return Planner(settings, device, devices).plan()
 
 
 class Planner:
-    """Plans a recipe, and the recipe with changes.
+    """Estimates a recipe on a device, and the recipe with changed settings.
 
     Args:
-        settings: the recipe's.
-        device: what it shall run on.
-        devices: how many of them.
+        settings: the recipe's settings.
+        device: the device to run on.
+        devices: number of such devices.
 
     Raises:
         UserError: data, task or configuration cannot be loaded, or the model is of a family
@@ -114,7 +116,7 @@ class Planner:
         task = load_task(settings.task, **settings.task_options)
         examples = load_examples(settings.data.train, task, settings.data, "train")
         self.config = load_config(settings)
-        shape, self.family = read_shape(self.config, settings.policy)
+        shape, self.family = read_model_shape(self.config, settings.policy)
         self.task = replace(task, frame=FRAMES[self.family.frame])
         self._shapes = {settings.policy.model_dump_json(): shape}
         processor: Any = AutoProcessor.from_pretrained(
@@ -122,25 +124,25 @@ class Planner:
             trust_remote_code=settings.policy.trust_remote_code,
             revision=settings.model_revision or "main",
         )
-        self.own = self.family.pixel_budget(processor)
-        self.prompts = Prompts(examples, self.task, self.family, processor)
+        self.default_budget = self.family.pixel_budget(processor)
+        self.prompts = PromptCounter(examples, self.task, self.family, processor)
 
-    def step(self, settings: Settings) -> Step:
-        """One step under these settings."""
+    def estimate_step(self, settings: Settings) -> StepEstimate:
+        """Estimate a step under these settings."""
         policy = settings.policy
         key = policy.model_dump_json()
         if key not in self._shapes:
-            self._shapes[key] = read_shape(self.config, policy)[0]
+            self._shapes[key] = read_model_shape(self.config, policy)[0]
         shape = self._shapes[key]
-        budget = get_pixel_budget(self.own, policy)
-        assert budget is not None  # families that share a prompt resize
-        sizes = self.prompts.sizes(budget)
+        budget = get_pixel_budget(self.default_budget, policy)
+        assert budget is not None  # families with the shared-prefix form resize images
+        sizes = self.prompts.count(budget)
         work, typical = (
-            estimate_work(settings, size.tokens, size.patches, size.pixels, self.devices)
+            estimate_workload(settings, size.tokens, size.patches, size.pixels, self.devices)
             for size in (sizes[-1], sizes[len(sizes) // 2])
         )
         memory = estimate_memory(shape, work, self.device.is_cpu)
-        return Step(
+        return StepEstimate(
             settings,
             shape,
             sizes,
@@ -152,50 +154,53 @@ class Planner:
 
     def plan(self) -> Plan:
         """Return the plan of the recipe."""
-        step = self.step(self.settings)
+        step = self.estimate_step(self.settings)
         fits = step.memory.peak <= self.device.usable
-        changes = () if fits else tuple(self.remedies())
+        changes = () if fits else tuple(self.suggest_changes())
         last = changes[-1][1] if changes else step
         return Plan(
             device=self.device,
-            rows=self.prompts.rows,
+            rows=self.prompts.num_rows,
             step=step,
-            largest_group=self.largest_group() if fits else 0,
+            largest_group=self.find_largest_group() if fits else 0,
             changes=changes,
-            largest_batch=self.largest_batch(last.settings),
+            largest_batch=self.find_largest_batch(last.settings),
         )
 
     def fits(self, settings: Settings) -> bool:
-        return self.step(settings).memory.peak <= self.device.usable
+        """Return whether a step under these settings fits."""
+        return self.estimate_step(settings).memory.peak <= self.device.usable
 
-    def largest_group(self) -> int:
-        """The largest ``rollout.num_generations`` that fits; 0 where not even 2 does."""
-        return _largest(
-            lambda group: self.fits(changed(self.settings, "rollout", num_generations=group)),
+    def find_largest_group(self) -> int:
+        """Return the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits."""
+        return _find_largest(
+            lambda group: self.fits(with_changes(self.settings, "rollout", num_generations=group)),
             2,
-            MOST_GENERATIONS,
+            MAX_GENERATIONS,
         )
 
-    def largest_batch(self, settings: Settings | None = None) -> int:
-        """The largest useful ``optim.max_tokens_per_batch`` that fits; 0 where none does."""
+    def find_largest_batch(self, settings: Settings | None = None) -> int:
+        """Return the largest useful ``optim.max_tokens_per_batch`` that fits; 0 if none fits."""
         settings = settings or self.settings
-        work = self.step(settings).work
-        whole = work.prompts * (work.prompt + work.group * (work.completion - 1))
-        return _largest(
-            lambda tokens: self.fits(changed(settings, "optim", max_tokens_per_batch=tokens)),
-            work.prompt + work.completion - 1,
-            whole,
+        work = self.estimate_step(settings).work
+        full = work.num_prompts * (
+            work.prompt_tokens + work.num_generations * (work.completion_tokens - 1)
+        )
+        return _find_largest(
+            lambda tokens: self.fits(with_changes(settings, "optim", max_tokens_per_batch=tokens)),
+            work.prompt_tokens + work.completion_tokens - 1,
+            full,
         )
 
-    def remedies(self) -> Iterator[tuple[str, Step]]:
-        """Changes, each on top of those before it, until the recipe fits; what each leads to."""
+    def suggest_changes(self) -> Iterator[tuple[str, StepEstimate]]:
+        """Yield cumulative changes with the resulting steps, until the recipe fits."""
         settings = self.settings
         for change in _CHANGES:
-            found = change(self, settings)
-            if found is None:
+            changed = change(self, settings)
+            if changed is None:
                 continue
-            text, settings = found
-            step = self.step(settings)
+            text, settings = changed
+            step = self.estimate_step(settings)
             yield text, step
             if step.memory.peak <= self.device.usable:
                 return
@@ -204,89 +209,96 @@ class Planner:
 Change = tuple[str, Settings] | None
 
 
-def changed(settings: Settings, block: str, **values: Any) -> Settings:
-    """The settings with other values in one block."""
+def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
+    """Return the settings with changed values in one block."""
     return settings.model_copy(update={block: getattr(settings, block).model_copy(update=values)})
 
 
-def _smaller_batches(planner: Planner, settings: Settings) -> Change:
-    work = planner.step(settings).work
-    one = work.prompt + work.group * (work.completion - 1)
-    if one >= settings.optim.max_tokens_per_batch:
+def _reduce_batches(planner: Planner, settings: Settings) -> Change:
+    work = planner.estimate_step(settings).work
+    group_tokens = work.prompt_tokens + work.num_generations * (work.completion_tokens - 1)
+    if group_tokens >= settings.optim.max_tokens_per_batch:
         return None
-    return f"optim.max_tokens_per_batch={one}", changed(settings, "optim", max_tokens_per_batch=one)
+    text = f"optim.max_tokens_per_batch={group_tokens}"
+    return text, with_changes(settings, "optim", max_tokens_per_batch=group_tokens)
 
 
-def _smaller_rollouts(planner: Planner, settings: Settings) -> Change:
-    step = planner.step(settings)
+def _reduce_rollouts(planner: Planner, settings: Settings) -> Change:
+    step = planner.estimate_step(settings)
     work = step.work
-    one = work.prompt + work.group * work.completion
-    if step.memory.rollout <= planner.device.usable or one >= settings.rollout.max_tokens_per_batch:
+    group_tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
+    if (
+        step.memory.rollout <= planner.device.usable
+        or group_tokens >= settings.rollout.max_tokens_per_batch
+    ):
         return None
-    text = f"rollout.max_tokens_per_batch={one}"
-    return text, changed(settings, "rollout", max_tokens_per_batch=one)
+    text = f"rollout.max_tokens_per_batch={group_tokens}"
+    return text, with_changes(settings, "rollout", max_tokens_per_batch=group_tokens)
 
 
-def _smaller_chunks(planner: Planner, settings: Settings) -> Change:
+def _reduce_chunks(planner: Planner, settings: Settings) -> Change:
     if 0 < settings.policy.head_chunk_tokens <= 256:
         return None
-    return "policy.head_chunk_tokens=256", changed(settings, "policy", head_chunk_tokens=256)
+    return "policy.head_chunk_tokens=256", with_changes(settings, "policy", head_chunk_tokens=256)
 
 
-def _checkpointing(planner: Planner, settings: Settings) -> Change:
+def _use_checkpointing(planner: Planner, settings: Settings) -> Change:
     if settings.policy.gradient_checkpointing:
         return None
-    new = changed(settings, "policy", gradient_checkpointing=True)
+    new = with_changes(settings, "policy", gradient_checkpointing=True)
     return "policy.gradient_checkpointing=true", new
 
 
-def _no_reference(planner: Planner, settings: Settings) -> Change:
+def _drop_reference(planner: Planner, settings: Settings) -> Change:
     if not settings.objective.needs_reference:
         return None
-    new = changed(settings, "objective", beta=0.0, reference_refresh_every=1)
+    new = with_changes(settings, "objective", beta=0.0, reference_refresh_every=1)
     return "objective.beta=0 objective.reference_refresh_every=1", new
 
 
-def _adapters(planner: Planner, settings: Settings) -> Change:
+def _use_adapters(planner: Planner, settings: Settings) -> Change:
     if settings.policy.lora is not None:
         return None
-    new = changed(settings, "policy", lora=LoraSettings(), freeze=())
-    return "policy.lora.r=64 optim.lr=1e-5", changed(new, "optim", lr=1e-5)
+    new = with_changes(settings, "policy", lora=LoraSettings(), freeze=())
+    return "policy.lora.r=64 optim.lr=1e-5", with_changes(new, "optim", lr=1e-5)
 
 
-def _bfloat16(planner: Planner, settings: Settings) -> Change:
+def _use_bfloat16(planner: Planner, settings: Settings) -> Change:
     if settings.policy.dtype == "bfloat16":
         return None
-    return "policy.dtype=bfloat16", changed(settings, "policy", dtype="bfloat16")
+    return "policy.dtype=bfloat16", with_changes(settings, "policy", dtype="bfloat16")
 
 
-def _half_the_pixels(planner: Planner, settings: Settings) -> Change:
-    largest = max(size.pixels for size in planner.step(settings).prompts)
+def _halve_pixels(planner: Planner, settings: Settings) -> Change:
+    largest = max(size.pixels for size in planner.estimate_step(settings).prompts)
     images = max(1, max(len(e.images) for e in planner.prompts.examples))
     pixels = largest // images // 2
-    if pixels < LEAST_PIXELS or pixels < (settings.policy.min_pixels or 0):
+    if pixels < MIN_PIXELS or pixels < (settings.policy.min_pixels or 0):
         return None
-    least = min(settings.policy.min_pixels or (planner.own or PixelBudget(1, 1)).min_pixels, pixels)
-    new = changed(settings, "policy", max_pixels=pixels, min_pixels=least)
+    min_pixels = min(
+        settings.policy.min_pixels or (planner.default_budget or PixelBudget(1, 1)).min_pixels,
+        pixels,
+    )
+    new = with_changes(settings, "policy", max_pixels=pixels, min_pixels=min_pixels)
     return f"policy.max_pixels={pixels}", new
 
 
-# What costs nothing comes first, then time, then what changes the training, then what is seen.
+# In this order: free changes, changes that cost time, changes of the training, smaller images.
 _CHANGES: tuple[Callable[[Planner, Settings], Change], ...] = (
-    _smaller_batches,
-    _smaller_rollouts,
-    _smaller_chunks,
-    _checkpointing,
-    _bfloat16,
-    _no_reference,
-    _adapters,
-    _half_the_pixels,
-    _half_the_pixels,
+    _reduce_batches,
+    _reduce_rollouts,
+    _reduce_chunks,
+    _use_checkpointing,
+    _use_bfloat16,
+    _drop_reference,
+    _use_adapters,
+    _halve_pixels,
+    _halve_pixels,
 )
 
 
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number from ``low`` to ``high`` for which ``fits`` holds; 0 where none does."""
+def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number from ``low`` to ``high`` that fits, by bisection; 0 if none."""
     if not fits(low):
         return 0
     while low < high:
@@ -295,12 +307,12 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def lines(plan: Plan) -> Iterator[str]:
-    """The plan, line by line."""
+def _format_plan(plan: Plan) -> Iterator[str]:
+    """Yield the lines of the plan."""
     step, device = plan.step, plan.device
     shape, sizes = step.shape, step.prompts
-    share = f"LoRA, {shape.trained:,} trained" if shape.rank else f"{shape.trained:,} trained"
-    yield f"model      {step.settings.model}: {shape.name}, {share}, {shape.precision}"
+    trained = f"{'LoRA, ' if shape.lora_rank else ''}{shape.num_trained:,} trained"
+    yield f"model      {step.settings.model}: {shape.name}, {trained}, {shape.precision}"
     yield f"data       {plan.rows:,} rows, {len(sizes):,} counted"
     for name, values in (
         ("image", sorted(size.image_tokens for size in sizes)),
@@ -310,69 +322,69 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"{name:<10} {' / '.join(f'{v:,}' for v in shown)} tokens (min / median / max)"
     work = step.work
     yield (
-        f"step       {work.prompts} prompts × {work.group} completions of {work.completion} tokens "
-        f"a device; at the longest {work.update_tokens:,} tokens in "
-        f"{work.micro_batches} micro-batches"
+        f"step       {work.num_prompts} prompts × {work.num_generations} completions of "
+        f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
+        f"{work.num_micro_batches} micro-batches"
     )
-    yield from _memory_lines(step, device)
+    yield from _format_memory(step, device)
     if step.seconds is not None:
-        yield from _time_lines(step.seconds, device)
-    yield from _advice(plan)
+        yield from _format_time(step.seconds, device)
+    yield from _format_advice(plan)
 
 
-def _memory_lines(step: Step, device: Device) -> Iterator[str]:
+def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
     memory = step.memory
-    yield "memory     GiB, where every prompt is as long as the longest"
+    yield "memory     GiB, if every prompt is as long as the longest"
     for name in (
         "weights", "optimizer", "reference", "libraries", "features", "folded", "cache", "sampling",
         "gradients", "activations", "update",
     ):  # fmt: skip
         value = getattr(memory, name)
         if value:
-            yield f"  {name:<12} {value / GIB:8.2f}  {_MEANING[name]}"
+            yield f"  {name:<12} {value / GIB:8.2f}  {_DESCRIPTIONS[name]}"
     yield f"  rollout      {memory.rollout / GIB:8.2f}  peak while sampling"
     yield f"  update       {memory.backward / GIB:8.2f}  peak in the update"
     yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable"
 
 
-_MEANING = {
+_DESCRIPTIONS = {
     "weights": "model and adapters",
     "optimizer": "AdamW's moments",
-    "reference": "the reference policy",
-    "libraries": "what they take beside tensors",
-    "features": "images, as the frozen vision tower sees them",
-    "folded": "rollout: copies of weights that decoding is faster with",
+    "reference": "reference policy",
+    "libraries": "libraries, besides tensors",
+    "features": "outputs of the frozen vision tower",
+    "folded": "rollout: copies of weights for faster decoding",
     "cache": "rollout: keys and values",
-    "sampling": "rollout: for a moment",
-    "gradients": "update",
-    "activations": "update: kept for the backward pass",
-    "update": "update: for a moment",
+    "sampling": "rollout: short-lived tensors",
+    "gradients": "update: gradients",
+    "activations": "update: saved for the backward pass",
+    "update": "update: short-lived tensors",
 }
 
 
-def _time_lines(seconds: Phases, device: Device) -> Iterator[str]:
+def _format_time(seconds: PhaseCosts, device: Device) -> Iterator[str]:
     parts = ", ".join(f"{name} {value:.3g} s" for name, value in vars(seconds).items())
-    yield f"time       {seconds.total:.3g} s a step: {parts}"
+    yield f"time       {seconds.total:.3g} s per step: {parts}"
     yield (
-        f"           an estimate: median prompts, completions of full length, "
-        f"{device.efficiency:.0%} of the rate of matrix products"
+        f"           an estimate for median prompts, completions of full length and "
+        f"{device.efficiency:.0%} of the matmul rate"
     )
 
 
-def _advice(plan: Plan) -> Iterator[str]:
+def _format_advice(plan: Plan) -> Iterator[str]:
     if plan.fits:
         free = (plan.device.usable - plan.step.memory.peak) / GIB
         yield f"fits       yes, with {free:.1f} GiB to spare"
-        more = "at least " if plan.largest_group == MOST_GENERATIONS else ""
+        more = "at least " if plan.largest_group == MAX_GENERATIONS else ""
         yield f"largest    rollout.num_generations: {more}{plan.largest_group:,}"
         yield f"           optim.max_tokens_per_batch: {plan.largest_batch:,}"
         return
     missing = (plan.step.memory.peak - plan.device.usable) / GIB
-    yield f"fits       no: {missing:.1f} GiB are missing. Change, one after the other:"
+    yield f"fits       no: {missing:.1f} GiB too large. Change in this order:"
     step = plan.step
     for text, step in plan.changes:
         yield f"  {text:<54} {step.memory.peak / GIB:8.2f} GiB"
     if step.memory.peak > plan.device.usable:
-        yield "           not even then: take a larger device, a smaller model, or more devices"
+        yield "           not even then: use a larger device, a smaller model, or more devices"
         return
     yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"

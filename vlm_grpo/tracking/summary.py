@@ -13,7 +13,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.sharding import full_shape
 from vlm_grpo.evaluation.evaluate import Evaluation, format_value
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning.tokens import Prompts
+from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.bootstrap import bootstrap_interval
@@ -60,7 +60,7 @@ def _image_line(policy: Policy, task: Task, examples: Sequence[Example]) -> Iter
     """Yield the range of image tokens, for families that keep the images' sizes."""
     if policy.budget is None or not any(example.images for example in examples):
         return
-    sizes = Prompts(examples, task, policy.family, policy.processor).sizes(policy.budget)
+    sizes = PromptCounter(examples, task, policy.family, policy.processor).count(policy.budget)
     images = sorted(size.image_tokens for size in sizes)
     spread = f"{images[0]:,}" if images[0] == images[-1] else f"{images[0]:,} to {images[-1]:,}"
     yield (

@@ -1,0 +1,15 @@
+"""A plan of the counting recipe on a small device."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlm_grpo.config.run import load_settings
+from vlm_grpo.planning import Planner
+from vlm_grpo.planning.devices import GIB, Device
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    settings = load_settings("counting", ["data.train_limit=30"])
+    return Planner(settings, Device("toy", GIB // 2, is_cpu=True))

@@ -1,0 +1,103 @@
+"""Tests of the memory estimate against autograd's saved tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
+
+from vlm_grpo.config.run import load_settings
+from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.planning.memory import (
+    count_bytes_per_patch,
+    count_bytes_per_prompt_token,
+    count_bytes_per_token,
+    count_cache_bytes,
+    count_cast_bytes,
+    estimate_memory,
+)
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.workload import Workload
+
+
+def measure_saved_bytes(policy: Policy, batch: MicroBatch) -> int:
+    """Return the bytes of all storages that autograd saves, without weights."""
+    weights = {weight.untyped_storage().data_ptr() for weight in policy.model.parameters()}
+    sizes: dict[int, int] = {}
+    alive: list[torch.Tensor] = []  # keeps addresses from being reused
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        policy.score(batch)
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str) -> None:
+    values = POLICIES[name]
+    if "lora" not in values:
+        values = values | {"freeze": ("vision", "projector")}
+    saved = {}
+    for layers in (2, 3):
+        policy, policy_settings = build_policy(family, values, text=layers)
+        prompt = build_prompt(policy)
+        batch = build_batch(prompt)
+        saved[layers] = measure_saved_bytes(policy, batch)
+    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    # The difference is the third layer's share, exact to the byte.
+    expected = batch.num_tokens * count_bytes_per_token(shape) + count_cast_bytes(shape)
+    expected += len(prompt.token_ids) * count_bytes_per_prompt_token(shape, on_cpu=True)
+    assert saved[3] - saved[2] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_formula_of_a_vision_block_is_exact(family: str, dtype: str) -> None:
+    saved = {}
+    depths = (1, 2) if family != "qwen3_vl" else (2, 3)  # deepstack taps blocks 0 and 1
+    for depth in depths:
+        policy, policy_settings = build_policy(family, {"dtype": dtype}, vision=depth)
+        prompt = build_prompt(policy)
+        saved[depth] = measure_saved_bytes(policy, build_batch(prompt))
+    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    casts = 2 * shape.vision.layer_weights if dtype == "bfloat16" else 0
+    patches = len(prompt.vision["pixel_values"])
+    assert saved[depths[1]] - saved[depths[0]] == patches * count_bytes_per_patch(shape) + casts
+
+
+def test_the_cache_holds_keys_and_values_of_all_tokens() -> None:
+    policy, policy_settings = build_policy("qwen2_5_vl", POLICIES["full-float32"])
+    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    work = Workload(4, 3, 20, 16, 10, 130, 1 << 20, 0)
+    # Two prompts of 20 + 3 · 10 tokens fit into 130 tokens.
+    assert work.concurrent_prompts == 2
+    # 3 layers, keys and values, 2 key heads of 16, 4 bytes.
+    assert count_cache_bytes(shape, work) == 2 * 50 * 3 * 2 * 32 * 4
+
+
+def test_settings_that_save_memory_lower_the_estimate() -> None:
+    policy = load_settings("counting_qwen2_vl_2b", ["data.train=x", "data.eval=y"]).policy
+    model, _ = tiny_model("qwen2_5_vl")
+    work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
+
+    def estimate(**changes: Any) -> Any:
+        shape, _ = read_model_shape(model.config, policy.model_copy(update=changes))
+        return estimate_memory(shape, work)
+
+    plain = estimate(gradient_checkpointing=False)
+    assert estimate(gradient_checkpointing=True).activations < plain.activations / 2
+    lora = load_settings("ocr_qwen3_vl_4b", ["data.train=x", "data.eval=y"]).policy.lora
+    assert estimate(lora=lora).optimizer < plain.optimizer
+    float32 = estimate(dtype="float32", gradient_checkpointing=False)
+    assert float32.activations > plain.activations

@@ -1,0 +1,60 @@
+"""Tests of the FLOPs against PyTorch's counter, and of the seconds on known devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
+from torch.utils.flop_counter import FlopCounterMode
+
+from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.planning.devices import Device, find_device
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.step_time import (
+    count_completion_flops,
+    count_prompt_flops,
+    count_vision_flops,
+    estimate_seconds,
+)
+from vlm_grpo.planning.workload import Workload
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+# Only bfloat16: PyTorch's counter does not know oneDNN's products in float32.
+@pytest.mark.parametrize("name", ["lora-bfloat16", "full-bfloat16"])
+def test_flops_match_pytorchs_counter(family: str, name: str) -> None:
+    policy, policy_settings = build_policy(family, POLICIES[name])
+    prompt = build_prompt(policy)
+    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    batch = build_batch(prompt)
+    policy.model.train(False)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        policy.score(batch)
+    text = shape.text
+    scoring = 3 * 5 * 2 * text.hidden * text.vocabulary
+    patches = len(prompt.vision["pixel_values"])
+    expected = (
+        count_vision_flops(shape, patches)
+        + count_prompt_flops(shape, len(prompt.token_ids))
+        + 3 * count_completion_flops(shape, len(prompt.token_ids), 4)
+        + scoring
+    )
+    # PyTorch does not count products in the CPU's fused attention, a few percent of the total here.
+    # The estimate leaves out the deepstack mergers of Qwen3.
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.15)
+
+
+def test_seconds_depend_on_the_device() -> None:
+    model, _ = tiny_model("qwen2_5_vl")
+    shape, _ = read_model_shape(model.config, PolicySettings())
+    work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
+    fast, slow = find_device("H100"), find_device("L4")
+    assert estimate_seconds(shape, work, Device("x", 1)) is None
+    on_fast, on_slow = estimate_seconds(shape, work, fast), estimate_seconds(shape, work, slow)
+    assert on_fast is not None
+    assert on_slow is not None
+    # The update is bound by the matmul rate: 989 and 121 TFLOP/s.
+    assert on_slow.update / on_fast.update == pytest.approx(989 / 121)
+    # 64 steps of 3 layers: launching the kernels takes longer than computing.
+    assert on_fast.decode == pytest.approx(64 * 3 * fast.layer_seconds)

@@ -1,0 +1,116 @@
+"""FLOPs of a step by phase, and the seconds that a device needs for them.
+
+A linear module with w weights takes 2w FLOPs per token. Its backward pass takes 2w for the gradient
+of the input, and another 2w for the gradient of the weights if they are trained. Attention takes 4q
+FLOPs per query of width q and key: half for the scores, half for the weighted sum of the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vlm_grpo.planning.devices import Device
+from vlm_grpo.planning.model_shape import ModelShape
+from vlm_grpo.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class PhaseCosts:
+    """FLOPs, or seconds, of a step by phase."""
+
+    vision: float
+    prefill: float
+    decode: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.vision + self.prefill + self.decode + self.update
+
+
+def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
+    """Return the FLOPs of a step on one device with completions of full length."""
+    text = model.text
+    head = 2 * text.hidden * text.vocabulary
+    completions = work.num_prompts * work.num_generations
+    encoding = work.num_prompts * count_vision_flops(model, work.patches)
+    prompt = count_prompt_flops(model, work.prompt_tokens)
+    input_tokens = work.completion_tokens - 1  # the last token is never an input
+    decoding = count_completion_flops(model, work.prompt_tokens, input_tokens)
+    rollout = completions * (decoding + head * work.completion_tokens)
+    packed_once = work.num_prompts * (work.prompt_tokens + work.num_generations * input_tokens)
+    repeats = work.update_tokens / packed_once
+    forward = repeats * (work.num_prompts * prompt + completions * decoding)
+    backward = (2 if model.lora_rank else 3) + model.checkpointing
+    scoring = completions * work.completion_tokens * head * (2 if model.head_frozen else 4)
+    update = forward * backward + scoring
+    vision = encoding
+    if model.trains_vision:
+        vision += work.iterations * repeats * encoding * (3 + model.checkpointing)
+    reference = forward + completions * work.completion_tokens * head if work.uses_reference else 0
+    return PhaseCosts(
+        vision, work.num_prompts * prompt, rollout, work.iterations * update + reference
+    )
+
+
+def count_vision_flops(model: ModelShape, patches: int) -> float:
+    """Return the FLOPs of one pass of the vision tower over an image."""
+    vision = model.vision
+    window = min(vision.window or patches, patches)
+    windowed_layers = vision.layers - vision.full_attention_layers
+    keys = vision.full_attention_layers * patches + windowed_layers * window
+    merged = vision.hidden * vision.merge
+    merger = 2 * merged * (merged + model.text.hidden) * patches / vision.merge
+    linear = 2 * (vision.layers * vision.layer_weights + vision.patch_values * vision.hidden)
+    return patches * (linear + 4 * vision.hidden * keys) + merger
+
+
+def count_prompt_flops(model: ModelShape, tokens: int) -> float:
+    """Return the FLOPs of one causal pass of the decoder layers over a prompt."""
+    text = model.text
+    return text.layers * tokens * (_count_linear_flops(model) + 4 * text.query * (tokens + 1) / 2)
+
+
+def count_completion_flops(model: ModelShape, prompt: int, tokens: int) -> float:
+    """Return the FLOPs of the decoder layers for a completion after a cached prompt."""
+    text = model.text
+    return (
+        text.layers
+        * tokens
+        * (_count_linear_flops(model) + 4 * text.query * (prompt + (tokens + 1) / 2))
+    )
+
+
+def _count_linear_flops(model: ModelShape) -> float:
+    """Return the FLOPs per token of a layer's linear modules, including adapters."""
+    text = model.text
+    return 2 * (text.layer_weights + model.lora_rank * text.adapter_widths)
+
+
+def estimate_seconds(model: ModelShape, work: Workload, device: Device) -> PhaseCosts | None:
+    """Return the seconds of a step, or None if the device's rates are unknown."""
+    if device.rates is None:
+        return None
+    flops = count_flops(model, work)
+    rate = device.rates["float32" if model.precision == "float32" else "bfloat16"]
+    full_pass_rate = rate * device.efficiency
+    reading = _count_decode_bytes(model, work) / device.bandwidth
+    computing = flops.decode / (rate * device.decode_efficiency)
+    token_steps = -(-work.num_prompts // work.concurrent_prompts) * work.completion_tokens
+    launching = token_steps * model.text.layers * device.layer_seconds
+    return PhaseCosts(
+        flops.vision / full_pass_rate,
+        flops.prefill / full_pass_rate,
+        max(reading, computing, launching),
+        flops.update / full_pass_rate,
+    )
+
+
+def _count_decode_bytes(model: ModelShape, work: Workload) -> float:
+    """Return the bytes that decoding reads: weights, keys and values for every token."""
+    text = model.text
+    rounds = -(-work.num_prompts // work.concurrent_prompts)
+    weights = text.layers * text.layer_weights + text.hidden * text.vocabulary
+    cached_tokens = work.prompt_tokens + work.num_generations * work.completion_tokens / 2
+    cache = 2 * text.layers * text.key * work.concurrent_prompts * cached_tokens
+    return rounds * work.completion_tokens * (weights + cache) * model.value_bytes
