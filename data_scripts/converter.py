@@ -108,7 +108,7 @@ class Summary:
         if len(self.refused) < _LISTED_ROWS:
             self.refused.append(row)
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         """Yield the counts, then each reason with its first row, for printing."""
         refused = sum(self.reasons.values())
         left_out = self.read - self.written - refused
@@ -198,7 +198,7 @@ class _Conversion:
         try:
             self._write(task)
             if not self.summary.written:
-                lines = "\n".join(self.summary.lines())
+                lines = "\n".join(self.summary.format_lines())
                 raise UserError(f"no row of {self.request.source} can be converted\n{lines}")
         except UserError:  # a retry would fail on the same source, so nothing is kept for it
             for path in [self.partial_path, *self.new_images]:
@@ -206,7 +206,7 @@ class _Conversion:
             raise
         self.summary_path.write_text(json.dumps(self._summary(), indent=1, ensure_ascii=False))
         os.replace(self.partial_path, self.out)
-        print("\n".join(self.summary.lines()))
+        print("\n".join(self.summary.format_lines()))
         print(f"wrote {self.out}; image paths are relative to {self.request.images}")
 
     def _write(self, task: Task) -> None:

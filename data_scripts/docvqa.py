@@ -24,14 +24,14 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     if request.source.endswith(".json"):
         for row in read_json(request.path)["data"]:
             # DocVQA names the field image, InfographicVQA image_local_name.
-            yield _row(row, row.get("image_local_name", row.get("image")))
+            yield _convert_row(row, row.get("image_local_name", row.get("image")))
     else:
         split = _TABLE_SPLITS.get(request.split, request.split)
         for row in read_table(request.source, split, _COLUMNS):
-            yield _row(row, get_image_bytes(row["image"]))
+            yield _convert_row(row, get_image_bytes(row["image"]))
 
 
-def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
+def _convert_row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name = str(row["questionId"])
     answers = [answer for answer in row.get("answers") or [] if answer.strip()]
     if not answers:

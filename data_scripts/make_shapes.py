@@ -79,15 +79,15 @@ def draw_examples(task: str, count: int, seed: int = 0, split: str = "train") ->
 
 def _draw_counting(name: str, rng: random.Random) -> Example:
     """Draw one to six shapes of one kind, in any colors."""
-    return _counting_example(name, rng, distractors=0)
+    return _build_counting_example(name, rng, distractors=0)
 
 
 def _draw_cluttered(name: str, rng: random.Random) -> Example:
     """Draw one to six shapes of one kind among up to two of another kind."""
-    return _counting_example(name, rng, distractors=rng.randint(0, 2))
+    return _build_counting_example(name, rng, distractors=rng.randint(0, 2))
 
 
-def _counting_example(name: str, rng: random.Random, distractors: int) -> Example:
+def _build_counting_example(name: str, rng: random.Random, distractors: int) -> Example:
     target, other = rng.sample(KINDS, 2)
     answer = rng.randint(1, MAX_COUNT)
     kinds = [target] * answer + [other] * distractors
@@ -106,18 +106,18 @@ def _counting_example(name: str, rng: random.Random, distractors: int) -> Exampl
 def _draw_grounding(name: str, rng: random.Random) -> Example:
     """Draw one large shape or, with probability 1/3, two of medium size."""
     count = rng.choice((1, 1, 2))
-    return _grounding_example(name, rng, count, sizes=(40, 52) if count == 1 else (30, 38))
+    return _build_grounding_example(name, rng, count, sizes=(40, 52) if count == 1 else (30, 38))
 
 
 def _draw_crowded(name: str, rng: random.Random) -> Example:
     """Draw one to three smaller shapes."""
-    return _grounding_example(name, rng, rng.randint(1, 3), sizes=(24, 40))
+    return _build_grounding_example(name, rng, rng.randint(1, 3), sizes=(24, 40))
 
 
-def _grounding_example(
+def _build_grounding_example(
     name: str, rng: random.Random, count: int, sizes: tuple[int, int]
 ) -> Example:
-    """Draw shapes of which no two share color and kind; the first is the one to locate."""
+    """Draw shapes with distinct pairs of kind and color; the question names the first."""
     pairs = [(kind, color) for kind in KINDS for color in COLORS]
     scene, shapes = _draw_scene(rng.sample(pairs, count), sizes, rng)
     target = shapes[0]

@@ -17,15 +17,17 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per question; a single answer becomes a list of one."""
     if request.source.endswith(".json"):
         for row in read_json(request.path):
-            yield _row(row, row["id"], row["image_path"], ("answers", "dataset_name", "type"))
+            yield _convert_row(
+                row, row["id"], row["image_path"], ("answers", "dataset_name", "type")
+            )
     else:
         names = ("answer", "dataset", "question_type")
         columns = ("question", "image", *names)
         for number, row in enumerate(read_table(request.source, request.split, columns)):
-            yield _row(row, number, get_image_bytes(row["image"]), names)
+            yield _convert_row(row, number, get_image_bytes(row["image"]), names)
 
 
-def _row(
+def _convert_row(
     row: RawRecord, number: int, image: str | bytes | None, names: Sequence[str]
 ) -> ConvertedRow:
     answers, dataset, kind = (row[name] for name in names)

@@ -23,14 +23,14 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per question of a type that ``benchmarks.metrics`` can score."""
     if request.source.endswith(".json"):
         for row in read_json(request.path):
-            yield _row(row, row["image_path"])
+            yield _convert_row(row, row["image_path"])
     else:
         columns = ("id", "dataset_name", "question", "type", "answers", "image")
         for row in read_table(request.source, request.split, columns):
-            yield _row(row, get_image_bytes(row["image"]))
+            yield _convert_row(row, get_image_bytes(row["image"]))
 
 
-def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
+def _convert_row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name, kind = f"ocrbench-v2-{row['id']}", row["type"]
     if kind not in OCRBENCH_V2:
         return RefusedRow(name, f"type {kind} needs a metric that is not supported")

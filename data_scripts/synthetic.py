@@ -83,11 +83,12 @@ def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Pa
         (temporary / "images").mkdir()
         with (temporary / file_name).open("w", encoding="utf-8") as file:
             for example in examples:
-                file.write(json.dumps(_row(example, temporary), ensure_ascii=False) + "\n")
+                file.write(json.dumps(_write_images(example, temporary), ensure_ascii=False) + "\n")
     return out / file_name
 
 
-def _row(example: Example, root: Path) -> dict[str, object]:
+def _write_images(example: Example, root: Path) -> dict[str, object]:
+    """Write the images of an example below ``root`` and return its row."""
     paths = []
     for image in example.images:
         path = f"images/{image.name}.png"

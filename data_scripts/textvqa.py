@@ -30,14 +30,14 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     if folder.suffix == ".json" or any(folder.glob("TextVQA_*.json")):
         path = find_file(request.source, f"TextVQA_*_{request.split}.json")
         for row in read_json(path)["data"]:
-            yield _row(row, f"{row['image_id']}.jpg")
+            yield _convert_row(row, f"{row['image_id']}.jpg")
     else:
         split = _TABLE_SPLITS.get(request.split, request.split)
         for row in read_table(request.source, split, _COLUMNS):
-            yield _row(row, get_image_bytes(row["image"]))
+            yield _convert_row(row, get_image_bytes(row["image"]))
 
 
-def _row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
+def _convert_row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name = str(row["question_id"])
     # An empty answer is no valid gold answer. meta.answers still counts it for the VQA accuracy.
     answers = [answer for answer in row.get("answers") or [] if answer.strip()]
