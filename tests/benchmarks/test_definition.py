@@ -37,7 +37,7 @@ def test_every_kind_of_task_has_a_benchmark():
     [
         ("metric: exakt", "no metric exakt .did you mean exact"),
         ("frame: permill", "no frame permill .did you mean permille"),
-        ("prompt: How many?", "prompt must hold .question."),
+        ("prompt: How many?", "prompt must contain .question."),
         ("average: groups", "average: groups needs groups"),
         ("average: groups\ngroups: [kind]", "average: groups needs a rule"),
         (

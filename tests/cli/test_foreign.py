@@ -155,7 +155,7 @@ def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path: Path):
         ("vlm_r1", '{"accuracy": 3}', 'it lacks {"results": […]}'),
         ("vlm_r1", '{"results": [{"question": "?"}]}', "results[0] must have question, ground_"),
         ("r1_v", "[]", 'it lacks {"results": […]}'),
-        ("r1_v", '{"results": []}', "holds no outputs"),
+        ("r1_v", '{"results": []}', "has no outputs"),
         (
             "lmms_eval",
             '{"id": "1", "output": "3"}',

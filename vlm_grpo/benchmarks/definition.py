@@ -73,7 +73,7 @@ class Benchmark(Frozen):
             if name not in known:
                 raise ValueError(f"there is no metric {name}{nearest(name, known)}")
         if "{question}" not in self.prompt:
-            raise ValueError("prompt must hold {question}")
+            raise ValueError("prompt must contain {question}")
         if self.frame is not None and self.frame not in FRAMES:
             raise ValueError(f"there is no frame {self.frame}{nearest(self.frame, FRAMES)}")
         if self.average == "groups" and not self.groups:

@@ -79,7 +79,7 @@ def read_foreign(
     if problems:
         raise UserError(f"rows that do not match the examples:\n{bullets(problems)}")
     if not found:
-        raise UserError(f"{path} holds no outputs")
+        raise UserError(f"{path} has no outputs")
     order = sorted(found)
     return [_with_resized_size(examples[i], found[i].resized_size) for i in order], [
         found[i].output for i in order
@@ -141,9 +141,9 @@ class _Matcher:
             found = [i for i in found if _normalize(self.examples[i].question) in prompt]
             if not found:
                 raise ValueError(f"no unmatched example has the question {row.question[:80]!r}")
-        same = [index for index in found if _same_gold(row.gold, self.examples[index].answer)]
+        equal = [index for index in found if _same_gold(row.gold, self.examples[index].answer)]
         # The longest question is the best match: "the red cup on the left" has "the red cup" too.
-        return max(same or found, key=lambda i: (len(self.examples[i].question), -i))
+        return max(equal or found, key=lambda i: (len(self.examples[i].question), -i))
 
 
 def _read_vlm_r1(path: Path) -> list[ForeignRow]:
