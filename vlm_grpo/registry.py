@@ -70,8 +70,7 @@ def load_task_class(task: str | type[Task]) -> type[Task]:
     if task.startswith(IN_SESSION):
         raise UserError(
             f"task={task}: this class was in the memory of the Python program that wrote the "
-            "settings: give it again, as load_settings(…, task=TheClass), or save it in a .py "
-            "file and give its path"
+            "settings: give it again with task=TheClass, or save it in a .py file and give its path"
         )
     if ":" in task:
         return _load_from_module(task)

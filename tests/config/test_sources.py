@@ -118,9 +118,7 @@ def test_a_class_of_a_function_is_saved_by_a_text_that_is_not_loaded(tmp_path: P
 
     assert str(saved.task).startswith("<class ")
     assert saved.run_dir == Path("runs/local")
-    with pytest.raises(
-        UserError, match=r"^task=<class .*: give it again, as load_settings\(…, task"
-    ):
+    with pytest.raises(UserError, match=r"^task=<class .*: give it again with task=TheClass"):
         load_task(saved.task)
     assert load_settings(tmp_path / "config.yaml", task=Local).task is Local
 

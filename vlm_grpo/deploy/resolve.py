@@ -13,8 +13,10 @@ from omegaconf import OmegaConf
 from vlm_grpo.benchmarks import get_held_out_task
 from vlm_grpo.checkpoint.store import checkpoints
 from vlm_grpo.config.run import RUNS, Overrides, Settings, build_settings, load_settings
+from vlm_grpo.config.sources import IN_SESSION
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.registry import load_task
+from vlm_grpo.report.run import read_run
 from vlm_grpo.utils.jsonl import read_rows
 
 NO_TASK = "none"
@@ -133,13 +135,22 @@ def read_held_out_values(run: Path, metric: str) -> dict[int, float]:
 def _find_best_step(run: Path, steps: Sequence[int]) -> int:
     """Return the step with the best held-out primary metric, the later one of equal steps."""
     settings = load_settings(str(run / "config.yaml"))
-    task = get_held_out_task(settings, load_task(settings.task, **settings.task_options))
-    values = read_held_out_values(run, task.primary_metric)
+    metric, lower_is_better = _get_primary_metric(run, settings)
+    values = read_held_out_values(run, metric)
     known = [step for step in steps if step in values]
     if not known:
         raise UserError(
             f"no checkpoint of {run} was evaluated, so there is no best one: train with data.eval "
             "and evaluation.every, or give the step"
         )
-    sign = -1 if task.lower_is_better else 1
+    sign = -1 if lower_is_better else 1
     return max(known, key=lambda step: (sign * values[step], step))
+
+
+def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool]:
+    """Return the name of the primary metric, and whether it is an error."""
+    evaluations = read_run(run).evaluations
+    if str(settings.task).startswith(IN_SESSION) and evaluations and evaluations[-1].primary_metric:
+        return evaluations[-1].primary_metric, evaluations[-1].lower_is_better
+    task = get_held_out_task(settings, load_task(settings.task, **settings.task_options))
+    return task.primary_metric, task.lower_is_better
