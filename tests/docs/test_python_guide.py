@@ -27,7 +27,7 @@ def test_the_snippets_run_in_order(
     assert "before, " in printed
     assert "fits       yes" in printed
     assert names["result"].checkpoint == Path("runs/dots/checkpoints/step-6")
-    assert names["evaluation"].n == 12
+    assert names["scores"].n == 12
     assert len(names["answers"]) == 3
     assert (names["folder"] / "model.safetensors").is_file()
     Image.open("answer.png").close()
