@@ -30,8 +30,8 @@ def test_the_minimal_loop_is_at_most_100_lines_long() -> None:
 @pytest.mark.slow
 def test_the_minimal_loop_learns_to_count() -> None:
     before, after = load_example("loop").train(steps=30)
-    # Over the seeds 0 to 2 the accuracy rises by 0.25 and more; n = 500, so 0.1 is 3 deviations.
-    assert after > before + 0.1
+    # Seeds 0, 1 and 2 gain 0.37, 0.42 and 0.46; with n = 500 a difference has a deviation of 0.03.
+    assert after > before + 0.2
 
 
 @pytest.mark.slow
