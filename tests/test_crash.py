@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_a_killed_run_equals_an_unbroken_one() -> None:
+def test_a_killed_run_equals_an_uninterrupted_one() -> None:
     script = Path(__file__).parent / "helpers" / "crash.py"
     command = [sys.executable, str(script), "--kills", "3", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)

@@ -17,7 +17,7 @@ from small_disk import small_disk
 from small_runs import TASK
 from tiny_models import tiny_model
 
-from vlm_grpo.checkpoint.store import checkpoints, verify
+from vlm_grpo.checkpoint.store import list_checkpoints, verify_checkpoint
 from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
@@ -105,7 +105,7 @@ def cut_off(path: Path) -> bytes:
 # Images that go bad after the checks.
 
 
-def test_a_bad_image_ends_the_run_saved_and_named_and_a_resume_goes_on(settings: Any) -> None:
+def test_an_unreadable_image_saves_and_ends_the_run_and_a_resume_continues(settings: Any) -> None:
     unbroken, run = settings(name="unbroken"), settings()
     train(unbroken)
     path = drawn(run, 4)  # the third step's first
@@ -113,13 +113,13 @@ def test_a_bad_image_ends_the_run_saved_and_named_and_a_resume_goes_on(settings:
     whole = cut_off(path)
     with pytest.raises(UserError, match=rf"image {path.name} cannot be read"):
         trainer.run()
-    assert [m.steps for m, _ in checkpoints(run.run_dir / "checkpoints")] == [2]
+    assert [m.steps for m, _ in list_checkpoints(run.run_dir / "checkpoints")] == [2]
     path.write_bytes(whole)
     train(run.model_copy(update={"resume": True}))
     assert metrics_of(run) == metrics_of(unbroken)
 
 
-def test_a_bad_image_is_replaced_told_and_counted_where_bad_rows_are_skipped(
+def test_an_unreadable_image_is_replaced_logged_and_counted_if_bad_rows_are_skipped(
     settings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = settings(data={"on_bad_row": "skip"})
@@ -133,7 +133,7 @@ def test_a_bad_image_is_replaced_told_and_counted_where_bad_rows_are_skipped(
     assert caplog.text.count("using the next example instead") == 1
 
 
-def test_skipping_ends_where_no_image_can_be_read(settings: Any) -> None:
+def test_a_run_without_readable_images_ends_even_if_bad_rows_are_skipped(settings: Any) -> None:
     run = settings(data={"on_bad_row": "skip"})
     trainer = trainer_for(run)
     for index in range(8):
@@ -145,7 +145,7 @@ def test_skipping_ends_where_no_image_can_be_read(settings: Any) -> None:
     assert MAX_REPLACEMENTS >= 8  # all examples of this epoch were tried
 
 
-def test_a_bad_held_out_image_ends_the_run_saved(
+def test_an_unreadable_held_out_image_saves_and_ends_the_run(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vlm_grpo.model.policy.RECENT_IMAGES", 0)  # it would stand in for the file
@@ -164,11 +164,11 @@ def test_a_bad_held_out_image_ends_the_run_saved(
     trainer.step = spoiling
     with pytest.raises(UserError, match=r"image held\.png cannot be read"):
         trainer.run()
-    assert [m.steps for m, _ in checkpoints(run.run_dir / "checkpoints")] == [2]
+    assert [m.steps for m, _ in list_checkpoints(run.run_dir / "checkpoints")] == [2]
     assert len(metrics_of(run)) == 2
 
 
-def test_an_error_of_the_thread_that_prepares_prompts_is_heard(settings: Any) -> None:
+def test_an_error_of_the_prefetching_thread_is_raised(settings: Any) -> None:
     run = settings()
     trainer = trainer_for(run)
 
@@ -187,7 +187,7 @@ def test_an_error_of_the_thread_that_prepares_prompts_is_heard(settings: Any) ->
 # Images that the model's resize refuses.
 
 
-def test_thin_images_are_refused_or_left_out_as_asked(
+def test_thin_images_are_an_error_or_skipped(
     settings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("2.png", "5.png"):
@@ -206,7 +206,7 @@ def test_thin_images_are_refused_or_left_out_as_asked(
 # Gradients.
 
 
-def test_gradients_that_are_not_finite_are_skipped_and_end_the_run_with_the_batch_kept(
+def test_nonfinite_gradients_are_skipped_and_end_the_run_with_the_batch_saved(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = settings(optim={"max_steps": 20})
@@ -250,7 +250,7 @@ def whole_rows(folder: Path) -> int:
 
 @pytest.mark.filterwarnings(LOUD)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_disk_that_is_full_at_a_checkpoint_costs_no_earlier_one(
+def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(
     settings: Any, tmp_path: Path, asynchronous: bool
 ) -> None:
     unbroken = settings(name="unbroken")
@@ -264,10 +264,10 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_no_earlier_one(
         )
         with pytest.raises(UserError, match=r"is full \(.*make room and continue with resume=true"):
             train(run)
-        found = checkpoints(run.run_dir / "checkpoints")
+        found = list_checkpoints(run.run_dir / "checkpoints")
         assert [m.steps for m, _ in found] == [1, 2]
         for _, path in found:
-            verify(path)
+            verify_checkpoint(path)
         assert not [p for p in run.run_dir.rglob("*") if p.name.endswith(".tmp")]
         assert whole_rows(run.run_dir) > 0
         shutil.rmtree(found[0][1])  # make room for one, which is enough with keep_last=1
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_costs_no_earlier_one(
 
 @pytest.mark.filterwarnings(LOUD)
 @pytest.mark.parametrize("leaving", [0, 4096, 16384])
-def test_a_disk_that_fills_up_between_steps_leaves_whole_files(
+def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
     settings: Any, tmp_path: Path, leaving: int
 ) -> None:
     with small_disk(tmp_path / "disk", 2**23) as disk:
@@ -320,7 +320,7 @@ def held() -> tuple[int, int]:
     return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
 
-def test_what_a_run_holds_does_not_grow(settings: Any) -> None:
+def test_the_tensors_of_a_run_do_not_grow(settings: Any) -> None:
     """Tensors after 4 steps and after 16, by when every image has been seen twice over."""
     run = settings(optim={"max_steps": 20}, rollout={"max_completion_length": 6})
     trainer = trainer_for(run)

@@ -25,7 +25,7 @@ from small_runs import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
-from vlm_grpo.checkpoint.store import checkpoints
+from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
@@ -294,7 +294,7 @@ def test_interruption_while_a_checkpoint_is_written_leaves_the_last_one(
     monkeypatch.setattr(trainer.policy, "save", dying)
     with pytest.raises(OSError, match="No space left"):
         trainer.run()
-    steps = [moment.steps for moment, _ in checkpoints(run.run_dir / "checkpoints")]
+    steps = [moment.steps for moment, _ in list_checkpoints(run.run_dir / "checkpoints")]
     assert steps == [1, 2]  # the third was never renamed into place
     assert train(run.model_copy(update={"resume": True})).checkpoint.name == "step-4"
 

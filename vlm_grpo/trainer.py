@@ -33,7 +33,7 @@ from vlm_grpo.task import Task
 from vlm_grpo.tracking import (
     HELD_OUT_SHOWN,
     Progress,
-    RunFolder,
+    RunDir,
     TrainResult,
     check_installed,
     describe_run,
@@ -117,7 +117,7 @@ class Trainer:
         self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
         self.nonfinite = NonfiniteGuard(settings.run_dir, self.accelerator.process_index)
         is_main = self.accelerator.is_main_process
-        self.run_dir = RunFolder(settings, self.task, self.evaluator.task, is_main)
+        self.run_dir = RunDir(settings, self.task, self.evaluator.task, is_main)
         self.global_step, self.is_resumed = 0, False
         self.partial: PartialStep | None = None
         self.stop_request = StopRequest()

@@ -1,4 +1,4 @@
-"""Work in the background ends, and fails, where somebody hears it."""
+"""Background jobs run one at a time, and the caller gets their errors."""
 
 from __future__ import annotations
 
@@ -8,71 +8,72 @@ from collections.abc import Callable
 
 import pytest
 
-from vlm_grpo.checkpoint.async_writer import Background
+from vlm_grpo.checkpoint.async_writer import AsyncWriter
 
 
-def failing() -> None:
+def fail() -> None:
     raise OSError("No space left on device")
 
 
-def ask_for_ever(background: Background) -> None:
+def check_until_error(writer: AsyncWriter) -> None:
     while True:
-        background.check()
+        writer.check()
 
 
-def fail_within(background: Background, job: Callable[[], object], error: BaseException) -> None:
-    with background:
-        background.start(job)
+def raise_within(writer: AsyncWriter, job: Callable[[], object], error: BaseException) -> None:
+    with writer:
+        writer.start(job)
         raise error
 
 
-def test_one_job_at_a_time_and_all_of_them() -> None:
-    running, seen, lock = [], [], threading.Lock()
+def test_jobs_run_one_at_a_time_and_in_order() -> None:
+    finished, lock = [], threading.Lock()
 
     def job(number: int) -> None:
-        assert lock.acquire(blocking=False)  # no other job is in flight
-        running.append(number)
-        seen.append(number)
+        assert lock.acquire(blocking=False)  # no other job is running
+        finished.append(number)
         lock.release()
 
-    with Background() as background:
+    with AsyncWriter() as writer:
         for number in range(20):
-            background.start(lambda number=number: job(number))
-    assert seen == list(range(20))
+            writer.start(lambda number=number: job(number))
+    assert finished == list(range(20))
 
 
-def test_leaving_waits_for_the_job() -> None:
+def test_exit_waits_for_the_job() -> None:
     free, done = threading.Event(), []
-    with Background() as background:
-        background.start(lambda: (free.wait(10), done.append(True)))
+    with AsyncWriter() as writer:
+        writer.start(lambda: (free.wait(10), done.append(True)))
         threading.Timer(0.05, free.set).start()
     assert done
 
 
-def test_an_error_comes_up_at_the_next_call_and_once() -> None:
-    background = Background()
-    background.start(failing)
+def test_an_error_is_raised_once_by_the_next_call() -> None:
+    writer = AsyncWriter()
+    writer.start(fail)
     with pytest.raises(OSError, match="No space left"):
-        background.start(lambda: None)
-    background.wait()
-    background.start(failing)
+        writer.start(lambda: None)
+    writer.wait()
+    writer.start(fail)
     with pytest.raises(OSError, match="No space left"):
-        ask_for_ever(background)
+        check_until_error(writer)
 
 
-def test_an_error_at_the_end_comes_up() -> None:
-    with pytest.raises(OSError, match="No space left"), Background() as background:
-        background.start(failing)
+def test_exit_raises_the_error_of_the_last_job() -> None:
+    with pytest.raises(OSError, match="No space left"), AsyncWriter() as writer:
+        writer.start(fail)
 
 
-def test_an_error_of_the_caller_is_the_one_that_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_caller_is_raised_and_that_of_the_job_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match="first"):
-        fail_within(Background(), failing, ValueError("first"))
-    assert "the work in the background failed too" in caplog.text
+        raise_within(AsyncWriter(), fail, ValueError("first"))
+    assert "a background job failed too" in caplog.text
 
 
-def test_an_interruption_does_not_wait() -> None:
+def test_an_interrupt_does_not_wait() -> None:
     forever = threading.Event()
     with pytest.raises(KeyboardInterrupt):
-        fail_within(Background(), forever.wait, KeyboardInterrupt())
+        raise_within(AsyncWriter(), forever.wait, KeyboardInterrupt())
     forever.set()

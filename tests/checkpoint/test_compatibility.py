@@ -1,4 +1,4 @@
-"""What a resumed run may change and what it may not, told with both values."""
+"""Settings and training examples that a resumed run must not change are named with both values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from small_runs import LORA, save_tiny_model, small_run
 
 from vlm_grpo.checkpoint.compatibility import (
-    BY_ROWS,
     MAY_CHANGE,
     MAY_CHANGE_BETWEEN_STEPS,
+    MAY_CHANGE_WITH_SAME_ROWS,
     check_same_data,
     check_same_settings,
-    plain_settings,
-    row_digests,
-    warn_of_other_versions,
+    compute_digests,
+    flatten_settings,
+    warn_about_versions,
 )
 from vlm_grpo.config.base import known_keys
 from vlm_grpo.config.run import Settings
@@ -30,28 +30,28 @@ from vlm_grpo.trainer import train
 EXAMPLES = make_shapes.draw_examples("counting", 6)
 
 
-def build(**changes: Any) -> Settings:
+def make_settings(**changes: Any) -> Settings:
     return Settings.model_validate({"task": "counting", "data": {"train": "d.jsonl"}, **changes})
 
 
-def refusal(before: Settings, after: Settings, in_a_step: bool = False) -> str:
+def get_error(before: Settings, after: Settings, within_step: bool = False) -> str:
     with pytest.raises(UserError) as caught:
-        check_same_settings(plain_settings(before), after, in_a_step, "step-7")
+        check_same_settings(flatten_settings(before), after, within_step, "step-7")
     return str(caught.value)
 
 
-def test_every_name_of_the_lists_is_a_setting() -> None:
-    names = [*MAY_CHANGE, *MAY_CHANGE_BETWEEN_STEPS, *BY_ROWS]
+def test_the_lists_hold_settings_and_equal_the_guides_table() -> None:
+    names = [*MAY_CHANGE, *MAY_CHANGE_BETWEEN_STEPS, *MAY_CHANGE_WITH_SAME_ROWS]
     assert set(names) <= set(known_keys(Settings))
     assert len(names) == len(set(names))
     guide = (Path(__file__).parents[2] / "docs/reliability.md").read_text("utf-8")
-    rows = [row for row in guide.splitlines() if row.startswith(("| always", "| unless", "| as"))]
-    told = [re.findall(r"`([a-z_.]+)`", row) for row in rows]
-    assert told == [list(MAY_CHANGE), list(MAY_CHANGE_BETWEEN_STEPS), list(BY_ROWS)]
+    rows = [row for row in guide.splitlines() if row.startswith(("| always", "| unless", "| if"))]
+    documented = [tuple(re.findall(r"`([a-z_.]+)`", row)) for row in rows]
+    assert documented == [MAY_CHANGE, MAY_CHANGE_BETWEEN_STEPS, MAY_CHANGE_WITH_SAME_ROWS]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         (
             {"policy": {"lora": {"r": 8}}},
@@ -87,18 +87,18 @@ def test_every_name_of_the_lists_is_a_setting() -> None:
         ),
     ],
 )
-def test_what_the_checkpoint_is_made_of_may_not_change(
-    before: dict, after: dict, told: str
+def test_settings_that_determine_the_checkpoint_may_not_change(
+    before: dict, after: dict, message: str
 ) -> None:
-    message = refusal(build(**before), build(**after))
-    assert told in message
-    assert "step-7 was written with other settings" in message
-    assert "another name=" in message
+    error = get_error(make_settings(**before), make_settings(**after))
+    assert message in error
+    assert "step-7 was written with other settings" in error
+    assert "another name=" in error
 
 
-def test_what_the_lists_name_may_change() -> None:
-    before = plain_settings(build())
-    after = build(
+def test_settings_in_the_lists_may_change() -> None:
+    before = flatten_settings(make_settings())
+    after = make_settings(
         name="other",
         resume=True,
         data={"train": "moved.jsonl"},
@@ -108,21 +108,21 @@ def test_what_the_lists_name_may_change() -> None:
         rollout={"temperature": 0.5},
         objective={"num_iterations": 2, "epsilon": 0.3},
     )
-    check_same_settings(before, after, in_a_step=False, checkpoint="step-7")
-    message = refusal(build(), after, in_a_step=True)
-    assert "rollout.temperature was 1.0 and is now 0.5 (it may change, but not in" in message
+    check_same_settings(before, after, within_step=False, checkpoint="step-7")
+    message = get_error(make_settings(), after, within_step=True)
+    assert "rollout.temperature was 1.0 and is now 0.5 (it may change, but not within" in message
     assert "objective.num_iterations was 1 and is now 2 (it may" in message
     assert "optim.lr" not in message
 
 
-def test_a_setting_that_the_older_program_did_not_know_is_no_difference() -> None:
-    saved = plain_settings(build())
+def test_a_setting_that_an_older_version_did_not_have_may_have_any_value() -> None:
+    saved = flatten_settings(make_settings())
     del saved["seed"]
-    check_same_settings(saved, build(), in_a_step=False, checkpoint="step-7")
+    check_same_settings(saved, make_settings(), within_step=False, checkpoint="step-7")
 
 
 @pytest.mark.parametrize(
-    ("now", "told"),
+    ("now", "message"),
     [
         (EXAMPLES[:4], "6 of data.train=d.jsonl then, 4 of data.train=e.jsonl now; numbers 5 to 6"),
         ([*EXAMPLES[:5], EXAMPLES[0]], f"number 6, now {EXAMPLES[0].id!r}"),
@@ -134,25 +134,25 @@ def test_a_setting_that_the_older_program_did_not_know_is_no_difference() -> Non
     ],
     ids=["fewer", "another", "more", "another answer"],
 )
-def test_other_training_examples_are_told(now: list, told: str) -> None:
-    settings = build(data={"train": "e.jsonl"})
+def test_the_first_training_example_that_differs_is_named(now: list, message: str) -> None:
+    settings = make_settings(data={"train": "e.jsonl"})
     with pytest.raises(UserError) as caught:
-        check_same_data(row_digests(EXAMPLES), "d.jsonl", now, settings, "step-7")
-    assert told in str(caught.value)
-    check_same_data(row_digests(EXAMPLES), "d.jsonl", list(EXAMPLES), settings, "step-7")
+        check_same_data(compute_digests(EXAMPLES), "d.jsonl", now, settings, "step-7")
+    assert message in str(caught.value)
+    check_same_data(compute_digests(EXAMPLES), "d.jsonl", list(EXAMPLES), settings, "step-7")
 
 
-def test_other_versions_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_versions_of_libraries_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     now = {"torch": "2", "peft": "1"}
-    warn_of_other_versions(now, now)
+    warn_about_versions(now, now)
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        warn_of_other_versions({"torch": "1", "peft": "1"}, now)
+        warn_about_versions({"torch": "1", "peft": "1"}, now)
     assert "torch 1 → 2" in caplog.text
     assert "peft" not in caplog.text
 
 
-def test_a_run_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:
+def test_a_run_is_checked_before_its_model_is_loaded(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     run = small_run(tmp_path, model, policy=LORA, optim={"max_steps": 1})
     train(run)

@@ -60,7 +60,7 @@ REFERENCES = [
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("reference", REFERENCES, ids=["none", "k1", "k2", "never"])
-def test_stops_in_the_middle_of_steps_change_nothing(
+def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
     tmp_path: Path,
     model: Path,
     policy: dict,
@@ -86,7 +86,7 @@ def test_stops_in_the_middle_of_steps_change_nothing(
 
 
 @pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=["trained", "frozen"])
-def test_every_point_of_a_run_can_be_stopped_at(
+def test_a_run_can_be_stopped_before_every_update_and_evaluation(
     tmp_path: Path, model: Path, freeze: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With replaced groups, an evaluation in between, and features of frozen images."""
@@ -115,7 +115,7 @@ def test_every_point_of_a_run_can_be_stopped_at(
     assert any(row["resampled_groups"] for row in rows)
 
 
-def test_a_prompt_that_changed_meanwhile_is_named(
+def test_a_prompt_that_changed_since_the_stop_is_named(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = small_run(tmp_path, model)
@@ -124,7 +124,7 @@ def test_a_prompt_that_changed_meanwhile_is_named(
         train(run)
     monkeypatch.undo()
     question = '    def question(self, example):\n        return "Write letters, please."\n'
-    Path(run.task).write_text(f"{TASK}\n{question}")
+    (tmp_path / "letters.py").write_text(f"{TASK}\n{question}")
     with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
         train(run.model_copy(update={"resume": True}))
 
@@ -150,7 +150,9 @@ def launch(folder: Path, model: Path, asked: int, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_stop_within_a_step_go_on_in_any_number(tmp_path: Path, model: Path) -> None:
+def test_a_run_stopped_within_a_step_resumes_with_any_number_of_ranks(
+    tmp_path: Path, model: Path
+) -> None:
     launch(tmp_path, model, 0, "whole")
     launch(tmp_path, model, 3, "two")
     runs = tmp_path / "runs"

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is none, and damage is named."""
+"""A checkpoint is written atomically, and a corrupt one is named."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vlm_grpo.checkpoint.store import (
     CheckpointState,
     CheckpointStep,
     CorruptCheckpoint,
-    checkpoints,
-    newest_checkpoint,
-    prune,
-    read_numbers,
+    find_newest_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    read_metadata,
     read_tensors,
-    verify,
+    verify_checkpoint,
     write_checkpoint,
 )
 from vlm_grpo.errors import UserError
@@ -27,146 +27,143 @@ from vlm_grpo.errors import UserError
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(torch.nan)}
 
 
-def weights(folder: Path) -> None:
+def write_weights(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "part").mkdir()
     (folder / "part" / "weights.bin").write_bytes(bytes(1000))
 
 
-def write(folder: Path, moment: CheckpointStep, value: int = 0) -> Path:
-    contents = CheckpointState({"value": value}, {"optimizer": TENSORS, "reference": {}})
-    return write_checkpoint(folder, moment, contents, weights)
+def write(folder: Path, at: CheckpointStep, value: int = 0) -> Path:
+    state = CheckpointState({"value": value}, {"optimizer": TENSORS, "reference": {}})
+    return write_checkpoint(folder, at, state, write_weights)
 
 
-def names(folder: Path) -> list[str]:
-    return [moment.name for moment, _ in checkpoints(folder)]
+def list_names(folder: Path) -> list[str]:
+    return [at.name for at, _ in list_checkpoints(folder)]
 
 
-def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
+def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path: Path) -> None:
     path = write(tmp_path, CheckpointStep(3), value=7)
     assert path.name == "step-3"
-    assert read_numbers(path) == {"format": 1, "value": 7}
+    assert read_metadata(path) == {"format": 1, "value": 7}
     found = read_tensors(path, "optimizer")
     assert torch.equal(found["a"], TENSORS["a"])
     assert bool(found["b"].isnan())
     assert read_tensors(path, "reference") == {}
-    verify(path)
+    verify_checkpoint(path)
 
 
-def test_moments_are_found_in_order(tmp_path: Path) -> None:
-    for moment in (
-        CheckpointStep(10),
-        CheckpointStep(2),
-        CheckpointStep(2, 1),
-        CheckpointStep(2, 0),
-    ):
-        write(tmp_path, moment)
-    assert names(tmp_path) == ["step-2", "step-2-0", "step-2-1", "step-10"]
-    assert newest_checkpoint(tmp_path) == tmp_path / "step-10"
+def test_checkpoints_are_listed_in_order(tmp_path: Path) -> None:
+    for steps, updates in ((10, -1), (2, -1), (2, 1), (2, 0)):
+        write(tmp_path, CheckpointStep(steps, updates))
+    assert list_names(tmp_path) == ["step-2", "step-2-0", "step-2-1", "step-10"]
+    assert find_newest_checkpoint(tmp_path) == tmp_path / "step-10"
 
 
-def damage_byte(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
 
 
-def tear(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
 DAMAGE = {
-    "has other contents": damage_byte,
-    "bytes, and had": tear,
+    "differs from what was written": flip_bit,
+    "bytes, and had": truncate,
     "is missing": Path.unlink,
 }
 
 
 @pytest.mark.parametrize("file", ["part/weights.bin", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_names_the_file(tmp_path: Path, file: str, what: str) -> None:
+def test_a_corrupt_file_is_named(tmp_path: Path, file: str, what: str) -> None:
     path = write(tmp_path, CheckpointStep(1))
     DAMAGE[what](path / file)
     with pytest.raises(CorruptCheckpoint, match=what) as caught:
-        verify(path)
+        verify_checkpoint(path)
     assert str(path / file) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"files": {}'])
-def test_a_manifest_that_says_nothing_is_damage(tmp_path: Path, text: str | None) -> None:
+def test_a_manifest_without_files_is_corrupt(tmp_path: Path, text: str | None) -> None:
     path = write(tmp_path, CheckpointStep(1))
     (path / "manifest.json").unlink()
     if text is not None:
         (path / "manifest.json").write_text(text)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is missing or cannot be read"):
-        verify(path)
+        verify_checkpoint(path)
 
 
-def test_a_damaged_one_is_set_aside_for_the_one_before(
+def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for steps in (1, 2, 3):
         write(tmp_path, CheckpointStep(steps))
-    tear(tmp_path / "step-3" / "state.json")
+    truncate(tmp_path / "step-3" / "state.json")
     with caplog.at_level(logging.WARNING):
-        assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
+        assert find_newest_checkpoint(tmp_path) == tmp_path / "step-2"
     assert "step-3/state.json has" in caplog.text
-    assert "set aside as damaged-step-3, and the run goes on from step-2" in caplog.text
-    # It counts no more: were it among the newest, pruning would remove whole ones for it.
-    assert names(tmp_path) == ["step-1", "step-2"]
+    assert "is renamed damaged-step-3, and the run resumes from step-2" in caplog.text
+    # It no longer counts: otherwise it would take the place of an intact one when pruning.
+    assert list_names(tmp_path) == ["step-1", "step-2"]
     assert (tmp_path / "damaged-step-3").is_dir()
 
 
-def test_nothing_but_damage_is_an_error_and_nothing_is_moved(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) is None
+def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path: Path) -> None:
+    assert find_newest_checkpoint(tmp_path) is None
     for steps in (1, 2):
-        tear(write(tmp_path, CheckpointStep(steps)) / "part" / "weights.bin")
+        truncate(write(tmp_path, CheckpointStep(steps)) / "part" / "weights.bin")
     with pytest.raises(UserError, match=r"step-2/part/weights\.bin has .*no other checkpoint"):
-        newest_checkpoint(tmp_path)
-    assert names(tmp_path) == ["step-1", "step-2"]
+        find_newest_checkpoint(tmp_path)
+    assert list_names(tmp_path) == ["step-1", "step-2"]
 
 
-def test_a_disk_that_lies_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_corrupts_data_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, CheckpointStep(1))
     flush = store._flush  # noqa: SLF001 - the place where bytes leave the program
 
-    def losing(path: Path) -> None:
+    def flush_and_corrupt(path: Path) -> None:
         flush(path)
         if path.name == "optimizer.safetensors":
-            damage_byte(path)
+            flip_bit(path)
 
-    monkeypatch.setattr(store, "_flush", losing)
-    with pytest.raises(CorruptCheckpoint, match="reads back other than it was written"):
+    monkeypatch.setattr(store, "_flush", flush_and_corrupt)
+    with pytest.raises(CorruptCheckpoint, match="reads back differently"):
         write(tmp_path, CheckpointStep(2))
-    assert names(tmp_path) == ["step-1"]
+    assert list_names(tmp_path) == ["step-1"]
 
 
-def test_writing_again_replaces(tmp_path: Path) -> None:
+def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path: Path) -> None:
     write(tmp_path, CheckpointStep(1), value=1)
     write(tmp_path, CheckpointStep(1), value=2)
-    assert read_numbers(tmp_path / "step-1")["value"] == 2
+    assert read_metadata(tmp_path / "step-1")["value"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_what_a_killed_run_left_is_swept_up(tmp_path: Path) -> None:
+def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
     (tmp_path / ".step-4.tmp").mkdir()
     (tmp_path / ".step-4.tmp" / "state.json").write_text("{")
-    assert checkpoints(tmp_path) == []
+    assert list_checkpoints(tmp_path) == []
     write(tmp_path, CheckpointStep(5))
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for steps in range(1, 6):
         write(tmp_path, CheckpointStep(steps))
-    prune(tmp_path, keep_last=0)
-    assert len(names(tmp_path)) == 5
-    prune(tmp_path, keep_last=2, keep={CheckpointStep(1)})
-    assert names(tmp_path) == ["step-1", "step-4", "step-5"]
+    prune_checkpoints(tmp_path, keep_last=0)
+    assert len(list_names(tmp_path)) == 5
+    prune_checkpoints(tmp_path, keep_last=2, keep={CheckpointStep(1)})
+    assert list_names(tmp_path) == ["step-1", "step-4", "step-5"]
 
 
-def test_another_format_is_told(tmp_path: Path) -> None:
+def test_another_format_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, CheckpointStep(1)) / "state.json"
     path.write_text(json.dumps({"format": 99}))
-    with pytest.raises(UserError, match="is of format 99, this program reads format 1"):
-        read_numbers(path.parent)
+    with pytest.raises(UserError, match="has format 99, this version reads format 1"):
+        read_metadata(path.parent)

@@ -25,7 +25,7 @@ from rank_cases import BRIEF, prepare, settings_of
 from safetensors.torch import load_file
 from small_runs import assert_same_weights, metrics_of
 
-from vlm_grpo.checkpoint.store import CorruptCheckpoint, verify
+from vlm_grpo.checkpoint.store import CorruptCheckpoint, verify_checkpoint
 from vlm_grpo.deploy.export import export
 from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.distributed import collectives
@@ -190,7 +190,7 @@ def test_memory_that_runs_out_on_one_of_ranks_that_share_weights_ends_all(folder
         assert first.startswith("another process of this run has died")
         checkpoints = folder / "runs" / name / "checkpoints"
         assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
-        verify(checkpoints / "step-1")
+        verify_checkpoint(checkpoints / "step-1")
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_a_checkpoint_in_parts_is_a_model_like_any_other(folder: Path, tmp_path:
     assert distance(expected, {name: found[name] for name in expected}) < 1e-3 * way
     (parts / f"optimizer-{both[1]}").write_bytes(b"")
     with pytest.raises(CorruptCheckpoint, match=both[1]):
-        verify(parts)
+        verify_checkpoint(parts)
 
 
 def test_a_part_that_cannot_be_written_leaves_no_checkpoint(folder: Path) -> None:

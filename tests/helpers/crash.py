@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from small_runs import assert_same_run, metrics_of
 
-from vlm_grpo.checkpoint.store import checkpoints
+from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.trainer import train
 
@@ -148,7 +148,7 @@ def kill_once(folder: Path, steps: int, draw: random.Random, seconds: float, don
         done.writing += 1
     else:
         done.anywhere += 1
-    saved = [moment.steps for moment, _ in checkpoints(run.run_dir / "checkpoints")]
+    saved = [moment.steps for moment, _ in list_checkpoints(run.run_dir / "checkpoints")]
     done.redone.append(steps_in(run) - max(saved, default=0))
 
 

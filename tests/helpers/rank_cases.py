@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo import trainer
-from vlm_grpo.checkpoint.sharded import write_in_parts
+from vlm_grpo.checkpoint.sharded import write_sharded_checkpoint
 from vlm_grpo.checkpoint.store import CheckpointState, CheckpointStep
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
@@ -381,7 +381,7 @@ def one_fails(folder: Path, launch: str) -> list[Any]:
             raise OSError("no space")
 
     try:
-        write_in_parts(
+        write_sharded_checkpoint(
             accelerator, place, CheckpointStep(1), CheckpointState({}, {}), write_weights
         )
     except (OSError, UserError) as error:

@@ -11,7 +11,7 @@ import pytest
 from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config.run import Settings
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.run_dir import RunFolder
+from vlm_grpo.tracking.run_dir import RunDir
 
 STEPS = 70
 
@@ -26,7 +26,7 @@ def make_row(step: int) -> dict[str, float]:
 
 def write_steps(settings: Settings, start: int, stop: int) -> None:
     task = load_task("counting")
-    run_dir = RunFolder(settings, task, task, is_main=True)
+    run_dir = RunDir(settings, task, task, is_main=True)
     run_dir.open(start)
     for step in range(start, stop):
         run_dir.write_metrics(step, make_row(step))
@@ -77,7 +77,7 @@ def test_an_alarm_is_logged_once(settings: Any, caplog: pytest.LogCaptureFixture
 
 def test_other_ranks_write_nothing(settings: Any) -> None:
     task = load_task("counting")
-    run_dir = RunFolder(settings("run"), task, task, is_main=False)
+    run_dir = RunDir(settings("run"), task, task, is_main=False)
     run_dir.open(0)
     run_dir.write_metrics(0, make_row(0))
     run_dir.close()
@@ -91,7 +91,7 @@ def test_alarms_monitor_the_held_out_metric_if_completions_have_it(
     path = tmp_path / "benchmark.yaml"
     path.write_text(f"title: Errors\ntask: counting\nmetric: {metric}\n")
     task, held_out_task = load_task("counting"), load_benchmark(str(path)).load_task()
-    monitored = RunFolder(settings("run"), task, held_out_task, is_main=True).monitored
+    monitored = RunDir(settings("run"), task, held_out_task, is_main=True).monitored
     if metric == "absolute_error":
         assert (monitored.primary_metric, monitored.lower_is_better) == (metric, True)
     else:  # of the full set: no completion has a value

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from small_runs import assert_same_run, save_tiny_model, small_run
 
-from vlm_grpo.checkpoint.store import checkpoints
+from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped
 from vlm_grpo.trainer import train
@@ -66,7 +66,7 @@ def test_a_signal_saves_and_loses_no_step(run: Any, number: signal.Signals) -> N
     assert process.returncode == STATUS[number], errors
     assert f"{number.name}: finishing this update and saving; repeat to stop at once" in errors
     assert f"stopped by {number.name} after step" in errors
-    ((_, saved),) = checkpoints(broken.run_dir / "checkpoints")
+    ((_, saved),) = list_checkpoints(broken.run_dir / "checkpoints")
     assert f"saved in {saved}; continue with resume=true" in errors
     train(broken.model_copy(update={"resume": True}))
     assert_same_run(broken.run_dir, unbroken.run_dir, "step-30")
@@ -102,7 +102,7 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path:
     assert time.monotonic() - sent < 30  # the reward would have taken twice that
     assert process.returncode == 130
     assert "interrupted; finished checkpoints are kept (resume=true)" in errors
-    assert [step.name for step, _ in checkpoints(slow.run_dir / "checkpoints")] == [
+    assert [step.name for step, _ in list_checkpoints(slow.run_dir / "checkpoints")] == [
         "step-1",
         "step-2",
     ]

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, how they are written and how a run resumes from one."""
+"""Checkpoints: saving the state of a run, and resuming from it."""
 
 from vlm_grpo.checkpoint.manager import CheckpointManager, RunState, find_checkpoint
 from vlm_grpo.checkpoint.partial_step import PartialStep

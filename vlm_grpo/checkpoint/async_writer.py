@@ -1,4 +1,4 @@
-"""One piece of work at a time beside the main thread."""
+"""A thread for one job at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 
-class Background:
-    """Runs jobs in a thread, one after the other; what a job raises comes up in the caller.
+class AsyncWriter:
+    """Runs jobs in a thread, one after the other; the caller gets the errors of a job.
 
-    A context: leaving it waits for the last job, unless the user interrupts. The thread itself
+    As a context manager it waits for the last job on exit, except after an interrupt. The thread
     does not keep the process alive.
     """
 
@@ -21,7 +21,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def __enter__(self) -> Background:
+    def __enter__(self) -> AsyncWriter:
         return self
 
     def __exit__(
@@ -32,24 +32,24 @@ class Background:
     ) -> None:
         if kind is None:
             self.wait()
-        elif issubclass(kind, Exception):  # what ended the caller is told, this beside it
+        elif issubclass(kind, Exception):  # the caller's error is the one to raise
             try:
                 self.wait()
             except Exception:
-                logger.exception("the work in the background failed too")
+                logger.exception("a background job failed too")
 
     def start(self, job: Callable[[], object]) -> None:
-        """Wait for the job before, then begin with this one.
+        """Wait for the previous job, then start this one.
 
         Raises:
-            BaseException: what the job before raised.
+            BaseException: the error of the previous job.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what a job that has ended raised; never waits."""
+        """Raise the error of a finished job, without waiting."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -57,7 +57,7 @@ class Background:
         """Wait for the job.
 
         Raises:
-            BaseException: what it raised.
+            BaseException: the error of the job.
         """
         if self._thread is not None:
             self._thread.join()
@@ -69,5 +69,5 @@ class Background:
     def _run(self, job: Callable[[], object]) -> None:
         try:
             job()
-        except BaseException as error:  # raised in the main thread, where somebody hears it
+        except BaseException as error:  # raised again in the main thread
             self._error = error

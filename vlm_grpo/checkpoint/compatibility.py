@@ -1,4 +1,4 @@
-"""What may differ between the run that wrote a checkpoint and the one that goes on from it."""
+"""Checks that a run can resume from a checkpoint: its settings, training examples and versions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ MAY_CHANGE = (
     "checkpoint",
     "logging",
 )
-"""Settings, or blocks of them, that a resumed run may set anew. All others belong to what the
-checkpoint holds or to what the run is."""
+"""Settings, or blocks of them, that may change in a resumed run. All others determine the contents
+of the checkpoint or identify the run."""
 
 MAY_CHANGE_BETWEEN_STEPS = (
     "policy.engine",
@@ -69,10 +69,10 @@ MAY_CHANGE_BETWEEN_STEPS = (
     "objective.entropy_coef",
     "optim.prompts_per_step",
 )
-"""Settings that may change too, unless the checkpoint stands in the middle of a step, whose
-completions were sampled and judged by them."""
+"""Settings that may also change, unless the checkpoint is within a step, whose completions were
+sampled and scored under them."""
 
-BY_ROWS = (
+MAY_CHANGE_WITH_SAME_ROWS = (
     "data.train",
     "data.train_limit",
     "data.image_root",
@@ -80,54 +80,58 @@ BY_ROWS = (
     "data.on_bad_row",
     "data.max_image_pixels",
 )
-"""Settings that may change as long as they lead to the same training examples."""
+"""Settings that may change as long as the training examples stay the same."""
 
 
 _KEYS = frozenset(known_keys(Settings))
 
 
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """The settings by dotted key, in what JSON can hold."""
+def flatten_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings by dotted key, as values that JSON can hold."""
     return flatten(settings.model_dump(mode="json"))
 
 
 def check_same_settings(
-    saved: Mapping[str, Any], settings: Settings, in_a_step: bool, checkpoint: str
+    saved: Mapping[str, Any], settings: Settings, within_step: bool, checkpoint: str
 ) -> None:
-    """Compare the settings that wrote a checkpoint with those that are to go on from it.
+    """Check that the settings of a run fit the checkpoint that it resumes from.
 
     Args:
-        saved: ``plain_settings`` of the first.
-        settings: the second.
-        in_a_step: whether the checkpoint stands in the middle of a step.
-        checkpoint: its name, for the message.
+        saved: ``flatten_settings`` of the run that wrote the checkpoint.
+        settings: settings of the resumed run.
+        within_step: whether the checkpoint was written within a step.
+        checkpoint: the checkpoint's name, for the message.
 
     Raises:
-        UserError: with every setting that must not differ, and both its values.
+        UserError: settings differ that must not; the message has both values of each.
     """
-    free = (*MAY_CHANGE, *BY_ROWS, *(() if in_a_step else MAY_CHANGE_BETWEEN_STEPS))
-    now = plain_settings(settings)
+    free = (
+        *MAY_CHANGE,
+        *MAY_CHANGE_WITH_SAME_ROWS,
+        *(() if within_step else MAY_CHANGE_BETWEEN_STEPS),
+    )
+    now = flatten_settings(settings)
     problems = []
     for key in dict.fromkeys([*saved, *now]):
-        if _within(key, free) or _unknown_then(key, saved):
+        if _within(key, free) or _is_new_setting(key, saved):
             continue
         before, after = saved.get(key), now.get(key)
         if before == after:
             continue
         if _within(key, MAY_CHANGE_BETWEEN_STEPS):
-            remedy = " (it may change, but not in the middle of a step)"
+            remedy = " (it may change, but not within a step)"
         else:
             remedy = ""
-        problems.append(f"{key} was {_shown(before)} and is now {_shown(after)}{remedy}")
+        problems.append(f"{key} was {_format(before)} and is now {_format(after)}{remedy}")
     if problems:
         raise UserError(
             f"{checkpoint} was written with other settings:\n{bullets(problems)}\n"
-            "set them back to go on with it, or begin anew with another name=…"
+            "restore them to resume from it, or start a new run with another name=…"
         )
 
 
-def _unknown_then(key: str, saved: Mapping[str, Any]) -> bool:
-    """Whether the program that wrote the checkpoint did not know this setting."""
+def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
+    """Return whether the version that wrote the checkpoint did not have this setting."""
     blocks = [key[:end] for end, letter in enumerate(key) if letter == "."]
     return key not in saved and key in _KEYS and not any(block in saved for block in blocks)
 
@@ -136,12 +140,12 @@ def _within(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def row_digests(examples: Sequence[Example]) -> Tensor:
-    """(rows, 8) bytes: a fingerprint of each example's id, question, answer and images."""
+def compute_digests(examples: Sequence[Example]) -> Tensor:
+    """Return (rows, 8) bytes: a digest of each example's id, question, answer and images."""
     digests = [
         hashlib.blake2b(
             json.dumps(
@@ -164,22 +168,22 @@ def row_digests(examples: Sequence[Example]) -> Tensor:
 def check_same_data(
     saved: Tensor, source: str, examples: Sequence[Example], settings: Settings, checkpoint: str
 ) -> None:
-    """Compare the training examples with those that a checkpoint was written with.
+    """Check that the training examples are those that a checkpoint was written with.
 
-    The order in which examples are drawn depends on how many there are: with other rows a run
-    would neither repeat nor complete what it has begun.
+    The order of the examples depends on their number: with other examples a run would neither
+    repeat nor complete its epoch.
 
     Args:
-        saved: ``row_digests`` of the earlier ones.
-        source: their ``data.train``.
-        examples: those of now.
-        settings: says where they come from.
-        checkpoint: its name, for the message.
+        saved: ``compute_digests`` of the checkpoint's examples.
+        source: ``data.train`` of the checkpoint's examples.
+        examples: the examples of the resumed run.
+        settings: settings of the resumed run.
+        checkpoint: the checkpoint's name, for the message.
 
     Raises:
-        UserError: with the first example that differs.
+        UserError: the examples differ; the message names the first.
     """
-    now = row_digests(examples)
+    now = compute_digests(examples)
     if torch.equal(saved, now):
         return
     common = min(len(saved), len(now))
@@ -187,19 +191,19 @@ def check_same_data(
     first = int(differing[0]) if len(differing) else common
     if first < len(examples):
         example = examples[first]
-        what = f"the first that differs is number {first + 1}, now {example.id!r}"
+        difference = f"the first that differs is number {first + 1}, now {example.id!r}"
     else:
-        what = f"numbers {first + 1} to {len(saved)} are missing"
+        difference = f"numbers {first + 1} to {len(saved)} are missing"
     raise UserError(
         f"the training examples have changed since {checkpoint} was written: {len(saved)} of "
-        f"data.train={source} then, {len(now)} of data.train={settings.data.train} now; {what} "
-        "(id, question, answer, and names and sizes of the images count). Put the data back as "
-        "they were, or begin anew with another name=…"
+        f"data.train={source} then, {len(now)} of data.train={settings.data.train} now; "
+        f"{difference} (the id, the question, the answer, and names and sizes of the images are "
+        "compared). Restore the data, or start a new run with another name=…"
     )
 
 
-def warn_of_other_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Say which libraries are not those of the checkpoint: the run may differ in the last bits."""
+def warn_about_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Warn about libraries of other versions than the checkpoint's, which may change rounding."""
     changed = [
         f"{name} {saved.get(name)} → {version}"
         for name, version in now.items()
@@ -207,7 +211,6 @@ def warn_of_other_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> 
     ]
     if changed:
         logger.warning(
-            "the checkpoint was written with other versions, so the run may go on with other "
-            "rounding: %s",
+            "the checkpoint was written with other versions, which may change the rounding: %s",
             ", ".join(changed),
         )

@@ -1,7 +1,7 @@
-"""A step that has been sampled and not yet fully learnt from, and how it goes into a checkpoint.
+"""A step that has been sampled but not finished, and its form in a checkpoint.
 
-A run can be stopped between two updates of one rollout. The checkpoint then holds the completions
-with their log-probs, rewards and advantages; images and prompts are read from the data again.
+A run can be stopped between two updates on one rollout. The checkpoint then holds the completions
+with their log-probs, rewards and advantages; images and prompts are loaded from the data again.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Group, Prompt, Score
 
+LOADER_COUNTERS = ("image_decodes", "replaced_prompts")
+"""Fields of ``Counters`` that a checkpoint stores outside ``work``."""
+
 
 @dataclass
 class PartialStep:
     """A step between its rollout and its end, on this rank.
 
     Attributes:
-        rollout: its groups.
-        batch: what the update needs of them.
-        metrics: what the rollout came to on all ranks, by name.
+        rollout: the groups of this rank.
+        batch: the input of the updates.
+        metrics: metrics of the rollout over all ranks, by name.
         updates: the updates made so far.
     """
 
@@ -46,18 +49,23 @@ class PartialStep:
 def serialize_step(
     step: PartialStep, policy: Policy
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """All ranks' parts of the step, gathered: numbers by rank, tensors as ``rank/name``."""
-    numbers = gather_object([_serialize_numbers(step, policy)])
+    """Gather a step from all ranks.
+
+    Returns:
+        The JSON values of each rank, and the tensors named ``rank/name``.
+    """
+    values = gather_object([_serialize_values(step, policy)])
     tensors = gather_object([_serialize_tensors(step)])
-    return numbers, {
+    return values, {
         f"{rank}/{name}": tensor
-        for rank, held in enumerate(tensors)
-        for name, tensor in held.items()
+        for rank, named in enumerate(tensors)
+        for name, tensor in named.items()
     }
 
 
-def _serialize_numbers(step: PartialStep, policy: Policy) -> dict[str, Any]:
-    """What JSON holds of one rank's open step."""
+def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
+    """Return what JSON holds of this rank's step."""
+    work = dict(vars(policy.counters))
     return {
         "rounds": step.rollout.rounds,
         "resampled": step.rollout.resampled,
@@ -85,18 +93,19 @@ def _serialize_numbers(step: PartialStep, policy: Policy) -> dict[str, Any]:
         "losses": step.updates.losses,
         "norms": step.updates.norms,
         "old_rows": sorted(step.updates.old_logprobs),
-        "work": vars(policy.counters),
+        **{name: work.pop(name) for name in LOADER_COUNTERS},
+        "work": work,
     }
 
 
 def _serialize_tensors(step: PartialStep) -> dict[str, Tensor]:
-    """What safetensors hold of one rank's open step; completions one after the other."""
+    """Return what safetensors hold of this rank's step; completions are concatenated."""
     completions = [c for group in step.rollout.groups for c in group.completions]
     tensors = {
         "tokens": torch.tensor(
             [token for c in completions for token in c.token_ids], dtype=torch.int64
         ),
-        # Python's floats, in which the completions hold them, are float64.
+        # float64, because the completions hold Python floats.
         "logprobs": torch.tensor(
             [value for c in completions for value in c.logprobs], dtype=torch.float64
         ),
@@ -117,139 +126,144 @@ def _serialize_tensors(step: PartialStep) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class _SavedGroup:
-    """One group of a saved step, with its tensors by completion: tokens, logprobs, …"""
+class _SavedRank:
+    """The part of a step that one rank saved, with its tensors by name."""
 
-    numbers: dict[str, Any]
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def work(self) -> dict[str, int]:
+        """The counters of ``Counters``."""
+        return {**self.values["work"], **{name: self.values[name] for name in LOADER_COUNTERS}}
+
+
+@dataclass(frozen=True)
+class _SavedGroup:
+    """A group of a saved step, with tensors by completion: ``tokens``, ``logprobs``, …"""
+
+    values: dict[str, Any]
     rows: list[dict[str, Tensor]]
 
 
 def restore_step(
-    numbers: Sequence[dict[str, Any]],
+    values: Sequence[dict[str, Any]],
     tensors: Mapping[str, Tensor],
-    roll: RolloutSampler,
+    sampler: RolloutSampler,
     settings: Settings,
     accelerator: Accelerator,
 ) -> PartialStep:
-    """This rank's part of a saved step.
+    """Restore this rank's part of a saved step.
 
     Args:
-        numbers: the numbers that ``serialize_step`` returned. If the number of ranks has changed,
-            the groups are redistributed.
-        tensors: the tensors that it returned.
-        roll: reads the prompts and the answers again.
+        values: JSON values from ``serialize_step``. If the number of ranks has changed, the groups
+            are redistributed.
+        tensors: tensors from ``serialize_step``.
+        sampler: loads the prompts, and parses the answers again.
 
     Raises:
-        UserError: a prompt is no longer what it was.
+        UserError: a prompt has changed.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     saved = [
-        (held, dict(_named(tensors, f"{index}/", torch.device("cpu"))))
-        for index, held in enumerate(numbers)
+        _SavedRank(part, dict(_select(tensors, f"{index}/", torch.device("cpu"))))
+        for index, part in enumerate(values)
     ]
     if len(saved) == world:
-        groups, rounds = list(_groups(*saved[rank])), numbers[rank]["rounds"]
+        groups, rounds = list(_split_groups(saved[rank])), values[rank]["rounds"]
     else:
-        groups = [group for held in saved for group in _groups(*held)][rank::world]
-        rounds = [indices for held in numbers for indices in held["rounds"]]
+        groups = [group for part in saved for group in _split_groups(part)][rank::world]
+        rounds = [indices for part in values for indices in part["rounds"]]
     prompts: dict[str, Prompt] = {}
-    for indices in rounds:  # as in the rollout, so that kept features are the same bit for bit
-        taken = roll.loader.load(indices)
-        roll.policy.encode_images(taken)
-        prompts |= {prompt.example.id: prompt for prompt in taken}
+    for indices in rounds:  # as in the rollout, so that cached features are equal bit for bit
+        loaded = sampler.loader.load(indices)
+        sampler.policy.encode_images(loaded)
+        prompts |= {prompt.example.id: prompt for prompt in loaded}
     rows = [row for group in groups for row in group.rows]
     rollout = Rollout(
-        tuple(_group(group, prompts.get(group.numbers["id"]), roll.task) for group in groups),
-        numbers[0]["resampled"],
+        tuple(
+            _restore_group(group, prompts.get(group.values["id"]), sampler.task) for group in groups
+        ),
+        values[0]["resampled"],
         tuple(map(tuple, rounds)),
     )
     advantages = torch.stack([row["advantages"] for row in rows]) if rows else torch.zeros(0)
     reference = {index: row["reference"] for index, row in enumerate(rows) if "reference" in row}
     batch = pack_step(rollout.groups, advantages, reference, settings, accelerator)
     old = {i: row["old"].to(accelerator.device) for i, row in enumerate(rows) if "old" in row}
-    # What ranks that are no more have counted is taken over by others.
-    mine = saved[rank::world]
-    work = [_work(held) for held, _ in mine]
-    roll.policy.counters = Counters(**{k: sum(held[k] for held in work) for k in _work(numbers[0])})
-    return PartialStep(
-        rollout,
-        batch,
-        numbers[0]["metrics"],
-        _updates(mine, numbers[0], old, accelerator.device),
-    )
+    # With fewer ranks than before, a rank continues the sums of several.
+    local = saved[rank::world]
+    work = {name: sum(part.work[name] for part in local) for name in saved[0].work}
+    sampler.policy.counters = Counters(**work)
+    updates = _restore_updates(local, values[0], old, accelerator.device)
+    return PartialStep(rollout, batch, values[0]["metrics"], updates)
 
 
-def _work(numbers: Mapping[str, Any]) -> dict[str, int]:
-    """Return the work counters; version 0.1.0 kept two of them outside."""
-    outside = ("image_decodes", "replaced_prompts")
-    return {**{name: numbers[name] for name in outside if name in numbers}, **numbers["work"]}
-
-
-def _updates(
-    mine: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
+def _restore_updates(
+    local: Sequence[_SavedRank],
     first: dict[str, Any],
     old: dict[int, Tensor],
     device: torch.device,
 ) -> Updates:
-    """The updates made so far; losses and metrics are those of the ranks ``mine`` together."""
+    """Restore the updates made so far, with losses and metrics summed over the ranks ``local``."""
     metrics = MetricAccumulator()
-    for _, tensors in mine:
-        means = {name: (pair[0], pair[1]) for name, pair in _named(tensors, "mean/", device)}
-        maxima = dict(_named(tensors, "maximum/", device))
+    for part in local:
+        means = {name: (pair[0], pair[1]) for name, pair in _select(part.tensors, "mean/", device)}
+        maxima = dict(_select(part.tensors, "maximum/", device))
         metrics = metrics + MetricAccumulator(means=means, maxima=maxima)
-    losses = [float(sum(held["losses"][k] for held, _ in mine)) for k in range(first["updates"])]
+    losses = [float(sum(p.values["losses"][k] for p in local)) for k in range(first["updates"])]
     return Updates(first["updates"], old, losses, list(first["norms"]), metrics)
 
 
-def _named(
+def _select(
     tensors: Mapping[str, Tensor], prefix: str, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors whose names have a prefix, without it, on a device."""
     for name, tensor in tensors.items():
         if name.startswith(prefix):
             yield name.removeprefix(prefix), tensor.to(device)
 
 
-def _groups(numbers: dict[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[_SavedGroup]:
-    """The groups that one rank saved."""
-    lengths = [c["tokens"] for group in numbers["groups"] for c in group["completions"]]
+def _split_groups(saved: _SavedRank) -> Iterator[_SavedGroup]:
+    """Yield the groups that one rank saved."""
+    values, tensors = saved.values, saved.tensors
+    lengths = [c["tokens"] for group in values["groups"] for c in group["completions"]]
     rows: list[dict[str, Tensor]] = [
         {"advantages": value} for value in tensors["advantages"].unbind()
     ]
-    every = range(len(rows))
+    every_row = range(len(rows))
     for name, present in (
-        ("tokens", every),
-        ("logprobs", every),
-        ("reference", every),
-        ("old", numbers["old_rows"]),
+        ("tokens", every_row),
+        ("logprobs", every_row),
+        ("reference", every_row),
+        ("old", values["old_rows"]),
     ):
         if name in tensors:
             parts = tensors[name].split([lengths[row] for row in present])
             for row, part in zip(present, parts, strict=True):
                 rows[row][name] = part
     start = 0
-    for group in numbers["groups"]:
+    for group in values["groups"]:
         stop = start + len(group["completions"])
         yield _SavedGroup(group, rows[start:stop])
         start = stop
 
 
-def _group(saved: _SavedGroup, prompt: Prompt | None, task: Task) -> Group:
-    numbers = saved.numbers
+def _restore_group(saved: _SavedGroup, prompt: Prompt | None, task: Task) -> Group:
+    values = saved.values
     tokens = 0 if prompt is None else len(prompt.token_ids)
-    if prompt is None or tokens != numbers["prompt_tokens"]:
+    if prompt is None or tokens != values["prompt_tokens"]:
         raise UserError(
-            f"example {numbers['id']}: its prompt had {numbers['prompt_tokens']} tokens when the "
-            f"step was sampled and has {tokens} now: its image or the task's words have changed; "
-            "put them back as they were, or begin anew with another name=…"
+            f"example {values['id']}: its prompt had {values['prompt_tokens']} tokens when the "
+            f"step was sampled and has {tokens} now: its image or the task's prompt has changed; "
+            "restore them, or start a new run with another name=…"
         )
     completions, scores = [], []
-    for held, row in zip(numbers["completions"], saved.rows, strict=True):
+    for completion, row in zip(values["completions"], saved.rows, strict=True):
+        text, failures = completion["text"], completion["failures"]
         tokens, logprobs = tuple(row["tokens"].tolist()), tuple(row["logprobs"].tolist())
-        completions.append(Completion(tokens, logprobs, held["text"], held["stop"]))
-        answer = None
-        if "parse" not in held["failures"]:
-            answer = task.read(held["text"], prompt.example)
-        scores.append(
-            Score(answer, held["rewards"], held["total"], held["metrics"], held["failures"])
-        )
+        completions.append(Completion(tokens, logprobs, text, completion["stop"]))
+        answer = task.read(text, prompt.example) if "parse" not in failures else None
+        rewards, metrics = completion["rewards"], completion["metrics"]
+        scores.append(Score(answer, rewards, completion["total"], metrics, failures))
     return Group(prompt, tuple(completions), tuple(scores))

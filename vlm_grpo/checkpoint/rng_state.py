@@ -1,4 +1,4 @@
-"""The states of a process's random generators, in what JSON can hold."""
+"""The states of a process's random number generators, as values that JSON can hold."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import numpy as np
 import torch
 
 
-def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, and of this process's CUDA device."""
+def get_rng_states() -> dict[str, Any]:
+    """Return the states of Python, NumPy and torch, and of this process's CUDA device."""
     kind, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": _hex(torch.get_rng_state()),
+        "torch": _to_hex(torch.get_rng_state()),
     }
     if torch.cuda.is_available():
-        states["cuda"] = _hex(torch.cuda.get_rng_state())
+        states["cuda"] = _to_hex(torch.cuda.get_rng_state())
     return states
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Put the generators back into saved states."""
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Restore the states that ``get_rng_states`` returned."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_bytes(states["torch"]))
+    torch.set_rng_state(_from_hex(states["torch"]))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(states["cuda"]))
+        torch.cuda.set_rng_state(_from_hex(states["cuda"]))
 
 
-def _hex(state: torch.Tensor) -> str:
+def _to_hex(state: torch.Tensor) -> str:
     return state.numpy().tobytes().hex()
 
 
-def _bytes(state: str) -> torch.Tensor:
+def _from_hex(state: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A checkpoint that all ranks write together, each a part of it."""
+"""Checkpoints of which every rank writes a shard."""
 
 from __future__ import annotations
 
@@ -13,71 +13,71 @@ from torch import Tensor
 from vlm_grpo.checkpoint.store import (
     CheckpointState,
     CheckpointStep,
-    begin,
-    complete,
+    commit,
+    create_tmp_dir,
     get_tmp_dir,
-    join_parts,
+    merge_shards,
     write_files,
 )
 from vlm_grpo.distributed.collectives import balance_by_cost, fail_together
 
 
-def own_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> set[str]:
-    """The names of the tensors that this rank writes: about as many bytes as any other.
+def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the tensors that this rank writes; all ranks write about equal sizes.
 
-    Every tensor is written by one rank, whole, so that any program reads the files. Names of one
-    tensor stay together.
+    Every tensor is written in full by one rank, so that any program can read the files. Names that
+    share a tensor stay together.
 
     Args:
-        tensors: the same names and sizes on all ranks.
+        tensors: must have equal names and sizes on all ranks.
     """
     distinct = {id(tensor): tensor for tensor in tensors.values()}
     costs = [tensor.numel() * tensor.element_size() for tensor in distinct.values()]
     share = balance_by_cost(costs, accelerator.num_processes)[accelerator.process_index]
     keys = list(distinct)
-    mine = {keys[place] for place in share}
-    return {name for name, tensor in tensors.items() if id(tensor) in mine}
+    local = {keys[index] for index in share}
+    return {name for name, tensor in tensors.items() if id(tensor) in local}
 
 
-def write_in_parts(
+def write_sharded_checkpoint(
     accelerator: Accelerator,
     folder: Path,
-    moment: CheckpointStep,
-    contents: CheckpointState,
+    at: CheckpointStep,
+    state: CheckpointState,
     write_weights: Callable[[Path], None],
 ) -> None:
-    """Write a checkpoint as ``write_checkpoint`` does; all ranks call it, each with its part.
+    """Write a checkpoint with a shard per rank; all ranks call it.
 
-    Each writes, flushes and reads back its own files. Only where all of them have succeeded, the
-    first makes a checkpoint of them; where one fails, none of it stays and all raise.
+    Each rank writes, flushes and reads back its files, and then the first merges them into a
+    checkpoint. If one rank fails, all of them raise and nothing is left on the disk.
 
     Args:
-        accelerator: the ranks; all of them see the same ``folder``.
+        accelerator: the ranks, which must share ``folder``.
         folder: the run's ``checkpoints``.
-        moment: names it.
-        contents: this rank's part of the tensors; the numbers are the first rank's.
-        write_weights: writes this rank's part of the weights.
+        at: the checkpoint's step.
+        state: this rank's shard of the tensors; the metadata is taken from the first rank.
+        write_weights: writes this rank's shard of the weights into the given folder.
 
     Raises:
-        Damaged: what the disk gives back is not what was written.
-        UserError: another rank has failed.
+        CorruptCheckpoint: the files read back differently.
+        UserError: another rank failed.
     """
-    aside, is_first = get_tmp_dir(folder, moment), accelerator.is_main_process
+    tmp_dir, is_first = get_tmp_dir(folder, at), accelerator.is_main_process
     world = accelerator.num_processes
-    parts = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
+    shards = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
     try:
         with fail_together(accelerator):
             if is_first:
-                begin(folder, moment)
+                create_tmp_dir(folder, at)
         with fail_together(accelerator):
-            own = aside / parts[accelerator.process_index]
-            own.mkdir()
-            sums = write_files(own, contents, write_weights)
-        every = gather_object([sums])
+            shard_dir = tmp_dir / shards[accelerator.process_index]
+            shard_dir.mkdir()
+            checksums = write_files(shard_dir, state, write_weights)
+        gathered = dict(zip(shards, gather_object([checksums]), strict=True))
         with fail_together(accelerator):
             if is_first:
-                complete(folder, moment, join_parts(aside, dict(zip(parts, every, strict=True))))
+                commit(folder, at, merge_shards(tmp_dir, gathered))
     except BaseException:
         if is_first:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(tmp_dir, ignore_errors=True)
         raise

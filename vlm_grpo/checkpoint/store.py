@@ -1,9 +1,9 @@
-"""The folder that holds a run's state: written whole or not at all, and checked when it is read.
+"""Checkpoint folders: written atomically, and verified when they are read.
 
 A checkpoint is ``step-12`` after twelve steps, or ``step-12-1`` after the first update of the
-thirteenth. It holds the weights with the processor, ``config.yaml``, ``state.json`` for numbers,
-a safetensors file for each kind of tensors (several, where each rank has written its part), and
-``manifest.json`` with the size and SHA-256 of every other file. Nothing in it is unpickled.
+thirteenth. It holds the weights with the processor, ``config.yaml``, ``state.json`` for metadata,
+a safetensors file for each kind of tensors (one per rank if the checkpoint is sharded), and
+``manifest.json`` with the size and SHA-256 of every other file. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from vlm_grpo.errors import UserError
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""Raised when older programs could no longer read what this one writes, or it them."""
+"""To be raised with every change that an older or newer version could not read."""
 MANIFEST, STATE = "manifest.json", "state.json"
 INDEX = "model.safetensors.index.json"
-"""Which file holds which weight, where there are several; transformers' name."""
-Sums = dict[str, dict[str, Any]]
-"""By a file's name its ``size`` in bytes and its ``sha256``."""
+"""Which file holds which weight, if there are several; transformers' name."""
+Checksums = dict[str, dict[str, Any]]
+"""The ``size`` in bytes and the ``sha256`` of each file by name."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
-_PART = re.compile(r"-\d+-of-\d+$")
+_SHARD = re.compile(r"-\d+-of-\d+$")
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointStep:
-    """A point of a run.
+    """A point of a run at which a checkpoint can be written.
 
     Attributes:
-        steps: steps done.
-        updates: updates made in the step that has begun since; -1: none has begun.
+        steps: number of finished steps.
+        updates: number of updates in the step in progress; -1 between steps.
     """
 
     steps: int
@@ -58,198 +58,198 @@ class CheckpointStep:
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """What a checkpoint holds besides the weights.
+    """The contents of a checkpoint other than the weights.
 
     Attributes:
-        numbers: what JSON can hold.
-        tensors: by file (without suffix), then by name; an empty file is left out.
+        metadata: values that JSON can hold.
+        tensors: tensors by file (without suffix) and name; a file without tensors is not written.
     """
 
-    numbers: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class CorruptCheckpoint(UserError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from what was written."""
 
 
 def write_checkpoint(
     folder: Path,
-    moment: CheckpointStep,
-    contents: CheckpointState,
+    at: CheckpointStep,
+    state: CheckpointState,
     write_weights: Callable[[Path], None],
 ) -> Path:
-    """Write a checkpoint aside, flush it to the disk, read it back, and rename it in one go.
+    """Write a checkpoint to a temporary folder, flush it, read it back, and rename it.
 
     Args:
         folder: the run's ``checkpoints``.
-        moment: names it.
-        contents: what goes beside the weights.
-        write_weights: called with the folder to write weights, processor and settings into.
+        at: the checkpoint's step.
+        state: the contents other than the weights.
+        write_weights: writes weights, processor and settings into the given folder.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        Damaged: what the disk gives back is not what was written.
+        CorruptCheckpoint: the files read back differently.
     """
-    aside = begin(folder, moment)
+    tmp_dir = create_tmp_dir(folder, at)
     try:
-        sums = write_files(aside, contents, write_weights)
-        return complete(folder, moment, sums)
-    except BaseException:  # what was begun would only take the room that is missing
-        shutil.rmtree(aside, ignore_errors=True)
+        checksums = write_files(tmp_dir, state, write_weights)
+        return commit(folder, at, checksums)
+    except BaseException:  # on a full disk, an incomplete checkpoint takes space that is needed
+        shutil.rmtree(tmp_dir, ignore_errors=True)
         raise
 
 
-def get_tmp_dir(folder: Path, moment: CheckpointStep) -> Path:
-    """Where a checkpoint is written before it is one."""
-    return folder / f".{moment.name}.tmp"
+def get_tmp_dir(folder: Path, at: CheckpointStep) -> Path:
+    """Return the temporary folder of a checkpoint that is being written."""
+    return folder / f".{at.name}.tmp"
 
 
-def begin(folder: Path, moment: CheckpointStep) -> Path:
-    """An empty folder to write a checkpoint into; what was left over there is removed."""
-    for left_over in folder.glob(".step-*"):  # of a run that was killed while it wrote
-        shutil.rmtree(left_over, ignore_errors=True)
-    aside = get_tmp_dir(folder, moment)
-    aside.mkdir(parents=True)
-    return aside
+def create_tmp_dir(folder: Path, at: CheckpointStep) -> Path:
+    """Create an empty temporary folder, and delete those that a killed run has left."""
+    for stale in folder.glob(".step-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    tmp_dir = get_tmp_dir(folder, at)
+    tmp_dir.mkdir(parents=True)
+    return tmp_dir
 
 
 def write_files(
-    folder: Path, contents: CheckpointState, write_weights: Callable[[Path], None]
-) -> Sums:
-    """Write, flush and read back a checkpoint's files; returns their sizes and sums.
+    folder: Path, state: CheckpointState, write_weights: Callable[[Path], None]
+) -> Checksums:
+    """Write a checkpoint's files, flush them, read them back, and return their checksums.
 
     Raises:
-        Damaged: what the disk gives back is not what was written.
+        CorruptCheckpoint: the files read back differently.
     """
     write_weights(folder)
-    for name, tensors in contents.tensors.items():
+    for name, tensors in state.tensors.items():
         if tensors:
             plain = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
             save_file(plain, folder / f"{name}.safetensors")
-    numbers = {"format": FORMAT, **contents.numbers}
-    (folder / STATE).write_text(json.dumps(numbers), encoding="utf-8")
+    metadata = {"format": FORMAT, **state.metadata}
+    (folder / STATE).write_text(json.dumps(metadata), encoding="utf-8")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in files:
         _flush(path)
-    _compare(folder, contents)
-    return {str(path.relative_to(folder)): _measure(path) for path in files}
+    _read_back(folder, state)
+    return {str(path.relative_to(folder)): _compute_checksum(path) for path in files}
 
 
-def complete(folder: Path, moment: CheckpointStep, sums: Sums) -> Path:
-    """Make a checkpoint of what lies aside: write the manifest, flush, rename.
+def commit(folder: Path, at: CheckpointStep, checksums: Checksums) -> Path:
+    """Turn the temporary folder into a checkpoint: write the manifest, flush and rename.
 
     Args:
         folder: the run's ``checkpoints``.
-        moment: names it.
-        sums: of all files that belong to it.
+        at: the checkpoint's step.
+        checksums: checksums of all files of the checkpoint.
     """
-    target, aside = folder / moment.name, get_tmp_dir(folder, moment)
-    (aside / MANIFEST).write_text(json.dumps({"files": sums}, indent=1), encoding="utf-8")
-    for path in [aside / MANIFEST, *(p for p in aside.rglob("*") if p.is_dir()), aside]:
+    target, tmp_dir = folder / at.name, get_tmp_dir(folder, at)
+    (tmp_dir / MANIFEST).write_text(json.dumps({"files": checksums}, indent=1), encoding="utf-8")
+    for path in [tmp_dir / MANIFEST, *(p for p in tmp_dir.rglob("*") if p.is_dir()), tmp_dir]:
         _flush(path)
-    if target.exists():  # a run resumed from an earlier checkpoint comes by here again
-        old = _set_aside(target)
-        aside.rename(target)
+    if target.exists():  # the run was resumed from an earlier checkpoint
+        old = _rename_for_deletion(target)
+        tmp_dir.rename(target)
         shutil.rmtree(old)
     else:
-        aside.rename(target)
+        tmp_dir.rename(target)
     _flush(folder)
     return target
 
 
-def join_parts(aside: Path, parts: Mapping[str, Sums]) -> Sums:
-    """Make one checkpoint of the folders into which several processes have written their parts.
+def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
+    """Merge the folders that the ranks have written into one checkpoint.
 
-    The files take the names that transformers gives a model in several files; with the index
-    that it writes beside them every program reads them as one model.
+    The files get the names that transformers gives to a sharded model, and its index, so that
+    other programs can load the model.
 
     Args:
-        aside: holds the parts' folders, which are gone afterwards.
-        parts: the sums of each folder's files, by its name such as ``00001-of-00002``. What is
-            not a file of tensors is taken from the first.
+        tmp_dir: holds a folder per shard, which is removed.
+        shards: checksums of each folder's files, by the folder's name such as ``00001-of-00002``.
+            Files other than safetensors are taken from the first.
 
     Returns:
-        The sums of the files that are in ``aside`` now.
+        The checksums of the files now in ``tmp_dir``.
     """
-    sums: Sums = {}
-    for place, (part, measured) in enumerate(parts.items()):
-        for name, measure in measured.items():
+    checksums: Checksums = {}
+    for rank, (shard, files) in enumerate(shards.items()):
+        for name, checksum in files.items():
             stem, _, suffix = name.rpartition(".")
-            new = f"{stem}-{part}.{suffix}" if suffix == "safetensors" else name
-            if new != name or place == 0:
-                (aside / new).parent.mkdir(exist_ok=True)
-                (aside / part / name).rename(aside / new)
-                sums[new] = measure
-        shutil.rmtree(aside / part)
+            new = f"{stem}-{shard}.{suffix}" if suffix == "safetensors" else name
+            if new != name or rank == 0:
+                (tmp_dir / new).parent.mkdir(exist_ok=True)
+                (tmp_dir / shard / name).rename(tmp_dir / new)
+                checksums[new] = checksum
+        shutil.rmtree(tmp_dir / shard)
     weight_map, size = {}, 0
-    for path in sorted(aside.glob("model-*.safetensors")):
+    for path in sorted(tmp_dir.glob("model-*.safetensors")):
         with safe_open(path, "pt") as file:
             weight_map |= dict.fromkeys(file.keys(), path.name)
-        size += sums[path.name]["size"]  # the header included: a model's tensors are not read again
+        size += checksums[path.name]["size"]  # includes headers, so that no tensor is read
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    path = aside / INDEX
+    path = tmp_dir / INDEX
     path.write_text(json.dumps(index, indent=1), encoding="utf-8")
     _flush(path)
-    return {**sums, INDEX: _measure(path)}
+    return {**checksums, INDEX: _compute_checksum(path)}
 
 
 def _flush(path: Path) -> None:
-    """Bring a file or a folder to the disk, and forget the copy of it in memory."""
+    """Flush a file or a folder to the disk, and drop it from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        if path.is_file() and hasattr(os, "posix_fadvise"):  # so that reading back asks the disk
+        if path.is_file() and hasattr(os, "posix_fadvise"):  # so that reading back reads the disk
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
 
 
-def _compare(aside: Path, contents: CheckpointState) -> None:
-    """Read back what was written: tensors bit by bit, weights as far as their file says."""
-    for path in aside.rglob("*.safetensors"):
+def _read_back(folder: Path, state: CheckpointState) -> None:
+    """Compare the tensors on the disk with ``state``, and open the files of weights."""
+    for path in folder.rglob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:
                 names = set(file.keys())
-                expected = contents.tensors.get(path.stem)
+                expected = state.tensors.get(path.stem)
                 if expected is None:
                     continue
-                same = names == set(expected) and all(
-                    _same_bits(file.get_tensor(name), expected[name]) for name in names
+                is_equal = names == set(expected) and all(
+                    _have_equal_bits(file.get_tensor(name), expected[name]) for name in names
                 )
         except SafetensorError as error:
             raise CorruptCheckpoint(
                 f"{path} cannot be read back: {error}: check the disk"
             ) from error
-        if not same:
-            raise CorruptCheckpoint(f"{path} reads back other than it was written: check the disk")
+        if not is_equal:
+            raise CorruptCheckpoint(f"{path} reads back differently: check the disk")
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in type, shape and every bit, NaN included."""
+def _have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal in dtype, shape and every bit, NaN included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a, b = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
 
 
-def _measure(path: Path) -> dict[str, Any]:
+def _compute_checksum(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"size": path.stat().st_size, "sha256": digest}
 
 
-def _set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint so that it is none any more, even if removing it is cut short."""
+def _rename_for_deletion(checkpoint: Path) -> Path:
+    """Rename a checkpoint so that it no longer counts as one if its deletion is interrupted."""
     old = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     return checkpoint.rename(old)
 
 
-def checkpoints(folder: Path) -> list[tuple[CheckpointStep, Path]]:
-    """All checkpoints of a run, oldest first."""
+def list_checkpoints(folder: Path) -> list[tuple[CheckpointStep, Path]]:
+    """Return all checkpoints of a run, oldest first."""
     if not folder.is_dir():
         return []
     found = [
@@ -260,44 +260,43 @@ def checkpoints(folder: Path) -> list[tuple[CheckpointStep, Path]]:
     return sorted(found)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole, None where there is none at all.
+def find_newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest intact checkpoint; None if there are no checkpoints.
 
-    Damaged ones are renamed ``damaged-step-N``, with a warning that names the file.
+    Newer, corrupt ones are renamed ``damaged-step-N`` with a warning that names the file.
 
     Raises:
-        UserError: there are checkpoints, and all of them are damaged.
+        UserError: there are checkpoints, and all of them are corrupt.
     """
     problems = []
-    for _, path in reversed(checkpoints(folder)):
+    for _, path in reversed(list_checkpoints(folder)):
         try:
-            verify(path)
+            verify_checkpoint(path)
         except CorruptCheckpoint as error:
             problems.append((path, error))
             continue
-        for damaged, error in problems:
-            aside = damaged.with_name(f"damaged-{damaged.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            damaged.rename(aside)
+        for corrupt, error in problems:
+            target = corrupt.with_name(f"damaged-{corrupt.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            corrupt.rename(target)
             logger.warning(
-                "%s: the checkpoint is set aside as %s, and the run goes on from %s, the one "
-                "before it",
-                error, aside.name, path.name,
+                "%s: the checkpoint is renamed %s, and the run resumes from %s, the previous one",
+                error, target.name, path.name,
             )  # fmt: skip
         return path
     if problems:
         raise UserError(
-            f"{problems[0][1]}; no other checkpoint in {folder} is whole: put back a copy of one, "
-            "or begin anew with another name=…"
+            f"{problems[0][1]}; no other checkpoint in {folder} is intact: restore one from a "
+            "backup, or start a new run with another name=…"
         )
     return None
 
 
-def verify(checkpoint: Path) -> None:
+def verify_checkpoint(checkpoint: Path) -> None:
     """Compare every file of a checkpoint with its manifest.
 
     Raises:
-        Damaged: with the first file that differs.
+        CorruptCheckpoint: a file differs; the message names the first.
     """
     manifest = checkpoint / MANIFEST
     try:
@@ -311,33 +310,33 @@ def verify(checkpoint: Path) -> None:
         size = path.stat().st_size
         if size != expected["size"]:
             raise CorruptCheckpoint(
-                f"{path} has {size} bytes, and had {expected['size']} when written"
+                f"{path} has {size} bytes, and had {expected['size']} when it was written"
             )
-        if _measure(path) != expected:
-            raise CorruptCheckpoint(f"{path} has other contents than when it was written")
+        if _compute_checksum(path) != expected:
+            raise CorruptCheckpoint(f"{path} differs from what was written")
 
 
-def read_numbers(checkpoint: Path) -> dict[str, Any]:
-    """The numbers of a checkpoint.
+def read_metadata(checkpoint: Path) -> dict[str, Any]:
+    """Return the metadata of a checkpoint.
 
     Raises:
-        UserError: they cannot be read, or another version of the program wrote them.
+        UserError: it cannot be read, or has another format.
     """
     path = checkpoint / STATE
     try:
-        numbers = json.loads(path.read_text(encoding="utf-8"))
+        metadata = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if numbers.get("format") != FORMAT:
+    if metadata.get("format") != FORMAT:
         raise UserError(
-            f"{path} is of format {numbers.get('format')}, this program reads format {FORMAT}: "
+            f"{path} has format {metadata.get('format')}, this version reads format {FORMAT}: "
             "resume with the version that wrote it"
         )
-    return numbers
+    return metadata
 
 
-class _Stored(Mapping[str, torch.Tensor]):
-    """Tensors in files, each read from the disk when it is asked for."""
+class _LazyTensors(Mapping[str, torch.Tensor]):
+    """The tensors of several files, each read from the disk on access."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._files: dict[str, Any] = {}
@@ -356,21 +355,21 @@ class _Stored(Mapping[str, torch.Tensor]):
 
 
 def read_tensors(checkpoint: Path, name: str) -> Mapping[str, torch.Tensor]:
-    """The tensors of one kind, on the CPU; empty where the checkpoint has none of it.
+    """Return the tensors of one kind, such as ``optimizer``, on the CPU, from one file or shards.
 
-    Whether one process has written them or several is not seen.
+    Empty if the checkpoint has none of this kind.
     """
-    return _Stored([p for p in checkpoint.iterdir() if _kind(p) == name])
+    return _LazyTensors([path for path in checkpoint.iterdir() if _get_kind(path) == name])
 
 
-def _kind(path: Path) -> str | None:
-    """What tensors a file of a checkpoint holds, such as ``optimizer``; None: not a file of any."""
-    return _PART.sub("", path.stem) if path.suffix == ".safetensors" else None
+def _get_kind(path: Path) -> str | None:
+    """Return the kind of tensors in a file; None if it is not a file of tensors."""
+    return _SHARD.sub("", path.stem) if path.suffix == ".safetensors" else None
 
 
-def prune(folder: Path, keep_last: int, keep: Collection[CheckpointStep] = ()) -> None:
-    """Remove all but the newest ``keep_last`` checkpoints (0: none) and those of ``keep``."""
-    found = checkpoints(folder)
-    for moment, path in found[: -keep_last or len(found)] if keep_last else []:
-        if moment not in keep:
-            shutil.rmtree(_set_aside(path))
+def prune_checkpoints(folder: Path, keep_last: int, keep: Collection[CheckpointStep] = ()) -> None:
+    """Delete all checkpoints but ``keep`` and the newest ``keep_last``; 0 deletes none."""
+    found = list_checkpoints(folder)
+    for at, path in found[:-keep_last] if keep_last else []:
+        if at not in keep:
+            shutil.rmtree(_rename_for_deletion(path))

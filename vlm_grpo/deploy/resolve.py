@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from vlm_grpo.benchmarks import get_held_out_task
-from vlm_grpo.checkpoint.store import checkpoints
+from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.run import RUNS, Overrides, Settings, build_settings, load_settings
 from vlm_grpo.config.sources import IN_SESSION
 from vlm_grpo.errors import UserError, nearest
@@ -105,7 +105,7 @@ def _build_default_settings(model: str, overrides: Overrides) -> Settings:
 
 def _resolve_run(run: Path, overrides: Overrides, step: int | str | None) -> ResolvedModel:
     # Of two checkpoints with the same number of steps, the one within a step is left out.
-    kept = reversed(checkpoints(run / "checkpoints"))
+    kept = reversed(list_checkpoints(run / "checkpoints"))
     found = dict(sorted({done.steps: path for done, path in kept}.items()))
     if not found:
         raise UserError(f"{run} has no complete checkpoint: continue the run with resume=true")

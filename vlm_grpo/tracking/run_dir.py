@@ -27,7 +27,7 @@ REPORT_SECONDS = 60.0
 """Minimum time between two updates of the report during a run."""
 
 
-class RunFolder:
+class RunDir:
     """Writes the files of a run besides its checkpoints; ranks other than the first write nothing.
 
     Args:
