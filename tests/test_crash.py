@@ -1,4 +1,4 @@
-"""A run that is killed in whatever moment goes on as if nothing had happened; see ``crash.py``."""
+"""A run that is killed at any time resumes to the same result; see ``helpers/crash.py``."""
 
 from __future__ import annotations
 

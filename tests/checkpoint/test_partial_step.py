@@ -1,8 +1,7 @@
-"""A run that is stopped between two updates of one rollout goes on as if nothing had happened."""
+"""A run that is stopped within a step resumes to the same result bit for bit."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from partial_step_ranks import ranks_run
+from partial_step_ranks import make_run
 from small_runs import (
     LORA,
     TASK,
@@ -33,20 +32,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def stopped_again_and_again(
-    run: Settings, asked: list[int], monkeypatch: pytest.MonkeyPatch
+def train_with_stops(
+    run: Settings, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> list[str]:
-    """Train in several processes' worth of calls, each stopped at the n-th question; returns the
-    checkpoints that they stopped at."""
-    stops = []
-    for count in asked:
+    """Train to the end with a stop at the n-th check of each call; return the checkpoints."""
+    checkpoints = []
+    for count in counts:
         monkeypatch.setattr(trainer_module, "StopRequest", lambda *_, n=count: StopAt(n))
         with pytest.raises(Stopped) as stopped:
             train(run.model_copy(update={"resume": True}))
-        stops.append(str(stopped.value).partition("checkpoints/")[2].partition(";")[0])
+        checkpoints.append(str(stopped.value).partition("checkpoints/")[2].partition(";")[0])
     monkeypatch.undo()
     train(run.model_copy(update={"resume": True}))
-    return stops
+    return checkpoints
 
 
 REFERENCES = [
@@ -68,51 +66,50 @@ def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
     reference: dict,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    more: dict[str, Any] = {
+    changes: dict[str, Any] = {
         "policy": policy,
         "objective": {"num_iterations": iterations, **reference},
         "optim": {"max_steps": 3},
     }
-    whole = small_run(tmp_path, model, name="whole", **more)
-    train(whole)
-    broken = small_run(tmp_path, model, name="broken", **more)
-    # Asked before each step and before each update; a resumed run asks before its first step too.
-    asked, expected = {
+    uninterrupted = small_run(tmp_path, model, name="uninterrupted", **changes)
+    train(uninterrupted)
+    stopped = small_run(tmp_path, model, name="stopped", **changes)
+    # A run checks before each step and each update; a resumed run also before its first step.
+    counts, expected = {
         1: ([2, 3, 4], ["step-0-0", "step-1", "step-2-0"]),
         2: ([3, 3, 6], ["step-0-1", "step-1", "step-2-1"]),
     }[iterations]
-    assert stopped_again_and_again(broken, asked, monkeypatch) == expected
-    assert_same_run(broken.run_dir, whole.run_dir, "step-3")
+    assert train_with_stops(stopped, counts, monkeypatch) == expected
+    assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-3")
 
 
 @pytest.mark.parametrize("freeze", [[], ["vision", "projector"]], ids=["trained", "frozen"])
 def test_a_run_can_be_stopped_before_every_update_and_evaluation(
     tmp_path: Path, model: Path, freeze: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With replaced groups, an evaluation in between, and features of frozen images."""
-    more: dict[str, Any] = {
+    """With resampled groups, an evaluation between the steps, and cached features of images."""
+    changes: dict[str, Any] = {
         "policy": {"freeze": freeze},
         "objective": {"num_iterations": 2},
         "data": {"eval": "embedded:ocr", "eval_limit": 3},
         "evaluation": {"every": 1},
         "optim": {"max_steps": 2},
-        # Two letters at most: some groups of two have equal rewards.
+        # With at most two letters, some groups of two have equal rewards.
         "rollout": {
             "num_generations": 2,
             "max_completion_length": 2,
             "dynamic_sampling": True,
         },
     }
-    whole = small_run(tmp_path, model, name="whole", **more)
-    train(whole)
-    broken = small_run(tmp_path, model, name="broken", **more)
-    # Asked before each step, each update and each evaluation: one thing is done between two stops.
-    stops = stopped_again_and_again(broken, [2, 3, 3, 3, 3, 3], monkeypatch)
+    uninterrupted = small_run(tmp_path, model, name="uninterrupted", **changes)
+    train(uninterrupted)
+    stopped = small_run(tmp_path, model, name="stopped", **changes)
+    # A run checks before each step, update and evaluation: one of them is done between two stops.
+    checkpoints = train_with_stops(stopped, [2, 3, 3, 3, 3, 3], monkeypatch)
     expected = ["step-0-0", "step-0-1", "step-0-2", "step-1", "step-1-1", "step-1-2"]
-    assert stops == expected
-    assert_same_run(broken.run_dir, whole.run_dir, "step-2")
-    rows = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert any(row["resampled_groups"] for row in rows)
+    assert checkpoints == expected
+    assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-2")
+    assert any(row["resampled_groups"] for row in metrics_of(uninterrupted.run_dir))
 
 
 def test_a_prompt_that_changed_since_the_stop_is_named(
@@ -129,8 +126,8 @@ def test_a_prompt_that_changed_since_the_stop_is_named(
         train(run.model_copy(update={"resume": True}))
 
 
-def launch(folder: Path, model: Path, asked: int, name: str) -> None:
-    """Two processes of ``partial_step_ranks.py``."""
+def launch(folder: Path, model: Path, count: int, name: str) -> None:
+    """Run ``partial_step_ranks.py`` on two ranks."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
         *("--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"),
@@ -139,7 +136,7 @@ def launch(folder: Path, model: Path, asked: int, name: str) -> None:
             folder,
             model,
             name,
-            str(asked),
+            str(count),
         ),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
@@ -153,14 +150,14 @@ def launch(folder: Path, model: Path, asked: int, name: str) -> None:
 def test_a_run_stopped_within_a_step_resumes_with_any_number_of_ranks(
     tmp_path: Path, model: Path
 ) -> None:
-    launch(tmp_path, model, 0, "whole")
+    launch(tmp_path, model, 0, "uninterrupted")
     launch(tmp_path, model, 3, "two")
     runs = tmp_path / "runs"
     assert [path.name for path in (runs / "two" / "checkpoints").iterdir()] == ["step-0-1"]
     shutil.copytree(runs / "two", runs / "one")
     launch(tmp_path, model, 0, "two")
-    assert_same_run(runs / "whole", runs / "two", "step-3")
-    train(ranks_run(tmp_path, model, "one"))
-    for one, two in zip(metrics_of(runs / "one"), metrics_of(runs / "whole"), strict=True):
-        # Sums over ranks come in another order; six letters' log-probs lose no more than this.
+    assert_same_run(runs / "uninterrupted", runs / "two", "step-3")
+    train(make_run(tmp_path, model, "one"))
+    for one, two in zip(metrics_of(runs / "one"), metrics_of(runs / "uninterrupted"), strict=True):
+        # Sums over ranks have another order; log-probs of six letters lose no more than this.
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)

@@ -1,11 +1,11 @@
-"""Kill a training run again and again, and compare what it comes to with a run left alone.
+"""Kill a training run repeatedly, and compare its result with that of an uninterrupted run.
 
-    python tests/crash.py --kills 50
+    python tests/helpers/crash.py --kills 50
 
-Half of the kills come at a random moment, half while a checkpoint is being written. Each is a
-SIGKILL to a process of its own, forked from this one so that nothing has to be imported anew.
-Weights, metrics and samples must be those of the unbroken run bit for bit, and every step must
-stand in ``metrics.jsonl`` once.
+Half of the kills come at a random time, half while a checkpoint is being written. Each is a SIGKILL
+to a process that is forked from this one, which saves the imports. Weights, metrics and samples
+must equal those of the uninterrupted run bit for bit, and ``metrics.jsonl`` must have every step
+once.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.trainer import train
 
 STEPS_PER_KILL = 3
-"""Steps of the run for each kill, so that it is not over before the last of them."""
+"""Steps of the run per kill, so that it does not end before the last of them."""
 
 
 @dataclass
 class Kills:
-    """What has been done to a run.
+    """The kills of a run.
 
     Attributes:
-        writing: kills that left a half-written checkpoint behind.
-        anywhere: the others.
-        redone: steps that were lost with a process and done again by the next.
+        writing: number of kills that left an incomplete checkpoint.
+        anywhere: number of other kills.
+        redone: number of steps that each kill lost and the next process ran again.
     """
 
     writing: int = 0
@@ -50,8 +50,8 @@ class Kills:
     redone: list[int] = field(default_factory=list)
 
 
-def settings_of(folder: Path, name: str, steps: int, *more: str) -> Settings:
-    """A small run of the embedded model: full weights, two updates a step, and evaluations."""
+def make_settings(folder: Path, name: str, steps: int, *more: str) -> Settings:
+    """Return a small run of the embedded model: full weights, two updates per step, evaluations."""
     return load_settings(
         "counting",
         [
@@ -77,7 +77,7 @@ def settings_of(folder: Path, name: str, steps: int, *more: str) -> Settings:
 
 
 def start(settings: Settings, log: Path) -> int:
-    """Train in a process of its own; returns its number."""
+    """Train in a forked process and return its id."""
     process = os.fork()
     if process:
         return process
@@ -92,91 +92,91 @@ def start(settings: Settings, log: Path) -> int:
         os._exit(status)
 
 
-def ended(process: int) -> int | None:
-    """The process's exit status, None while it runs."""
+def poll(process: int) -> int | None:
+    """Return the exit status of a process, or None while it runs."""
     found, status = os.waitpid(process, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 
 
-def half_written(run: Settings) -> set[tuple[str, int]]:
-    """Checkpoints that were begun and not finished, with the time of their last change."""
+def list_incomplete(run: Settings) -> set[tuple[str, int]]:
+    """Return the incomplete checkpoints with the time of their last change."""
     found = set()
     for path in (run.run_dir / "checkpoints").glob(".step-*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # finished, or swept up, just now
+        with contextlib.suppress(FileNotFoundError):  # completed or deleted just now
             found.add((path.name, path.stat().st_ctime_ns))
     return found
 
 
-def wait_for_a_checkpoint(
-    run: Settings, process: int, which: int, left: set[tuple[str, int]]
+def wait_for_checkpoint(
+    run: Settings, process: int, count: int, stale: set[tuple[str, int]]
 ) -> None:
-    """Until the process has begun to write its ``which``-th checkpoint.
+    """Wait until the process has started to write its ``count``-th checkpoint.
 
     Args:
-        left: what the process before has left behind.
+        stale: incomplete checkpoints that the previous process has left.
     """
-    seen: set[str] = set()
-    while len(seen) < which:
-        seen |= {name for name, _ in half_written(run) - left}
-        if ended(process) is not None:
-            raise SystemExit("the run was over before the last kill: raise STEPS_PER_KILL")
+    started: set[str] = set()
+    while len(started) < count:
+        started |= {name for name, _ in list_incomplete(run) - stale}
+        if poll(process) is not None:
+            raise SystemExit("the run ended before the last kill: raise STEPS_PER_KILL")
 
 
-def steps_in(run: Settings) -> int:
+def count_steps(run: Settings) -> int:
     path = run.run_dir / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.is_file() else 0
 
 
-def kill_once(folder: Path, steps: int, draw: random.Random, seconds: float, done: Kills) -> None:
-    """Go on with the run, and kill it."""
-    asynchronous = draw.choice(["true", "false"])
-    run = settings_of(
+def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float, kills: Kills) -> None:
+    """Resume the run and kill it."""
+    asynchronous = rng.choice(["true", "false"])
+    run = make_settings(
         folder, "broken", steps, "resume=true", f"checkpoint.asynchronous={asynchronous}"
     )
-    left = half_written(run)
+    stale = list_incomplete(run)
     process = start(run, folder / "broken.log")
-    if done.writing <= done.anywhere:
-        wait_for_a_checkpoint(run, process, draw.randint(1, 3), left)
-        time.sleep(draw.uniform(0, 0.05))
+    if kills.writing <= kills.anywhere:
+        wait_for_checkpoint(run, process, rng.randint(1, 3), stale)
+        time.sleep(rng.uniform(0, 0.05))
     else:
-        time.sleep(draw.uniform(0, seconds))
+        time.sleep(rng.uniform(0, seconds))
     os.kill(process, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     if status != -signal.SIGKILL:
         raise SystemExit(f"the run ended by itself ({status}), see {folder / 'broken.log'}")
-    if half_written(run) - left:
-        done.writing += 1
+    if list_incomplete(run) - stale:
+        kills.writing += 1
     else:
-        done.anywhere += 1
-    saved = [moment.steps for moment, _ in list_checkpoints(run.run_dir / "checkpoints")]
-    done.redone.append(steps_in(run) - max(saved, default=0))
+        kills.anywhere += 1
+    saved = [at.steps for at, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    kills.redone.append(count_steps(run) - max(saved, default=0))
 
 
-def crash(folder: Path, kills: int, seed: int) -> str:
-    """Kill a run ``kills`` times and compare it with an unbroken one; returns what was done.
+def crash(folder: Path, count: int, seed: int) -> str:
+    """Kill a run ``count`` times, compare it with an uninterrupted one, and return a summary.
 
     Raises:
         AssertionError: they differ.
     """
-    steps, draw, done = STEPS_PER_KILL * kills, random.Random(seed), Kills()
-    whole = settings_of(folder, "whole", steps)
-    began = time.monotonic()
-    process = start(whole, folder / "whole.log")
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, folder / "whole.log"
-    # A random kill comes somewhere between the start of a process and its third step or so.
-    seconds = 1.0 + 3 * (time.monotonic() - began) / steps
-    while done.writing + done.anywhere < kills:
-        kill_once(folder, steps, draw, seconds, done)
-    last = settings_of(folder, "broken", steps, "resume=true")
+    steps, rng, kills = STEPS_PER_KILL * count, random.Random(seed), Kills()
+    uninterrupted = make_settings(folder, "uninterrupted", steps)
+    started = time.monotonic()
+    process = start(uninterrupted, log := folder / "uninterrupted.log")
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, log
+    # A random kill comes between the start of a process and about its third step.
+    seconds = 1.0 + 3 * (time.monotonic() - started) / steps
+    while kills.writing + kills.anywhere < count:
+        kill_once(folder, steps, rng, seconds, kills)
+    last = make_settings(folder, "broken", steps, "resume=true")
     process = start(last, folder / "broken.log")
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, folder / "broken.log"
     rows = metrics_of(last.run_dir)
     assert [row["step"] for row in rows] == list(range(steps))
-    assert_same_run(whole.run_dir, last.run_dir, f"step-{steps}")
+    assert_same_run(uninterrupted.run_dir, last.run_dir, f"step-{steps}")
     return (
-        f"{kills} kills of a run of {steps} steps (seed {seed}), {done.writing} of them while a "
-        f"checkpoint was being written: the same weights, metrics and samples; a kill cost "
-        f"{sum(done.redone) / kills:.1f} steps done again, at most {max(done.redone)}"
+        f"{count} kills of a run of {steps} steps (seed {seed}), {kills.writing} of them while a "
+        f"checkpoint was being written: the same weights, metrics and samples; each kill repeated "
+        f"{sum(kills.redone) / count:.1f} steps on average, at most {max(kills.redone)}"
     )
 
 
@@ -185,5 +185,5 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        print(crash(Path(place), options.kills, options.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        print(crash(Path(folder), options.kills, options.seed))

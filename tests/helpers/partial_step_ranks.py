@@ -1,5 +1,4 @@
-"""One launch for ``test_open_step.py``: FOLDER MODEL NAME ASKED trains, and stops when the run asks
-for the n-th time whether to (0: never)."""
+"""Train on several ranks: FOLDER MODEL NAME COUNT stops at the run's COUNT-th check (0: never)."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from vlm_grpo.errors import Stopped
 from vlm_grpo.utils.signals import StopRequest
 
 
-def ranks_run(folder: Path, model: Path, name: str) -> Settings:
-    """Three steps of two updates, held to a reference that is two steps old at most."""
+def make_run(folder: Path, model: Path, name: str) -> Settings:
+    """Return a run of three steps of two updates, with a reference refreshed every two steps."""
     return small_run(
         folder,
         model,
@@ -27,10 +26,10 @@ def ranks_run(folder: Path, model: Path, name: str) -> Settings:
 
 
 if __name__ == "__main__":
-    place, source, called, asked = sys.argv[1:]
-    stop = StopAt(int(asked)) if int(asked) else StopRequest()
+    folder, model, name, count = sys.argv[1:]
+    stop = StopAt(int(count)) if int(count) else StopRequest()
     trainer.StopRequest = lambda *_: stop
     try:
-        trainer.train(ranks_run(Path(place), Path(source), called))
+        trainer.train(make_run(Path(folder), Path(model), name))
     except Stopped as stopped:
         print(stopped, file=sys.stderr)

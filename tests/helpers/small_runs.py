@@ -1,4 +1,4 @@
-"""Runs of a small random model that take a second, and what they leave behind."""
+"""Runs of a small random model that take a second, and readers of their files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SMALL = (
     "logging.samples_every=0",
     "optim.prompts_per_step=3",
     "optim.warmup_steps=0",
-    "optim.lr=1e-3",  # far enough in a step that every snapshot is another policy
+    "optim.lr=1e-3",  # large enough that every snapshot is a different policy
     "rollout.num_generations=4",
 )
 TASK = '''
 from vlm_grpo.task import Task, metric, reward
 
 class Letters(Task):
-    """Write many different small letters: a reward that a random model meets now and then."""
+    """Write many different lowercase letters: a reward that a random model sometimes earns."""
 
     primary_metric = "letters"
 
@@ -60,8 +60,11 @@ def save_tiny_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
 
 
 def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
-    """Settings of four steps of three prompts with the model in ``source``; ``changes`` go over
-    them, block by block."""
+    """Return settings of four steps of three prompts with the model in ``source``.
+
+    Args:
+        changes: blocks of settings that override them.
+    """
     task = folder / "letters.py"
     task.write_text(TASK)
     values: dict[str, Any] = {
@@ -76,8 +79,8 @@ def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
         "logging": {"samples_every": 1},
     }
     for name, value in changes.items():
-        held = values.get(name)
-        values[name] = {**held, **value} if isinstance(held, dict) else value
+        default = values.get(name)
+        values[name] = {**default, **value} if isinstance(default, dict) else value
     return Settings.model_validate(values)
 
 
@@ -88,11 +91,11 @@ def trainer_for(settings: Settings) -> Trainer:
 
 
 class StopAt(StopRequest):
-    """A request that comes when the run asks for the n-th time whether there is one."""
+    """A request to stop that is made at the run's n-th check."""
 
-    def __init__(self, asked: int) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
-        self.left = asked
+        self.left = count
 
     @property
     def reason(self) -> str | None:
@@ -101,14 +104,14 @@ class StopAt(StopRequest):
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``, without times and memory, which no two runs share."""
+    """Return the rows of ``metrics.jsonl`` without times and memory, which differ between runs."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    left_out = ("time/", "memory/")
-    return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows]
+    measured = ("time/", "memory/")
+    return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 
 def samples_of(run_dir: Path) -> dict[str, bytes]:
-    """Every file of ``samples`` and ``evaluation``."""
+    """Return the content of every file in ``samples`` and ``evaluation``."""
     return {
         str(path.relative_to(run_dir)): path.read_bytes()
         for part in ("samples", "evaluation")
@@ -122,21 +125,21 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
-    """The weights of two checkpoints are equal bit for bit."""
+    """Check that the weights of two checkpoints are equal bit for bit."""
     first, second = weights_of(a), weights_of(b)
     assert set(first) == set(second)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def assert_same_run(a: Path, b: Path, last: str = "step-4") -> None:
-    """Two run folders hold the same weights, metrics and samples."""
+    """Check that two runs have the same weights, metrics and samples."""
     assert metrics_of(a) == metrics_of(b)
     assert samples_of(a) == samples_of(b)
     assert_same_weights(a / "checkpoints" / last, b / "checkpoints" / last)
 
 
 def sign(checkpoint: Path) -> None:
-    """Make the manifest fit the files, so that what a test has changed is not taken for damage."""
+    """Update the manifest, so that files that a test has changed do not count as corrupt."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name, measured in manifest["files"].items():
         data = (checkpoint / name).read_bytes()
@@ -145,7 +148,7 @@ def sign(checkpoint: Path) -> None:
 
 
 def embedded_trainer(folder: Path, *overrides: str) -> Trainer:
-    """A trainer of the embedded model on twelve counting examples."""
+    """Return a trainer of the embedded model on twelve counting examples."""
     settings = load_settings("quickstart", [f"output_dir={folder}", *SMALL, *overrides])
     torch.manual_seed(0)
     loaded = load_model(settings)
