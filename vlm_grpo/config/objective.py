@@ -86,7 +86,7 @@ class ObjectiveSettings(Frozen):
     mean of its tokens' ratios."""
 
     entropy_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the mean token entropy, which is maximised. 0: no bonus."""
+    """Weight of the mean token entropy, which is maximized. 0: no bonus."""
 
     mask_truncated_completions: bool = False
     """True: leave completions that reached the length limit out of the loss."""
