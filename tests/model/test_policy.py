@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from tiny_models import PlainTask, noise_example, tiny_model, tiny_policy
+from tiny_models import noise_example, tiny_model, tiny_policy
 
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
@@ -14,6 +14,7 @@ from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
 from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel, freeze_parts
 from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Prompt
 
 FAMILY = "qwen2_5_vl"
@@ -25,7 +26,7 @@ BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "
 def make_prompts(policy: Policy) -> list[Prompt]:
     """Build a prompt with one image and a prompt without images."""
     examples = [noise_example("one", [(60, 90)]), noise_example("none", [], "What? " * 5)]
-    return [policy.build_prompt(policy.with_resized_sizes(e), PlainTask()) for e in examples]
+    return [policy.build_prompt(policy.with_resized_sizes(e), PlainQuestion()) for e in examples]
 
 
 def sample(
@@ -49,17 +50,17 @@ def make_batch(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> M
 def test_the_prompt_estimate_counts_image_tokens_exactly() -> None:
     policy = tiny_policy(FAMILY)
     example = policy.with_resized_sizes(noise_example("a", [(60, 90), (200, 40)], "abcdef"))
-    prompt = policy.build_prompt(example, PlainTask())
+    prompt = policy.build_prompt(example, PlainQuestion())
     image_tokens = prompt.token_ids.count(policy.model.config.image_token_id)
-    text_tokens = len(PlainTask().prompt(example)) // 3
-    assert policy.estimate_prompt_tokens(example, PlainTask()) == image_tokens + text_tokens
+    text_tokens = len(PlainQuestion().prompt(example)) // 3
+    assert policy.estimate_prompt_tokens(example, PlainQuestion()) == image_tokens + text_tokens
     assert image_tokens > 0
 
 
 def test_examples_that_share_an_image_decode_it_once() -> None:
     policy = tiny_policy(FAMILY)
     example = policy.with_resized_sizes(noise_example("a", [(60, 90)]))
-    prompts = [policy.build_prompt(example, PlainTask()) for _ in range(3)]
+    prompts = [policy.build_prompt(example, PlainQuestion()) for _ in range(3)]
     assert [prompt.image_decodes for prompt in prompts] == [1, 0, 0]
 
 

@@ -10,12 +10,10 @@ from vlm_grpo.types import ImageRef
 
 
 class ImageCache:
-    """Keeps the most recently used images, so that several questions about one decode it once.
-
-    It may be used by several threads.
+    """The most recently used images: examples that share an image decode it once. Thread-safe.
 
     Args:
-        decode: reads and resizes an image.
+        decode: decodes and resizes an image.
         size: number of images to keep.
     """
 
@@ -25,7 +23,7 @@ class ImageCache:
         self._lock = threading.Lock()
 
     def load(self, reference: ImageRef) -> tuple[Any, bool]:
-        """Return the image, and whether it had to be decoded.
+        """Return the image, and whether it was decoded by this call.
 
         Raises:
             ValueError: the image cannot be read.
