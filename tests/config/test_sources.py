@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from vlm_grpo.config.run import DataSettings, Settings, load_settings
-from vlm_grpo.config.sources import InMemoryRows, is_rows
+from vlm_grpo.config.sources import InMemoryRows, get_short_name, is_rows
 from vlm_grpo.coordinates import PERMILLE
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
@@ -121,6 +121,22 @@ def test_a_class_of_a_function_is_saved_by_a_text_that_is_not_loaded(tmp_path: P
     with pytest.raises(UserError, match=r"^task=<class .*: give it again with task=TheClass"):
         load_task(saved.task)
     assert load_settings(tmp_path / "config.yaml", task=Local).task is Local
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        (Parity, "parity"),
+        (Parity(), "parity"),
+        ("counting", "counting"),
+        ("tasks/clock.py", "clock"),
+        ("tasks/clock.py:Hands", "clock"),
+        ("zoo.clock:Hands", "hands"),
+        ("<class test.<locals>.Hands>", "hands"),
+    ],
+)
+def test_the_short_name_is_that_of_the_class_or_file(task: Any, name: str) -> None:
+    assert get_short_name(task) == name
 
 
 def test_a_module_that_is_missing_is_named_with_the_remedy() -> None:

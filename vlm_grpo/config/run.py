@@ -36,6 +36,7 @@ from vlm_grpo.config.sources import (
     Source,
     TaskSetting,
     get_options,
+    get_short_name,
     is_rows,
     restore,
 )
@@ -85,7 +86,7 @@ class DataSettings(Frozen):
     """Maximum number of pixels of an image; Pillow itself refuses more than twice the default."""
 
     @model_validator(mode="after")
-    def _no_idle_settings(self) -> DataSettings:
+    def _check_combinations(self) -> DataSettings:
         sources = [str(source) for source in (self.train, self.eval) if source is not None]
         if self.image_root is not None and all(s.startswith("embedded:") for s in sources):
             raise ValueError("data.image_root has no effect on embedded data: leave it out")
@@ -130,7 +131,7 @@ class OptimSettings(Frozen):
     """Maximum number of tokens in a micro-batch of the update; does not change the gradient."""
 
     @model_validator(mode="after")
-    def _no_idle_settings(self) -> OptimSettings:
+    def _check_combinations(self) -> OptimSettings:
         if self.schedule == "constant" and self.warmup_steps:
             raise ValueError(
                 "optim.warmup_steps has no effect with optim.schedule=constant: "
@@ -228,7 +229,7 @@ class Settings(Frozen):
     @property
     def run_dir(self) -> Path:
         """The run's folder, ``output_dir/name``."""
-        return self.output_dir / (self.name or _name_run(self.task))
+        return self.output_dir / (self.name or get_short_name(self.task))
 
     @property
     def task_name(self) -> str:
@@ -255,7 +256,7 @@ class Settings(Frozen):
         return to_jsonable_python(options, fallback=repr)
 
     @model_validator(mode="after")
-    def _no_idle_settings(self) -> Settings:
+    def _check_combinations(self) -> Settings:
         problems = []
         if self.data.eval is None and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")
@@ -377,7 +378,7 @@ def build_settings(
     merge(given, python_values)
     if given.get("name") is None:
         is_other_task = "task" in changes or "task" in python_values
-        given["name"] = _name_run(given["task"]) if is_other_task else Path(recipe).stem
+        given["name"] = get_short_name(given["task"]) if is_other_task else Path(recipe).stem
     try:
         return _validate(given)
     except ValidationError as error:
@@ -408,16 +409,6 @@ def _validate(given: dict[str, Any]) -> Settings:
         given = {**given, "data": {**data, **rows}}
     text = json.dumps(given, default=replace_object)
     return Settings.model_validate_json(text, strict=True, context=objects)
-
-
-def _name_run(task: Any) -> str:
-    """Return the default name of a run of a task."""
-    if isinstance(task, Task):
-        task = type(task)
-    if isinstance(task, type):
-        return task.__name__.lower()
-    module, _, class_name = str(task).rpartition(":")
-    return class_name.lower() if module and not module.endswith(".py") else Path(str(task)).stem
 
 
 def _read_recipe(recipe: str) -> Any:

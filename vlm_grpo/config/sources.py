@@ -66,6 +66,19 @@ def restore(value: Any, info: ValidationInfo) -> Any:
     return info.context.get(value, value) if info.context and isinstance(value, str) else value
 
 
+def get_short_name(task: Any) -> str:
+    """Return the name of a task's class, in lower case, or of its file, for folders and tags."""
+    if isinstance(task, Task):
+        task = type(task)
+    if isinstance(task, type):
+        return task.__name__.strip("_").lower()
+    name = str(task)
+    if name.startswith(IN_SESSION):
+        return name[len(IN_SESSION) : -1].rpartition(".")[2].lower()
+    module, _, class_name = name.rpartition(":")
+    return class_name.lower() if module and not module.endswith(".py") else Path(name).stem
+
+
 def get_options(task: Task) -> dict[str, Any]:
     """Return the options of a task that differ from their defaults."""
     found = {}

@@ -20,6 +20,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.sources import get_short_name
 from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
@@ -157,7 +158,7 @@ def build_model_card(trained: ResolvedModel, adapter: bool) -> str:
     front: dict[str, Any] = {
         "pipeline_tag": "image-text-to-text",
         "library_name": "peft" if adapter else "transformers",
-        "tags": ["vlm-grpo", "grpo", Path(settings.task_name).stem],
+        "tags": ["vlm-grpo", "grpo", get_short_name(settings.task)],
     }
     if settings.model != "embedded" and not Path(settings.model).exists():
         front["base_model"] = settings.model
@@ -191,7 +192,7 @@ def _build_model_index(settings: Settings, results: _Results) -> Mapping[str, An
         "dataset": {"name": data, "type": data},
         "metrics": [{"type": results.primary_metric, "value": round(results.change.after, 4)}],
     }
-    return {"name": settings.name or Path(settings.task_name).stem, "results": [entry]}
+    return {"name": settings.name or get_short_name(settings.task), "results": [entry]}
 
 
 def _read_results(trained: ResolvedModel) -> _Results:

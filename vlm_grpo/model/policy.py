@@ -385,10 +385,11 @@ def _eval_mode(model: Any) -> Iterator[None]:
 
 
 def load_policy(
-    settings: Settings, checkpoint: Path | None = None, training: bool = True
+    settings: Settings, checkpoint: str | Path | None = None, training: bool = True
 ) -> Policy:
     """Load the policy of a run; arguments and errors as in ``load_model`` and ``get_capture``."""
-    loaded = load_model(settings, checkpoint, training)
+    folder = None if checkpoint is None else Path(checkpoint)
+    loaded = load_model(settings, folder, training)
     distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
     capture = get_capture(settings.rollout, loaded.shared, training)
     return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
