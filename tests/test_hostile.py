@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from report_runs import few_examples, group
+from report_runs import load_few_examples, make_group
 from tiny_models import tiny_model
 
 from vlm_grpo.config.run import Settings
@@ -158,11 +158,11 @@ def test_the_code_evaluates_and_unpickles_nothing_else() -> None:
 )
 def test_no_name_from_the_data_becomes_a_path(name: str, tmp_path: Path) -> None:
     task = load_task("counting")
-    example = few_examples("counting", task)[0]
+    example = load_few_examples("counting", task)[0]
     images = tuple(replace(image, name=name) for image in example.images)
     example = replace(example, id=name, images=images)
     run = tmp_path / "deep" / "run"
-    groups = [group(task, example, ["1", "2"])]
+    groups = [make_group(task, example, ["1", "2"])]
     write_samples(run / "samples", 3, groups, [[0.5, -0.5]], task)
     row = {"id": name, "output": "1", "answer": 1, "rewards": {"exact": 0.0, "closeness": 0.0}}
     write_held_out(run / "samples", 3, task, [example], [{**row, "metrics": {}}])

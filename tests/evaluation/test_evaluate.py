@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes
@@ -20,11 +21,13 @@ from vlm_grpo.evaluation.evaluate import (
     evaluate,
     evaluate_benchmark,
     score_benchmark,
+    summarize,
     write_predictions,
 )
 from vlm_grpo.evaluation.predictions import PredictionLog
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.trainer import train
+from vlm_grpo.types import Example
 
 BENCHMARK = """
 title: Shapes
@@ -157,6 +160,23 @@ def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path: Path) -> None:
     row = {"id": "1", "answer": "\ud83d"}  # from JSON in an output; UTF-8 cannot encode it
     write_predictions(tmp_path / "p.jsonl", Evaluation("x", 1, {"x": 1}, (1, 1), (row,)))
     assert read_jsonl(tmp_path / "p.jsonl") == [row]
+
+
+def test_mean_over_groups_has_no_interval_of_its_examples(tmp_path: Path) -> None:
+    definition = tmp_path / "groups.yaml"
+    definition.write_text(
+        "title: Words\ntask: ocr\nmetric: word_recognition\naverage: groups\ngroups: [kind]\n"
+    )
+    task = load_benchmark(str(definition)).load_task()
+    examples = [
+        Example(str(n), (), "?", "YES", {"kind": kind}) for n, kind in enumerate(["a", "a", "b"])
+    ]
+    texts = ["YES", "YES", "NO"]
+    scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
+    found = summarize(task, examples, texts, scores, seed=0)
+    assert found.value == pytest.approx(0.5)  # the mean over groups; over examples it is 2/3
+    assert math.isnan(found.interval[0])
+    assert str(found) == "word_recognition 50.0% (n = 3)"
 
 
 def test_a_checkpoint_is_compared_with_its_model(

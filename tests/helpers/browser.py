@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the WebDriver protocol (https://www.w3.org/TR/webdriver2/)."""
+"""Control a headless Chromium over the WebDriver protocol (https://www.w3.org/TR/webdriver2/)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--no-first-run",
-    # Any request to a host fails at once: a page that needs the network is found out.
+    # Every request to a host fails, which exposes a page that needs the network.
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )
 
 
 class Browser:
-    """One window; use as a context manager.
+    """A browser window, used as a context manager.
 
     Args:
         size: width and height of the window in pixels.
-        dark: what ``prefers-color-scheme`` says.
+        dark: whether ``prefers-color-scheme`` is dark.
     """
 
     def __init__(self, size: tuple[int, int] = (1300, 1000), dark: bool = False) -> None:
@@ -53,7 +53,7 @@ class Browser:
             stderr=self._log,
             env={**os.environ, "HOME": self._folder.name},
         )
-        self._base = f"http://127.0.0.1:{self._port()}"
+        self._base = f"http://127.0.0.1:{self._read_port()}"
         width, height = self.size
         options = {
             "binary": CHROMIUM,
@@ -64,12 +64,12 @@ class Browser:
                 *(["--force-dark-mode"] if self.dark else []),
             ],
         }
-        wanted = {
+        capabilities = {
             "browserName": "chrome",
             "goog:chromeOptions": options,
             "goog:loggingPrefs": {"browser": "ALL"},
         }
-        answer = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+        answer = self._call("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
         self._base += f"/session/{answer['sessionId']}"
         return self
 
@@ -79,7 +79,7 @@ class Browser:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with contextlib.suppress(urllib.error.URLError):  # it may be gone already
+        with contextlib.suppress(urllib.error.URLError):  # the driver may have exited
             self._call("DELETE", "")
         self._process.terminate()
         self._process.wait(10)
@@ -93,42 +93,42 @@ class Browser:
         self._call("POST", "/url", {"url": path.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that a script returns; ``arguments[0]`` in it is the first argument."""
+        """Run a script, in which ``arguments`` are the given ones, and return its value."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def resize(self, width: int, height: int) -> None:
-        """Make the page's own area so large, as a phone's screen, below a window's least width."""
+        """Set the size of the viewport, which may be smaller than the smallest window."""
         self.devtools(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": True},
         )
 
     def prefer(self, scheme: str) -> None:
-        """Let ``prefers-color-scheme`` be "light" or "dark"."""
+        """Set ``prefers-color-scheme`` to "light" or "dark"."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.devtools("Emulation.setEmulatedMedia", {"features": [feature]})
 
     def press(self, key: str) -> None:
-        """Press and release a key, such as ``ArrowRight``, wherever the focus is."""
+        """Press and release a key, such as ``ArrowRight``, in the focused element."""
         for kind in ("rawKeyDown", "keyUp"):
             event = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": _CODES[key]}
             self.devtools("Input.dispatchKeyEvent", event)
 
     def devtools(self, command: str, parameters: Mapping[str, Any]) -> Any:
-        """A command of the DevTools protocol."""
+        """Send a command of the DevTools protocol and return its result."""
         return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": dict(parameters)})
 
-    def log(self) -> list[str]:
-        """What was written to the console since the last call, errors and refusals among it."""
+    def read_log(self) -> list[str]:
+        """Return the console messages since the last call, such as errors."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
 
     def screenshot(self, path: Path) -> Path:
-        """Write what is seen as PNG."""
+        """Write a screenshot of the viewport as PNG."""
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
         return path
 
-    def _port(self) -> int:
-        """Where the driver listens; it says so in its first lines."""
+    def _read_port(self) -> int:
+        """Return the port that the driver announces in its first lines."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if b"started successfully on port" in line:
@@ -140,7 +140,7 @@ class Browser:
         request = urllib.request.Request(
             self._base + path, data, {"Content-Type": "application/json"}, method=method
         )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is this machine
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the driver is local
         try:
             with opener.open(request, timeout=60) as response:
                 return json.load(response)["value"]
@@ -152,14 +152,14 @@ class Browser:
 _CODES = {"ArrowLeft": 37, "ArrowRight": 39}
 
 
-def wait(browser: Browser, condition: str, seconds: float = 5.0) -> None:
+def wait_until(browser: Browser, condition: str, seconds: float = 5.0) -> None:
     """Wait until a JavaScript expression is true.
 
     Raises:
-        TimeoutError: it has not become true.
+        TimeoutError: the expression is still false.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not browser.run(f"return Boolean({condition})"):
-        if time.monotonic() > until:
-            raise TimeoutError(f"not true after {seconds} s: {condition}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still false after {seconds} s: {condition}")
         time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""Run folders as a trainer leaves them, from a simulated policy that gets better over the steps.
+"""Run folders of a simulated policy that improves over the steps.
 
-Everything but the policy is real: the tasks, their embedded examples, the scores, and the writers
-of metrics, samples and evaluations.
+Everything else is real: the tasks, their embedded examples, the scores, and the writers of metrics,
+samples and evaluations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from vlm_grpo.config.run import DataSettings, load_settings
+from vlm_grpo.config.run import DataSettings, Settings, load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.evaluate import summarize, write_predictions, write_summary
 from vlm_grpo.registry import load_task
@@ -36,16 +36,16 @@ def make_run(
     skill: tuple[float, float] = (0.3, 0.9),
     held_out: int = 24,
     samples_every: int = 10,
-    write: Callable[[Task, Example, float, random.Random], str] | None = None,
+    policy: Callable[[Task, Example, float, random.Random], str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A run's folder.
+    """Write the folder of a run and return its path.
 
     Args:
-        folder: its parent; the run is called after its task and seed.
+        folder: the parent folder; the run is named after its task and seed.
         skill: share of right answers at the first and the last step.
-        write: the policy, given the task, the example, its skill and a source of chance.
-        overrides: settings over those of the task's recipe.
+        policy: writes a completion for a task, an example, a skill and a random generator.
+        overrides: settings that replace those of the recipe.
     """
     name = f"{task_name}-{seed}"
     changes = {"name": name, "output_dir": folder, "optim.max_steps": steps, "seed": seed}
@@ -53,106 +53,114 @@ def make_run(
     changes |= {"model": "embedded"} | dict(overrides or {})
     settings = load_settings(task_name, [f"{key}={value}" for key, value in changes.items()])
     settings.save(settings.run_dir / "config.yaml")
-    # Thinking and tags, so that a page has all parts of a completion to set apart.
+    # With thinking and tags, completions have all the parts that a page distinguishes.
     task = load_task(task_name, tags=True, thinking=True)
-    train = few_examples(task_name, task, 4 * steps, "train")
-    examples = few_examples(task_name, task, held_out, "eval")
-    policy, chance = write or answer, random.Random(seed)
+    train = load_few_examples(task_name, task, 4 * steps, "train")
+    examples = load_few_examples(task_name, task, held_out, "eval")
+    policy, generator = policy or write_completion, random.Random(seed)
     log = StepLog(settings.run_dir / "metrics.jsonl")
     samples = settings.run_dir / "samples"
     for step in range(steps + 1):
-        now = skill[0] + (skill[1] - skill[0]) * step / steps
+        current = skill[0] + (skill[1] - skill[0]) * step / steps
         if step % max(1, steps // 4) == 0:
-            texts = [policy(task, example, now, random.Random(example.id)) for example in examples]
-            scores = [
-                task.score(text, example) for text, example in zip(texts, examples, strict=True)
-            ]
-            found = summarize(task, examples, texts, scores, seed)
-            path = settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl"
-            write_predictions(path, found)
-            write_summary(path.with_suffix(".json"), found)
-            write_held_out(samples, step, task, examples, found.rows)
+            texts = [policy(task, e, current, random.Random(e.id)) for e in examples]
+            _write_evaluation(settings, step, task, examples, texts)
         if step == steps:
             break
         groups = [
-            group(task, example, [policy(task, example, now, chance) for _ in range(GROUP_SIZE)])
+            make_group(
+                task,
+                example,
+                [policy(task, example, current, generator) for _ in range(GROUP_SIZE)],
+            )
             for example in train[4 * step : 4 * step + 4]
         ]
-        advantages = [_advantages(g) for g in groups]
+        advantages = [_compute_advantages(g) for g in groups]
         if step % samples_every == 0:
             write_samples(samples, step, groups, advantages, task)
         sampled = group_metrics(groups).values(empty=math.nan)
-        log.write(step, sampled | _other_metrics(groups, step, chance))
+        log.write(step, sampled | _simulate_metrics(groups, step, generator))
     return settings.run_dir
 
 
-def few_examples(
+def _write_evaluation(
+    settings: Settings, step: int, task: Task, examples: list[Example], texts: list[str]
+) -> None:
+    scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
+    evaluation = summarize(task, examples, texts, scores, settings.seed)
+    path = settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl"
+    write_predictions(path, evaluation)
+    write_summary(path.with_suffix(".json"), evaluation)
+    write_held_out(settings.run_dir / "samples", step, task, examples, evaluation.rows)
+
+
+def load_few_examples(
     name: str, task: Task, count: int = 1, split: Literal["train", "eval"] = "eval"
 ) -> list[Example]:
-    """The first embedded examples; drawing all of them takes seconds."""
+    """Load the first embedded examples; drawing all of them takes seconds."""
     source = f"embedded:{name}"
     data = DataSettings(train=source, eval=source, train_limit=count, eval_limit=count)
     return load_examples(source, task, data, split)
 
 
-def group(task: Task, example: Example, texts: list[str]) -> Group:
-    """One group with these completions."""
+def make_group(task: Task, example: Example, texts: list[str]) -> Group:
+    """Return a group with the given completions and their scores."""
     prompt = Prompt(example, task.prompt(example), (0,), {})
     completions = tuple(
-        Completion((0,) * len(text), (-0.1,) * len(text), text, stop_reason(text), (0.5,))
+        Completion((0,) * len(text), (-0.1,) * len(text), text, _get_stop_reason(text), (0.5,))
         for text in texts
     )
     return Group(prompt, completions, tuple(task.score(text, example) for text in texts))
 
 
-def stop_reason(text: str) -> Any:
+def _get_stop_reason(text: str) -> Any:
     return "eos" if text.endswith("</answer>") else "length"
 
 
-def answer(task: Task, example: Example, skill: float, chance: random.Random) -> str:
-    """The gold answer as often as ``skill`` says, and otherwise what a poor model writes."""
+def write_completion(task: Task, example: Example, skill: float, generator: random.Random) -> str:
+    """Return the gold answer with probability ``skill``, or else a typical failure."""
     gold = task.gold(example)
-    if (roll := chance.random()) < skill:
+    if (draw := generator.random()) < skill:
         return gold
-    if roll > 0.97:
+    if draw > 0.97:
         return "<think>There are so many of them that I"
-    if roll > 0.94:
+    if draw > 0.94:
         return "<think>Hm.</think>I cannot tell."
     thinking, _, rest = gold.partition("</think>")
-    off = 2 if task.primary_metric == "exact" else 9  # pixels are many, counts few
-    wrong = re.sub(r"\b\d+", lambda n: str(int(n[0]) + chance.randint(1, off)), rest)
+    largest_error = 2 if task.primary_metric == "exact" else 9  # of counts, or of pixels
+    wrong = re.sub(r"\b\d+", lambda n: str(int(n[0]) + generator.randint(1, largest_error)), rest)
     wrong = wrong if wrong != rest else rest.replace("E", "F").replace("A", "H").lower()
     return f"{thinking} Or not quite.</think>{wrong}"
 
 
-def with_alarms(run: Path, alarms: list[Mapping[str, Any]]) -> None:
-    """Put alarms into a run's folder."""
+def write_alarms(run: Path, alarms: list[Mapping[str, Any]]) -> None:
+    """Write alarms into a run's folder."""
     lines = "".join(json.dumps(alarm) + "\n" for alarm in alarms)
     (run / "alarms.jsonl").write_text(lines, encoding="utf-8")
 
 
-def _advantages(sampled: Group) -> list[float]:
+def _compute_advantages(sampled: Group) -> list[float]:
     rewards = [score.total or 0.0 for score in sampled.scores]
     mean = sum(rewards) / len(rewards)
-    spread = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
-    return [(r - mean) / (spread + 1e-4) for r in rewards]
+    std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
+    return [(r - mean) / (std + 1e-4) for r in rewards]
 
 
-def _other_metrics(groups: list[Group], step: int, chance: random.Random) -> dict[str, float]:
-    """What the update and the stopwatch would say."""
+def _simulate_metrics(groups: list[Group], step: int, generator: random.Random) -> dict[str, float]:
+    """Return plausible metrics of the update and of the time per phase."""
     equal = [len({score.total for score in g.scores}) == 1 for g in groups]
     return {
         "frac_reward_zero_std": sum(equal) / len(equal),
-        "kl": 0.001 * step + 0.002 * chance.random(),
-        "grad_norm": 0.5 + chance.random(),
-        "loss": 1e-3 * chance.gauss(0, 1),
+        "kl": 0.001 * step + 0.002 * generator.random(),
+        "grad_norm": 0.5 + generator.random(),
+        "loss": 1e-3 * generator.gauss(0, 1),
         "learning_rate": 2e-4,
-        "sampling/sampling_logp_difference/mean": 1e-6 * (1 + chance.random()),
-        "sampling/sampling_logp_difference/max": 1e-5 * (1 + chance.random()),
-        "time/prompts": 0.02 + 0.002 * chance.random(),
-        "time/prefill": 0.03 + 0.002 * chance.random(),
-        "time/decode": 0.1 + 0.02 * chance.random(),
+        "sampling/sampling_logp_difference/mean": 1e-6 * (1 + generator.random()),
+        "sampling/sampling_logp_difference/max": 1e-5 * (1 + generator.random()),
+        "time/prompts": 0.02 + 0.002 * generator.random(),
+        "time/prefill": 0.03 + 0.002 * generator.random(),
+        "time/decode": 0.1 + 0.02 * generator.random(),
         "time/rollout": 0.15,
-        "time/update": 0.2 + 0.02 * chance.random(),
+        "time/update": 0.2 + 0.02 * generator.random(),
         "time/step": 0.41,
     }

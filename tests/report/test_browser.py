@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, DRIVER, Browser, wait
-from report_runs import TASKS, few_examples, group, make_run, with_alarms
+from browser import CHROMIUM, DRIVER, Browser, wait_until
+from report_runs import TASKS, load_few_examples, make_group, make_run, write_alarms
 
 from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report, compare_runs
@@ -40,7 +40,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each task, and a second one of grounding, each with its page."""
+    """A folder with a run and a page of each task, and with a second grounding run."""
     folder = tmp_path_factory.mktemp("runs")
     for task in TASKS:
         build_report(make_run(folder, task, steps=20, held_out=8))
@@ -48,13 +48,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(browser: Browser, page: Path) -> Browser:
-    browser.open(page)
-    return browser
-
-
-def choose(browser: Browser, name: str, value: str) -> None:
-    """Give a field of the filters a value, as a user's choice does."""
+def set_filter(browser: Browser, name: str, value: str) -> None:
+    """Set a field of the filters and send its input event."""
     browser.run(
         "const field = document.querySelector(`#filters [name=${arguments[0]}]`);"
         "field.value = arguments[1];"
@@ -64,31 +59,32 @@ def choose(browser: Browser, name: str, value: str) -> None:
     )
 
 
-def shown(browser: Browser) -> list[dict]:
-    """The entries that pass the filters, in their order."""
+def get_entries(browser: Browser) -> list[dict]:
+    """Return the entries that match the filters, in order."""
     return browser.run("return state.shown")
 
 
-def place(browser: Browser) -> str:
-    return browser.run("return document.getElementById('place').textContent")
+def get_position(browser: Browser) -> str:
+    """Return the position of the current entry, such as "3 of 16"."""
+    return browser.run("return document.getElementById('position').textContent")
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_page_opens_without_a_complaint(task: str, browser: Browser, runs: Path) -> None:
-    opened(browser, runs / f"{task}-0" / "report.html")
-    assert place(browser) == "1 of 16"  # 8 held out, and 4 groups at each of 2 steps
+def test_page_opens_without_errors(task: str, browser: Browser, runs: Path) -> None:
+    browser.open(runs / f"{task}-0" / "report.html")
+    assert get_position(browser) == "1 of 16"  # 8 held out, and 4 groups at each of 2 steps
     assert browser.run("return document.querySelectorAll('.chart svg').length") >= 10
     broken = "[...document.images].filter((i) => i.complete && !i.naturalWidth).length"
     assert browser.run(f"return {broken}") == 0
-    assert browser.log() == []
+    assert browser.read_log() == []
 
 
-def test_marks_lie_over_the_image(browser: Browser, runs: Path) -> None:
-    opened(browser, runs / "grounding-0" / "report.html")
-    choose(browser, "view", "training")
+def test_drawings_cover_the_image(browser: Browser, runs: Path) -> None:
+    browser.open(runs / "grounding-0" / "report.html")
+    set_filter(browser, "view", "training")
     layers = "document.querySelectorAll('.marks img').length"
     with_answer = browser.run("return state.shown[0].answers.filter((a) => a.marks).length")
-    assert browser.run(f"return {layers}") == with_answer + 1  # and the gold one
+    assert browser.run(f"return {layers}") == with_answer + 1  # and the gold answer
     boxes = browser.run(
         "const box = (q) => { const b = document.querySelector(q).getBoundingClientRect();"
         "return [b.left, b.top, b.width, b.height]; };"
@@ -101,93 +97,95 @@ def test_marks_lie_over_the_image(browser: Browser, runs: Path) -> None:
     assert browser.run(f"return {layers}") == 0
 
 
-def test_chosen_answer_stands_out(browser: Browser, runs: Path) -> None:
-    opened(browser, runs / "grounding-0" / "report.html")
+def test_selected_answer_is_highlighted(browser: Browser, runs: Path) -> None:
+    browser.open(runs / "grounding-0" / "report.html")
     browser.run("document.querySelector('.answer').click()")
-    assert browser.run("return document.querySelectorAll('.answer.chosen').length") == 1
-    assert browser.run("return state.answer === state.shown[state.at].answers[0]")
+    assert browser.run("return document.querySelectorAll('.answer.selected').length") == 1
+    assert browser.run("return state.answer === state.shown[state.index].answers[0]")
     browser.run("document.querySelector('.answer').click()")
-    assert browser.run("return document.querySelectorAll('.answer.chosen').length") == 0
+    assert browser.run("return document.querySelectorAll('.answer.selected').length") == 0
 
 
-def test_keys_page(browser: Browser, runs: Path) -> None:
-    opened(browser, runs / "counting-0" / "report.html")
+def test_arrow_keys_change_the_entry(browser: Browser, runs: Path) -> None:
+    browser.open(runs / "counting-0" / "report.html")
     first = browser.run("return state.shown[0].id")
     browser.press("ArrowRight")
     browser.press("ArrowRight")
-    assert place(browser) == "3 of 16"
+    assert get_position(browser) == "3 of 16"
     assert browser.run("return document.querySelector('.facts dd:last-child').textContent") == (
         browser.run("return state.shown[2].id")
     )
     browser.press("ArrowLeft")
     browser.press("ArrowLeft")
-    browser.press("ArrowLeft")  # stays at the first
-    assert place(browser) == "1 of 16"
-    assert browser.run("return state.shown[state.at].id") == first
+    browser.press("ArrowLeft")  # stays at the first entry
+    assert get_position(browser) == "1 of 16"
+    assert browser.run("return state.shown[state.index].id") == first
     browser.run("document.querySelector('#filters [name=text]').focus()")
-    browser.press("ArrowRight")  # moves the caret, not the page
-    assert place(browser) == "1 of 16"
+    browser.press("ArrowRight")  # moves the caret only
+    assert get_position(browser) == "1 of 16"
 
 
-def test_filters(browser: Browser, runs: Path) -> None:
-    opened(browser, runs / "counting-0" / "report.html")
-    choose(browser, "view", "training")
-    assert {entry["view"] for entry in shown(browser)} == {"training"}
-    choose(browser, "step", "10")
-    assert {entry["step"] for entry in shown(browser)} == {10}
-    choose(browser, "view", "")
-    choose(browser, "step", "")
-    choose(browser, "least", "1")
-    for entry in shown(browser):
+def test_filters_select_entries(browser: Browser, runs: Path) -> None:
+    browser.open(runs / "counting-0" / "report.html")
+    set_filter(browser, "view", "training")
+    assert {entry["view"] for entry in get_entries(browser)} == {"training"}
+    set_filter(browser, "step", "10")
+    assert {entry["step"] for entry in get_entries(browser)} == {10}
+    set_filter(browser, "view", "")
+    set_filter(browser, "step", "")
+    set_filter(browser, "min_reward", "1")
+    for entry in get_entries(browser):
         assert any(answer["reward"] >= 1 for answer in entry["answers"])
-    choose(browser, "most", "0.5")  # nothing is at least 1 and at most 0.5
-    assert shown(browser) == []
-    assert place(browser) == "none"
+    set_filter(browser, "max_reward", "0.5")  # no reward is at least 1 and at most 0.5
+    assert get_entries(browser) == []
+    assert get_position(browser) == "none"
     text = browser.run("return document.getElementById('entry').textContent")
-    assert "Nothing passes" in text
+    assert "No entry matches" in text
     browser.run("document.querySelector('#filters [type=reset]').click()")
-    wait(browser, "state.shown.length === 16")
-    choose(browser, "text", "eval-3")
-    assert [entry["id"] for entry in shown(browser)] == ["shapes-counting-eval-3"]
+    wait_until(browser, "state.shown.length === 16")
+    set_filter(browser, "text", "eval-3")
+    assert [entry["id"] for entry in get_entries(browser)] == ["shapes-counting-eval-3"]
 
 
-def test_kinds_filter_and_dim_the_others(browser: Browser, runs: Path) -> None:
-    opened(browser, runs / "counting-0" / "report.html")
-    browser.run("document.querySelectorAll('.chip')[1].click()")  # wrong
-    entries = shown(browser)
+def test_kind_filter_dims_other_answers(browser: Browser, runs: Path) -> None:
+    browser.open(runs / "counting-0" / "report.html")
+    browser.run("document.querySelectorAll('.chip')[1].click()")  # incorrect
+    entries = get_entries(browser)
     assert 0 < len(entries) <= 16
     for entry in entries:
-        assert "wrong" in {answer["kind"] for answer in entry["answers"]}
+        assert "incorrect" in {answer["kind"] for answer in entry["answers"]}
     bright = browser.run(
         "return [...document.querySelectorAll('.answer:not(.dim) .badge')]"
         ".map((badge) => badge.textContent)"
     )
-    assert set(bright) == {"wrong"}
+    assert set(bright) == {"incorrect"}
     assert browser.run("return document.querySelectorAll('.chip')[1].ariaPressed") == "true"
 
 
-def test_sorts(browser: Browser, runs: Path) -> None:
-    opened(browser, runs / "grounding-0" / "report.html")
-    changes = [abs(entry["change"] or 0) for entry in shown(browser)]  # the first choice
+def test_entries_are_sorted(browser: Browser, runs: Path) -> None:
+    browser.open(runs / "grounding-0" / "report.html")
+    changes = [abs(entry["change"] or 0) for entry in get_entries(browser)]  # the default order
     assert changes == sorted(changes, reverse=True)
-    choose(browser, "sort", "oldest")
-    steps = [entry["step"] for entry in shown(browser)]
+    set_filter(browser, "sort", "oldest")
+    steps = [entry["step"] for entry in get_entries(browser)]
     assert steps == sorted(steps)
-    choose(browser, "sort", "lowest reward")
-    means = [mean_reward(entry) for entry in shown(browser)]
+    set_filter(browser, "sort", "lowest reward")
+    means = [get_mean_reward(entry) for entry in get_entries(browser)]
     assert means == sorted(means)
-    choose(browser, "sort", "largest spread of rewards")
-    spreads = [entry["spread"] or -1 for entry in shown(browser) if entry["spread"] is not None]
+    set_filter(browser, "sort", "largest reward spread")
+    spreads = [
+        entry["spread"] or -1 for entry in get_entries(browser) if entry["spread"] is not None
+    ]
     assert spreads == sorted(spreads, reverse=True)
 
 
-def mean_reward(entry: dict) -> float:
+def get_mean_reward(entry: dict) -> float:
     rewards = [answer["reward"] for answer in entry["answers"]]
     return round(sum(rewards) / len(rewards), 9)
 
 
-def test_values_under_the_pointer(browser: Browser, runs: Path) -> None:
-    opened(browser, runs / "counting-0" / "report.html")
+def test_pointer_shows_the_values_of_a_step(browser: Browser, runs: Path) -> None:
+    browser.open(runs / "counting-0" / "report.html")
     readout = browser.run(
         "const plot = document.querySelector('.plot');"
         "plot.scrollIntoView();"
@@ -204,72 +202,72 @@ def _last_evaluation(run: Path) -> list[str]:
     return sorted((run / "evaluation").glob("step-*"))[-1].read_text().splitlines()
 
 
-def test_light_and_dark(browser: Browser, runs: Path) -> None:
+def test_theme_follows_preference_and_button(browser: Browser, runs: Path) -> None:
     background = "return getComputedStyle(document.body).backgroundColor"
     browser.prefer("dark")
-    opened(browser, runs / "counting-0" / "report.html")
+    browser.open(runs / "counting-0" / "report.html")
     dark = browser.run(background)
     browser.prefer("light")
-    wait(browser, "document.documentElement.dataset.theme === 'light'")
+    wait_until(browser, "document.documentElement.dataset.theme === 'light'")
     light = browser.run(background)
     assert max(map(int, dark[4:-1].split(","))) < 60 < 200 < min(map(int, light[4:-1].split(",")))
     line = "getComputedStyle(document.querySelector('.plot path[style*=series]')).stroke"
     before = browser.run(f"return {line}")
     browser.run("document.getElementById('theme').click()")
     assert browser.run(background) == dark
-    assert browser.run(f"return {line}") != before  # the curves follow
+    assert browser.run(f"return {line}") != before  # the curves follow the theme
     browser.run("localStorage.clear()")
 
 
 @pytest.mark.parametrize("page", ["report", "compare"])
-def test_phone(page: str, runs: Path) -> None:
+def test_page_fits_a_phone(page: str, runs: Path) -> None:
     path = runs / "grounding-0" / "report.html"
     if page == "compare":
         path = compare_runs(runs / "grounding-0", runs / "grounding-1")
     with Browser() as browser:
         browser.resize(360, 740)
-        opened(browser, path)
-        # Nothing sticks out: the page is as wide as the screen.
+        browser.open(path)
+        # The page is not wider than the screen.
         assert browser.run("return document.documentElement.scrollWidth") == 360
         small = browser.run(
             "return [...document.querySelectorAll('#filters button, #filters select, .quiet')]"
             ".filter((e) => e.offsetParent && e.getBoundingClientRect().height < 32).length"
         )
-        assert small == 0  # a finger hits what is 32 pixels high
-        assert browser.log() == []
+        assert small == 0  # touch targets are at least 32 pixels high
+        assert browser.read_log() == []
 
 
-def test_two_runs_side_by_side(browser: Browser, runs: Path) -> None:
-    opened(browser, compare_runs(runs / "grounding-0", runs / "grounding-1"))
-    assert browser.run("return document.querySelectorAll('.head').length") == 2
-    entries = shown(browser)
+def test_comparison_shows_both_runs(browser: Browser, runs: Path) -> None:
+    browser.open(compare_runs(runs / "grounding-0", runs / "grounding-1"))
+    assert browser.run("return document.querySelectorAll('.summary').length") == 2
+    entries = get_entries(browser)
     assert len(entries) == 8
     changes = [abs(entry["change"]) for entry in entries]
     assert changes == sorted(changes, reverse=True)
     assert {answer["run"] for answer in entries[0]["answers"]} == {"grounding-0", "grounding-1"}
-    colours = browser.run(
+    colors = browser.run(
         "return [...document.querySelectorAll('.answer header b')]"
         ".map((name) => getComputedStyle(name).color)"
     )
-    assert len(set(colours)) == 2  # each run has its own
+    assert len(set(colors)) == 2  # one per run
     assert "optim.lr" not in browser.run("return document.getElementById('settings').textContent")
     browser.press("ArrowRight")
-    assert place(browser) == "2 of 8"
-    assert browser.log() == []
+    assert get_position(browser) == "2 of 8"
+    assert browser.read_log() == []
 
 
 def test_hostile_output_is_harmless(browser: Browser, tmp_path: Path) -> None:
-    """Whatever a model or a dataset wrote is text: nothing runs, loads, or leaves its place."""
+    """Text of a model or a dataset cannot run scripts, load resources or break the layout."""
     run = tmp_path / "<b onclick=x> & co"
     task = load_task("counting", tags=True)
-    (example,) = few_examples("counting", task)
+    (example,) = load_few_examples("counting", task)
     for step, words in enumerate(HOSTILE):
         row = replace(example, id=words, question=words, answer=words)
-        sampled = group(task, row, [*HOSTILE, f"<think>{words}</think>{words}"])
+        sampled = make_group(task, row, [*HOSTILE, f"<think>{words}</think>{words}"])
         failing = [replace(s, failures={words: words}) for s in sampled.scores]
         sampled = replace(sampled, scores=tuple(failing))
         write_samples(run / "samples", step, [sampled], [[0.0] * len(failing)], task)
-    with_alarms(run, [{"step": words, "name": words, "message": words} for words in HOSTILE])
+    write_alarms(run, [{"step": words, "name": words, "message": words} for words in HOSTILE])
     (run / "metrics.jsonl").write_text(
         "".join(
             json.dumps({"step": step, "reward": 0.5, **{f"rewards/{w}/mean": 1.0 for w in HOSTILE}})
@@ -278,15 +276,15 @@ def test_hostile_output_is_harmless(browser: Browser, tmp_path: Path) -> None:
         )
     )
     page = build_report(run)
-    assert page.stat().st_size < 2e6  # the long texts are cut
-    opened(browser, page)
-    assert place(browser) == f"1 of {len(HOSTILE)}"
+    assert page.stat().st_size < 2e6  # long texts are truncated
+    browser.open(page)
+    assert get_position(browser) == f"1 of {len(HOSTILE)}"
     for _ in HOSTILE:
-        # Only what the page itself makes: no element that a text asked for.
-        foreign = "#entry :is(script, svg, textarea, style, title), .alarms :is(b b, img)"
-        assert browser.run("return document.querySelectorAll(arguments[0]).length", foreign) == 0
-        wide = browser.run("return document.documentElement.scrollWidth - innerWidth")
-        assert wide <= 0
+        # The page has no element that a text contains.
+        injected = "#entry :is(script, svg, textarea, style, title), .alarms :is(b b, img)"
+        assert browser.run("return document.querySelectorAll(arguments[0]).length", injected) == 0
+        overflow = browser.run("return document.documentElement.scrollWidth - innerWidth")
+        assert overflow <= 0
         browser.press("ArrowRight")
     assert browser.run("return window.hacked ?? null") is None
     assert browser.run("return document.querySelectorAll('script').length") == 2 + browser.run(
@@ -295,18 +293,18 @@ def test_hostile_output_is_harmless(browser: Browser, tmp_path: Path) -> None:
     text = browser.run("return document.getElementById('entry').textContent")
     assert "⟨U+202E⟩right to left⟨U+202C⟩" in text
     assert "characters more)" in text
-    assert browser.log() == []
+    assert browser.read_log() == []
 
 
-def test_page_refuses_scripts_of_others(browser: Browser, runs: Path, tmp_path: Path) -> None:
-    """Even markup that got into the page would not run: its policy allows one script alone."""
+def test_page_refuses_other_scripts(browser: Browser, runs: Path, tmp_path: Path) -> None:
+    """The content security policy blocks markup that is injected into the page."""
     html = (runs / "counting-0" / "report.html").read_text("utf-8")
     attack = "<script>window.hacked = 1</script><img src=https://example.org/x.png>"
     page = tmp_path / "attacked.html"
     page.write_text(html.replace("<footer>", attack + "<footer>"), "utf-8")
-    opened(browser, page)
-    assert place(browser) == "1 of 16"  # the page's own script does run
+    browser.open(page)
+    assert get_position(browser) == "1 of 16"  # the page's script runs
     assert browser.run("return window.hacked ?? null") is None
-    refused = browser.log()
-    assert len(refused) == 2
-    assert all("Content Security Policy" in message for message in refused)
+    messages = browser.read_log()
+    assert len(messages) == 2
+    assert all("Content Security Policy" in message for message in messages)

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from report_runs import few_examples, group
+from report_runs import load_few_examples, make_group
 
 from vlm_grpo.registry import load_task
 from vlm_grpo.tracking.metrics import StepLog, group_metrics
@@ -15,9 +15,9 @@ from vlm_grpo.tracking.metrics import StepLog, group_metrics
 
 def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
     task = load_task("counting", tags=True)
-    example = few_examples("counting", task)[0]
+    example = load_few_examples("counting", task)[0]
     gold, truncated = task.gold(example), "<answer>"
-    values = group_metrics([group(task, example, [gold, truncated])]).values(empty=math.nan)
+    values = group_metrics([make_group(task, example, [gold, truncated])]).values(empty=math.nan)
     # The helper makes a token of each letter, and stops at a closing tag.
     assert values["completions/min_length"] == len(truncated)
     assert values["completions/max_length"] == len(gold)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from report_runs import few_examples
+from report_runs import load_few_examples
 
 from vlm_grpo.drawing import GOLD_COLOR
 from vlm_grpo.registry import load_task
@@ -24,7 +24,7 @@ from vlm_grpo.types import ImageRef
 
 def test_a_drawing_is_the_tasks_own(tmp_path: Path) -> None:
     task = load_task("grounding")
-    example = few_examples("grounding", task)[0]
+    example = load_few_examples("grounding", task)[0]
     (x1, y1, x2, y2), *_ = task.gold_answer(example)
     thumbnails = ThumbnailStore(tmp_path)
     name = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
@@ -40,7 +40,7 @@ def test_a_drawing_is_the_tasks_own(tmp_path: Path) -> None:
 
 def test_both_answers_are_drawn() -> None:
     task = load_task("grounding")
-    (example,) = few_examples("grounding", task)
+    (example,) = load_few_examples("grounding", task)
     drawn = draw_answers(task, example, ((0.0, 0.0, 9.0, 9.0),))
     assert drawn is not None
     colors = {color for _, color in drawn.getcolors(84 * 84) or ()}
@@ -51,7 +51,7 @@ def test_both_answers_are_drawn() -> None:
 
 def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path: Path) -> None:
     task = load_task("ocr")
-    example = few_examples("ocr", task)[0]
+    example = load_few_examples("ocr", task)[0]
     thumbnails = ThumbnailStore(tmp_path)
     assert thumbnails.add_drawing(task, example, "ABC", GOLD_COLOR) is None
     grounding = load_task("grounding")
@@ -79,6 +79,6 @@ def test_a_thumbnail_is_small_and_written_once(tmp_path: Path) -> None:
 
 def test_a_small_image_is_kept_exactly() -> None:
     # 84×84 pixels of shapes are far below the limit, so no pixel may change.
-    image = few_examples("counting", load_task("counting"))[0].images[0].load()
+    image = load_few_examples("counting", load_task("counting"))[0].images[0].load()
     kept = Image.open(io.BytesIO(thumbnail(image))).convert("RGB")
     assert kept.tobytes() == image.tobytes()

@@ -1,7 +1,7 @@
-"""One page that shows what a run learned: numbers, curves, and what the model wrote.
+"""The HTML report of a run: results, metric curves, and completions with their images.
 
-The page is one file that opens from disk and asks the network for nothing. ``build_report`` makes
-it for a run, at any time while the run goes on; ``compare_runs`` sets two runs side by side.
+The report is one self-contained file that makes no network requests. ``build_report`` writes it
+for a finished or an unfinished run; ``compare_runs`` compares two runs.
 """
 
 from vlm_grpo.report.page import build_report, compare_runs

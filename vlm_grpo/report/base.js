@@ -1,30 +1,30 @@
 "use strict";
 
-/** An element with properties, classes and children; text never becomes markup. */
+/** Create an element with properties, event listeners and children; text is never parsed as HTML. */
 function element(tag, properties, ...children) {
-  const made = document.createElement(tag);
+  const created = document.createElement(tag);
   for (const [name, value] of Object.entries(properties ?? {})) {
-    if (name === "class") made.className = value;
-    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name in made) made[name] = value;
-    else made.setAttribute(name, value);
+    if (name === "class") created.className = value;
+    else if (name.startsWith("on")) created.addEventListener(name.slice(2), value);
+    else if (name in created) created[name] = value;
+    else created.setAttribute(name, value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  created.append(...children.filter((child) => child !== null && child !== undefined));
+  return created;
 }
 
-/** A number as people read it. */
-function shortNumber(value, digits = 3) {
+/** Format a number with few significant digits. */
+function formatNumber(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   return String(Number(value.toPrecision(digits)));
 }
 
-function signed(value) {
+function formatSigned(value) {
   if (value === null || value === undefined) return "–";
-  return (value > 0 ? "+" : value < 0 ? "−" : "±") + shortNumber(Math.abs(value), 2);
+  return (value > 0 ? "+" : value < 0 ? "−" : "±") + formatNumber(Math.abs(value), 2);
 }
 
-/** The chosen theme is kept where the browser lets a page from disk keep anything. */
+/** The color theme: the stored choice, or else the browser's preference. */
 const theme = {
   key: "vlm-grpo-theme",
   stored() {
@@ -32,7 +32,7 @@ const theme = {
   },
   set(name) {
     document.documentElement.dataset.theme = name;
-    try { localStorage.setItem(this.key, name); } catch { /* not kept, then */ }
+    try { localStorage.setItem(this.key, name); } catch { /* pages from disk may have no storage */ }
   },
   start() {
     const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -1,6 +1,6 @@
 "use strict";
 
-/** Under the pointer: the step, and every line's value there. */
+/** Show the step under the pointer, and the value of every line at it. */
 for (const figure of document.querySelectorAll(".chart")) {
   const data = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
@@ -11,22 +11,22 @@ for (const figure of document.querySelectorAll(".chart")) {
   const [left, right] = data.span;
   const [first, last] = data.steps;
 
-  const written = (value) => {
+  const format = (value) => {
     if (value === null || value === undefined) return "–";
-    return data.share ? `${shortNumber(100 * value)} %` : shortNumber(value);
+    return data.share ? `${formatNumber(100 * value)} %` : formatNumber(value);
   };
   const show = (event) => {
     const box = plot.getBoundingClientRect();
-    const share = ((event.clientX - box.left) / box.width - left) / (right - left);
-    const wanted = first + share * (last - first);
-    const near = xs.reduce((a, b) => (Math.abs(b - wanted) < Math.abs(a - wanted) ? b : a));
+    const fraction = ((event.clientX - box.left) / box.width - left) / (right - left);
+    const target = first + fraction * (last - first);
+    const nearest = xs.reduce((a, b) => (Math.abs(b - target) < Math.abs(a - target) ? b : a));
     const values = data.lines.map((line) => {
-      const value = written(line.y[line.x.indexOf(near)]);
+      const value = format(line.y[line.x.indexOf(nearest)]);
       return data.lines.length > 1 ? `${line.name} ${value}` : value;
     });
-    readout.textContent = `step ${shortNumber(near, 6)}: ${values.join(" · ")}`;
-    const place = left + ((near - first) / (last - first)) * (right - left);
-    cursor.style.left = `${100 * place}%`;
+    readout.textContent = `step ${formatNumber(nearest, 6)}: ${values.join(" · ")}`;
+    const position = left + ((nearest - first) / (last - first)) * (right - left);
+    cursor.style.left = `${100 * position}%`;
     cursor.hidden = readout.hidden = false;
   };
   plot.addEventListener("pointermove", show);

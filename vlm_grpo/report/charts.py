@@ -1,4 +1,4 @@
-"""Curves of a run, or of two, as SVG that takes its colours from the page around it."""
+"""Draw metric curves as SVG in the colors of the page."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 WIDTH, HEIGHT = 4.7, 2.45
-"""Of a chart, in inches."""
+"""Size of a chart, in inches."""
 MAX_POINTS = 400
-"""Of a line; more are averaged, for nobody sees them."""
+"""Most points of a line; longer lines are downsampled by averaging."""
 
-# Colours that stand for the page's own: they are replaced by its variables, so that one SVG is
-# right in the light and in the dark.
+# Placeholders that the page's CSS variables replace, so that one SVG fits both themes.
 _INK, _GRID = "#010101", "#020202"
 _SERIES = tuple(f"#03030{number}" for number in range(8))
 _VARIABLES = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {
@@ -34,10 +33,10 @@ class Line:
     """One line of a chart.
 
     Attributes:
-        name: for the legend.
+        name: name in the legend.
         x: steps.
-        y: values; NaN where there is none.
-        low, high: a band around it; None without one.
+        y: values; NaN where a value is missing.
+        low, high: bounds of a band around the line; None for no band.
     """
 
     name: str
@@ -47,23 +46,23 @@ class Line:
     high: Sequence[float] | None = None
 
     @property
-    def known(self) -> bool:
+    def has_values(self) -> bool:
         return any(math.isfinite(value) for value in self.y)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows.
+    """The contents of a chart.
 
     Attributes:
-        title: what it is of.
-        help: what a reader should know of it, in a sentence.
-        lines: drawn in this order.
-        share: values are shares of 1 and are shown from 0 to 100 %.
-        measured: single measurements, shown as dots; otherwise noisy values at every step, over
-            which a moving mean is drawn.
-        stacked: the lines are parts of a whole and are stacked.
-        logarithmic: the values span orders of magnitude.
+        title: the heading.
+        help: one sentence of explanation.
+        lines: lines in drawing order.
+        share: values are fractions of 1 and are shown as percentages.
+        measured: values are single measurements, drawn as dots; otherwise they are noisy values of
+            every step, over which a moving mean is drawn.
+        stacked: lines are parts of a total and are stacked.
+        logarithmic: the vertical axis is logarithmic.
     """
 
     title: str
@@ -76,13 +75,14 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A chart as the page takes it.
+class RenderedChart:
+    """A chart as the page embeds it.
 
     Attributes:
-        svg: the picture.
-        data: what is read out under the pointer: where the axes lie in the picture (0 to 1), the
-            steps they span, and the lines' values.
+        chart: the contents.
+        svg: the drawing.
+        data: values for the readout at the pointer: the horizontal position of the axes in the
+            drawing (0 to 1), the range of steps, and the values of the lines.
     """
 
     chart: Chart
@@ -90,18 +90,18 @@ class Drawn:
     data: Mapping[str, Any]
 
     @property
-    def legend(self) -> bool:
-        """Whether the lines need their names beside the title."""
+    def has_legend(self) -> bool:
+        """Whether a legend is needed: several lines, or one that the title does not name."""
         names = [line["name"].replace("_", " ") for line in self.data["lines"]]
         return len(names) > 1 or names[0].lower() not in self.chart.title.lower()
 
 
-def draw(chart: Chart) -> Drawn:
-    """Draw a chart; lines without a single value are left out."""
-    lines = [_thinned(line) for line in chart.lines if line.known]
-    if not any(value > 0 for line in lines for value in line.y):  # zeros have no logarithm
+def draw_chart(chart: Chart) -> RenderedChart:
+    """Draw a chart, omitting lines without values."""
+    lines = [_downsample(line) for line in chart.lines if line.has_values]
+    if not any(value > 0 for line in lines for value in line.y):  # the logarithm of 0 is undefined
         chart = replace(chart, logarithmic=False)
-    # Text stays text, in the page's font; equal charts give equal bytes.
+    # Text stays text, to use the page's font; a fixed salt makes the drawing reproducible.
     options: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": chart.title,
@@ -116,7 +116,7 @@ def draw(chart: Chart) -> Drawn:
         else:
             for line, color in zip(lines, _SERIES * len(lines), strict=False):
                 _plot(axes, line, color, chart)
-        _limit(axes, chart, lines)
+        _set_limits(axes, chart, lines)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     left, right = axes.get_xlim()
@@ -126,11 +126,11 @@ def draw(chart: Chart) -> Drawn:
         "steps": [left, right],
         "share": chart.share,
         "lines": [
-            {"name": line.name, "x": list(line.x), "y": [_short(v) for v in line.y]}
+            {"name": line.name, "x": list(line.x), "y": [_round_or_none(v) for v in line.y]}
             for line in lines
         ],
     }
-    return Drawn(chart, _themed(buffer.getvalue()), data)
+    return RenderedChart(chart, _apply_theme(buffer.getvalue()), data)
 
 
 def _style(axes: Axes, chart: Chart) -> None:
@@ -167,7 +167,7 @@ def _stack(axes: Axes, lines: Sequence[Line]) -> None:
         axes.stackplot(np.asarray(lines[0].x, float), values, colors=colors, alpha=0.85)
 
 
-def _limit(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
+def _set_limits(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
     steps = [step for line in lines for step in line.x]
     left, right = min(steps, default=0), max(steps, default=1)
     margin = max(0.5, 0.02 * (right - left))
@@ -175,7 +175,7 @@ def _limit(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
     if chart.share:
         values = [v for line in lines for v in (*line.y, *(line.high or ())) if math.isfinite(v)]
         top = max(values, default=1.0)
-        axes.set_ylim(0, 1.0 if top > 0.45 else max(0.05, 1.15 * top))
+        axes.set_ylim(0, 1.03 if top > 0.45 else max(0.05, 1.15 * top))  # room for markers at 1
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
         return
     if chart.logarithmic:
@@ -183,19 +183,19 @@ def _limit(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
     if axes.get_ylim()[0] >= 0:
         axes.set_ylim(bottom=0)
     low, high = axes.get_ylim()
-    # Each label is whole: a common factor beside the axis would be cut off by the picture's edge.
-    axes.yaxis.set_major_formatter(lambda value, _: tick(value, high - low))
+    # Matplotlib would write a common factor outside of the drawing.
+    axes.yaxis.set_major_formatter(lambda value, _: format_tick(value, high - low))
 
 
-def tick(value: float, span: float) -> str:
-    """A label of an axis over ``span``, in at most seven characters where three digits tell all."""
+def format_tick(value: float, span: float) -> str:
+    """Format the label of a tick on an axis of length ``span``, with three significant digits."""
     if abs(value) < 1e-9 * span:
-        return "0"  # what rounding has left of it
+        return "0"  # a rounding error
     return re.sub(r"e([+-])0*", lambda found: "e" + found[1].strip("+"), f"{value:.3g}")
 
 
 def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred mean over ``window`` values, fewer at the ends and where some are NaN."""
+    """Return the centered mean over ``window`` values, or fewer at the ends and around NaN."""
     kernel = np.ones(window)
     known = np.isfinite(values)
     sums = np.convolve(np.where(known, values, 0.0), kernel, mode="same")
@@ -203,8 +203,8 @@ def _moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     return np.divide(sums, counts, out=np.full(len(values), np.nan), where=counts > 0)
 
 
-def _thinned(line: Line) -> Line:
-    """At most ``MAX_POINTS`` points, each the mean of as many neighbours."""
+def _downsample(line: Line) -> Line:
+    """Return the line with at most ``MAX_POINTS`` points, by averaging neighbors."""
     size = math.ceil(len(line.x) / MAX_POINTS)
     if size == 1:
         return line
@@ -221,8 +221,8 @@ def _thinned(line: Line) -> Line:
     )
 
 
-def _themed(svg: str) -> str:
-    """The ``svg`` element alone, its colours and font those of the page."""
+def _apply_theme(svg: str) -> str:
+    """Return the ``svg`` element alone, with the colors and the font of the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font: ([\d.]+)px '[^;\"]*", r"font-size: \1px", svg)
@@ -234,5 +234,5 @@ def _themed(svg: str) -> str:
     return svg
 
 
-def _short(value: float) -> float | None:
+def _round_or_none(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -2,17 +2,17 @@
 
 const gallery = JSON.parse(document.getElementById("data").textContent);
 
-const SMALL = 256; // pixels; a smaller image is shown with its pixels, not smoothed
+const SMALL = 256; // smaller images, in pixels, are enlarged without smoothing
 const rewards = (entry) => entry.answers.map((a) => a.reward).filter((r) => r !== null);
 const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
 const largest = (values) => (values.length ? Math.max(...values) : null);
 
-/** What the change of an entry is called: since the start, or from one run to the other. */
+/** Names of the sort orders by change, and of the change: over the steps, or between two runs. */
 const CHANGES = gallery.comparing
-  ? ["differs most", "second run better", "second run worse", "difference"]
-  : ["changed most", "improved most", "got worse most", "change"];
+  ? ["largest difference", "second run better", "second run worse", "difference"]
+  : ["largest change", "largest improvement", "largest decline", "change"];
 
-/** By what entries are sorted, the largest first; entries without a value come last. */
+/** Sort keys in descending order; entries without a value come last. */
 const SORTS = {
   [CHANGES[0]]: (e) => e.change === null ? null : Math.abs(e.change),
   [CHANGES[1]]: (e) => e.change,
@@ -23,28 +23,28 @@ const SORTS = {
   "lowest reward": (e) => rewards(e).length ? -mean(rewards(e)) : null,
   "largest advantage": (e) => largest(
     e.answers.map((a) => a.advantage).filter((a) => a !== null).map(Math.abs)),
-  "largest spread of rewards": (e) => e.spread,
+  "largest reward spread": (e) => e.spread,
 };
 const VIEWS = { "held-out": "held-out examples", training: "sampled groups" };
 
-/** What is shown now. */
-const state = { kinds: new Set(), shown: [], at: 0, answer: null, layers: { gold: true, predicted: true } };
+/** The current selection. */
+const state = { kinds: new Set(), shown: [], index: 0, answer: null, layers: { gold: true, predicted: true } };
 
 const form = document.getElementById("filters");
 const field = (name) => form.elements.namedItem(name);
 
-/** Whether an answer passes the filters; an entry is shown for any that does. */
-function passes(answer, entry) {
+/** Return whether an answer matches the filters; an entry is shown if any of its answers does. */
+function matches(answer, entry) {
   const step = field("step").value;
-  const [least, most] = [field("least").value, field("most").value];
-  const words = field("text").value.trim().toLowerCase();
+  const [min, max] = [field("min_reward").value, field("max_reward").value];
+  const query = field("text").value.trim().toLowerCase();
   if (state.kinds.size && !state.kinds.has(answer.kind)) return false;
   if (step !== "" && answer.step !== Number(step)) return false;
-  if (least !== "" && !(answer.reward !== null && answer.reward >= Number(least))) return false;
-  if (most !== "" && !(answer.reward !== null && answer.reward <= Number(most))) return false;
-  if (!words) return true;
+  if (min !== "" && !(answer.reward !== null && answer.reward >= Number(min))) return false;
+  if (max !== "" && !(answer.reward !== null && answer.reward <= Number(max))) return false;
+  if (!query) return true;
   const texts = [entry.id, entry.question, entry.gold, ...answer.parts.map(([, text]) => text)];
-  return texts.some((text) => text.toLowerCase().includes(words));
+  return texts.some((text) => text.toLowerCase().includes(query));
 }
 
 function refresh() {
@@ -52,7 +52,7 @@ function refresh() {
   const key = SORTS[field("sort").value];
   const rank = (entry) => key(entry) ?? -Infinity;
   state.shown = gallery.entries
-    .filter((e) => (!view || e.view === view) && e.answers.some((a) => passes(a, e)))
+    .filter((e) => (!view || e.view === view) && e.answers.some((a) => matches(a, e)))
     .map((entry) => [rank(entry), entry])
     .sort(([a], [b]) => (a === b ? 0 : b - a))
     .map(([, entry]) => entry);
@@ -68,7 +68,7 @@ function fillStrip() {
       : element("span", { class: "blank" }, entry.question.slice(0, 80));
     const dots = entry.answers.map((a) => element("i", { class: a.kind.replace(" ", "-"), title: a.kind }));
     const change = element("span", { class: entry.change > 0 ? "up" : entry.change < 0 ? "down" : "" },
-      entry.change ? signed(entry.change) : "");
+      entry.change ? formatSigned(entry.change) : "");
     const label = `${entry.question.slice(0, 200)} (step ${entry.step})`;
     return element("li", null, element("button", {
       type: "button", title: label, "aria-label": label, onclick: () => go(index),
@@ -81,35 +81,35 @@ function fillStrip() {
 /** Show one of the entries. */
 function go(index) {
   const count = state.shown.length;
-  state.at = Math.max(0, Math.min(index, count - 1));
+  state.index = Math.max(0, Math.min(index, count - 1));
   state.answer = null;
-  document.getElementById("place").textContent = count ? `${state.at + 1} of ${count}` : "none";
-  document.getElementById("previous").disabled = state.at === 0;
-  document.getElementById("next").disabled = state.at >= count - 1;
+  document.getElementById("position").textContent = count ? `${state.index + 1} of ${count}` : "none";
+  document.getElementById("previous").disabled = state.index === 0;
+  document.getElementById("next").disabled = state.index >= count - 1;
   const strip = document.getElementById("strip");
   strip.querySelector("[aria-current]")?.removeAttribute("aria-current");
-  const button = strip.children[state.at]?.firstElementChild;
+  const button = strip.children[state.index]?.firstElementChild;
   if (button) {
     button.setAttribute("aria-current", "true");
     const [box, around] = [button.getBoundingClientRect(), strip.getBoundingClientRect()];
-    strip.scrollBy(box.left - around.left - 8, box.top - around.top - 8); // the page stays put
+    strip.scrollBy(box.left - around.left - 8, box.top - around.top - 8); // does not scroll the page
   }
   showEntry();
 }
 
 function showEntry() {
-  const place = document.getElementById("entry");
-  const entry = state.shown[state.at];
+  const container = document.getElementById("entry");
+  const entry = state.shown[state.index];
   if (!entry) {
-    place.replaceChildren(element("p", { class: "empty" }, "Nothing passes these filters."));
+    container.replaceChildren(element("p", { class: "empty" }, "No entry matches these filters."));
     return;
   }
   const side = element("div", { class: "entry-side" }, ...pictures(entry), ...facts(entry));
   const answers = element("div", { class: "answers" }, ...entry.answers.map((a) => answerCard(a, entry)));
-  place.replaceChildren(side, answers);
+  container.replaceChildren(side, answers);
 }
 
-/** The images; over the first one, what the task draws of the gold and the predicted answers. */
+/** Return the images, the first with the task's drawings of the gold and the predicted answers. */
 function pictures(entry) {
   const uris = entry.pictures.map((name) => gallery.pictures[name]);
   const parts = uris.filter(Boolean).map((uri, index) => {
@@ -119,66 +119,66 @@ function pictures(entry) {
     if (index === 0) picture.append(element("div", { class: "marks" }, ...layers(entry)));
     return picture;
   });
-  const toggle = (name, words) => element("label", { class: name },
+  const toggle = (name, label) => element("label", { class: name },
     element("input", { type: "checkbox", checked: state.layers[name], onchange: (event) => {
       state.layers[name] = event.target.checked;
       redraw(entry);
-    } }), element("i"), words);
-  const drawn = [];
-  if (entry.goldMarks) drawn.push(toggle("gold", "gold"));
-  if (entry.answers.some((a) => a.marks)) drawn.push(toggle("predicted", "predicted"));
-  if (drawn.length && parts.length) parts.push(element("div", { class: "layers" }, ...drawn));
+    } }), element("i"), label);
+  const toggles = [];
+  if (entry.goldMarks) toggles.push(toggle("gold", "gold"));
+  if (entry.answers.some((a) => a.marks)) toggles.push(toggle("predicted", "predicted"));
+  if (toggles.length && parts.length) parts.push(element("div", { class: "layers" }, ...toggles));
   return parts;
 }
 
 function layers(entry) {
-  const made = [];
+  const images = [];
   const add = (name, kind) => {
     const uri = gallery.pictures[name];
-    if (uri) made.push(element("img", { src: uri, alt: "", class: kind }));
+    if (uri) images.push(element("img", { src: uri, alt: "", class: kind }));
   };
   if (state.layers.predicted) {
-    // The evaluations' answers to one question follow each other: the last one stands out.
+    // Of the answers at successive evaluations, the last one is highlighted.
     const last = entry.view === "held-out" ? entry.answers.at(-1) : null;
     const first = state.answer ?? (last?.marks ? last : null);
     const rest = entry.answers.filter((a) => a.marks && a !== first);
     for (const answer of rest) add(answer.marks, first ? "soft" : "");
     if (first) add(first.marks, "");
   }
-  if (state.layers.gold) add(entry.goldMarks, made.length ? "striped" : "");
-  return made;
+  if (state.layers.gold) add(entry.goldMarks, images.length ? "striped" : "");
+  return images;
 }
 
-/** Draw the marks anew, and show which answer is chosen. */
+/** Update the drawings and highlight the selected answer. */
 function redraw(entry) {
   document.querySelector(".marks")?.replaceChildren(...layers(entry));
   entry.answers.forEach((answer, index) => {
     const card = document.querySelector(".answers").children[index];
-    card.classList.toggle("chosen", answer === state.answer);
+    card.classList.toggle("selected", answer === state.answer);
   });
 }
 
 function facts(entry) {
   const size = (pair) => `${pair[0]} × ${pair[1]}`;
   const rows = [
-    ["gold", foreign("dd", "gold-answer", entry.gold)],
-    entry.change === null ? null : [CHANGES[3], element("dd", null, signed(entry.change))],
+    ["gold", untrusted("dd", "gold-answer", entry.gold)],
+    entry.change === null ? null : [CHANGES[3], element("dd", null, formatSigned(entry.change))],
     ["step", element("dd", null, String(entry.step))],
-    entry.sizes.length ? ["image", element("dd", null, entry.sizes.map(size).join(", "))] : null,
-    entry.seen.length ? ["seen as", element("dd", null, entry.seen.map(size).join(", "))] : null,
-    ["id", foreign("dd", "", entry.id)],
+    entry.sizes.length ? ["image size", element("dd", null, entry.sizes.map(size).join(", "))] : null,
+    entry.resizedSizes.length ? ["resized to", element("dd", null, entry.resizedSizes.map(size).join(", "))] : null,
+    ["id", untrusted("dd", "", entry.id)],
   ].filter(Boolean);
   return [
-    foreign("p", "question", entry.question),
+    untrusted("p", "question", entry.question),
     element("dl", { class: "facts" }, ...rows.flatMap(([name, dd]) => [element("dt", null, name), dd])),
     ...(entry.prompt ? [element("details", { class: "prompt" },
-      element("summary", null, "the prompt as the model reads it"), foreign("div", "part", entry.prompt))] : []),
+      element("summary", null, "formatted prompt"), untrusted("div", "part", entry.prompt))] : []),
   ];
 }
 
-/** A text that a model or a dataset wrote: isolated, so that it disturbs nothing around it. */
-function foreign(tag, kind, text) {
-  return element(tag, { class: `foreign ${kind}`, dir: "auto" }, text);
+/** Create an element with text of a model or a dataset, isolated from the layout around it. */
+function untrusted(tag, kind, text) {
+  return element(tag, { class: `untrusted ${kind}`, dir: "auto" }, text);
 }
 
 function answerCard(answer, entry) {
@@ -187,31 +187,31 @@ function answerCard(answer, entry) {
     element("b", { class: run }, answer.label),
     element("span", { class: `badge ${answer.kind.replace(" ", "-")}` }, answer.kind),
     element("span", { class: "spacer" }),
-    element("span", { class: "total" }, `reward ${shortNumber(answer.reward)}`),
+    element("span", { class: "total" }, `reward ${formatNumber(answer.reward)}`),
     answer.advantage === null ? null : element("span",
       { class: answer.advantage > 0 ? "up" : answer.advantage < 0 ? "down" : "" },
-      `advantage ${signed(answer.advantage)}`),
+      `advantage ${formatSigned(answer.advantage)}`),
     answer.stop === null ? null : element("span", null,
-      `${answer.tokens ?? "?"} tokens, ended by ${answer.stop === "eos" ? "itself" : answer.stop}`));
-  const thought = answer.parts.some(([part]) => part !== "answer");
+      `${answer.tokens ?? "?"} tokens, stop reason: ${answer.stop}`));
+  const hasParts = answer.parts.some(([part]) => part !== "answer");
   const parts = answer.parts.flatMap(([part, text]) => [
-    thought ? element("span", { class: "part-name" }, part) : null,
-    foreign("div", `part ${part === "answer" ? "answer-text" : part}`, text),
+    hasParts ? element("span", { class: "part-name" }, part) : null,
+    untrusted("div", `part ${part === "answer" ? "answer-text" : part}`, text),
   ]);
-  if (!answer.parts.length) parts.push(element("div", { class: "part thinking" }, "(nothing)"));
-  const read = answer.read === null ? null : element("span", null, `read as ${answer.read.slice(0, 120)}`);
-  const failures = Object.entries(answer.failures).map(([name, why]) =>
-    element("details", { class: "failure" }, element("summary", null, `${name} could not be computed`),
-      foreign("div", "part", why)));
-  const choose = () => {
+  if (!answer.parts.length) parts.push(element("div", { class: "part thinking" }, "(empty)"));
+  const parsed = answer.parsed === null ? null : element("span", null, `parsed as ${answer.parsed.slice(0, 120)}`);
+  const failures = Object.entries(answer.failures).map(([name, message]) =>
+    element("details", { class: "failure" }, element("summary", null, `${name} failed`),
+      untrusted("div", "part", message)));
+  const select = () => {
     state.answer = state.answer === answer ? null : answer;
     redraw(entry);
   };
-  const card = element("section", { tabIndex: 0, onclick: choose, onkeydown: (event) => {
-    if (event.key === "Enter") choose();
+  const card = element("section", { tabIndex: 0, onclick: select, onkeydown: (event) => {
+    if (event.key === "Enter") select();
   } }, head, ...parts.filter(Boolean), element("div", { class: "rewards" },
-    ...values(answer.rewards, "reward"), ...values(answer.metrics, "metric"), read), ...failures);
-  card.className = passes(answer, entry) ? "answer" : "answer dim";
+    ...values(answer.rewards, "reward"), ...values(answer.metrics, "metric"), parsed), ...failures);
+  card.className = matches(answer, entry) ? "answer" : "answer dim";
   return card;
 }
 
@@ -220,7 +220,7 @@ function values(named, kind) {
     const share = value === null ? 0 : Math.max(0, Math.min(1, value));
     const bar = element("i");
     bar.style.width = `${100 * share}%`;
-    const shown = value === null ? (kind === "reward" ? "failed" : "–") : shortNumber(value);
+    const shown = value === null ? (kind === "reward" ? "failed" : "–") : formatNumber(value);
     return element("span", { class: kind, title: kind }, name.replaceAll("_", " "),
       element("span", { class: "meter" }, bar), shown);
   });
@@ -231,8 +231,8 @@ function runNumber(run) {
   return `run-${names.indexOf(run)}`;
 }
 
-/** The choices that the data has, each with what it would show. */
-function prepare() {
+/** Fill the filters with the values that occur in the data. */
+function fillFilters() {
   const present = (list) => [...new Set(list)];
   const answers = gallery.entries.flatMap((e) => e.answers);
   const sorts = Object.keys(SORTS).filter((name) => gallery.entries.some((e) => SORTS[name](e) !== null));
@@ -257,21 +257,21 @@ function prepare() {
 }
 
 function startGallery() {
-  prepare();
+  fillFilters();
   form.addEventListener("input", refresh);
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("reset", () => {
     state.kinds.clear();
     for (const chip of form.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", "false");
-    setTimeout(refresh); // the fields have their first values only after this event
+    setTimeout(refresh); // the fields are reset only after this event
   });
-  document.getElementById("previous").addEventListener("click", () => go(state.at - 1));
-  document.getElementById("next").addEventListener("click", () => go(state.at + 1));
+  document.getElementById("previous").addEventListener("click", () => go(state.index - 1));
+  document.getElementById("next").addEventListener("click", () => go(state.index + 1));
   document.addEventListener("keydown", (event) => {
     const typing = event.target.matches?.("input:not([type=checkbox]), select, textarea");
     if (typing || event.altKey || event.ctrlKey || event.metaKey) return;
-    if (event.key === "ArrowLeft") go(state.at - 1);
-    else if (event.key === "ArrowRight") go(state.at + 1);
+    if (event.key === "ArrowLeft") go(state.index - 1);
+    else if (event.key === "ArrowRight") go(state.index + 1);
     else return;
     event.preventDefault();
   });

@@ -1,4 +1,4 @@
-"""Which entries the page shows, with their pictures, so that it stays small enough to send."""
+"""Select the entries of the page and embed their pictures, within a limit on its size."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from vlm_grpo.report.entries import (
     Entry,
-    as_json,
-    held_out_entries,
-    picture_names,
-    spread_out,
-    training_entries,
+    build_held_out_entries,
+    build_training_entries,
+    get_picture_names,
+    select_evenly,
+    to_script_json,
 )
 from vlm_grpo.report.run import Run
 
 GALLERY_BYTES = 23_000_000
-"""What entries and pictures may take together, so that the page stays below 25 MB."""
+"""Limit on entries and pictures together that keeps the page below 25 MB."""
 
 
 @dataclass(frozen=True)
@@ -26,86 +26,86 @@ class Gallery:
     """Entries and their pictures.
 
     Attributes:
-        entries: what to show.
-        pictures: a data URI for each name that the entries use and that has a file.
-        left_out: entries left out to keep the page small.
-        skipped: rows of a form that cannot be shown.
+        entries: the entries to show.
+        pictures: data URI by file name, for the pictures of the entries that exist.
+        omitted: number of entries omitted to keep the page small.
+        skipped: number of malformed rows.
     """
 
     entries: tuple[Entry, ...]
     pictures: dict[str, str]
-    left_out: int
+    omitted: int
     skipped: int
 
 
-def gallery(runs: Sequence[tuple[str, Run]], limit: int = GALLERY_BYTES) -> Gallery:
-    """The held-out answers of all runs, and of a single run the training groups too.
+def build_gallery(runs: Sequence[tuple[str, Run]], limit: int = GALLERY_BYTES) -> Gallery:
+    """Build the gallery: held-out answers of all runs, and the training groups of a single run.
 
-    Where that is too much, training groups are thinned out evenly over the steps first, then the
-    last held-out examples are left out.
+    Over the limit, training groups are first thinned out evenly over the steps; then the last
+    held-out examples are omitted.
 
     Args:
-        runs: what to call a run ("" where there is but one), and the run.
-        limit: bytes that entries and pictures may take.
+        runs: pairs of a label, "" for a single run, and the run.
+        limit: most bytes that entries and pictures may take.
     """
-    held_out, skipped = held_out_entries(runs)
+    held_out, skipped = build_held_out_entries(runs)
     training: list[Entry] = []
     if len(runs) == 1:
-        training, more = training_entries(runs[0][1])
+        training, more = build_training_entries(runs[0][1])
         skipped += more
-    folders = [run.folder / "samples" / "images" for _, run in runs]
-    shelf = _Shelf(folders)
-    everything = len(held_out) + len(training)
-    chosen = _fitting(held_out, training, shelf, limit)
-    names = sorted(set().union(*map(picture_names, chosen)))
-    pictures = {name: uri for name in names if (uri := shelf.uri(name)) is not None}
-    return Gallery(tuple(chosen), pictures, everything - len(chosen), skipped)
+    files = _PictureFiles([run.folder / "samples" / "images" for _, run in runs])
+    selected = _select_entries(held_out, training, files, limit)
+    names = sorted(set().union(*map(get_picture_names, selected)))
+    pictures = {name: uri for name in names if (uri := files.data_uri(name)) is not None}
+    omitted = len(held_out) + len(training) - len(selected)
+    return Gallery(tuple(selected), pictures, omitted, skipped)
 
 
-def _fitting(
-    held_out: list[Entry], training: list[Entry], shelf: _Shelf, limit: int
+def _select_entries(
+    held_out: list[Entry], training: list[Entry], files: _PictureFiles, limit: int
 ) -> list[Entry]:
     steps = sorted({entry["step"] for entry in training})
     count = len(steps)
     while count > 1:
-        kept = spread_out(steps, count)
-        chosen = [*held_out, *(entry for entry in training if entry["step"] in kept)]
-        if shelf.count_bytes(chosen) <= limit:
-            return chosen
+        kept = select_evenly(steps, count)
+        selected = [*held_out, *(entry for entry in training if entry["step"] in kept)]
+        if files.count_bytes(selected) <= limit:
+            return selected
         count = count * 9 // 10
-    chosen = [*held_out, *(training if count == len(steps) else ())]
-    while chosen and shelf.count_bytes(chosen) > limit:
-        chosen = chosen[: len(chosen) * 9 // 10]
-    return chosen
+    selected = [*held_out, *(training if count == len(steps) else ())]
+    while selected and files.count_bytes(selected) > limit:
+        selected = selected[: len(selected) * 9 // 10]
+    return selected
 
 
-class _Shelf:
-    """The picture files of some runs; equal names are equal pictures."""
+class _PictureFiles:
+    """The picture files of the runs; files with the same name are identical."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = folders
-        self._sizes: dict[str, int] = {}
-        self._texts: dict[int, int] = {}
+        self._picture_sizes: dict[str, int] = {}
+        self._entry_sizes: dict[int, int] = {}
 
     def count_bytes(self, entries: Sequence[Entry]) -> int:
-        """Characters that the entries and their pictures take in the page."""
+        """Return the size of the entries and their pictures in the page."""
         for entry in entries:
-            if id(entry) not in self._texts:
-                self._texts[id(entry)] = len(as_json(entry))
-        names = set().union(*map(picture_names, entries))
-        return sum(map(self._size, names)) + sum(self._texts[id(entry)] for entry in entries)
+            if id(entry) not in self._entry_sizes:
+                self._entry_sizes[id(entry)] = len(to_script_json(entry))
+        names = set().union(*map(get_picture_names, entries))
+        entry_sizes = (self._entry_sizes[id(entry)] for entry in entries)
+        return sum(map(self._get_size, names)) + sum(entry_sizes)
 
-    def uri(self, name: str) -> str | None:
-        path = self._path(name)
+    def data_uri(self, name: str) -> str | None:
+        path = self._find(name)
         if path is None:
             return None
         return f"data:image/webp;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
-    def _size(self, name: str) -> int:
-        if name not in self._sizes:
-            path = self._path(name)
-            self._sizes[name] = 0 if path is None else path.stat().st_size * 4 // 3 + 100
-        return self._sizes[name]
+    def _get_size(self, name: str) -> int:
+        if name not in self._picture_sizes:
+            path = self._find(name)
+            self._picture_sizes[name] = 0 if path is None else path.stat().st_size * 4 // 3 + 100
+        return self._picture_sizes[name]
 
-    def _path(self, name: str) -> Path | None:
+    def _find(self, name: str) -> Path | None:
         return next((f / name for f in self.folders if (f / name).is_file()), None)

@@ -1,4 +1,4 @@
-"""The page itself: everything in one file, which a browser opens from disk."""
+"""Render the report: one self-contained HTML file, which a browser opens from disk."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from markupsafe import Markup
 
 from vlm_grpo.config.base import flatten
 from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
-from vlm_grpo.report.charts import draw
-from vlm_grpo.report.entries import KINDS, as_json, visible
-from vlm_grpo.report.gallery import GALLERY_BYTES, Gallery, gallery
-from vlm_grpo.report.panels import charts, comparison
+from vlm_grpo.report.charts import draw_chart
+from vlm_grpo.report.entries import KINDS, display_text, to_script_json
+from vlm_grpo.report.gallery import GALLERY_BYTES, Gallery, build_gallery
+from vlm_grpo.report.panels import build_charts, build_comparison_charts
 from vlm_grpo.report.run import Change, Run, is_number, read_run
 from vlm_grpo.utils.atomic_io import write_atomic
 
@@ -28,7 +28,7 @@ SCRIPTS = ("base.js", "charts.js", "gallery.js")
 
 @dataclass(frozen=True)
 class Tile:
-    """A number at the top of the page, and what it is."""
+    """A number at the top of the page, with its label and a note."""
 
     label: str
     value: str
@@ -36,53 +36,53 @@ class Tile:
 
 
 def build_report(run_dir: Path, limit: int = GALLERY_BYTES) -> Path:
-    """Write ``report.html`` into a run's folder, whole or not at all.
+    """Write ``report.html`` into a run's folder, atomically.
 
     Args:
-        run_dir: the run's folder; the run may be going on.
-        limit: bytes that the gallery may take.
+        run_dir: the run's folder; the run may be unfinished.
+        limit: most bytes of the gallery.
 
     Raises:
-        UserError: there is no run in the folder.
+        UserError: the folder holds no run.
     """
     run = read_run(run_dir)
     values = {
         "title": f"{run.name} · {run.task}",
-        "heads": [_head("", run)],
-        "charts": [draw(chart) for chart in charts(run)],
+        "summaries": [_summarize_run("", run)],
+        "charts": [draw_chart(chart) for chart in build_charts(run)],
         "differences": [],
-        "settings": visible(run.config_text, 50_000),
+        "settings": display_text(run.config_text, 50_000),
     }
-    return _write(run_dir / "report.html", values, [run], gallery([("", run)], limit))
+    return _write(run_dir / "report.html", values, [run], build_gallery([("", run)], limit))
 
 
 def compare_runs(a: Path, b: Path, limit: int = GALLERY_BYTES) -> Path:
-    """Write a page that sets two runs side by side, beside the first run's folder.
+    """Write a page that compares two runs, next to the first run's folder.
 
     Args:
         a, b: the runs' folders.
-        limit: bytes that the gallery may take.
+        limit: most bytes of the gallery.
 
     Raises:
-        UserError: there is no run in one of the folders.
+        UserError: one of the folders holds no run.
     """
     runs = [read_run(a), read_run(b)]
     names = [run.name for run in runs]
     if names[0] == names[1]:
         names = [str(folder) for folder in (a, b)]
-    labelled = list(zip(names, runs, strict=True))
+    labeled = list(zip(names, runs, strict=True))
     values = {
         "title": f"{names[0]} and {names[1]}",
-        "heads": [_head(name, run) for name, run in labelled],
-        "charts": [draw(chart) for chart in comparison(labelled)],
-        "differences": _differences(runs),
+        "summaries": [_summarize_run(name, run) for name, run in labeled],
+        "charts": [draw_chart(chart) for chart in build_comparison_charts(labeled)],
+        "differences": _compare_settings(runs),
         "settings": "",
     }
     path = a.resolve().parent / f"compare-{runs[0].name}-{runs[1].name}.html"
-    return _write(path, values, runs, gallery(labelled, limit))
+    return _write(path, values, runs, build_gallery(labeled, limit))
 
 
-def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], shown: Gallery) -> Path:
+def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], gallery: Gallery) -> Path:
     files = resources.files("vlm_grpo.report")
     script = "\n".join(files.joinpath(name).read_text("utf-8") for name in SCRIPTS)
     environment = Environment(
@@ -92,110 +92,116 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], shown: Ga
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["figure"] = figure
+    environment.filters["format_value"] = format_value
     data = {
-        "entries": shown.entries,
-        "pictures": shown.pictures,
+        "entries": gallery.entries,
+        "pictures": gallery.pictures,
         "kinds": KINDS,
         "comparing": len(runs) > 1,
     }
     html = environment.get_template("page.html.j2").render(
         **values,
-        alarms=[_alarm(row, run) for run in runs for row in run.alarms],
+        alarms=[_escape_alarm(row, run) for run in runs for row in run.alarms],
         comparing=len(runs) > 1,
-        unreadable=sum(run.unreadable for run in runs) + shown.skipped,
-        left_out=shown.left_out,
-        entries=len(shown.entries),
+        unreadable=sum(run.unreadable for run in runs) + gallery.skipped,
+        omitted=gallery.omitted,
+        entries=len(gallery.entries),
         gold_color=GOLD_COLOR,
         predicted_color=PREDICTED_COLOR,
-        # Only this very script may run, and nothing may be loaded, whatever a model wrote.
+        # Only this script may run, and nothing may be loaded, whatever a model wrote.
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         script=Markup(script),
         style=Markup(files.joinpath("page.css").read_text("utf-8")),
-        data=Markup(as_json(data)),
-        as_json=lambda value: Markup(as_json(value)),
+        data=Markup(to_script_json(data)),
+        to_script_json=lambda value: Markup(to_script_json(value)),
         markup=Markup,
     )
-    # A folder's name may hold what is no character.
+    # A folder's name may hold a lone surrogate, which UTF-8 cannot encode.
     write_atomic(path, html.encode("utf-8", errors="replace"))
     return path
 
 
-def _head(label: str, run: Run) -> dict[str, Any]:
-    """What the top of the page says of a run."""
-    steps, of = run.steps_done, run.max_steps
+def _summarize_run(label: str, run: Run) -> dict[str, Any]:
+    """Return the values at the top of the page."""
+    steps, total = run.steps_done, run.max_steps
     change = run.change()
-    state = f"{steps} steps" if of is None or steps >= of else f"step {steps} of {of}, not finished"
+    finished = total is None or steps >= total
     return {
         "label": label,
         "task": Path(run.task).stem,
         "model": run.model,
-        "state": state,
+        "state": f"{steps} steps" if finished else f"step {steps} of {total}, not finished",
         "primary_metric": (run.primary_metric or "").replace("_", " "),
         "change": change,
-        "verdict": _verdict(change),
+        "significance": _describe_significance(change),
         "worse": change is not None and change.worse,
-        "intervals": change is not None and not math.isnan(change.before_interval[0]),
-        "shares": change is not None and _shares(change),
-        "tiles": _tiles(run),
+        "has_intervals": change is not None and not math.isnan(change.before_interval[0]),
+        "is_share": change is not None and _is_share(change),
+        "tiles": _build_tiles(run),
     }
 
 
-def _shares(change: Change) -> bool:
-    """Whether both values lie on a scale from nothing to all."""
+def _is_share(change: Change) -> bool:
+    """Return whether both values are fractions of 1."""
     return not change.lower_is_better and 0 <= change.before <= 1 and 0 <= change.after <= 1
 
 
-def _verdict(change: Change | None) -> str:
-    """The change in words, "" where none was measured; the interval is of the paired difference."""
+def _describe_significance(change: Change | None) -> str:
+    """Describe the change by the interval of the paired difference; "" if there is none."""
     if change is None:
         return ""
     low, high = change.difference_interval
     if math.isnan(low):
         return ""
     if low <= 0.0 <= high:
-        return "no clear change, for 0 is within it"
-    return "clearly better" if (low > 0.0) != change.lower_is_better else "clearly worse"
+        return "no significant change"
+    better = (low > 0.0) != change.lower_is_better
+    return f"significantly {'better' if better else 'worse'}"
 
 
-def _tiles(run: Run) -> list[Tile]:
-    """Numbers of the last steps beside those of the first."""
+def _build_tiles(run: Run) -> list[Tile]:
+    """Return means over the last steps, with those over the first steps as notes."""
     tiles = []
-    for name, label, form in (
+    for name, label, template in (
         ("reward", "reward", "{:.3g}"),
-        ("completions/mean_length", "tokens a completion", "{:.3g}"),
-        ("frac_reward_zero_std", "groups without a spread", "{:.0%}"),
+        ("completions/mean_length", "tokens per completion", "{:.3g}"),
+        ("frac_reward_zero_std", "groups with equal rewards", "{:.0%}"),
         ("entropy", "entropy", "{:.3g} nats"),
-        ("time/step", "time of a step", "{:.3g} s"),
+        ("time/step", "time per step", "{:.3g} s"),
     ):
         values = [row[name] for row in run.metrics if is_number(row.get(name))]
         if values:
-            some = max(1, min(10, len(values) // 4))
-            first, last = sum(values[:some]) / some, sum(values[-some:]) / some
-            note = f"at first {form.format(first)}" if len(values) > 1 else ""
-            tiles.append(Tile(label, form.format(last), note))
+            count = max(1, min(10, len(values) // 4))
+            first, last = sum(values[:count]) / count, sum(values[-count:]) / count
+            note = f"initially {template.format(first)}" if len(values) > 1 else ""
+            tiles.append(Tile(label, template.format(last), note))
     return tiles
 
 
-def _alarm(row: Mapping[str, Any], run: Run) -> dict[str, str]:
-    words = {name: visible(str(row.get(name, "")), 2_000) for name in ("name", "message", "remedy")}
-    return {**words, "step": visible(str(row.get("step", "")), 20), "run": run.name}
+def _escape_alarm(row: Mapping[str, Any], run: Run) -> dict[str, str]:
+    limits = {"step": 20, "name": 2_000, "message": 2_000, "remedy": 2_000}
+    texts = {key: display_text(str(row.get(key, "")), limit) for key, limit in limits.items()}
+    return {**texts, "run": run.name}
 
 
-def _differences(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """Settings that differ: dotted key, and the value in each of two runs."""
+def _compare_settings(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """Return the settings that differ: the dotted key, and its value in each of the two runs."""
     first, second = (
         {key: str(value) for key, value in flatten(run.config).items()} for run in runs
     )
+    differing = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
     return [
-        (visible(key, 200), visible(first.get(key, "–"), 300), visible(second.get(key, "–"), 300))
-        for key in sorted({*first, *second})
-        if first.get(key) != second.get(key)
+        (
+            display_text(key, 200),
+            display_text(first.get(key, "–"), 300),
+            display_text(second.get(key, "–"), 300),
+        )
+        for key in differing
     ]
 
 
-def figure(value: float, error: bool = False) -> str:
-    """A share of 1 as a percentage; an error, or another number, as it is."""
-    if error:
+def format_value(value: float, is_error: bool = False) -> str:
+    """Format a fraction of 1 as a percentage, and an error or another number as it is."""
+    if is_error:
         return f"{value:.3f}"
     return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if -1.0 <= value <= 1.0 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""What a run's folder says of the run, read leniently: a run may be going on or have crashed."""
+"""Load a run folder for the report, tolerating the files of unfinished and crashed runs."""
 
 from __future__ import annotations
 
@@ -22,50 +22,56 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutEvaluation:
     """One evaluation on the held-out examples.
 
     Attributes:
-        step: updates that the policy had seen.
-        values: for each reward and metric by name, its value by example id where it is defined.
-        whole: metrics that are no mean over the examples, as AP or RMSE.
-        primary metric: name of the metric by which models are compared; None where nothing tells.
-        lower_is_better: the primary metric is an error.
+        step: number of steps that the policy had been trained for.
+        values: for each reward and metric, its value by example id, where it is defined.
+        corpus: metrics that are not a mean over the examples, such as AP or RMSE.
+        primary_metric: name of the metric by which models are compared; None if unknown.
+        lower_is_better: whether the primary metric is an error.
     """
 
     step: int
     values: Mapping[str, Mapping[str, float]]
-    whole: Mapping[str, float] = field(default_factory=dict)
+    corpus: Mapping[str, float] = field(default_factory=dict)
     primary_metric: str | None = None
     lower_is_better: bool = False
 
     @property
     def n(self) -> int:
+        """The number of examples."""
         return max((len(values) for values in self.values.values()), default=0)
 
     @property
     def names(self) -> list[str]:
-        """Of all rewards and metrics."""
-        return [*self.values, *self.whole]
+        """The names of all rewards and metrics."""
+        return [*self.values, *self.corpus]
 
     def mean(self, name: str) -> float:
-        """The metric over all examples; NaN where it is defined for none."""
-        if name in self.whole:
-            return self.whole[name]
+        """Return the metric over all examples; NaN if it is defined for none."""
+        if name in self.corpus:
+            return self.corpus[name]
         values = self.values.get(name, {})
         return float(np.mean(list(values.values()))) if values else math.nan
 
     def interval(self, name: str, seed: int) -> tuple[float, float]:
-        """Its 95 % bootstrap interval; NaN for a metric of the whole set."""
+        """Return the 95 % bootstrap interval of the mean; NaN for a corpus metric."""
         return bootstrap_interval(list(self.values.get(name, {}).values()), seed)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A metric on the same held-out examples before and after; values and 95 % intervals.
+    """The change of a metric between two evaluations on the same held-out examples.
 
-    A metric of the whole set has no interval: its intervals are NaN. ``lower_is_better``: it is an
-    error.
+    Attributes:
+        before, after: the values.
+        before_interval, after_interval: their 95 % intervals; NaN for a corpus metric.
+        difference_interval: 95 % interval of the mean paired difference; NaN without pairs.
+        n: number of examples.
+        steps: steps of the two evaluations.
+        lower_is_better: whether the metric is an error.
     """
 
     before: float
@@ -79,23 +85,23 @@ class Change:
 
     @property
     def worse(self) -> bool:
-        """Whether the value after is worse than the one before, however little."""
+        """Whether the metric got worse, by any amount."""
         return self.after > self.before if self.lower_is_better else self.after < self.before
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run.
+    """The contents of a run folder.
 
     Attributes:
         folder: the run's folder.
-        config: the resolved settings as written; empty where there are none.
-        config_text: the same, as it stands in the file.
-        metrics: one row of numbers for each step, in order.
-        alarms: rows of step, name, message and remedy.
-        evaluations: by step, in order.
-        samples: rows of what the policy wrote, training groups and held-out answers.
-        unreadable: lines that are no JSON object.
+        config: the resolved settings; empty if there are none.
+        config_text: the text of ``config.yaml``.
+        metrics: one row of numbers per step, in order.
+        alarms: rows with step, name, message and remedy.
+        evaluations: the evaluations during training, by step.
+        samples: rows of sampled groups and of held-out answers.
+        unreadable: number of lines that are not a JSON object.
     """
 
     folder: Path
@@ -103,7 +109,7 @@ class Run:
     config_text: str
     metrics: tuple[Row, ...]
     alarms: tuple[Row, ...]
-    evaluations: tuple[HeldOut, ...]
+    evaluations: tuple[HeldOutEvaluation, ...]
     samples: tuple[Row, ...]
     unreadable: int
 
@@ -120,6 +126,11 @@ class Run:
         return str(self.config.get("model", "unknown model"))
 
     @property
+    def seed(self) -> int:
+        seed = self.config.get("seed", 0)
+        return seed if isinstance(seed, int) and seed >= 0 else 0
+
+    @property
     def max_steps(self) -> int | None:
         optim = self.config.get("optim")
         steps = optim.get("max_steps") if isinstance(optim, Mapping) else None
@@ -131,21 +142,23 @@ class Run:
 
     @property
     def primary_metric(self) -> str | None:
-        """Name of the metric by which models are compared; None where nothing tells."""
+        """The name of the metric by which models are compared; None if unknown."""
         if self.evaluations and self.evaluations[-1].primary_metric is not None:
             return self.evaluations[-1].primary_metric
         for row in self.samples:
             if isinstance(row.get("headline"), str):
                 return row["headline"]
-        # A task's file is not run for this: the folder may come from somebody else.
+        # A task's file is not executed for this: the folder may come from somebody else.
         return load_task_class(self.task).primary_metric if self.task in task_names() else None
 
     def change(self, until: int | None = None) -> Change | None:
-        """The primary metric metric at the first and the last evaluation; None where there are no
-        two.
+        """Return the change of the primary metric from the first evaluation to the last.
 
         Args:
-            until: the step of the evaluation to take in the last one's place; None: the last.
+            until: step of the evaluation to use instead of the last one.
+
+        Returns:
+            None if there are fewer than two evaluations, or if one of them lacks the metric.
         """
         last = next((e for e in reversed(self.evaluations) if until in (None, e.step)), None)
         if last is None or last is self.evaluations[0] or (name := self.primary_metric) is None:
@@ -154,42 +167,37 @@ class Run:
         before, after = first.mean(name), last.mean(name)
         if math.isnan(before) or math.isnan(after):
             return None
-        each, later = first.values.get(name, {}), last.values.get(name, {})
-        differences = [later[i] - each[i] for i in each if i in later]
+        first_values, last_values = first.values.get(name, {}), last.values.get(name, {})
+        differences = [last_values[i] - first_values[i] for i in first_values if i in last_values]
         return Change(
             before,
             first.interval(name, self.seed),
             after,
             last.interval(name, self.seed),
             bootstrap_interval(differences, self.seed),
-            len(later) or last.n,
+            len(last_values) or last.n,
             (first.step, last.step),
             last.lower_is_better,
         )
 
-    @property
-    def seed(self) -> int:
-        seed = self.config.get("seed", 0)
-        return seed if isinstance(seed, int) and seed >= 0 else 0
-
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder.
+    """Load a run's folder.
 
     Raises:
-        UserError: there is no such folder, or nothing of a run in it.
+        UserError: the folder does not exist, or does not hold a run.
     """
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}")
     config_path = folder / "config.yaml"
     text = config_path.read_text("utf-8", errors="replace") if config_path.is_file() else ""
     reader = _Reader()
-    metrics = [row for row in reader.rows(folder / "metrics.jsonl") if _is_step(row)]
+    metrics = [row for row in reader.read(folder / "metrics.jsonl") if _has_step(row)]
     samples = [
         {**row, "source": path.name}
         for path in sorted((folder / "samples").glob("*.jsonl"))
-        for row in reader.rows(path)
-        if _is_step(row)
+        for row in reader.read(path)
+        if _has_step(row)
     ]
     if not text and not metrics and not samples:
         raise UserError(
@@ -197,23 +205,24 @@ def read_run(folder: Path) -> Run:
         )
     return Run(
         folder=folder,
-        config=_mapping(text),
+        config=_parse_mapping(text),
         config_text=text,
         metrics=tuple(sorted(metrics, key=lambda row: row["step"])),
-        alarms=tuple(reader.rows(folder / "alarms.jsonl")),
-        evaluations=tuple(_evaluations(folder / "evaluation", reader)),
+        alarms=tuple(reader.read(folder / "alarms.jsonl")),
+        evaluations=tuple(_read_evaluations(folder / "evaluation", reader)),
         samples=tuple(samples),
         unreadable=reader.unreadable,
     )
 
 
 class _Reader:
-    """Reads JSON Lines and counts the lines that hold no object."""
+    """A reader of JSON Lines files that skips unreadable lines and counts them."""
 
     def __init__(self) -> None:
         self.unreadable = 0
 
-    def rows(self, path: Path) -> Iterator[dict[str, Any]]:
+    def read(self, path: Path) -> Iterator[dict[str, Any]]:
+        # Not read_rows, which refuses a file with an unreadable line: the rest can be shown.
         for _, row in parse_lines(path):
             if row is None:
                 self.unreadable += 1
@@ -221,43 +230,43 @@ class _Reader:
                 yield row
 
 
-def _evaluations(folder: Path, reader: _Reader) -> Iterator[HeldOut]:
-    """Evaluations during training, by step; not those of checkpoints, such as ``step-4.jsonl``."""
+def _read_evaluations(folder: Path, reader: _Reader) -> Iterator[HeldOutEvaluation]:
+    """Yield the evaluations during training; those of checkpoints have names like ``step-4``."""
     for path in sorted(folder.glob("step-*.jsonl")):
         if (match := re.fullmatch(r"step-(\d{6,})", path.stem)) is None:
             continue
         values: dict[str, dict[str, float]] = {}
-        for row in reader.rows(path):
-            for part in ("rewards", "metrics"):
-                columns = row.get(part)
+        for row in reader.read(path):
+            for key in ("rewards", "metrics"):
+                columns = row.get(key)
                 for name, value in columns.items() if isinstance(columns, dict) else ():
                     if is_number(value):
                         values.setdefault(name, {})[str(row.get("id"))] = float(value)
-        yield _summarised(HeldOut(int(match[1]), values), path.with_suffix(".json"))
+        yield _add_summary(HeldOutEvaluation(int(match[1]), values), path.with_suffix(".json"))
 
 
-def _summarised(found: HeldOut, path: Path) -> HeldOut:
-    """With what the evaluation itself says of the whole, where it can be read."""
+def _add_summary(evaluation: HeldOutEvaluation, path: Path) -> HeldOutEvaluation:
+    """Return the evaluation with the corpus metrics of its summary file, if that is readable."""
     try:
         summary = json.loads(path.read_text("utf-8", errors="replace"))
         primary_metric, metrics = summary["headline"], summary["metrics"]
         if not isinstance(primary_metric, str):
-            return found
+            return evaluation
         numbers = {name: float(value) for name, value in metrics.items() if is_number(value)}
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return found
-    whole = {
+        return evaluation
+    corpus = {
         name: value
         for name, value in numbers.items()
         if name not in ("answered", "unscorable")
-        and not math.isclose(found.mean(name), value, abs_tol=1e-9)
+        and not math.isclose(evaluation.mean(name), value, abs_tol=1e-9)
     }
-    values = {name: column for name, column in found.values.items() if name not in whole}
-    lower = summary.get("lower_is_better") is True
-    return HeldOut(found.step, values, whole, primary_metric, lower)
+    values = {name: column for name, column in evaluation.values.items() if name not in corpus}
+    lower_is_better = summary.get("lower_is_better") is True
+    return HeldOutEvaluation(evaluation.step, values, corpus, primary_metric, lower_is_better)
 
 
-def _mapping(text: str) -> dict[str, Any]:
+def _parse_mapping(text: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -265,11 +274,11 @@ def _mapping(text: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _is_step(row: Row) -> bool:
+def _has_step(row: Row) -> bool:
     step = row.get("step")
     return isinstance(step, int) and not isinstance(step, bool)
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether it is a finite number, and no truth value."""
+    """Return whether the value is a finite number; booleans are not."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

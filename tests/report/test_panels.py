@@ -1,0 +1,61 @@
+"""Each metric has a chart with the right title and scale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from report_runs import make_run
+
+from vlm_grpo.report.panels import build_charts, build_comparison_charts
+from vlm_grpo.report.run import read_run
+
+
+def test_run_has_charts_of_its_metrics(counting_run: Path) -> None:
+    run = read_run(counting_run)
+    titles = [chart.title for chart in build_charts(run)]
+    assert titles[0] == "Held out: exact"  # the primary metric comes first
+    for title in ("Reward", "Entropy", "KL to the reference", "Groups with equal rewards"):
+        assert title in titles
+    assert len(set(titles)) == len(titles)
+    compared = [chart.title for chart in build_comparison_charts([("a", run), ("b", run)])]
+    assert "Reward: exact" in compared
+
+
+def test_phases_add_up_to_the_step(counting_run: Path) -> None:
+    chart = next(chart for chart in build_charts(read_run(counting_run)) if chart.stacked)
+    names = [line.name for line in chart.lines]
+    assert names == [
+        "prompts",
+        "prefill",
+        "decode",
+        "update",
+        "other",
+    ]  # the rollout contains the first three
+    for values in zip(*(line.y for line in chart.lines), strict=True):
+        assert sum(values) == pytest.approx(0.41)  # the time per step in the metrics
+
+
+def test_mean_error_below_one_is_not_a_percentage(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "counting", steps=4, skill=(0.8, 0.9))
+    shares = {chart.title: chart.share for chart in build_charts(read_run(run))}
+    assert shares["Held out: exact"]
+    assert not shares["Held out: absolute error"]  # answers are off by 1 or 2
+
+
+def test_corpus_metric_has_a_chart(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, "counting", steps=4, held_out=6))
+    charts = {chart.title: chart for chart in build_charts(run)}
+    rmse = charts["Held out: rmse"]
+    assert rmse.help == "Corpus metric of 6 held-out examples."
+    summary = json.loads((run.folder / "evaluation/step-000004.json").read_text())
+    assert rmse.lines[0].y[-1] == pytest.approx(summary["metrics"]["rmse"])
+    subsets = charts["Held out: exact, by subset"]
+    gold_counts = {row["gold"] for row in run.samples if row["source"].startswith("held-out")}
+    assert {line.name for line in subsets.lines} == {f"of {n}" for n in gold_counts}
+    assert subsets.share
+    assert not any(title.startswith("Held out: exact of") for title in charts)
+    compared = {chart.title for chart in build_comparison_charts([("a", run), ("b", run)])}
+    assert "Held out: rmse" in compared
+    assert "Held out: exact, by subset" not in compared

@@ -1,0 +1,85 @@
+"""Run folders are read as far as possible, and their results agree with the evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from report_runs import make_run
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.report import build_report
+from vlm_grpo.report.entries import build_training_entries
+from vlm_grpo.report.run import read_run
+from vlm_grpo.utils.bootstrap import bootstrap_interval
+
+
+def test_change_has_the_values_of_the_evaluations(counting_run: Path) -> None:
+    change = read_run(counting_run).change()
+    assert change is not None
+    for step, value, interval in (
+        (0, change.before, change.before_interval),
+        (20, change.after, change.after_interval),
+    ):
+        lines = (counting_run / "evaluation" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        values = [json.loads(line)["rewards"]["exact"] for line in lines]
+        assert value == pytest.approx(sum(values) / len(values))
+        assert interval == pytest.approx(bootstrap_interval(values, seed=0))
+    # On the same examples, the difference of means is the mean of differences.
+    low, high = change.difference_interval
+    assert low <= change.after - change.before <= high
+
+
+def test_summary_takes_precedence_over_the_mean_of_examples(tmp_path: Path) -> None:
+    """A benchmark's metric may be a mean over the means of groups."""
+    folder = make_run(tmp_path, "counting", steps=4, held_out=6)
+    path = folder / "evaluation/step-000004.json"
+    summary = json.loads(path.read_text())
+    mean = summary["metrics"]["exact"]
+    summary["metrics"]["exact"] = mean / 2 + 0.01
+    path.write_text(json.dumps(summary))
+    last = read_run(folder).evaluations[-1]
+    assert last.mean("exact") == mean / 2 + 0.01
+    assert math.isnan(last.interval("exact", 0)[0])  # the examples' interval is of another mean
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"headline": 3, "metrics": {}}', "[" * 9000])
+def test_malformed_summary_is_ignored(text: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "counting", steps=4, held_out=6)
+    for path in (folder / "evaluation").glob("*.json"):
+        path.write_text(text)
+    run = read_run(folder)
+    assert run.primary_metric == "exact"  # from the samples
+    assert run.change() is not None
+
+
+def test_unreadable_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "counting", steps=4)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # truncated by a crash
+    rows = [
+        "[1, 2]",
+        '{"step": "three", "id": "x"}',
+        '{"step": 3, "id": "x", "completions": "none", "gold": 1}',
+        '{"step": 3, "id": "y", "gold": NaN, "completions": [{"text": "a\\ud800b", "answer": null,'
+        ' "rewards": {"exact": NaN}, "reward": Infinity}]}',
+    ]
+    (folder / "samples" / "step-000003.jsonl").write_text("\n".join(rows))
+    run = read_run(folder)
+    assert run.steps_done == 4
+    assert run.unreadable == 2  # the truncated line and the list
+    entries, skipped = build_training_entries(run)
+    assert skipped == 1  # the completions are not a list
+    malformed = next(entry for entry in entries if entry["id"] == "y")
+    assert malformed["answers"][0]["reward"] is None
+    assert malformed["answers"][0]["parts"] == [("answer", "a?b")]
+    assert "3 lines of the run's files could not be read" in build_report(folder).read_text()
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no run"):
+        build_report(tmp_path)
+    with pytest.raises(UserError, match="no run folder"):
+        build_report(tmp_path / "none")
