@@ -154,7 +154,7 @@ class Trainer:
         if self.evaluator.is_due(self.global_step + 1):
             self._interrupt()
         metrics = partial.updates.summarize()
-        self.policy.clear_image_cache()
+        self.policy.clear_image_features()
         groups, advantages = partial.rollout.groups, partial.batch.advantages
         is_skipped = bool(metrics["skipped_updates"])
         if self.run_dir.samples_due(self.global_step) or is_skipped:

@@ -81,7 +81,7 @@ def train(steps: int, seed: int = 0) -> tuple[float, float]:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        policy.clear_image_cache()
+        policy.clear_image_features()
         if step % 10 == 9:
             print(f"step {step + 1}: reward {rewards.mean():.3f}")
     return before, accuracy()

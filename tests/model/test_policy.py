@@ -105,7 +105,7 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
     repeats = 1 if shared else GENERATIONS
     groups = sample(policy, prompts)
     assert policy.counters == Counters(repeats, repeats * prompt_tokens, 0)  # one prompt has images
-    policy.clear_image_cache()
+    policy.clear_image_features()
     policy.counters = Counters()
     policy.score(make_batch(prompts, groups))
     # A completion's last token is predicted and never an input.
@@ -126,7 +126,7 @@ def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> No
     policy.encode_images(prompts)
     sample(policy, prompts)
     assert policy.counters.encoder_passes == 1
-    policy.clear_image_cache()
+    policy.clear_image_features()
     policy.encode_images(prompts)
     assert policy.counters.encoder_passes == 2
 

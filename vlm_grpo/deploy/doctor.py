@@ -127,7 +127,7 @@ def _time_rollout(policy: Policy, prompt: Prompt) -> tuple[float, tuple[Completi
     sampling = SamplingSettings(policy.distribution, COMPLETION_LENGTH)
     seconds, group = 0.0, ()
     for _ in range(2):
-        policy.clear_image_cache()
+        policy.clear_image_features()
         start = time.perf_counter()
         (group,) = policy.sample([prompt], sampling, GROUP_SIZE, [(0,)], 1 << 30)
         seconds = time.perf_counter() - start
@@ -145,7 +145,7 @@ def _time_update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict
     seconds, logprobs = 0.0, torch.zeros(0)
     for _ in range(2):
         policy.model.zero_grad()
-        policy.clear_image_cache()
+        policy.clear_image_features()
         start = time.perf_counter()
         logprobs = policy.score(batch).logprobs
         logprobs.sum().backward()

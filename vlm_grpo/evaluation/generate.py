@@ -123,7 +123,7 @@ def generate(
     distribution = replace(policy.distribution, temperature=evaluation.temperature)
     sampling = SamplingSettings(distribution, rollout.max_completion_length, rollout.stop)
     groups = policy.sample(prompts, sampling, 1, seeds, evaluation.max_tokens_per_batch)
-    policy.clear_image_cache()
+    policy.clear_image_features()
     return [completion for (completion,) in groups]
 
 

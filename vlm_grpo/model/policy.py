@@ -339,7 +339,7 @@ class Policy:
             with _eval_mode(self.model), self._autocast(), rollout_weights(self.model):
                 self._encode_images(prompts)
 
-    def clear_image_cache(self) -> None:
+    def clear_image_features(self) -> None:
         """Drop the cached vision features of this step."""
         self._encoder.clear_cache()
 
