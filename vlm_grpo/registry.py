@@ -23,9 +23,9 @@ from typing import Any
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.config.base import simplify
-from vlm_grpo.config.sources import IN_SESSION
+from vlm_grpo.config.sources import BUILT_IN, IN_SESSION, get_task_name
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.task import BUILT_IN, Task, get_task_name
+from vlm_grpo.task import Task
 
 _FILE_MODULE = "_vlm_grpo_task_"
 """Prefix of the module name of a task's file."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,8 +38,6 @@ from vlm_grpo.scoring import repeated_share
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import CallTimeout
 
-BUILT_IN = "vlm_grpo.tasks"
-"""The package of the built-in tasks, and the entry point group of tasks in other packages."""
 FAILURES = (Exception, SystemExit, CallTimeout)
 """Exceptions of a user's parser or rule that must not stop a run."""
 
@@ -459,23 +456,3 @@ class PlainQuestion(Task):
 
     def parse(self, text: str, example: Example) -> str:
         return text
-
-
-def get_task_name(task: type[Task]) -> str:
-    """Return the name by which ``load_task`` finds a class in another process.
-
-    It is a built-in task's name, ``package.module:Class`` or ``file.py:Class``; ``<class Name>``
-    for a class of a function or an interactive session, which no other process can load.
-    """
-    module, name = sys.modules.get(task.__module__), task.__qualname__
-    if getattr(getattr(module, name, None), "__qualname__", None) != name:
-        return f"<class {name}>"
-    spec = getattr(module, "__spec__", None)
-    path = task.__module__ if spec is None else spec.name  # not "__main__" under python -m
-    package, _, last = path.rpartition(".")
-    if package == BUILT_IN:
-        return last
-    if package:
-        return f"{path}:{name}"
-    file = getattr(module, "__file__", None)
-    return f"<class {name}>" if file is None else f"{file}:{name}"

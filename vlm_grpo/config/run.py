@@ -37,11 +37,12 @@ from vlm_grpo.config.sources import (
     TaskSetting,
     get_options,
     get_short_name,
+    get_task_name,
     is_rows,
     restore,
 )
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.task import Task, get_task_name
+from vlm_grpo.task import Task
 from vlm_grpo.utils.atomic_io import write_atomic
 
 Column = Literal["id", "images", "question", "answer"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
-from vlm_grpo.task import Task, get_task_name
+from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
+BUILT_IN = "vlm_grpo.tasks"
+"""The package of the built-in tasks, and the entry point group of tasks in other packages."""
 IN_MEMORY = "<in memory: "
 """Start of the text for rows in saved settings."""
 IN_SESSION = "<class "
@@ -64,6 +67,26 @@ def is_rows(value: Any) -> bool:
 def restore(value: Any, info: ValidationInfo) -> Any:
     """Return the object for which a text stands in validated JSON, or the value itself."""
     return info.context.get(value, value) if info.context and isinstance(value, str) else value
+
+
+def get_task_name(task: type[Task]) -> str:
+    """Return the name by which ``load_task`` finds a class in another process.
+
+    It is a built-in task's name, ``package.module:Class`` or ``file.py:Class``; ``<class Name>``
+    for a class of a function or an interactive session, which no other process can load.
+    """
+    module, name = sys.modules.get(task.__module__), task.__qualname__
+    if getattr(getattr(module, name, None), "__qualname__", None) != name:
+        return f"{IN_SESSION}{name}>"
+    spec = getattr(module, "__spec__", None)
+    path = task.__module__ if spec is None else spec.name  # not "__main__" under python -m
+    package, _, last = path.rpartition(".")
+    if package == BUILT_IN:
+        return last
+    if package:
+        return f"{path}:{name}"
+    file = getattr(module, "__file__", None)
+    return f"{IN_SESSION}{name}>" if file is None else f"{file}:{name}"
 
 
 def get_short_name(task: Any) -> str:
