@@ -1,4 +1,4 @@
-"""What goes wrong in the middle of a run, and what is left of the run then."""
+"""Failures in the middle of a run leave it in a state from which it can be resumed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from small_disk import small_disk
-from small_runs import TASK
-from tiny_models import tiny_model
+from small_runs import TASK, make_trainer, read_metrics, save_tiny_model
 
 from vlm_grpo.checkpoint.store import list_checkpoints, verify_checkpoint
 from vlm_grpo.config.run import Settings, load_settings
@@ -25,23 +24,18 @@ from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.nonfinite import MAX_NONFINITE_STEPS
 from vlm_grpo.grpo.prompts import MAX_REPLACEMENTS, PromptLoader
-from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
-from vlm_grpo.trainer import Trainer, train
+from vlm_grpo.trainer import train
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    model, processor = tiny_model("qwen2_5_vl")
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def settings(model_folder: Path, tmp_path: Path) -> Callable[..., Settings]:
-    """Settings of a run of 4 steps with 2 prompts each, on 8 rows with an image file each."""
+    """Build settings of a run of 4 steps with 2 prompts each, on 8 rows with an image file each."""
     (tmp_path / "letters.py").write_text(TASK)
     rows = []
     for number in range(8):
@@ -63,31 +57,15 @@ def settings(model_folder: Path, tmp_path: Path) -> Callable[..., Settings]:
             "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4},
         }
         for name, value in changes.items():
-            held = values.get(name)
-            values[name] = {**held, **value} if isinstance(held, dict) else value
+            default = values.get(name)
+            values[name] = {**default, **value} if isinstance(default, dict) else value
         return Settings.model_validate(values)
 
     return build
 
 
-def trainer_for(settings: Settings) -> Trainer:
-    task = load_task(settings.task)
-    examples = load_examples(settings.data.train, task, settings.data, "train")
-    held_out = []
-    if settings.data.eval is not None:
-        held_out = load_examples(settings.data.eval, task, settings.data, "eval")
-    return Trainer(settings, load_policy(settings), task, examples, held_out)
-
-
-def metrics_of(settings: Settings) -> list[dict[str, Any]]:
-    lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    measured = ("time/", "memory/")
-    return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
-
-
-def drawn(settings: Settings, index: int) -> Path:
-    """The image file of the example that the run draws at this place of its stream."""
+def find_image(settings: Settings, index: int) -> Path:
+    """Return the image file of the example at this index of the run's stream."""
     task = load_task(settings.task)
     examples = load_examples(settings.data.train, task, settings.data, "train")
     path = ExampleStream(examples, settings.seed)[index].images[0].path
@@ -95,88 +73,89 @@ def drawn(settings: Settings, index: int) -> Path:
     return path
 
 
-def cut_off(path: Path) -> bytes:
-    """Leave a file that still says how large its image is, but not what is in it."""
-    whole = path.read_bytes()
-    path.write_bytes(whole[:60])
-    return whole
+def truncate(path: Path) -> bytes:
+    """Leave only the header of an image file, which has its size, and return the full content."""
+    content = path.read_bytes()
+    path.write_bytes(content[:60])
+    return content
 
 
-# Images that go bad after the checks.
+# Images that become unreadable after the checks.
 
 
 def test_an_unreadable_image_saves_and_ends_the_run_and_a_resume_continues(settings: Any) -> None:
-    unbroken, run = settings(name="unbroken"), settings()
-    train(unbroken)
-    path = drawn(run, 4)  # the third step's first
-    trainer = trainer_for(run)
-    whole = cut_off(path)
+    uninterrupted, run = settings(name="uninterrupted"), settings()
+    train(uninterrupted)
+    path = find_image(run, 4)  # the first of the third step
+    trainer = make_trainer(run)
+    content = truncate(path)
     with pytest.raises(UserError, match=rf"image {path.name} cannot be read"):
         trainer.run()
     assert [m.steps for m, _ in list_checkpoints(run.run_dir / "checkpoints")] == [2]
-    path.write_bytes(whole)
+    path.write_bytes(content)
     train(run.model_copy(update={"resume": True}))
-    assert metrics_of(run) == metrics_of(unbroken)
+    assert read_metrics(run.run_dir) == read_metrics(uninterrupted.run_dir)
 
 
 def test_an_unreadable_image_is_replaced_logged_and_counted_if_bad_rows_are_skipped(
     settings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = settings(data={"on_bad_row": "skip"})
-    trainer = trainer_for(run)
-    path = drawn(run, 4)
-    cut_off(path)
+    trainer = make_trainer(run)
+    path = find_image(run, 4)
+    truncate(path)
     with caplog.at_level(logging.WARNING):
         trainer.run()
-    assert [row["replaced_prompts"] for row in metrics_of(run)] == [0, 0, 1, 0]
+    assert [row["replaced_prompts"] for row in read_metrics(run.run_dir)] == [0, 0, 1, 0]
     assert f"image {path.name} cannot be read" in caplog.text
     assert caplog.text.count("using the next example instead") == 1
 
 
 def test_a_run_without_readable_images_ends_even_if_bad_rows_are_skipped(settings: Any) -> None:
     run = settings(data={"on_bad_row": "skip"})
-    trainer = trainer_for(run)
+    trainer = make_trainer(run)
     for index in range(8):
-        path = drawn(run, index)
+        path = find_image(run, index)
         if path.stat().st_size > 60:
-            cut_off(path)
+            truncate(path)
     with pytest.raises(UserError, match=r"image \d\.png cannot be read"):
         trainer.run()
-    assert MAX_REPLACEMENTS >= 8  # all examples of this epoch were tried
+    assert MAX_REPLACEMENTS >= 8  # so every example of the epoch was tried
 
 
 def test_an_unreadable_held_out_image_saves_and_ends_the_run(
     settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlm_grpo.model.policy.RECENT_IMAGES", 0)  # it would stand in for the file
+    # Otherwise the image would come from the cache.
+    monkeypatch.setattr("vlm_grpo.model.policy.RECENT_IMAGES", 0)
     Image.new("RGB", (56, 28)).save(tmp_path / "held.png")
     row = {"id": "held", "images": ["held.png"], "question": "Which?", "answer": "abc"}
     (tmp_path / "held.jsonl").write_text(json.dumps(row))
     run = settings(data={"eval": str(tmp_path / "held.jsonl")}, evaluation={"every": 2})
-    trainer = trainer_for(run)
+    trainer = make_trainer(run)
     step = trainer.step
 
-    def spoiling() -> dict[str, float]:
+    def truncate_and_step() -> dict[str, float]:
         if trainer.global_step == 1:
-            cut_off(tmp_path / "held.png")
+            truncate(tmp_path / "held.png")
         return step()
 
-    trainer.step = spoiling
+    trainer.step = truncate_and_step
     with pytest.raises(UserError, match=r"image held\.png cannot be read"):
         trainer.run()
     assert [m.steps for m, _ in list_checkpoints(run.run_dir / "checkpoints")] == [2]
-    assert len(metrics_of(run)) == 2
+    assert len(read_metrics(run.run_dir)) == 2
 
 
 def test_an_error_of_the_prefetching_thread_is_raised(settings: Any) -> None:
     run = settings()
-    trainer = trainer_for(run)
+    trainer = make_trainer(run)
 
-    class Dying:
+    class FailingStream:
         def __getitem__(self, index: int) -> Any:
             raise ZeroDivisionError(f"at {index}")
 
-    stream: Any = Dying()
+    stream: Any = FailingStream()
     loader = PromptLoader(trainer.policy, trainer.task, stream, skip_unreadable=True)
     loader.prefetch([3])
     with pytest.raises(ZeroDivisionError, match="at 3"):
@@ -184,23 +163,24 @@ def test_an_error_of_the_prefetching_thread_is_raised(settings: Any) -> None:
     loader.close()
 
 
-# Images that the model's resize refuses.
+# Images that the model cannot resize.
 
 
 def test_thin_images_are_an_error_or_skipped(
     settings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("2.png", "5.png"):
-        Image.new("RGB", (2010, 10)).save(tmp_path / name)  # 201 : 1, the resize takes 200 : 1
+        # An aspect ratio of 201; the resize accepts 200.
+        Image.new("RGB", (2010, 10)).save(tmp_path / name)
     with pytest.raises(UserError, match=r"2 examples have images(.|\n)*- 2: (.|\n)*- 5: "):
-        trainer_for(settings())
-    trainer = trainer_for(settings(data={"on_bad_row": "skip"}))
+        make_trainer(settings())
+    trainer = make_trainer(settings(data={"on_bad_row": "skip"}))
     assert len(trainer.sampler.stream.examples) == 6
     assert "skipped 2 examples whose images the model cannot use" in caplog.text
     for number in range(8):
         Image.new("RGB", (2010, 10)).save(tmp_path / f"{number}.png")
     with pytest.raises(UserError, match="8 examples have images that the model cannot use"):
-        trainer_for(settings(data={"on_bad_row": "skip"}))
+        make_trainer(settings(data={"on_bad_row": "skip"}))
 
 
 # Gradients.
@@ -210,14 +190,14 @@ def test_nonfinite_gradients_are_skipped_and_end_the_run_with_the_batch_saved(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = settings(optim={"max_steps": 20})
-    trainer = trainer_for(run)
+    trainer = make_trainer(run)
     before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
     score = trainer.policy.score
 
-    def broken(batch: Any, with_entropy: bool = False) -> TokenScores:
+    def score_as_infinite(batch: Any, with_entropy: bool = False) -> TokenScores:
         return TokenScores(score(batch, with_entropy).logprobs * torch.inf)
 
-    monkeypatch.setattr(trainer.policy, "score", broken)
+    monkeypatch.setattr(trainer.policy, "score", score_as_infinite)
     with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr") as ended:
         trainer.run()
     assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
@@ -235,12 +215,12 @@ def test_nonfinite_gradients_are_skipped_and_end_the_run_with_the_batch_saved(
 
 # Disks.
 
-# TensorBoard writes in a thread of its own, which dies aloud where the disk is full.
-LOUD = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+# TensorBoard's thread raises if the disk is full.
+TENSORBOARD_WARNING = "ignore::pytest.PytestUnhandledThreadExceptionWarning"
 
 
-def whole_rows(folder: Path) -> int:
-    """How many rows the folder's JSON Lines hold; all of them must be whole."""
+def count_rows(folder: Path) -> int:
+    """Return the number of rows in the folder's JSON Lines files, which must all be complete."""
     return sum(
         isinstance(json.loads(line), dict)
         for path in folder.rglob("*.jsonl")
@@ -248,15 +228,15 @@ def whole_rows(folder: Path) -> int:
     )
 
 
-@pytest.mark.filterwarnings(LOUD)
+@pytest.mark.filterwarnings(TENSORBOARD_WARNING)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(
     settings: Any, tmp_path: Path, asynchronous: bool
 ) -> None:
-    unbroken = settings(name="unbroken")
-    checkpoint = train(unbroken).checkpoint
+    uninterrupted = settings(name="uninterrupted")
+    checkpoint = train(uninterrupted).checkpoint
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    # Room for two checkpoints and a half, with as much as half of one for all else.
+    # Room for two and a half checkpoints, and half a checkpoint for all other files.
     with small_disk(tmp_path / "disk", 3 * size) as disk:
         run = settings(
             output_dir=str(disk.folder),
@@ -269,14 +249,14 @@ def test_a_disk_that_is_full_at_a_checkpoint_leaves_earlier_ones_intact(
         for _, path in found:
             verify_checkpoint(path)
         assert not [p for p in run.run_dir.rglob("*") if p.name.endswith(".tmp")]
-        assert whole_rows(run.run_dir) > 0
-        shutil.rmtree(found[0][1])  # make room for one, which is enough with keep_last=1
-        again = {"checkpoint": run.checkpoint.model_copy(update={"keep_last": 1, "every": 4})}
-        train(run.model_copy(update={"resume": True, **again}))
-        assert metrics_of(run) == metrics_of(unbroken)
+        assert count_rows(run.run_dir) > 0
+        shutil.rmtree(found[0][1])  # room for one checkpoint, which is enough with keep_last=1
+        changes = {"checkpoint": run.checkpoint.model_copy(update={"keep_last": 1, "every": 4})}
+        train(run.model_copy(update={"resume": True, **changes}))
+        assert read_metrics(run.run_dir) == read_metrics(uninterrupted.run_dir)
 
 
-@pytest.mark.filterwarnings(LOUD)
+@pytest.mark.filterwarnings(TENSORBOARD_WARNING)
 @pytest.mark.parametrize("leaving", [0, 4096, 16384])
 def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
     settings: Any, tmp_path: Path, leaving: int
@@ -287,8 +267,8 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
             logging={"samples_every": 1},
             checkpoint={"every": 1, "keep_last": 1},
         )
-        # Two steps, and a resume that finds the disk full: settings, metrics, samples and report
-        # are each written again.
+        # After two steps, a resume that writes settings, metrics, samples and report again finds
+        # the disk full.
         first = run.model_copy(update={"optim": run.optim.model_copy(update={"max_steps": 2})})
         train(first)
         kept = {
@@ -303,37 +283,37 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
         for path, content in kept.items():
             assert path.read_bytes() == content or path.name in appended, path
         assert not [p for p in run.run_dir.rglob("*") if p.name.endswith(".tmp")]
-        assert whole_rows(run.run_dir) > 0
+        assert count_rows(run.run_dir) > 0
         assert load_settings(str(run.run_dir / "config.yaml")).name == "run"
         disk.make_room()
         train(run.model_copy(update={"resume": True}))
-        assert len(metrics_of(run)) == 4
+        assert len(read_metrics(run.run_dir)) == 4
 
 
 # Memory.
 
 
-def held() -> tuple[int, int]:
-    """Number and bytes of all tensors that are alive."""
+def measure_tensors() -> tuple[int, int]:
+    """Return the number and the bytes of all live tensors."""
     gc.collect()
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     return len(tensors), sum(tensor.nbytes for tensor in tensors)
 
 
 def test_the_tensors_of_a_run_do_not_grow(settings: Any) -> None:
-    """Tensors after 4 steps and after 16, by when every image has been seen twice over."""
+    """Compare 4 steps with 16, after which every image has been used several times."""
     run = settings(optim={"max_steps": 20}, rollout={"max_completion_length": 6})
-    trainer = trainer_for(run)
+    trainer = make_trainer(run)
     trainer.run_dir.open(0)
 
-    def steps(count: int) -> tuple[int, int]:
+    def run_steps(count: int) -> tuple[int, int]:
         for _ in range(count):
             trainer.run_dir.write_metrics(trainer.global_step, trainer.step())
         trainer.sampler.loader.load(range(trainer.sampler.position, trainer.sampler.position + 2))
-        return held()
+        return measure_tensors()
 
-    first, later = steps(4), steps(12)
-    # Every prompt has as many tensors, of the same sizes, and none is prepared at this point.
+    first, later = run_steps(4), run_steps(12)
+    # All prompts have the same number and sizes of tensors, and none is being prefetched.
     assert later == first
     trainer.run_dir.close()
     trainer.sampler.close()

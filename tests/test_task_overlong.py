@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from small_runs import embedded_trainer
+from small_runs import make_embedded_trainer
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from vlm_grpo.config.run import load_settings
@@ -55,7 +55,7 @@ def test_text_without_a_token_count_has_no_penalty() -> None:
 def test_the_penalty_reaches_the_reward_of_a_run(tmp_path: Any) -> None:
     """The embedded model generates 2 of 4 tokens; with a cache of 3, one of them is penalized."""
     options = ["task_options.weights.overlong=1", "task_options.overlong_cache=3"]
-    metrics = embedded_trainer(tmp_path, *options).step()
+    metrics = make_embedded_trainer(tmp_path, *options).step()
     assert metrics["completions/mean_length"] == 2
     assert metrics["rewards/overlong/mean"] == pytest.approx(-1 / 3)
     assert metrics["reward"] == pytest.approx(metrics["rewards/exact/mean"] - 1 / 3, abs=1e-6)

@@ -16,11 +16,11 @@ from small_runs import (
     LORA,
     TASK,
     assert_same_run,
+    load_weights,
+    make_trainer,
     save_tiny_model,
-    sign,
     small_run,
-    trainer_for,
-    weights_of,
+    update_manifest,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
@@ -42,8 +42,8 @@ def settings(model_folder: Path, tmp_path: Path) -> Any:
     return partial(small_run, tmp_path, model_folder)
 
 
-def metrics_of(settings: Settings) -> list[dict[str, Any]]:
-    return small_runs.metrics_of(settings.run_dir)
+def read_metrics(settings: Settings) -> list[dict[str, Any]]:
+    return small_runs.read_metrics(settings.run_dir)
 
 
 def test_the_same_settings_give_the_same_run(settings: Any) -> None:
@@ -56,7 +56,7 @@ def test_the_same_settings_give_the_same_run(settings: Any) -> None:
 def test_frozen_parts_stay_bit_identical_and_others_move(settings: Any, model_folder: Path) -> None:
     before = load_file(model_folder / "model.safetensors")
     run = settings(policy={"freeze": ["vision", "projector"]})
-    after = weights_of(train(run).checkpoint)
+    after = load_weights(train(run).checkpoint)
     for name, weight in before.items():
         if "visual" in name:
             assert torch.equal(weight, after[name]), name
@@ -69,14 +69,14 @@ def test_frozen_parts_stay_bit_identical_and_others_move(settings: Any, model_fo
 )
 def test_one_frozen_part_alone(settings: Any, model_folder: Path, part: str, inside: str) -> None:
     before = load_file(model_folder / "model.safetensors")
-    after = weights_of(train(settings(policy={"freeze": [part]})).checkpoint)
+    after = load_weights(train(settings(policy={"freeze": [part]})).checkpoint)
     assert all(torch.equal(before[n], after[n]) for n in before if inside in n)
     other = "visual.blocks" if part == "projector" else "visual.merger"
     assert not all(torch.equal(before[n], after[n]) for n in before if other in n)
 
 
 def test_lora_leaves_the_base_weights_alone(settings: Any) -> None:
-    trainer = trainer_for(settings(policy=LORA))
+    trainer = make_trainer(settings(policy=LORA))
     before = {n: w.clone() for n, w in trainer.policy.model.state_dict().items()}
     trainer.step()
     after = trainer.policy.model.state_dict()
@@ -92,11 +92,11 @@ def test_lora_leaves_the_base_weights_alone(settings: Any) -> None:
 def test_a_resume_with_a_renamed_weight_fails_and_names_it(settings: Any) -> None:
     run = settings()
     checkpoint = train(run).checkpoint
-    weights = weights_of(checkpoint)
+    weights = load_weights(checkpoint)
     name = next(n for n in weights if n.endswith("q_proj.weight"))
     weights[name.replace("q_proj", "query_proj")] = weights.pop(name)
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
-    sign(checkpoint)
+    update_manifest(checkpoint)
     with pytest.raises(UserError, match="q_proj"):
         train(run.model_copy(update={"resume": True}))
 
@@ -115,7 +115,7 @@ def test_work_per_unique_image_and_step(settings: Any) -> None:
     )
     for run, passes in ((trained, 2), (frozen, 1)):
         train(run)
-        for row in metrics_of(run):
+        for row in read_metrics(run):
             # 3 prompts with one image each. One decode; one encoder pass in the rollout, and
             # one more in the update where the vision tower is trained.
             assert row["work/image_decodes"] == 3
@@ -128,7 +128,7 @@ def test_running_out_of_memory_changes_nothing_but_the_cut(
 ) -> None:
     def gradient_norm(fail: bool) -> float:
         torch.manual_seed(0)
-        trainer = trainer_for(settings())
+        trainer = make_trainer(settings())
         score, calls = trainer.policy.score, []
 
         def failing(batch: Any, with_entropy: bool = False) -> Any:
@@ -151,7 +151,7 @@ def test_running_out_of_memory_changes_nothing_but_the_cut(
 def test_a_rollout_that_runs_out_of_memory_samples_the_same_in_parts(
     settings: Any, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    trainer = trainer_for(settings())
+    trainer = make_trainer(settings())
     sample = trainer.policy.sample
     whole = trainer.sampler.sample(progress=0)
 
@@ -174,7 +174,7 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_in_parts(
 
 def test_zero_spread_groups_cost_no_update(settings: Any) -> None:
     # A reward of zero weight leaves every total at 0: no group has a spread.
-    trainer = trainer_for(settings())
+    trainer = make_trainer(settings())
     object.__setattr__(trainer.task, "weights", {"letters": 0.0})
     metrics = trainer.step()
     assert metrics["frac_reward_zero_std"] == 1.0
@@ -183,7 +183,7 @@ def test_zero_spread_groups_cost_no_update(settings: Any) -> None:
 
 
 def test_dynamic_sampling_replaces_groups_up_to_its_limit(settings: Any) -> None:
-    trainer = trainer_for(settings(rollout={"dynamic_sampling": True, "max_resample": 2}))
+    trainer = make_trainer(settings(rollout={"dynamic_sampling": True, "max_resample": 2}))
     metrics = trainer.step()
     assert metrics["resampled_groups"] == 0  # this reward spreads in every group
     object.__setattr__(trainer.sampler.task, "weights", {"letters": 0.0})
@@ -198,7 +198,7 @@ def test_full_weights_train_in_float32_under_bfloat16(settings: Any) -> None:
     run = settings(policy={"dtype": "bfloat16"}, optim={"lr": 1e-6})
     loaded = load_model(run)
     assert loaded.autocast
-    trainer = trainer_for(run)
+    trainer = make_trainer(run)
     before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
     trainer.step()
     # In bfloat16 a weight of 0.1 has a spacing of 5e-4, and a step of 1e-6 would be lost.
@@ -269,7 +269,7 @@ def test_the_best_checkpoint_is_kept(settings: Any) -> None:
     )
     train(run)
     values = {
-        row["step"] + 1: row["eval/letters"] for row in metrics_of(run) if "eval/letters" in row
+        row["step"] + 1: row["eval/letters"] for row in read_metrics(run) if "eval/letters" in row
     }
     best = max(values, key=lambda step: (values[step], -step))
     kept = {int(p.name.split("-")[1]) for p in (run.run_dir / "checkpoints").iterdir()}
@@ -282,7 +282,7 @@ def test_interruption_while_a_checkpoint_is_written_leaves_the_last_one(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = settings(checkpoint={"every": 1, "keep_last": 0})
-    trainer = trainer_for(run)
+    trainer = make_trainer(run)
     save, calls = trainer.policy.save, []
 
     def dying(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -323,7 +323,7 @@ def test_rewards_that_raise_or_hang_are_counted_and_do_not_stop_the_run(
     )
     result = train(run)
 
-    rows = metrics_of(run)
+    rows = read_metrics(run)
     assert len(rows) == 2
     failed = [row["rewards/odd/failed"] for row in rows]
     assert failed == [row["unscorable"] for row in rows]  # each of them cost its completion

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from small_runs import (
     LORA,
     assert_same_run,
+    load_weights,
+    make_trainer,
     save_tiny_model,
-    sign,
     small_run,
-    trainer_for,
-    weights_of,
+    update_manifest,
 )
 from tiny_models import FAMILIES
 
@@ -32,7 +32,7 @@ ONE_STEP: Any = {"optim": {"max_steps": 1}, "rollout": {"max_completion_length":
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path: Path, family: str) -> None:
     model = save_tiny_model(tmp_path / "model", family)
-    trainer = trainer_for(small_run(tmp_path, model, **ONE_STEP))
+    trainer = make_trainer(small_run(tmp_path, model, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
     trained = {name: weight.detach() for name, weight in trainer.policy.trainable_parameters()}
     resumed = load_policy(trainer.settings, checkpoint)
@@ -43,7 +43,7 @@ def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path: Path, fami
     initial = dict(load_policy(trainer.settings).trainable_parameters())
     assert any(not torch.equal(found[name], initial[name]) for name in found)
 
-    weights = weights_of(checkpoint)
+    weights = load_weights(checkpoint)
     name = next(name for name in weights if name.endswith("q_proj.weight"))
     weights[name.replace("q_proj", "query_proj")] = weights.pop(name)
     save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
@@ -53,12 +53,12 @@ def test_weights_are_restored_and_a_renamed_one_is_an_error(tmp_path: Path, fami
 
 def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
-    trainer = trainer_for(small_run(tmp_path, model, policy=LORA, **ONE_STEP))
+    trainer = make_trainer(small_run(tmp_path, model, policy=LORA, **ONE_STEP))
     checkpoint = trainer.run().checkpoint
     found = dict(load_policy(trainer.settings, checkpoint).trainable_parameters())
     for name, weight in trainer.policy.trainable_parameters():
         assert torch.equal(found[name], weight), name
-    weights = weights_of(checkpoint)
+    weights = load_weights(checkpoint)
     assert len(weights) == len(found)  # those of the adapter only
     name = next(iter(weights))
     weights[f"{name}.more"] = weights.pop(name)
@@ -82,7 +82,7 @@ def test_optimizer_and_reference_of_other_weights_are_errors(tmp_path: Path, fil
     reshaped = {**tensors, first: tensors[first].flatten()[:1].repeat(3)}
     for wrong in (missing, renamed, reshaped):
         save_file(wrong, path)
-        sign(checkpoint)
+        update_manifest(checkpoint)
         with pytest.raises(UserError, match=r"the checkpoint('s| holds no)"):
             train(run.model_copy(update={"resume": True}))
 
@@ -124,7 +124,7 @@ def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(
 ) -> None:
     model = save_tiny_model(tmp_path / "model")
     checkpoint = {"every": 1, "asynchronous": True}
-    trainer = trainer_for(small_run(tmp_path, model, checkpoint=checkpoint))
+    trainer = make_trainer(small_run(tmp_path, model, checkpoint=checkpoint))
 
     def full(folder: Path, weights: dict[str, torch.Tensor]) -> None:
         raise OSError("No space left on device")

@@ -16,12 +16,13 @@ from small_runs import (
     TASK,
     StopAt,
     assert_same_run,
-    metrics_of,
+    read_metrics,
     save_tiny_model,
     small_run,
 )
 
 from vlm_grpo import trainer as trainer_module
+from vlm_grpo.checkpoint.store import read_metadata, read_tensors
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.trainer import train
@@ -109,7 +110,7 @@ def test_a_run_can_be_stopped_before_every_update_and_evaluation(
     expected = ["step-0-0", "step-0-1", "step-0-2", "step-1", "step-1-1", "step-1-2"]
     assert checkpoints == expected
     assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-2")
-    assert any(row["resampled_groups"] for row in metrics_of(uninterrupted.run_dir))
+    assert any(row["resampled_groups"] for row in read_metrics(uninterrupted.run_dir))
 
 
 def test_a_prompt_that_changed_since_the_stop_is_named(
@@ -124,6 +125,38 @@ def test_a_prompt_that_changed_since_the_stop_is_named(
     (tmp_path / "letters.py").write_text(f"{TASK}\n{question}")
     with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
         train(run.model_copy(update={"resume": True}))
+
+
+def test_the_format_of_a_checkpoint_within_a_step_is_kept(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 0.1.0 wrote these names; a run that it began must resume."""
+    objective = {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": 2}
+    run = small_run(tmp_path, model, objective=objective)
+    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(3))
+    with pytest.raises(Stopped):
+        train(run)
+    checkpoint = run.run_dir / "checkpoints" / "step-0-1"
+    metadata = read_metadata(checkpoint)
+    assert set(metadata) == {
+        *("format", "step", "position", "best", "overflows", "max_tokens", "open_step"),
+        *("settings", "pixel_budget", "scheduler", "random", "versions"),
+    }
+    (values,) = metadata["open_step"]
+    assert set(values) == {
+        *("rounds", "resampled", "groups", "metrics", "updates", "losses", "norms", "old_rows"),
+        *("work", "image_decodes", "replaced_prompts"),
+    }
+    assert set(values["work"]) == {"encoder_passes", "prefill_tokens", "update_tokens"}
+    assert set(values["groups"][0]) == {"id", "prompt_tokens", "completions"}
+    assert set(values["groups"][0]["completions"][0]) == {
+        *("tokens", "text", "stop", "rewards", "total", "metrics", "failures"),
+    }
+    names = {name for name in read_tensors(checkpoint, "open_step") if "/m" not in name}
+    kept = ("tokens", "logprobs", "advantages", "reference", "old")
+    assert names == {f"0/{name}" for name in kept}
+    assert {*read_tensors(checkpoint, "open_step")} >= {"0/mean/kl", "0/maximum/ratio/max"}
+    assert {*read_tensors(checkpoint, "examples")} == {"train"}
 
 
 def launch(folder: Path, model: Path, count: int, name: str) -> None:
@@ -158,6 +191,8 @@ def test_a_run_stopped_within_a_step_resumes_with_any_number_of_ranks(
     launch(tmp_path, model, 0, "two")
     assert_same_run(runs / "uninterrupted", runs / "two", "step-3")
     train(make_run(tmp_path, model, "one"))
-    for one, two in zip(metrics_of(runs / "one"), metrics_of(runs / "uninterrupted"), strict=True):
+    for one, two in zip(
+        read_metrics(runs / "one"), read_metrics(runs / "uninterrupted"), strict=True
+    ):
         # Sums over ranks have another order; log-probs of six letters lose no more than this.
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_cases import BRIEF, prepare, settings_of
 from safetensors.torch import load_file
-from small_runs import assert_same_weights, metrics_of
+from small_runs import assert_same_weights, read_metrics
 
 from vlm_grpo.checkpoint.store import CorruptCheckpoint, verify_checkpoint
 from vlm_grpo.deploy.export import export
@@ -169,7 +169,7 @@ def test_cut_weights_that_are_stopped_within_a_step_go_on_bit_for_bit(folder: Pa
     launched(folder, names)
     begun, rest, whole = (folder / "runs" / name for name in ("streamed-2", *names))
     assert [path.name for path in (begun / "checkpoints").iterdir()] == ["step-2-1"]
-    for a, b in zip(metrics_of(whole), metrics_of(rest), strict=True):
+    for a, b in zip(read_metrics(whole), read_metrics(rest), strict=True):
         assert {**b, "work/image_decodes": a["work/image_decodes"]} == a  # kept ones are lost
     assert_same_weights(whole / "checkpoints" / "step-4", rest / "checkpoints" / "step-4")
 
@@ -356,7 +356,7 @@ def launch(folder: Path, name: str, processes: int, *overrides: str) -> list[dic
     call = command(folder, name, processes, "optim.max_steps=2", *overrides)
     done = subprocess.run(**call, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return metrics_of(folder / name)
+    return read_metrics(folder / name)
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_after_a_killed_process_the_launcher_goes_on(tmp_path: Path) -> None:
         _, told = launcher.communicate(timeout=400)
     assert "another process of this run has died" in told
     assert launcher.returncode == 0
-    assert [row["step"] for row in metrics_of(tmp_path / "killed")] == list(range(6))
+    assert [row["step"] for row in read_metrics(tmp_path / "killed")] == list(range(6))
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]
 
 

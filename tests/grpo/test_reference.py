@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import SMALL, embedded_trainer
+from small_runs import SMALL, make_embedded_trainer
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import load_settings
@@ -58,7 +58,9 @@ def test_the_reference_is_the_policy_of_the_last_kth_step(
     tmp_path: Path, weights: tuple[str, ...], every: int | str
 ) -> None:
     """Over 12 steps: the log-probs of a deep copy made before steps 0, 5, 10, or 0 alone."""
-    trainer = embedded_trainer(tmp_path, KL, f"objective.reference_refresh_every={every}", *weights)
+    trainer = make_embedded_trainer(
+        tmp_path, KL, f"objective.reference_refresh_every={every}", *weights
+    )
     kept = Peer(trainer)
     passes: list[tuple[Sequence[Group], Mapping[int, torch.Tensor]]] = []
     score_reference = trainer.updater.score_reference
@@ -94,7 +96,7 @@ def test_a_reference_of_this_very_step_costs_nothing(
     """k = 1: no snapshot, no pass, and the work of a run without any reference."""
     works = {}
     for beta in (0, 0.05):
-        trainer = embedded_trainer(
+        trainer = make_embedded_trainer(
             tmp_path,
             f"objective.beta={beta}",
             "objective.entropy_coef=1e-9",  # so that no group is left out on either side
@@ -124,7 +126,7 @@ def test_a_snapshot_costs_one_pass_a_step(tmp_path: Path) -> None:
     """What the test above would see if k = 1 kept a reference."""
     works = []
     for every in (1, 5):
-        trainer = embedded_trainer(tmp_path, KL, f"objective.reference_refresh_every={every}")
+        trainer = make_embedded_trainer(tmp_path, KL, f"objective.reference_refresh_every={every}")
         works.append(steps(trainer, 1)[0]["work/update_tokens"])
     assert works[1] == 2 * works[0]
 
@@ -135,7 +137,7 @@ def test_a_snapshot_on_the_host_gives_the_same_run(
 ) -> None:
     runs = []
     for device in ("model", "cpu"):
-        trainer = embedded_trainer(
+        trainer = make_embedded_trainer(
             tmp_path,
             KL,
             "objective.reference_refresh_every=2",

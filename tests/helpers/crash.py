@@ -25,7 +25,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from small_runs import assert_same_run, metrics_of
+from small_runs import assert_same_run, read_metrics
 
 from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.run import Settings, load_settings
@@ -170,7 +170,7 @@ def crash(folder: Path, count: int, seed: int) -> str:
     last = make_settings(folder, "broken", steps, "resume=true")
     process = start(last, folder / "broken.log")
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0, folder / "broken.log"
-    rows = metrics_of(last.run_dir)
+    rows = read_metrics(last.run_dir)
     assert [row["step"] for row in rows] == list(range(steps))
     assert_same_run(uninterrupted.run_dir, last.run_dir, f"step-{steps}")
     return (

@@ -84,10 +84,13 @@ def small_run(folder: Path, source: Path, **changes: Any) -> Settings:
     return Settings.model_validate(values)
 
 
-def trainer_for(settings: Settings) -> Trainer:
+def make_trainer(settings: Settings) -> Trainer:
     task = load_task(settings.task)
     examples = load_examples(settings.data.train, task, settings.data, "train")
-    return Trainer(settings, load_policy(settings), task, examples, [])
+    held_out = []
+    if settings.data.eval is not None:
+        held_out = load_examples(settings.data.eval, task, settings.data, "eval")
+    return Trainer(settings, load_policy(settings), task, examples, held_out)
 
 
 class StopAt(StopRequest):
@@ -103,14 +106,14 @@ class StopAt(StopRequest):
         return "a test" if self.left <= 0 else None
 
 
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rows of ``metrics.jsonl`` without times and memory, which differ between runs."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     measured = ("time/", "memory/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 
-def samples_of(run_dir: Path) -> dict[str, bytes]:
+def read_samples(run_dir: Path) -> dict[str, bytes]:
     """Return the content of every file in ``samples`` and ``evaluation``."""
     return {
         str(path.relative_to(run_dir)): path.read_bytes()
@@ -120,25 +123,25 @@ def samples_of(run_dir: Path) -> dict[str, bytes]:
     }
 
 
-def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+def load_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(next(checkpoint.glob("*model.safetensors")))
 
 
 def assert_same_weights(a: Path, b: Path) -> None:
     """Check that the weights of two checkpoints are equal bit for bit."""
-    first, second = weights_of(a), weights_of(b)
+    first, second = load_weights(a), load_weights(b)
     assert set(first) == set(second)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def assert_same_run(a: Path, b: Path, last: str = "step-4") -> None:
     """Check that two runs have the same weights, metrics and samples."""
-    assert metrics_of(a) == metrics_of(b)
-    assert samples_of(a) == samples_of(b)
+    assert read_metrics(a) == read_metrics(b)
+    assert read_samples(a) == read_samples(b)
     assert_same_weights(a / "checkpoints" / last, b / "checkpoints" / last)
 
 
-def sign(checkpoint: Path) -> None:
+def update_manifest(checkpoint: Path) -> None:
     """Update the manifest, so that files that a test has changed do not count as corrupt."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name, measured in manifest["files"].items():
@@ -147,7 +150,7 @@ def sign(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
-def embedded_trainer(folder: Path, *overrides: str) -> Trainer:
+def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     """Return a trainer of the embedded model on twelve counting examples."""
     settings = load_settings("quickstart", [f"output_dir={folder}", *SMALL, *overrides])
     torch.manual_seed(0)
