@@ -68,12 +68,8 @@ def make_run(
         if step == steps:
             break
         groups = [
-            make_group(
-                task,
-                example,
-                [policy(task, example, current, generator) for _ in range(GROUP_SIZE)],
-            )
-            for example in train[4 * step : 4 * step + 4]
+            make_group(task, e, [policy(task, e, current, generator) for _ in range(GROUP_SIZE)])
+            for e in train[4 * step : 4 * step + 4]
         ]
         advantages = [_compute_advantages(g) for g in groups]
         if step % samples_every == 0:

@@ -167,10 +167,8 @@ def _build_entry(row: Row, view: str) -> Entry:
 
 
 def _build_answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[str, Any]:
-    rewards, metrics = (
-        _numbers_or_none(completion["rewards"]),
-        _numbers_or_none(completion.get("metrics") or {}),
-    )
+    rewards = _numbers_or_none(completion["rewards"])
+    metrics = _numbers_or_none(completion.get("metrics") or {})
     reward = _number_or_none(completion["reward"])
     values = rewards | metrics
     primary_metric = row.get("headline")
@@ -225,10 +223,9 @@ def _difference(before: float | None, after: float | None) -> float | None:
 
 
 def _format_value(value: Any) -> str:
-    text = (
-        value if isinstance(value, str) else json.dumps(_round_numbers(value), ensure_ascii=False)
-    )
-    return display_text(text)
+    if not isinstance(value, str):
+        value = json.dumps(_round_numbers(value), ensure_ascii=False)
+    return display_text(value)
 
 
 def _round_numbers(value: Any) -> Any:

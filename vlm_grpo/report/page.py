@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vlm_grpo.config.base import flatten
+from vlm_grpo.config.sources import get_short_name
 from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.report.charts import draw_chart
 from vlm_grpo.report.entries import KINDS, display_text, to_script_json
@@ -128,7 +129,7 @@ def _summarize_run(label: str, run: Run) -> dict[str, Any]:
     finished = total is None or steps >= total
     return {
         "label": label,
-        "task": Path(run.task).stem,
+        "task": get_short_name(run.task),
         "model": run.model,
         "state": f"{steps} steps" if finished else f"step {steps} of {total}, not finished",
         "primary_metric": (run.primary_metric or "").replace("_", " "),
@@ -162,20 +163,25 @@ def _describe_significance(change: Change | None) -> str:
 def _build_tiles(run: Run) -> list[Tile]:
     """Return means over the last steps, with those over the first steps as notes."""
     tiles = []
-    for name, label, template in (
-        ("reward", "reward", "{:.3g}"),
-        ("completions/mean_length", "tokens per completion", "{:.3g}"),
-        ("frac_reward_zero_std", "groups with equal rewards", "{:.0%}"),
-        ("entropy", "entropy", "{:.3g} nats"),
-        ("time/step", "time per step", "{:.3g} s"),
+    for name, label, unit in (
+        ("reward", "reward", ""),
+        ("completions/mean_length", "tokens per completion", ""),
+        ("frac_reward_zero_std", "groups with equal rewards", "%"),
+        ("entropy", "entropy", "nats"),
+        ("time/step", "time per step", "s"),
     ):
         values = [row[name] for row in run.metrics if is_number(row.get(name))]
         if values:
             count = max(1, min(10, len(values) // 4))
             first, last = sum(values[:count]) / count, sum(values[-count:]) / count
-            note = f"initially {template.format(first)}" if len(values) > 1 else ""
-            tiles.append(Tile(label, template.format(last), note))
+            note = f"initially {_add_unit(first, unit)}" if len(values) > 1 else ""
+            tiles.append(Tile(label, _add_unit(last, unit), note))
     return tiles
+
+
+def _add_unit(value: float, unit: str) -> str:
+    number = f"{100 * value:.0f}" if unit == "%" else f"{value:.3g}"
+    return f"{number}\N{NO-BREAK SPACE}{unit}" if unit else number
 
 
 def _escape_alarm(row: Mapping[str, Any], run: Run) -> dict[str, str]:
