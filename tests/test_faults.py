@@ -23,7 +23,7 @@ from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.nonfinite import MAX_NONFINITE_STEPS
-from vlm_grpo.grpo.prompts import MAX_REPLACEMENTS, PromptLoader
+from vlm_grpo.grpo.prompt_loader import MAX_REPLACEMENTS, PromptLoader
 from vlm_grpo.registry import load_task
 from vlm_grpo.trainer import train
 

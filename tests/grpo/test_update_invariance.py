@@ -17,6 +17,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.data_parallel import DataParallel
 from vlm_grpo.engine.batch import pack
 from vlm_grpo.grpo.batch import StepBatch, build_slices, pack_step
+from vlm_grpo.grpo.memory import TokenBudget
 from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.grpo.update import Updater, Updates
 from vlm_grpo.model.policy import Policy
@@ -131,7 +132,9 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     strategy = DataParallel(policy, accelerator)
     strategy.attach_optimizer(optimizer, max_norm=math.inf)
-    updater = Updater(policy, strategy, reference, constant, accelerator, settings, 10_000)
+    updater = Updater(
+        policy, strategy, reference, constant, accelerator, settings, TokenBudget(10_000, "optim")
+    )
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(sum(len(part) for part in LENGTHS), generator=generator)
     groups = make_groups(policy)
@@ -141,7 +144,7 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
         groups, advantages = shuffle(groups, advantages, order)
     reference_logprobs = updater.score_reference(groups, step=1).logprobs
     batch = pack_step(groups, advantages, reference_logprobs, settings, accelerator)
-    updater.max_tokens = find_token_budget(batch, count)
+    updater.budget.tokens = find_token_budget(batch, count)
     updates = Updates()
     updater.update(batch, updates)
     return optimizer.gradients

@@ -193,7 +193,7 @@ class CheckpointManager:
             "best": state.best,
             "overflows": state.nonfinite_steps,
             # Lower than in the settings if memory ran out; the split changes the rounding.
-            "max_tokens": [self.sampler.max_tokens, updater.max_tokens],
+            "max_tokens": [self.sampler.budget.tokens, updater.budget.tokens],
             "settings": flatten_settings(self.settings),
             "pixel_budget": _get_pixel_budget(self.policy),
             "scheduler": updater.scheduler.state_dict(),
@@ -255,9 +255,9 @@ class CheckpointManager:
         sampler, updater = metadata["max_tokens"]
         before, now = metadata["settings"], self.settings
         if before["rollout.max_tokens_per_batch"] == now.rollout.max_tokens_per_batch:
-            self.sampler.max_tokens = sampler
+            self.sampler.budget.tokens = sampler
         if before["optim.max_tokens_per_batch"] == now.optim.max_tokens_per_batch:
-            self.updater.max_tokens = updater
+            self.updater.budget.tokens = updater
 
 
 def find_checkpoint(

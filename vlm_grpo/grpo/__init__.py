@@ -4,7 +4,7 @@ from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages
 from vlm_grpo.grpo.batch import StepBatch, pack_step
 from vlm_grpo.grpo.memory import memory_metrics
 from vlm_grpo.grpo.nonfinite import NonfiniteGuard
-from vlm_grpo.grpo.prompts import drop_unusable_images
+from vlm_grpo.grpo.prompt_loader import drop_unusable_images
 from vlm_grpo.grpo.rollout import Rollout, RolloutSampler, score_groups
 from vlm_grpo.grpo.update import Updater, build_updater
 

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+
 import psutil
 import torch
 
+logger = logging.getLogger(__name__)
+
 GIB = 2**30
+
+
+@dataclass
+class TokenBudget:
+    """Number of tokens to process at once, which is halved when memory runs out.
+
+    Attributes:
+        tokens: the number of tokens.
+        setting: name of the setting that gives it.
+    """
+
+    tokens: int
+    setting: str
+
+    def halve(self, used: int, minimum: int = 1) -> None:
+        """Halve the budget after an allocation failed, and log the setting to start with.
+
+        Args:
+            used: number of tokens that were processed when it failed.
+            minimum: the budget is not lowered below it.
+        """
+        self.tokens = max(min(self.tokens, used) // 2, minimum)
+        logger.warning(
+            "out of memory: processing %d tokens at a time from now on; set %s=%d to start with "
+            "this value",
+            self.tokens,
+            self.setting,
+            self.tokens,
+        )
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,14 +15,12 @@ from vlm_grpo.distributed.collectives import balance_by_cost
 from vlm_grpo.engine.sampling import build_sampling_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.advantages import has_spread
-from vlm_grpo.grpo.memory import is_out_of_memory
-from vlm_grpo.grpo.prompts import PromptLoader
+from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
+from vlm_grpo.grpo.prompt_loader import PromptLoader
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Group, Prompt
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class RolloutSampler:
 
     Attributes:
         position: number of examples drawn by earlier steps.
-        max_tokens: number of tokens sampled at once; halved when memory runs out.
+        budget: number of tokens sampled at once.
     """
 
     def __init__(
@@ -72,7 +69,8 @@ class RolloutSampler:
         self.policy, self.task, self.settings = policy, task, settings
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.position = 0
-        self.max_tokens = settings.rollout.max_tokens_per_batch
+        max_tokens = settings.rollout.max_tokens_per_batch
+        self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
         self.stream = ExampleStream(examples, settings.seed)
         skip_unreadable = settings.data.on_bad_row == "skip"
         self.loader = PromptLoader(policy, task, self.stream, skip_unreadable)
@@ -182,25 +180,18 @@ class RolloutSampler:
                     build_sampling_settings(self.policy.distribution, rollout),
                     rollout.num_generations,
                     [(self.settings.seed, index) for index in indices],
-                    self.max_tokens,
+                    self.budget.tokens,
                 )
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                if self.max_tokens <= minimum:
+                if self.budget.tokens <= minimum:
                     raise UserError(
                         f"out of memory while sampling the {rollout.num_generations} completions "
                         f"of one prompt of {longest} tokens: lower rollout.num_generations, "
                         "rollout.max_completion_length or policy.max_pixels"
                     ) from error
-            needed = minimum * len(prompts)  # a larger budget would change nothing
-            self.max_tokens = max(min(self.max_tokens, needed) // 2, minimum)
-            logger.warning(
-                "out of memory: sampling %d tokens at a time from now on; set "
-                "rollout.max_tokens_per_batch=%d to start with this value",
-                self.max_tokens,
-                self.max_tokens,
-            )
+            self.budget.halve(minimum * len(prompts), minimum)
 
 
 def score_groups(

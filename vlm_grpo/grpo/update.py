@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +20,11 @@ from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.batch import StepBatch, build_slices
-from vlm_grpo.grpo.memory import is_out_of_memory
+from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.reference import Reference, ReferenceScores
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import MetricAccumulator, TokenBatch, kl_penalties, policy_loss
 from vlm_grpo.types import Group
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -76,7 +73,7 @@ class Updater:
         scheduler: the learning-rate schedule, advanced once per step.
         accelerator: the ranks.
         settings: the run's settings.
-        max_tokens: number of tokens in a micro-batch; halved when memory runs out.
+        budget: number of tokens in a micro-batch.
     """
 
     policy: Policy
@@ -85,7 +82,7 @@ class Updater:
     scheduler: Any
     accelerator: Accelerator
     settings: Settings
-    max_tokens: int
+    budget: TokenBudget
 
     # The reference pass.
 
@@ -132,7 +129,7 @@ class Updater:
     def logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the current weights by completion."""
         logprobs: dict[int, Tensor] = {}
-        for micro in pack(slices, self.max_tokens):
+        for micro in pack(slices, self.budget.tokens):
             logprobs |= _by_completion(micro, self.policy.score(micro).logprobs)
         return logprobs
 
@@ -175,7 +172,7 @@ class Updater:
         micro-batches of half the size, which gives the same gradient.
         """
         while True:
-            batches, micro = pack(batch.slices, self.max_tokens), None
+            batches, micro = pack(batch.slices, self.budget.tokens), None
             try:
                 loss, metrics = 0.0, MetricAccumulator()
                 with self.policy.share_image_passes() as finish:
@@ -192,13 +189,7 @@ class Updater:
                     raise
                 self._check_can_halve(micro, error)
             self.strategy.drop_gradients()
-            self.max_tokens = micro.num_tokens // 2
-            logger.warning(
-                "out of memory: using micro-batches of %d tokens from now on; set "
-                "optim.max_tokens_per_batch=%d to start with this value",
-                self.max_tokens,
-                self.max_tokens,
-            )
+            self.budget.halve(micro.num_tokens)
 
     def _check_can_halve(self, micro: MicroBatch, error: RuntimeError) -> None:
         """Check that a step that ran out of memory can be repeated with smaller micro-batches.
@@ -244,7 +235,7 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
         build_scheduler(optimizer, settings.optim),
         accelerator,
         settings,
-        settings.optim.max_tokens_per_batch,
+        TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
     )
 
 
