@@ -1,4 +1,4 @@
-"""Checkpoints of which every rank writes a shard."""
+"""Checkpoints that all ranks write together, one shard per rank."""
 
 from __future__ import annotations
 

@@ -39,6 +39,7 @@ class StepLog:
         write_atomic(self.path, b"".join(_line(row) for row in kept))
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append a row and flush it to the disk."""
         append_durable(self.path, _line({"step": step, **row}))
 
     def read(self) -> list[dict[str, Any]]:
