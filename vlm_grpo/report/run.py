@@ -145,7 +145,7 @@ class Run:
         """The name of the metric by which models are compared; None if unknown."""
         if self.evaluations and self.evaluations[-1].primary_metric is not None:
             return self.evaluations[-1].primary_metric
-        for row in self.samples:
+        for row in self.samples:  # files have the primary metric under its former name
             if isinstance(row.get("headline"), str):
                 return row["headline"]
         # A task's file is not executed for this: the folder may come from somebody else.
