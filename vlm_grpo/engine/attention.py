@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from vlm_grpo.engine import kernels
 
 ATTENTION_NAME = "shared_prefix"
-"""Name of the attention in transformers' registry."""
+"""Name of this attention in transformers' registry."""
 
 
 @runtime_checkable
@@ -111,7 +111,7 @@ class PrefillAttention:
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """The location of one group in a packed row: a prompt, followed by its completions.
+    """The location in a packed row of one group: a prompt followed by its completions.
 
     Attributes:
         start: index of the prompt's first token.
@@ -172,7 +172,7 @@ def _masked(
     lengths: Sequence[int],
     scaling: float,
 ) -> Tensor:
-    """Compute ``kernels.cascade`` with an explicit mask, for devices without that kernel."""
+    """Compute ``kernels.cascade`` with an explicit mask, on devices where it does not run."""
     device = query.device
     owner = torch.repeat_interleave(torch.tensor(lengths, device=device))
     order = torch.arange(len(owner), device=device)

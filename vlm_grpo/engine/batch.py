@@ -44,7 +44,7 @@ class MicroBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Index of each completion among all completions of the step."""
+        """The ``rows`` of all slices."""
         return tuple(row for piece in self.slices for row in piece.rows)
 
     @property
@@ -73,7 +73,7 @@ def pack(slices: Sequence[GroupSlice], max_tokens: int) -> list[MicroBatch]:
     pieces = [(part.num_tokens, part) for piece in slices for part in _split(piece, max_tokens)]
     pieces.sort(key=lambda sized: -sized[0])
     batches: list[list[GroupSlice]] = []
-    unfilled: list[tuple[int, list[GroupSlice]]] = []  # with room for the smallest piece
+    unfilled: list[tuple[int, list[GroupSlice]]] = []  # those with room for the smallest piece
     for tokens, piece in pieces:
         for index, (room, members) in enumerate(unfilled):
             if tokens <= room:

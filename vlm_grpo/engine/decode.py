@@ -35,7 +35,7 @@ class PrefixInputs:
     Attributes:
         token_ids: the prompt's tokens.
         position_ids: their rotary positions.
-        features: the features of its images, in order.
+        features: the features of the prompt's images, in order.
     """
 
     token_ids: Int[Tensor, " T"]
@@ -44,7 +44,7 @@ class PrefixInputs:
 
     @property
     def next_position(self) -> int:
-        """The first position of its completions: it follows the largest, not the length."""
+        """First position of the completions: the prompt's largest position + 1."""
         return int(self.position_ids.max()) + 1
 
 
@@ -72,14 +72,14 @@ class KVCache:
     Args:
         slots: number of prompts held at once.
         group_size: completions per prompt, G.
-        prompt_length: most tokens of a prompt.
-        completion_length: most tokens of a completion.
+        prompt_length: maximum number of tokens per prompt.
+        completion_length: maximum number of tokens per completion.
 
     Attributes:
-        shape: slots, most tokens of a prompt, most tokens of a completion.
+        shape: number of slots, maximum prompt length, maximum completion length.
         prompts: for each layer, keys and values (slots, key heads, prompt length, head width).
-        completions: likewise, (slots, key heads, G, completion length, head width).
-        prompt_lengths: (slots,) tokens of each prompt.
+        completions: as ``prompts``, (slots, key heads, G, completion length, head width).
+        prompt_lengths: (slots,) number of tokens of each prompt.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class KVCache:
         self.prompt_lengths[index] = torch.tensor(lengths, device=self.prompt_lengths.device)
 
     def keep_slots(self, slots: Sequence[int]) -> None:
-        """Drop all other slots, and the memory that no remaining prompt needs."""
+        """Drop all slots but these, and the memory that no remaining prompt needs."""
         index = torch.tensor(slots, device=self.prompt_lengths.device)
         self.prompt_lengths = self.prompt_lengths[index]
         longest = int(self.prompt_lengths.max())
@@ -124,16 +124,16 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of the newest token of n active completions, over prompt and previous tokens.
+    """Attention of the newest tokens of n active completions to their prompts and earlier tokens.
 
-    The G queries of a slot are one matrix, multiplied with the slot's single copy of the prompt.
+    The G queries of a slot form one matrix, multiplied by the slot's single copy of the prompt.
 
     Args:
         cache: the keys and values.
         rows: the active completions, as slot × G + index in the group.
-        lengths: number of tokens that each completion has fed before this one.
+        lengths: number of tokens of each completion that were fed before this one.
         visible: number of cached tokens of each completion to attend to, at least the greatest
-            length + 1; None: exactly that many, which is read from the device first.
+            length + 1; None: exactly that number, which must be read from the device.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class SharedDecoder:
     Args:
         family: the model's family.
         model: the bare transformers model.
-        max_tokens: most tokens, of prompts and completions, cached or prefilled at once.
+        max_tokens: maximum number of prompt and completion tokens cached or prefilled at once.
         stopwatch: times the phases ``prefill`` and ``decode``.
         capture: captures decode steps (see ``engine/graphs.py``); None: steps run eagerly.
     """
@@ -224,7 +224,7 @@ class SharedDecoder:
         self.head: Any = model.get_output_embeddings()
 
     def __call__(self, prefixes: Sequence[PrefixInputs], state: SamplerState) -> None:
-        """Sample all completions; prompt p's are the rows p·G … p·G+G−1 of ``state``."""
+        """Sample all completions; rows p·G … p·G+G−1 of ``state`` belong to prompt p."""
         group_size = len(state.lengths) // len(prefixes)
         waiting = sorted(range(len(prefixes)), key=lambda p: len(prefixes[p].token_ids))
         longest = len(prefixes[waiting[-1]].token_ids)
@@ -308,8 +308,8 @@ class SharedDecoder:
             positions = starts[rows // cache.group_size] + fed
             state.sample(self._logits(state.tokens[rows, fed], positions, attend), rows)
             return
-        # All rows, so that only values change from step to step, not shapes; the logits of
-        # inactive rows are discarded.
+        # Run all rows, so that only values change between steps, not shapes, and discard the
+        # logits of inactive rows.
         every = rows.clamp(min=0)
         fed = state.lengths[every] - 1
         longest = int(fed[is_active].max() + 1)

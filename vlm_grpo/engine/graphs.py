@@ -22,7 +22,7 @@ DecodeStep = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class CapturedStep(Protocol):
-    """A captured step, to be replayed; each call overwrites the previous result."""
+    """A captured step; each call replays it and overwrites the previous result."""
 
     def __call__(self, *inputs: Tensor) -> Tensor: ...
 
@@ -32,24 +32,24 @@ GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], CapturedStep]
 
 
 def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> GraphCapture | None:
-    """Return how to capture decode steps, or None if they are not captured.
+    """Return the function that captures decode steps, or None if they are not captured.
 
-    A trained model may be used on a machine without a CUDA device: there, outside training,
-    ``cuda_graphs`` has no effect.
+    Outside training, ``cuda_graphs`` has no effect without a CUDA device, so that a trained model
+    can be used on any machine.
 
     Raises:
-        UserError: ``cuda_graphs`` in training without a CUDA device, or without a shared prompt.
+        UserError: ``cuda_graphs`` is set without a shared prompt, or for training without CUDA.
     """
     if not rollout.cuda_graphs:
         return None
     if not torch.cuda.is_available():
         if not training:
             return None
-        raise UserError("rollout.cuda_graphs=true needs a CUDA device: leave it out here")
+        raise UserError("rollout.cuda_graphs=true needs a CUDA device: set it to false")
     if not shared:
         raise UserError(
             "rollout.cuda_graphs=true has no effect where every completion repeats its prompt "
-            "(policy.engine, or a family that cannot share it): leave it out"
+            "(policy.engine=repeated, or a family that cannot share it): remove it"
         )
     return CudaGraph
 

@@ -21,7 +21,7 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 MAX_SCORES = 2**24
-"""Attention scores held at once by plain matrix products."""
+"""Maximum number of attention scores held at once by plain matrix products."""
 CAUSAL_BLOCK = 128
 """Queries per block of causal attention by plain matrix products: a single product over all keys
 would spend half of its work on masked scores."""
@@ -67,7 +67,7 @@ def cascade(
         prefix_value: values of the prompt.
         key: keys of the completion tokens.
         value: values of the completion tokens.
-        lengths: tokens of each completion; their sum is T.
+        lengths: number of tokens of each completion; their sum is T.
         scaling: factor on the dot products.
     """
     return _Cascade.apply(query, prefix_key, prefix_value, key, value, tuple(lengths), scaling)  # type: ignore[return-value]
@@ -156,7 +156,7 @@ def _part_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a part's query, key and value from the merged output and
-    log-sum-exp; the other arguments are those of ``_part``."""
+    log-sum-exp; the other arguments are as in ``_part``."""
     if _uses_plain_products(query):
         return _plain_backward(grad, query, output, lse, key, value, scaling, causal)
     if causal:
@@ -207,7 +207,7 @@ def _plain_backward(
         part = query[:, :, start:stop]
         weights, top = _weights(part, k, scaling, start if causal else None)
         g, q, o, s = (_stack_heads(x[:, :, start:stop], key) for x in (grad, query, output, lse))
-        # The part's share of the merged softmax scales the gradient, the smaller factor.
+        # Scale the gradient, the smaller tensor, by the part's share of the merged softmax.
         g = g * (top - s).exp()
         mean = (g * o).sum(-1, keepdim=True)
         g = g.to(weights.dtype)

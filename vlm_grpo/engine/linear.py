@@ -2,8 +2,8 @@
 
 On the CPU, PyTorch computes float32 matrix products with MKL, which is slow on processors other
 than Intel's; oneDNN, which is also part of PyTorch, was 2.1 times as fast on an AMD EPYC
-(``perf/README.md``). For the few rows of a decode step both spend most of their time reordering
-the weights, which a rollout can do once for all of its tokens.
+(``perf/README.md``). For the few rows of a decode step both libraries spend most of their time
+reordering the weights, which a rollout can do once for all of its tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ONEDNN = torch.backends.mkldnn.is_available()
 
 
 def use_fast_linears(model: nn.Module) -> None:
-    """Replace the forward of the model's linear layers and adapters by the ones in this module.
+    """Replace the forward of the model's linear layers and adapters with those of this module.
 
     Their weights and names do not change.
     """
@@ -86,7 +86,7 @@ class AdaptedLinear(lora.Linear):
         )
 
     def prepare_rollout(self) -> None:
-        """Concatenate the weights with the adapter's first matrix, to save a product per token."""
+        """Concatenate the weights and the adapter's first matrix, to save a product per token."""
         (name,) = self.active_adapters
         weight = _base(self).weight
         a: Any = self.lora_A[name].weight
@@ -108,10 +108,10 @@ def rollout_weights(model: nn.Module) -> Iterator[None]:
     """Prepare the weights of linear layers for decoding; inside, nothing may be trained.
 
     An adapted float32 layer uses ``W + ΔW`` and skips its adapter, whose two thin products cost
-    more than the wide one for a few rows. A layer in a shorter dtype keeps its adapter: there
-    ``ΔW`` is far below the spacing of ``W`` and would be rounded away, and the sampler would not
-    be the policy. Under autocast the weights are cast once. On the CPU all of them are reordered
-    once; on other devices nothing else is copied, to save memory.
+    more than the wide one for a few rows. A layer in a lower precision keeps its adapter: there
+    ``ΔW`` is far below the spacing of ``W`` and would be rounded away, so the sampler would differ
+    from the policy. Under autocast the weights are cast once. On the CPU all weights are
+    reordered once; on other devices nothing else is copied, to save memory.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
@@ -211,7 +211,7 @@ class _Product(torch.autograd.Function):
 
 
 class _AdaptedProduct(torch.autograd.Function):
-    """The product of a frozen layer plus its adapter's, with gradients of input and adapter."""
+    """The output of a frozen layer and its adapter, with gradients of the input and the adapter."""
 
     @staticmethod
     def forward(

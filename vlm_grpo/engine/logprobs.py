@@ -30,8 +30,8 @@ class ScoringSettings:
 
     Attributes:
         distribution: the distribution under which tokens are scored.
-        chunk_tokens: tokens whose logits are computed at once; 0: all.
-        with_entropy: compute entropies too, with gradient.
+        chunk_tokens: number of tokens whose logits are computed at once; 0: all.
+        with_entropy: also compute entropies, with gradient.
     """
 
     distribution: SamplingDistribution

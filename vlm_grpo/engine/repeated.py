@@ -1,7 +1,7 @@
 """Sampling and scoring with the prompt and its images repeated for every completion.
 
 This form uses only the model's ``forward`` and ``generate``, so it works with every image-text
-model, and the shared form is tested against it.
+model, and tests compare the shared form with it.
 """
 
 from __future__ import annotations
@@ -95,17 +95,17 @@ class _IsFinished(StoppingCriteria):
 def sample_repeated(
     model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, pad: int
 ) -> None:
-    """Sample all completions; prompt p's are the rows p·G … p·G+G−1 of ``state``.
+    """Sample all completions; rows p·G … p·G+G−1 of ``state`` belong to prompt p.
 
     Args:
         model: the bare transformers model.
-        prompts: one per group.
+        prompts: one prompt per group.
         state: receives the tokens.
-        max_tokens: most tokens, of prompts and completions, generated at once.
-        pad: the padding token.
+        max_tokens: maximum number of prompt and completion tokens processed at once.
+        pad: id of the padding token.
     """
     # The model's generation config may add a repetition penalty or suppress tokens, which are not
-    # part of the distribution that is scored.
+    # part of the scored distribution.
     own, model.generation_config = model.generation_config, GenerationConfig()
     try:
         _sample(model, prompts, state, max_tokens, pad)

@@ -29,7 +29,7 @@ class SamplingDistribution:
         temperature: divisor of the logits; 0 means greedy (scored as 1).
         banned: tokens of probability 0 (image, video and vision markers).
         eos: end-of-sequence tokens, also banned in the first ``min_new_tokens`` positions.
-        min_new_tokens: least number of tokens of a completion.
+        min_new_tokens: minimum number of tokens per completion.
     """
 
     temperature: float = 1.0
@@ -40,7 +40,7 @@ class SamplingDistribution:
     def __call__(
         self, logits: Float[Tensor, "n vocabulary"], positions: Int[Tensor, " n"]
     ) -> Float[Tensor, "n vocabulary"]:
-        """Return the distribution's logits as a new tensor in float32, or float64 if given that.
+        """Return the distribution's logits as a new tensor of at least float32 precision.
 
         Args:
             logits: the model's logits.
@@ -63,11 +63,11 @@ class SamplingSettings:
 
     Attributes:
         distribution: the distribution under which tokens are scored.
-        max_completion_length: most tokens of a completion, end-of-sequence included.
+        max_completion_length: maximum number of tokens per completion, end-of-sequence included.
         stop: strings that end a completion once its text contains one of them.
         top_k: keep only the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
-        min_p: drop tokens less likely than this share of the most likely one; 0.0 keeps all.
+        min_p: drop tokens below this fraction of the highest probability; 0.0 keeps all.
     """
 
     distribution: SamplingDistribution
@@ -79,12 +79,12 @@ class SamplingSettings:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether the most likely token is always taken."""
+        """True if the most likely token is always chosen."""
         return self.distribution.temperature == 0
 
     @property
     def truncates(self) -> bool:
-        """Return whether the sampler excludes tokens that the scorer does not."""
+        """True if the sampler excludes tokens that the scorer does not."""
         return bool(self.top_k or self.min_p or self.top_p < 1)
 
 
@@ -134,7 +134,7 @@ class SamplerState:
 
     Args:
         uniform: the uniform numbers to sample with; see ``draw_uniforms``.
-        settings: how completions are sampled.
+        settings: the sampler's settings.
         has_stop_string: returns whether a completion's tokens contain a stop string; called after
             each token if ``settings.stop`` is set.
 
@@ -165,7 +165,7 @@ class SamplerState:
     def sample(
         self, logits: Float[Tensor, "n vocabulary"], rows: Int[Tensor, " n"]
     ) -> Int[Tensor, " n"]:
-        """Sample, record and return the next token of n completions, and end the finished ones.
+        """Sample, store and return the next token of n completions; mark finished ones inactive.
 
         Args:
             logits: the model's logits.
@@ -203,12 +203,12 @@ def _invert(
 ) -> Int[Tensor, " n"]:
     """Return the first token whose cumulative probability exceeds the uniform number.
 
-    A token of probability 0 adds nothing to the sum and is never the first.
+    A token of probability 0 adds nothing to the sum, so it is never returned.
     """
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
-    # The product can round up to the total; then the last token with mass is the right one.
+    # The product can round up to the total; then return the last token with a probability above 0.
     return tokens.minimum((cumulative < total).sum(-1))
 
 

@@ -29,7 +29,7 @@ def score_shared(
     Args:
         family: the model's family.
         model: the bare transformers model.
-        batch: the completions.
+        batch: the micro-batch.
         prefixes: the inputs of each slice's prompt.
         settings: how the tokens are scored.
     """
@@ -68,7 +68,7 @@ class PackedRow:
 
 
 def pack_row(batch: MicroBatch, prefixes: Sequence[PrefixInputs]) -> PackedRow:
-    """Pack the slices of a micro-batch, whose prompts' inputs are ``prefixes``, into one row."""
+    """Pack a micro-batch's slices into one row; ``prefixes`` are the inputs of their prompts."""
     device = prefixes[0].token_ids.device
     token_ids: list[Tensor] = []
     position_ids: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Image encoding: one pass through the vision tower per unique image and step."""
+"""Image encoding: each unique image passes through the vision tower once per step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
 
 ENCODER_PATCHES = 65_536
-"""Most patches per pass through the vision tower: 12.8 million pixels of 14 × 14 patches."""
+"""Maximum number of patches per pass: 12.8 million pixels in patches of 14 × 14."""
 
 
 def split_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
-    """Split images into passes of at most ``ENCODER_PATCHES`` patches, or of a single image."""
+    """Split images into passes of at most ``ENCODER_PATCHES`` patches, or of one larger image."""
     part: list[dict] = []
     patches = 0
     for image in vision:
@@ -76,7 +76,7 @@ class ImageEncoder:
     """A vision tower that encodes each unique image once.
 
     Features of a frozen tower are cached until ``clear_cache``. Features of a trained tower carry
-    a gradient and are computed again in every call, except inside ``share_passes``.
+    a gradient and are recomputed in every call, except inside ``share_passes``.
 
     Args:
         family: the model's family.
@@ -126,8 +126,8 @@ class ImageEncoder:
         """Share passes through a trained tower between the micro-batches run inside.
 
         Yields:
-            A function to call after each micro-batch's backward with the images that later ones
-            need; it runs the backward of the passes that encoded none of them.
+            A function to call after each micro-batch's backward with the images that later
+            micro-batches need; it runs the backward of the passes that encoded none of them.
         """
 
         def finish(needed: Container[ImageRef]) -> None:

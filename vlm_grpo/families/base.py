@@ -1,4 +1,4 @@
-"""The base class of model families, which serves any image-text model of transformers."""
+"""The base class of model families, which supports any image-text model of transformers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class ImageFeatures:
 
 
 class Family:
-    """One architecture family: its coordinate frame, its parts, and its image processing.
+    """A model family: its coordinate frame, its parts and its image processing.
 
-    The base class serves any image-text model of transformers in repeated form, which uses only
-    the model's ``forward`` and ``generate``. A family that can share a prompt between completions
-    overrides the second half of the methods.
+    The base class supports any image-text model of transformers in the repeated form, which uses
+    only the model's ``forward`` and ``generate``. A family whose completions can share their
+    prompt also implements the methods of the shared-prefix form.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -53,15 +53,15 @@ class Family:
     """Prefixes of the module names in each part that can be frozen: vision, projector, language."""
 
     def why_not_shared(self, config: Any) -> str | None:
-        """Return why completions cannot share a prompt in this family, or None if they can."""
+        """Return the reason why completions cannot share a prompt, or None if they can."""
         return f"no shared-prefix form is known for the model type {config.model_type!r}"
 
     def resized_size(self, size: tuple[int, int], budget: PixelBudget, processor: Any) -> tuple:
-        """Return an image's width and height in pixels after the family's resize."""
+        """Return an image's (width, height) in pixels after the family's resizing."""
         return size
 
     def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
-        """Return the number of tokens of an image resized to ``size``; 0 if it is constant."""
+        """Return the number of tokens of an image resized to ``size``; 0 if it does not vary."""
         return 0
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
@@ -69,7 +69,7 @@ class Family:
         return None
 
     def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
-        """Set the processor's budget, which is saved with the model."""
+        """Set the processor's pixel budget, which is saved with the model."""
 
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
         """Resize a PIL image, or return it unchanged if the processor resizes."""
@@ -80,7 +80,7 @@ class Family:
         return {}
 
     def banned_token_ids(self, config: Any) -> tuple[int, ...]:
-        """Return the tokens that must not be sampled, as they would corrupt the next forward."""
+        """Return the tokens that must not be sampled: they would corrupt the next forward pass."""
         names = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
         found = (getattr(config, name, None) for name in (*names, "vision_end_token_id"))
         return tuple(sorted({token for token in found if token is not None}))

@@ -15,7 +15,7 @@ from vlm_grpo.types import Prompt
 
 
 class QwenVL(Family):
-    """The common part of the three generations: grid-shaped images and M-RoPE positions."""
+    """The base of the three generations, with images in patch grids and M-RoPE positions."""
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
     parts: ClassVar = {

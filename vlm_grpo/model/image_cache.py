@@ -10,7 +10,7 @@ from vlm_grpo.types import ImageRef
 
 
 class ImageCache:
-    """The most recently used images: examples that share an image decode it once. Thread-safe.
+    """A thread-safe cache of recently used images, so that examples share a decoded image.
 
     Args:
         decode: decodes and resizes an image.

@@ -1,4 +1,4 @@
-"""Loading a model: its weights, its processor and family, its adapters or frozen parts."""
+"""Loading of a model: weights, processor, family, and adapters or frozen parts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoadedModel:
         budget: pixel budget of its images; None if the processor resizes to a fixed size.
         shared: True if completions share one pass over their prompt.
         adapters: the PEFT model around ``model``; None for full weights.
-        autocast: True to compute in bfloat16 on float32 weights.
+        autocast: True to compute in bfloat16 from float32 weights.
     """
 
     model: Any
@@ -59,15 +59,15 @@ class LoadedModel:
 def load_model(
     settings: Settings, checkpoint: Path | None = None, training: bool = True
 ) -> LoadedModel:
-    """Load the model of the settings, and add their adapters or freeze their parts.
+    """Load the model that the settings name, and add their adapters or freeze their parts.
 
     Trained full weights are always in float32: in bfloat16, rounding would lose small updates.
     Base weights of adapters, and weights that are only evaluated, are in ``policy.dtype``.
 
     Args:
         settings: settings of the run.
-        checkpoint: folder with weights to load instead of the model's, or with an adapter to load
-            onto them.
+        checkpoint: folder with weights that replace the model's, or with an adapter that is added
+            to them.
         training: False for a model that is only evaluated.
 
     Raises:
@@ -163,7 +163,7 @@ def get_model_source(name: str) -> str:
 
 
 def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
-    """Load a checkpoint's adapter onto its base model; every weight must be used."""
+    """Add a checkpoint's adapter to the base model; the names of its weights must match."""
     with _ignore_peft_warning():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
         adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
@@ -230,7 +230,7 @@ def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBu
     """Return the pixel budget of a run: the processor's budget, overridden by the settings.
 
     Raises:
-        UserError: the settings have no effect on this model, or leave no valid size.
+        UserError: the settings have no effect on this model, or the budget is empty.
     """
     if own is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:

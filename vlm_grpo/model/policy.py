@@ -40,17 +40,17 @@ from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
 from vlm_grpo.utils.timing import Stopwatch
 
 RECENT_IMAGES = 64
-"""Number of decoded images that are cached for other examples about them."""
+"""Number of decoded images kept for other examples that use them."""
 
 
 @dataclass
 class Counters:
-    """Work of the model since the counters were replaced; sharing prompts reduces it.
+    """Work of the model since the counters were reset; sharing prompts reduces it.
 
     Attributes:
         encoder_passes: number of images encoded by the vision tower.
         prefill_tokens: number of prompt tokens processed by the language model in rollouts.
-        update_tokens: number of prompt and completion tokens processed by it in scoring.
+        update_tokens: number of prompt and completion tokens that it processed in scoring.
         image_decodes: number of images read and resized for the prompts of rollouts.
         replaced_prompts: number of prompts that replaced one whose images could not be read.
     """
@@ -69,10 +69,10 @@ class Policy:
         loaded: the model, its processor and its family.
         distribution: the distribution under which tokens are sampled and scored.
         chunk_tokens: number of tokens whose logits are computed at once in scoring; 0: all.
-        capture: captures the decode steps over shared prompts; None: they are not captured.
+        capture: captures decode steps over shared prompts; None: steps run eagerly.
 
     Attributes:
-        counters: work of the model; replace it to start at 0.
+        counters: work of the model; replace the object to reset it.
         stopwatch: seconds by phase of sampling and scoring.
         trains_vision: True if gradients flow into the vision tower.
         root: root module of all computation with the model, to which a strategy that shards the
@@ -114,7 +114,7 @@ class Policy:
         return FRAMES[self.family.frame]
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and the parameters that training changes."""
+        """Return the names and values of the parameters that are trained."""
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     # Prompts.
@@ -169,7 +169,7 @@ class Policy:
         return Prompt(example, text, token_ids, inputs, decodes)
 
     def _load_images(self, example: Example) -> tuple[list[Any], int]:
-        """Return the example's resized images, and how many of them had to be decoded."""
+        """Return the example's resized images, and the number that had to be decoded."""
         try:
             loaded = [self._images.load(reference) for reference in example.images]
         except ValueError as error:
@@ -198,7 +198,7 @@ class Policy:
 
         Args:
             prompts: one prompt per group.
-            sampling: how tokens are sampled.
+            sampling: the sampler's settings.
             num_generations: completions per prompt, G.
             seeds: seed of each prompt's random streams.
             max_tokens: maximum number of tokens generated at once.
@@ -297,7 +297,7 @@ class Policy:
         return MicroBatch((GroupSlice(prompt, (self.distribution.eos[:1],), (0,)),))
 
     def _autocast(self) -> contextlib.AbstractContextManager:
-        """Compute in bfloat16 on float32 weights inside, if ``autocast`` is set."""
+        """Return a context that computes in bfloat16 if ``autocast`` is set."""
         if not self.autocast:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
@@ -319,9 +319,9 @@ class Policy:
         self.processor.save_pretrained(folder)
 
     def save_shard(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write a part of the full weights under the names that ``save`` gives them.
+        """Write some of the full weights under the names that ``save`` gives them.
 
-        ``save_pretrained`` of transformers writes only on the first process.
+        transformers' ``save_pretrained`` writes on the first process only.
         """
         untied: dict[int, tuple[str, Tensor]] = {}  # a file has one name for tied weights
         for name, weight in weights.items():
@@ -362,7 +362,7 @@ class CallRoot(nn.Module):
     """A module that holds the model and whose forward pass calls a function.
 
     FSDP2 gathers and releases weights around the forward pass of its root module. Sampling and
-    scoring call several parts of the model, so they run inside this one.
+    scoring call several parts of the model, so they run inside this module's forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:

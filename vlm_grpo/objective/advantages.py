@@ -1,7 +1,7 @@
 """Advantages from outcome rewards: one number per completion, from the rewards of its group.
 
-Each estimator is a baseline and a scale. Estimators with one advantage per token (GAE with a
-critic) need per-token values, not groups, and are left out.
+Each estimator is a baseline and a scale. Estimators with one advantage per token, such as GAE,
+need a critic instead of groups and are left out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Mean and deviation of one reward by group, in float64; ``sizes`` counts scorable rewards."""
+    """Mean and deviation of a reward by group, in float64; ``sizes`` counts scorable rewards."""
 
     index: Int[Tensor, " n"]
     sizes: Float[Tensor, " g"]
@@ -62,7 +62,7 @@ class _Groups:
 Baseline = Callable[
     [Float[Tensor, " n"], Float[Tensor, " n"], Float[Tensor, " n"]], Float[Tensor, " n"]
 ]
-"""(rewards, mean of each reward's group, its number of scorable rewards) → baselines."""
+"""Maps rewards, and the mean and number of scorable rewards of each one's group, to baselines."""
 
 
 def group_mean(rewards: Tensor, means: Tensor, sizes: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ def group_advantages(
 
     Groups are identified by id, in any order and of any size. A completion without a reward is
     left out of the mean and the deviation, and its advantage is 0. So is the advantage of every
-    completion in a group with fewer than two rewards, or with equal rewards. Pass all completions
-    of the step, on all ranks: otherwise the groups and the batch's deviation are incomplete.
+    completion in a group with fewer than two rewards, or with equal rewards. Pass the
+    completions of all ranks: otherwise groups and the batch's deviation may be incomplete.
 
     Args:
         rewards: total reward of each completion; NaN where it has none (unscorable).
@@ -195,7 +195,7 @@ def _index_groups(
 def _compute_moments(
     rewards: Float[Tensor, " n"], scorable: Bool[Tensor, " n"], index: Int[Tensor, " n"], count: int
 ) -> _Groups:
-    """Compute mean and deviation by group; a second pass makes equal rewards' deviation 0."""
+    """Compute the mean and deviation of each group; equal rewards have deviation 0."""
     kept, values = index[scorable], rewards.double()[scorable]
     zeros = values.new_zeros(count)
     sizes = zeros.index_add(0, kept, torch.ones_like(values))

@@ -21,7 +21,7 @@ class TokenBatch:
         old_logprobs: log-probs under the policy before the step's first update, without gradient;
             None in the first update, where they equal ``logprobs``.
         reference_logprobs: log-probs under the reference policy, without gradient; None without a
-            KL in the loss, or where the reference is the policy before this step.
+            KL in the loss, or if the reference is the policy before this step.
         sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
         entropies: entropy of the policy's distribution at each token, with gradient if there is
             an entropy bonus.
@@ -40,7 +40,7 @@ class TokenBatch:
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:
-        """The advantage of each token: its completion's."""
+        """The advantage of each token's completion."""
         return self.advantages[self.completion]
 
     @property
@@ -82,6 +82,6 @@ class StepTotals:
         active: Bool[Tensor, " n"] | None,
         max_completion_length: int,
     ) -> StepTotals:
-        """Count the completions and tokens of a full step."""
+        """Count the completions and tokens of a complete step."""
         counted = lengths if active is None else lengths[active]
         return cls(len(lengths), int(counted.sum()), max_completion_length)

@@ -1,4 +1,4 @@
-"""Metrics that accumulate over micro-batches and ranks; metrics of the loss, named as in TRL."""
+"""Metrics of the loss, named as in TRL, accumulated over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class MetricAccumulator:
     gradient, which stays on its device until ``cpu`` or ``values`` is called.
 
     Attributes:
-        means: sum and count by name.
-        minima: values by name.
-        maxima: values by name.
-        sums: values by name.
+        means: sum and count of each mean by name.
+        minima: smallest value by name.
+        maxima: largest value by name.
+        sums: sum by name.
         samples: all values by name, reported as ``NAME/mean`` and ``NAME/std``.
     """
 
@@ -61,7 +61,7 @@ class MetricAccumulator:
         """Return every metric as a number; a deviation of fewer than two samples is NaN.
 
         Args:
-            empty: the value of a mean over nothing; None leaves the mean out.
+            empty: value of a mean with count 0; None: leave the mean out.
         """
         found: dict[str, float | int] = {}
         for name, (total, count) in self.means.items():
@@ -109,7 +109,7 @@ def loss_metrics(
     """Compute metrics over the batch's active tokens.
 
     ``kl`` is k3 times the token's ratio, whichever KL the settings train on: an unbiased estimate
-    of KL(policy ‖ reference), in nats per token, although the old policy sampled. ``clip_ratio``
+    of KL(policy ‖ reference), in nats per token, from the old policy's samples. ``clip_ratio``
     is the fraction of tokens (at sequence level, of completions) whose gradient the clip removes.
 
     Args:
@@ -150,7 +150,7 @@ def loss_metrics(
 def _find_clipped(
     batch: TokenBatch, ratio: Float[Tensor, " M"], settings: ObjectiveSettings
 ) -> dict[str, Tensor]:
-    """Find the tokens whose ratio is out of bounds on the side that their advantage selects."""
+    """Find the tokens whose ratio is beyond the bound that applies to their advantage's sign."""
     advantages = batch.per_token_advantages
     if settings.loss_type == "cispo":
         return {"cispo_clip_ratio": (ratio > settings.upper_epsilon) & (advantages > 0)}

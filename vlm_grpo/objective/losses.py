@@ -68,7 +68,7 @@ def surrogate_loss(
 
     −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) (PPO, arXiv:1707.06347, eq. 7; ε_high: DAPO,
     arXiv:2503.14476, eq. 8); ρ in the first term capped at ``delta`` (INTELLECT-2,
-    arXiv:2505.07291). cispo: −min(ρ, ε_high)·A·log π, with no gradient through the weight
+    arXiv:2505.07291). cispo: −min(ρ, ε_high)·A·log π, without gradient through the weight
     (MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
     """
     advantages = batch.per_token_advantages
@@ -123,7 +123,7 @@ def sampler_weights(
 def get_reference_logprobs(
     batch: TokenBatch, old: Float[Tensor, " M"], settings: ObjectiveSettings
 ) -> Float[Tensor, " M"] | None:
-    """Return the reference's log-probs: the old ones if it is the policy at the step's start."""
+    """Return the reference's log-probs; the old policy's if that is the reference."""
     if batch.reference_logprobs is not None:
         return batch.reference_logprobs
     fresh = settings.beta > 0 and settings.reference_refresh_every == 1
