@@ -20,10 +20,8 @@ from vlm_grpo.checkpoint.store import list_checkpoints, verify_checkpoint
 from vlm_grpo.config.run import Settings, load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.nonfinite import MAX_NONFINITE_STEPS
-from vlm_grpo.grpo.prompt_loader import MAX_REPLACEMENTS, PromptLoader
+from vlm_grpo.grpo.prompt_loader import MAX_REPLACEMENTS
 from vlm_grpo.registry import load_task
 from vlm_grpo.trainer import train
 
@@ -147,22 +145,6 @@ def test_an_unreadable_held_out_image_saves_and_ends_the_run(
     assert len(read_metrics(run.run_dir)) == 2
 
 
-def test_an_error_of_the_prefetching_thread_is_raised(settings: Any) -> None:
-    run = settings()
-    trainer = make_trainer(run)
-
-    class FailingStream:
-        def __getitem__(self, index: int) -> Any:
-            raise ZeroDivisionError(f"at {index}")
-
-    stream: Any = FailingStream()
-    loader = PromptLoader(trainer.policy, trainer.task, stream, skip_unreadable=True)
-    loader.prefetch([3])
-    with pytest.raises(ZeroDivisionError, match="at 3"):
-        loader.load([3])
-    loader.close()
-
-
 # Images that the model cannot resize.
 
 
@@ -181,36 +163,6 @@ def test_thin_images_are_an_error_or_skipped(
         Image.new("RGB", (2010, 10)).save(tmp_path / f"{number}.png")
     with pytest.raises(UserError, match="8 examples have images that the model cannot use"):
         make_trainer(settings(data={"on_bad_row": "skip"}))
-
-
-# Gradients.
-
-
-def test_nonfinite_gradients_are_skipped_and_end_the_run_with_the_batch_saved(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = settings(optim={"max_steps": 20})
-    trainer = make_trainer(run)
-    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
-    score = trainer.policy.score
-
-    def score_as_infinite(batch: Any, with_entropy: bool = False) -> TokenScores:
-        return TokenScores(score(batch, with_entropy).logprobs * torch.inf)
-
-    monkeypatch.setattr(trainer.policy, "score", score_as_infinite)
-    with pytest.raises(UserError, match=r"5 consecutive steps.*optim\.lr") as ended:
-        trainer.run()
-    assert all(torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
-
-    path = run.run_dir / "overflow" / f"step-{MAX_NONFINITE_STEPS - 1:06d}-rank-0.jsonl"
-    assert str(path) in str(ended.value)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == 8  # 2 prompts with 4 completions each
-    names = {"id", "images", "prompt_token_ids", "token_ids", "logprobs", "rewards", "advantage"}
-    assert all(names <= set(row) for row in rows)
-    assert all(len(row["token_ids"]) == len(row["logprobs"]) > 0 for row in rows)
-    # Advantages of a group add up to 0.
-    assert sum(row["advantage"] for row in rows[:4]) == pytest.approx(0, abs=1e-5)
 
 
 # Disks.

@@ -36,6 +36,13 @@ def test_package_root_holds_few_modules() -> None:
     assert len(modules) <= 10
 
 
+def test_the_trainer_is_short() -> None:
+    # The parts of a step belong in vlm_grpo/grpo, and everything around it in the other packages.
+    lines = (ROOT / "vlm_grpo/trainer.py").read_text("utf-8").splitlines()
+    assert len(lines) <= 300
+    assert sum(line.startswith("from vlm_grpo") for line in lines) <= 15
+
+
 def test_every_module_has_tests() -> None:
     table = GUIDE.partition("| test file | modules |")[2].partition("\n\n")[0]
     listed = set()

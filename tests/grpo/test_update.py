@@ -1,125 +1,136 @@
-"""The whole update against TRL's GRPOTrainer: same model, completions and rewards."""
+"""The updates of a step: their metrics, their schedule, and lack of memory."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from tiny_models import make_prompt, noise_example, tiny_model, tiny_policy
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
+from small_runs import make_trainer
 
-from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.objective import StepTotals, TokenBatch, group_advantages, policy_loss
-from vlm_grpo.types import Prompt
-
-GENERATIONS, LONGEST = 4, 9
-REWARDS = [1.0, 0.0, 0.5, 0.0, 0.25, 0.25, 1.0, 0.0]
+from vlm_grpo.errors import UserError
+from vlm_grpo.grpo import pack_step
+from vlm_grpo.grpo.batch import StepBatch
+from vlm_grpo.grpo.update import Updater, Updates
+from vlm_grpo.objective import MetricAccumulator
+from vlm_grpo.trainer import Trainer
 
 
-def groups(prompts: list[Prompt]) -> list[GroupSlice]:
-    generator = torch.Generator().manual_seed(0)
-    slices = []
-    for index, prompt in enumerate(prompts):
-        lengths = torch.randint(1, LONGEST + 1, (GENERATIONS,), generator=generator).tolist()
-        completions = tuple(
-            tuple(torch.randint(0, 256, (n,), generator=generator).tolist()) for n in lengths
-        )
-        rows = tuple(range(index * GENERATIONS, (index + 1) * GENERATIONS))
-        slices.append(GroupSlice(prompt, completions, rows))
-    return slices
+def make_batch(trainer: Trainer) -> StepBatch:
+    """Sample a step, and give its completions alternating advantages."""
+    groups = trainer.sampler.sample(progress=0).groups
+    count = sum(len(group.completions) for group in groups)
+    advantages = torch.tensor([1.0, -1.0]).repeat(count // 2)
+    return pack_step(groups, advantages, {}, trainer.settings, trainer.accelerator)
 
 
-def ours(rewards: Tensor) -> tuple[float, dict[str, Tensor]]:
-    # TRL scores over the whole vocabulary: nothing is banned here either.
-    policy = tiny_policy("qwen2_5_vl", banned=())
-    batch = MicroBatch(tuple(groups(prompts_of(policy))))
-    scores = policy.score(batch)
-    lengths = torch.tensor([len(c) for c in batch.completions])
-    ids = torch.arange(len(rewards)) // GENERATIONS
-    tokens = TokenBatch(
-        scores.logprobs,
-        torch.arange(len(lengths)).repeat_interleave(lengths),
-        group_advantages(rewards, ids).values,
-        lengths,
+def test_metrics_are_summed_over_updates() -> None:
+    updates = Updates(2, {}, [0.5, 0.25], [3.0, 2.0], MetricAccumulator(means={"kl": (6.0, 3)}))
+    metrics = updates.summarize()
+    assert metrics == {"loss": 0.375, "grad_norm": 2.0, "skipped_updates": 0, "kl": 2.0}
+
+
+def test_updates_with_an_infinite_gradient_count_as_skipped() -> None:
+    assert Updates(norms=[1.0, math.inf, math.nan]).skipped == 2
+
+
+def test_the_schedule_advances_once_per_step(settings: Any) -> None:
+    run = settings(objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3})
+    trainer = make_trainer(run)
+    updates, checks = Updates(), []
+    trainer.updater.update(make_batch(trainer), updates, lambda: checks.append(updates.count))
+    assert checks == [0, 1, 2]
+    assert len(updates.losses) == len(updates.norms) == updates.count == 3
+    assert trainer.updater.scheduler.get_last_lr()[0] == pytest.approx(3e-3)  # 3/4 of lr
+
+
+def test_an_interrupted_step_continues_with_the_updates_left(settings: Any) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt() -> None:
+        if updates.count == 1:
+            raise Interrupted
+
+    weights = []
+    for is_interrupted in (False, True):
+        torch.manual_seed(0)
+        trainer = make_trainer(settings(objective={"num_iterations": 2}))
+        batch, updates = make_batch(trainer), Updates()
+        if is_interrupted:
+            with pytest.raises(Interrupted):
+                trainer.updater.update(batch, updates, interrupt)
+            assert updates.count == 1
+        trainer.updater.update(batch, updates)
+        assert updates.count == 2
+        weights.append([w.detach() for _, w in trainer.policy.trainable_parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_a_step_whose_updates_were_all_skipped_does_not_advance_the_schedule(
+    settings: Any,
+) -> None:
+    trainer = make_trainer(settings(optim={"schedule": "linear", "lr": 4e-3}))
+    batch = make_batch(trainer)
+    spoiled = replace(batch, advantages=batch.advantages * math.nan)
+    updates = Updates()
+    trainer.updater.update(spoiled, updates)
+    assert updates.skipped == 1
+    assert trainer.updater.scheduler.get_last_lr()[0] == 4e-3
+
+
+def test_running_out_of_memory_changes_only_the_micro_batches(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compute_norm(is_limited: bool) -> float:
+        torch.manual_seed(0)
+        trainer = make_trainer(settings())
+        score, calls = trainer.policy.score, []
+
+        def score_within_limit(batch: Any, with_entropy: bool = False) -> Any:
+            calls.append(batch.num_tokens)
+            if is_limited and batch.num_tokens > 130:
+                raise torch.OutOfMemoryError("out of memory")
+            return score(batch, with_entropy)
+
+        monkeypatch.setattr(trainer.policy, "score", score_within_limit)
+        norm = trainer.step()["grad_norm"]
+        assert (len(calls) > 1) == is_limited
+        return norm
+
+    expected = compute_norm(is_limited=False)
+    assert compute_norm(is_limited=True) == pytest.approx(expected, rel=1e-5)
+    assert (
+        "processing 100 tokens at a time from now on; set optim.max_tokens_per_batch=100"
+        in caplog.text
     )
-    settings = ObjectiveSettings.model_validate({"loss_type": "grpo"})
-    loss = policy_loss(tokens, StepTotals.from_lengths(lengths, None, LONGEST), settings).loss
-    loss.backward()
-    return loss.item(), {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
 
 
-def prompts_of(policy: Any) -> list[Prompt]:
-    examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
-    return [make_prompt(policy, example) for example in examples]
+def test_out_of_memory_on_one_completion_is_an_error(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(settings())
+    batch = make_batch(trainer)
+
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(trainer.policy, "score", fail)
+    with pytest.raises(UserError, match=r"single completion of \d+ tokens.*policy\.max_pixels"):
+        trainer.updater.update(batch, Updates())
 
 
-def theirs(rewards: Tensor, folder: Path) -> tuple[float, dict[str, Tensor]]:
-    model, processor = tiny_model("qwen2_5_vl")
-    trainer = GRPOTrainer(
-        model=model,
-        processing_class=processor,
-        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-        args=GRPOConfig(
-            output_dir=str(folder),
-            per_device_train_batch_size=len(rewards),
-            num_generations=GENERATIONS,
-            max_completion_length=LONGEST,
-            loss_type="grpo",
-            beta=0.0,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            report_to=[],
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["?"] * 8}),
-    )
-    slices = groups(prompts_of(tiny_policy("qwen2_5_vl")))
-    rows = [(s.prompt, c) for s in slices for c in s.completions]
-    width = max(len(prompt.token_ids) for prompt, _ in rows)
-    completions = [torch.tensor(c) for _, c in rows]
+def test_other_errors_of_the_backward_pass_are_raised(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(settings())
+    batch = make_batch(trainer)
 
-    def left_padded(values: list[Tensor]) -> Tensor:
-        return pad_sequence(values, batch_first=True, padding_side="left")
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("shapes do not match")
 
-    prompt_ids = left_padded([torch.tensor(p.token_ids) for p, _ in rows])
-    completion_ids = pad_sequence(completions, batch_first=True)
-    types = left_padded([p.vision["mm_token_type_ids"][0] for p, _ in rows])
-    inputs = {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": left_padded([torch.ones(len(p.token_ids)).long() for p, _ in rows]),
-        "completion_ids": completion_ids,
-        "completion_mask": pad_sequence([torch.ones_like(c) for c in completions], True),
-        "pixel_values": torch.cat([p.vision["pixel_values"] for p, _ in rows]),
-        "image_grid_thw": torch.cat([p.vision["image_grid_thw"] for p, _ in rows]),
-        "num_images": [1] * len(rows),
-        "mm_token_type_ids": torch.nn.functional.pad(types, (0, completion_ids.shape[1])),
-        "num_items_in_batch": sum(len(c) for c in completions),
-        # By TRL's own arithmetic: mean and deviation over each prompt's generations.
-        "advantages": torch.cat(
-            [(r - r.mean()) / (r.std() + 1e-4) for r in rewards.split(GENERATIONS)]
-        ),
-    }
-    assert prompt_ids.shape[1] == width
-    trainer.current_gradient_accumulation_steps = 1
-    loss = trainer._compute_loss(trainer.model, inputs)  # noqa: SLF001
-    loss.backward()
-    return loss.item(), {n: w.grad for n, w in model.named_parameters() if w.grad is not None}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own use of transformers
-def test_loss_and_gradient_equal_those_of_trl(tmp_path: Path) -> None:
-    rewards = torch.tensor(REWARDS)
-    loss, grads = ours(rewards)
-    expected_loss, expected = theirs(rewards, tmp_path)
-    assert loss == pytest.approx(expected_loss, abs=1e-5)
-    assert set(grads) == set(expected)
-    difference = torch.stack([(grads[name] - g).norm() for name, g in expected.items()]).norm()
-    whole = torch.stack([grad.norm() for grad in expected.values()]).norm()
-    assert difference / whole < 1e-5
+    monkeypatch.setattr(Updater, "_backward", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        trainer.updater.update(batch, Updates())

@@ -1,4 +1,4 @@
-"""One step of a real model: neither the split nor the order of completions changes its gradient."""
+"""The gradient of a step depends neither on its micro-batches nor on the order of completions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vlm_grpo.types import Completion, Group, Score
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 LENGTHS = ((9, 1, 4, 7), (2, 9, 3, 5))
-LONGEST = 9
+MAX_LENGTH = 9
 MICRO_BATCHES = (1, 2, 4, 8)
 STEP_SIZE = 0.01
 """Size of a random step: large enough that ratios reach the clip and the KL is not 0."""
@@ -63,14 +63,14 @@ def make_settings(**objective: Any) -> Settings:
             "task": "counting",
             "data": {"train": "embedded:counting"},
             "objective": objective,
-            "rollout": {"max_completion_length": LONGEST},
+            "rollout": {"max_completion_length": MAX_LENGTH},
             "optim": {"max_grad_norm": 0},
         }
     )
 
 
 def make_groups(policy: Policy) -> list[Group]:
-    """Build two groups of four completions; ``with_sampler_logprobs`` adds the log-probs."""
+    """Build two groups of four completions; ``add_sampler_logprobs`` sets their log-probs."""
     generator = torch.Generator().manual_seed(0)
     examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
     groups = []
@@ -85,31 +85,31 @@ def make_groups(policy: Policy) -> list[Group]:
     return groups
 
 
-def with_sampler_logprobs(groups: list[Group], logprobs: dict[int, Tensor]) -> list[Group]:
+def add_sampler_logprobs(groups: list[Group], logprobs: dict[int, Tensor]) -> list[Group]:
     """Return the groups with sampler log-probs that differ from the policy's by 0.3 nats (std)."""
     generator = torch.Generator().manual_seed(1)
-    found, rows = [], iter(sorted(logprobs))
+    result, rows = [], iter(sorted(logprobs))
     for group in groups:
         members = []
         for completion in group.completions:
             exact = logprobs[next(rows)]
             noise = 0.3 * torch.randn(len(exact), generator=generator)
             members.append(replace(completion, logprobs=tuple((exact + noise).tolist())))
-        found.append(replace(group, completions=tuple(members)))
-    return found
+        result.append(replace(group, completions=tuple(members)))
+    return result
 
 
 def shuffle(groups: list[Group], advantages: Tensor, seed: int) -> tuple[list[Group], Tensor]:
     """Shuffle the groups and the completions in each, with their advantages."""
     generator = torch.Generator().manual_seed(seed)
-    found, parts = [], []
+    shuffled, parts = [], []
     for index in torch.randperm(len(groups), generator=generator).tolist():
         group, size = groups[index], len(groups[index].completions)
         order = torch.randperm(size, generator=generator).tolist()
         members = tuple(group.completions[i] for i in order)
-        found.append(Group(group.prompt, members, group.scores))
+        shuffled.append(Group(group.prompt, members, group.scores))
         parts.append(advantages[[index * size + i for i in order]])
-    return found, torch.cat(parts)
+    return shuffled, torch.cat(parts)
 
 
 def find_token_budget(batch: StepBatch, count: int) -> int:
@@ -138,8 +138,8 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(sum(len(part) for part in LENGTHS), generator=generator)
     groups = make_groups(policy)
-    everything = build_slices(groups, [True] * len(advantages))
-    groups = with_sampler_logprobs(groups, updater.logprobs(everything))
+    slices = build_slices(groups, [True] * len(advantages))
+    groups = add_sampler_logprobs(groups, updater.logprobs(slices))
     if order is not None:
         groups, advantages = shuffle(groups, advantages, order)
     reference_logprobs = updater.score_reference(groups, step=1).logprobs
@@ -170,5 +170,5 @@ def test_neither_the_split_nor_the_order_changes_the_gradient(loss_type: str, le
     for count in MICRO_BATCHES:
         split = compute_gradients(settings, count, order=count)
         for gradient, expected in zip(split, unsplit, strict=True):
-            # float32 and sums in another order; the largest difference measured is 7e-7.
+            # float32, summed in another order; the largest difference measured is 7e-7.
             assert (gradient - expected).norm() < 1e-6 * expected.norm()

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.grpo.advantages import has_spread
 from vlm_grpo.objective import ADVANTAGE_ESTIMATORS, group_advantages, per_reward_advantages
-from vlm_grpo.types import Completion, Example, Group, Prompt, Score
 
 NAN = math.nan
 
@@ -139,29 +136,6 @@ def test_a_step_without_completions_has_no_advantages():
     result = group_advantages(torch.zeros(0), [])
     assert result.values.shape == (0,)
     assert result.frac_reward_zero_std == 0.0
-
-
-def make_group(*rewards: dict[str, float | None]) -> Group:
-    """Build a group of completions with these rewards by name."""
-    prompt = Prompt(Example("1", (), "?", 0), "", (), {})
-    completions = tuple(Completion((1,), (0.0,), "", "eos") for _ in rewards)
-    return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
-
-
-def test_a_group_has_spread_if_its_advantages_are_not_zero():
-    """Dynamic sampling replaces the groups whose advantages the update would find to be 0."""
-    plain, weights = ObjectiveSettings(), {"a": 1.0, "b": 1.0, "shown": 0.0}
-    rounded = make_group({"a": 0.1, "b": 0.2, "shown": 1}, {"a": 0.3, "b": 0.0, "shown": 2})
-    assert 0.1 + 0.2 != 0.3  # one total, rounded twice; a reward of weight 0 is ignored
-    assert not has_spread(rounded, weights, plain)
-    assert has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.0}), weights, plain)
-    assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": None, "b": 0.0}), weights, plain)
-    # Equal totals of unequal rewards have no spread, unless each reward is normalized.
-    swapped = make_group({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
-    assert not has_spread(swapped, weights, plain)
-    each = ObjectiveSettings(normalize_each_reward=True)
-    assert has_spread(swapped, weights, each)
-    assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)
 
 
 REWARDS = st.lists(

@@ -1,0 +1,89 @@
+"""The gradients and the optimizer step of a strategy, in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny_models import tiny_policy
+from torch import Tensor
+
+from vlm_grpo.config.run import OptimSettings
+from vlm_grpo.distributed.base import Strategy
+from vlm_grpo.distributed.data_parallel import DataParallel
+from vlm_grpo.distributed.optimizer import build_optimizer
+from vlm_grpo.distributed.strategy import build_strategy
+
+
+def make_strategy(max_norm: float = math.inf) -> Strategy:
+    strategy = build_strategy(tiny_policy("qwen2_5_vl"), Accelerator(cpu=True))
+    optim = OptimSettings(lr=0.1, weight_decay=0.1)
+    optimizer = build_optimizer([weight for _, weight in strategy.trainable], optim)
+    strategy.attach_optimizer(optimizer, max_norm)
+    return strategy
+
+
+def copy_weights(strategy: Strategy) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in strategy.trainable}
+
+
+def test_plain_launches_use_data_parallelism() -> None:
+    strategy = make_strategy()
+    assert isinstance(strategy, DataParallel)
+    assert strategy.may_retry
+    with pytest.raises(RuntimeError, match="no dummy passes"):
+        strategy.dummy_loss()
+
+
+def test_weights_without_a_gradient_get_a_zero_gradient() -> None:
+    """The optimizer must move them as it does if their gradient is zero: weights decay."""
+    strategy = make_strategy()
+    (_, first), *others = strategy.trainable
+    with strategy.accumulate():
+        first.sum().backward()
+        assert all(weight.grad is None for _, weight in others)
+    assert first.grad is not None
+    assert bool((first.grad == 1).all())
+    for name, weight in others:
+        assert weight.grad is not None, name
+        assert not weight.grad.any()
+    before = copy_weights(strategy)
+    strategy.step()
+    matrices = [name for name, weight in others if weight.dim() >= 2]
+    after = copy_weights(strategy)
+    for name in matrices:
+        assert torch.allclose(after[name], before[name] * (1 - 0.1 * 0.1), rtol=1e-6), name
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_changes_no_weight(bad: float) -> None:
+    strategy = make_strategy(max_norm=1.0)
+    before = copy_weights(strategy)
+    with strategy.accumulate():
+        strategy.trainable[0][1].grad = torch.full_like(strategy.trainable[0][1], bad)
+    assert not math.isfinite(strategy.step())
+    after = copy_weights(strategy)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(weight.grad is None for _, weight in strategy.trainable)
+    assert strategy.optimizer_tensors() == {}  # not even the optimizer's moments
+
+
+def test_step_returns_the_norm_before_clipping_and_drops_the_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = make_strategy(max_norm=1.0)
+    clipped: list[float] = []
+
+    def record_norm() -> None:
+        grads = [weight.grad for _, weight in strategy.trainable if weight.grad is not None]
+        clipped.append(math.sqrt(sum(float(grad.square().sum()) for grad in grads)))
+
+    monkeypatch.setattr(strategy.optimizer, "step", record_norm)
+    weight = strategy.trainable[0][1]
+    with strategy.accumulate():
+        (3 * weight).sum().backward()
+    assert strategy.step() == pytest.approx(3 * math.sqrt(weight.numel()))
+    assert clipped == [pytest.approx(1.0, rel=1e-4)]
+    assert all(weight.grad is None for _, weight in strategy.trainable)

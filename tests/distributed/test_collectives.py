@@ -1,0 +1,116 @@
+"""Exchanges between ranks, the balance of their work, and the errors of lost ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm_grpo.distributed import collectives
+from vlm_grpo.distributed.collectives import (
+    any_rank,
+    balance_by_cost,
+    explain_lost_rank,
+    fail_together,
+    sum_over_ranks,
+)
+from vlm_grpo.errors import UserError
+
+
+def make_two_ranks(other_flag: bool = False) -> Accelerator:
+    """Build an accelerator of two ranks, of which the other one contributes ``other_flag``."""
+    return cast(
+        Any,
+        SimpleNamespace(
+            num_processes=2,
+            device=torch.device("cpu"),
+            reduce=lambda flag, _: flag + float(other_flag),
+        ),
+    )
+
+
+@given(costs=st.lists(st.integers(1, 5000), max_size=60), world_size=st.integers(1, 9))
+def test_costs_are_balanced_over_ranks(costs: list[int], world_size: int) -> None:
+    shares = balance_by_cost(costs, world_size)
+    assert sorted(item for share in shares for item in share) == list(range(len(costs)))
+    totals = [sum(costs[item] for item in share) for share in shares]
+    # Graham 1969: the longest-processing-time rule is at most 4/3 of the optimum, which is at
+    # least the mean and at least the most expensive item.
+    bound = max([sum(costs) / world_size, *costs, 0])
+    descending = sorted(costs, reverse=True)
+    if len(costs) > world_size:  # two of the world_size + 1 most expensive items share a rank
+        bound = max(bound, descending[world_size - 1] + descending[world_size])
+    assert max(totals) <= 4 / 3 * bound + 1e-9
+    if len(costs) >= world_size:
+        assert all(shares)
+
+
+def test_free_items_are_balanced_by_number() -> None:
+    assert [len(share) for share in balance_by_cost([0] * 6, 3)] == [2, 2, 2]
+
+
+def test_every_tensor_is_summed_in_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+
+    def double(flat: torch.Tensor) -> None:  # the sum over two ranks with equal values
+        sent.append(flat.clone())
+        flat *= 2
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", double)
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 40)  # ten float32
+    sizes = [(2, 3), (4,), (1,), (30,), (2,)]
+    tensors = [torch.randn(size) for size in sizes] + [torch.ones(3, dtype=torch.float64)]
+    before = [tensor.clone() for tensor in tensors]
+    sum_over_ranks(make_two_ranks(), tensors)
+    assert [len(flat) for flat in sent] == [10, 1, 30, 2, 3]
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, 2 * old)
+
+
+def test_one_process_exchanges_nothing() -> None:
+    tensor = torch.ones(2)
+    accelerator = Accelerator(cpu=True)  # without a process group, any collective would fail
+    sum_over_ranks(accelerator, [tensor])
+    assert tensor.tolist() == [1, 1]
+    assert any_rank(accelerator, True)
+    assert not any_rank(accelerator, False)
+
+
+@pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (False, False)])
+def test_a_flag_of_any_rank_counts(own: bool, other: bool) -> None:
+    assert any_rank(make_two_ranks(other), own) == (own or other)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all() -> None:
+    with fail_together(make_two_ranks()):
+        pass
+    failed_elsewhere = make_two_ranks(other_flag=True)
+    message = "another process of this run has failed"
+    with pytest.raises(UserError, match=message), fail_together(failed_elsewhere):
+        pass
+    # A rank that fails itself raises its own error.
+    with pytest.raises(OSError, match="disk"), fail_together(failed_elsewhere):
+        raise OSError("disk")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+        torch.distributed.DistBackendError("NCCL communicator was aborted"),
+    ],
+)
+def test_the_error_of_a_lost_rank_is_explained(error: RuntimeError) -> None:
+    message = "another process of this run has died"
+    with pytest.raises(UserError, match=message), explain_lost_rank():
+        raise error
+
+
+def test_other_errors_are_raised_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), explain_lost_rank():
+        raise RuntimeError("shapes do not match")

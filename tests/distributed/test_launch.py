@@ -1,0 +1,244 @@
+"""The processes of a launch, and the launcher's settings that are accepted or refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+import torch
+from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from small_runs import read_metrics
+
+from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.distributed import launch as launch_module
+from vlm_grpo.distributed.launch import (
+    build_accelerator,
+    get_deepspeed_config,
+    get_dp_replicate_size,
+    get_fsdp_plugin,
+)
+from vlm_grpo.errors import UserError
+
+LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")
+CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+
+
+def make_settings(*overrides: str) -> Settings:
+    return load_settings("quickstart", list(overrides))
+
+
+# Settings of the launcher.
+
+
+def test_the_launch_files_are_valid_and_listed_in_the_guide() -> None:
+    guide = (CONFIGS.parents[1] / "docs" / "scaling.md").read_text()
+    named = set(re.findall(r"configs/accelerate/(\w+\.yaml)", guide))
+    assert named == {path.name for path in CONFIGS.glob("*.yaml")}
+    for name in named:  # an unknown key is an error
+        assert load_config_from_file(str(CONFIGS / name)).mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "message"),
+    [
+        ("8", {"DP_REPLICATE": "2", "DP_SHARD": "2"}, "dp_shard_size=2 must be the number"),
+        ("4", {"DP_REPLICATE": "4"}, "dp_shard_size must be more than 1"),
+        ("4", {"DP_SHARD": "2", "TP": "2"}, "tp_size, cp_size and sp_size must be 1"),
+    ],
+)
+def test_other_parallelism_is_refused(
+    world_size: str, sizes: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
+    with pytest.raises(UserError, match=message):
+        get_dp_replicate_size()
+
+
+def make_accelerator(**plugins: Any) -> Any:
+    state = SimpleNamespace(**plugins)
+    return cast(Any, SimpleNamespace(state=state, distributed_type=DistributedType.MULTI_GPU))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ({"fsdp_version": 1}, "fsdp_version must be 2"),
+        ({"cpu_offload": True}, "fsdp_offload_params must be false"),
+        ({"activation_checkpointing": True}, "policy.gradient_checkpointing does it"),
+        ({"cpu_ram_efficient_loading": True}, "every process reads the model"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, "must be FULL_STATE_DICT"),
+    ],
+)
+def test_unsupported_settings_of_fsdp_are_refused(plugin: dict[str, Any], message: str) -> None:
+    supported = {
+        "fsdp_version": 2,
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+    accepted = FullyShardedDataParallelPlugin(**supported)
+    assert get_fsdp_plugin(make_accelerator(fsdp_plugin=accepted)) is accepted
+    refused = FullyShardedDataParallelPlugin(**{**supported, **plugin})
+    with pytest.raises(UserError, match=message):
+        get_fsdp_plugin(make_accelerator(fsdp_plugin=refused))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ({"zero_stage": 1}, "zero_stage must be 2 or 3"),
+        ({"offload_optimizer_device": "cpu"}, "offload_optimizer_device"),
+        ({"zero_stage": 3, "zero3_init_flag": True}, "zero3_init_flag must be false"),
+        ({"gradient_clipping": 1.0}, r"optim\.max_grad_norm sets it"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps must be 1"),
+        ({"hf_ds_config": {"optimizer": {}}}, "optimizer and scheduler must be left out"),
+        ({"hf_ds_config": {"bf16": {"enabled": True}}}, r"policy\.dtype sets the precision"),
+        ({"hf_ds_config": {"stage3_max_live_parameters": 1}}, "stage3_… must be left out"),
+    ],
+)
+def test_unsupported_settings_of_deepspeed_are_refused(
+    plugin: dict[str, Any], message: str
+) -> None:
+    if "hf_ds_config" in plugin:
+        config = plugin["hf_ds_config"]
+        zero = {"stage": 2, **{key: config[key] for key in config if key.startswith("stage3")}}
+        plugin = {"hf_ds_config": {**config, "zero_optimization": zero}}
+    with pytest.raises(UserError, match=message):
+        get_deepspeed_config(make_accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin)))
+
+
+def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(launch_module, "is_deepspeed_available", lambda: False)
+    # A launcher starts processes on GPUs like this; accelerate itself would raise first there.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[deepspeed\]'"):
+        build_accelerator(make_settings())
+
+
+def test_sharded_checkpoints_of_replicated_weights_are_refused() -> None:
+    with pytest.raises(UserError, match=r"checkpoint\.sharded=true needs weights sharded by FSDP2"):
+        build_accelerator(make_settings("checkpoint.sharded=true"))
+
+
+def test_more_processes_than_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = SimpleNamespace(
+        num_processes=3, distributed_type=DistributedType.MULTI_GPU, state=SimpleNamespace()
+    )
+    monkeypatch.setattr(launch_module, "Accelerator", lambda **_: accelerator)
+    build_accelerator(make_settings("optim.prompts_per_step=3"))
+    with pytest.raises(UserError, match=r"optim\.prompts_per_step=2 is less than .*processes, 3"):
+        build_accelerator(make_settings("optim.prompts_per_step=2"))
+
+
+# Processes.
+
+
+def test_processes_without_an_accelerator_form_one_group(tmp_path: Path) -> None:
+    # Unless told to use the CPU, accelerate would not connect the processes.
+    script = tmp_path / "who.py"
+    script.write_text(
+        "from vlm_grpo.distributed.launch import initialize_distributed\n"
+        "state = initialize_distributed()\n"
+        f"open({str(tmp_path)!r} + f'/{{state.process_index}}-of-{{state.num_processes}}', 'w')\n"
+    )
+    line = [*LAUNCHER, "--config_file", str(CONFIGS / "cpu.yaml"), "--num_processes", "2"]
+    subprocess.run([*line, "--main_process_port", "0", str(script)], check=True, timeout=200)
+    assert {path.name for path in tmp_path.glob("*-of-*")} == {"0-of-2", "1-of-2"}
+
+
+def test_a_launch_on_cpus_does_not_use_an_accelerator() -> None:
+    script = (
+        "import torch\ntorch.accelerator.is_available = lambda: True\n"
+        "from vlm_grpo.distributed.launch import initialize_distributed\n"
+        "assert initialize_distributed().device.type == 'cpu'\n"
+    )
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=200)
+
+
+# Runs started by accelerate's launcher.
+
+
+def build_launch(
+    folder: Path, name: str, processes: int, *overrides: str, restarts: int = 0
+) -> dict[str, Any]:
+    """Build the arguments of ``subprocess.run`` for a run as users launch it."""
+    return {
+        "args": [
+            *(*LAUNCHER, "--config_file", str(CONFIGS / "cpu.yaml")),
+            *("--num_processes", str(processes)),
+            *("--main_process_port", "0", "--max_restarts", str(restarts)),
+            *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
+            *("optim.prompts_per_step=4", "evaluation.every=0", "optim.warmup_steps=0"),
+            *overrides,
+        ],
+        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+
+
+def launch(folder: Path, name: str, processes: int, *overrides: str) -> list[dict[str, Any]]:
+    """Launch a run of two steps, and return its metrics."""
+    call = build_launch(folder, name, processes, "optim.max_steps=2", *overrides)
+    done = subprocess.run(**call, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_metrics(folder / name)
+
+
+@pytest.mark.slow
+def test_the_launcher_continues_after_a_killed_process(tmp_path: Path) -> None:
+    overrides = ("data.eval=null", "data.eval_limit=null", "checkpoint.keep_best=false")
+    overrides += ("optim.max_steps=6", "checkpoint.every=2", "resume=true")
+    with subprocess.Popen(**build_launch(tmp_path, "killed", 2, *overrides, restarts=1)) as process:
+        checkpoints = tmp_path / "killed" / "checkpoints"
+        while not (checkpoints / "step-2").exists():
+            assert process.poll() is None
+            time.sleep(0.2)
+        ranks = psutil.Process(process.pid).children()
+        assert len(ranks) == 2
+        ranks[1].kill()
+        _, errors = process.communicate(timeout=400)
+    assert "another process of this run has died" in errors
+    assert process.returncode == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "killed")] == list(range(6))
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]
+
+
+@pytest.mark.slow
+def test_launched_processes_share_an_evaluation(tmp_path: Path) -> None:
+    # 70 held-out examples are two parts of an evaluation; each rank takes one.
+    held_out = ("data.eval=embedded:counting", "data.eval_limit=70")
+    one, two = launch(tmp_path, "one", 1, *held_out), launch(tmp_path, "two", 2, *held_out)
+    for a, b in zip(one, two, strict=True):
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert b["reward"] == pytest.approx(a["reward"], abs=1e-6)
+    before = [tmp_path / name / "evaluation" / "step-000000.jsonl" for name in ("one", "two")]
+    rows = [path.read_text() for path in before]
+    assert rows[0] == rows[1]
+    assert len(rows[0].splitlines()) == 70
+    assert two[-1]["eval/exact"] == pytest.approx(one[-1]["eval/exact"], abs=0.03)  # two of 70
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_resumes_with_another_number_of_processes() -> None:
+    # 130 examples are three parts: one is on disk at the kill, two are left for the two ranks.
+    script = Path(__file__).parents[2] / "perf" / "resumed_evaluation.py"
+    line = [sys.executable, str(script), "--count", "130", "--tasks", "counting"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed on 2 ranks: identical to the byte" in done.stdout

@@ -1,0 +1,109 @@
+"""The optimizer's groups, its schedule, and its state by the names of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vlm_grpo.config.run import OptimSettings
+from vlm_grpo.distributed.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_rates,
+    state_by_weight,
+)
+from vlm_grpo.errors import UserError
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def make_weights() -> Named:
+    return [("norm", nn.Parameter(torch.ones(3))), ("linear", nn.Parameter(torch.ones(2, 3)))]
+
+
+def make_optimizer(weights: Named, **optim: Any) -> torch.optim.AdamW:
+    return build_optimizer([weight for _, weight in weights], OptimSettings(**optim))
+
+
+def make_state(weights: Named) -> dict[str, Tensor]:
+    """Return the state of an optimizer after one step."""
+    optimizer = make_optimizer(weights)
+    for number, (_, weight) in enumerate(weights, 1):
+        weight.grad = torch.full_like(weight, float(number))
+    optimizer.step()
+    return optimizer_tensors(optimizer, weights)
+
+
+def test_weights_decay_only_in_matrices() -> None:
+    weights = make_weights()
+    optimizer = make_optimizer(weights, weight_decay=0.1)
+    decays = {
+        id(weight): group["weight_decay"]
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    }
+    assert {name: decays[id(weight)] for name, weight in weights} == {"norm": 0.0, "linear": 0.1}
+
+
+def test_state_is_named_by_weight_and_key() -> None:
+    state = make_state(make_weights())
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    assert set(state) == {f"{name}/{key}" for name in ("norm", "linear") for key in keys}
+    assert state["linear/exp_avg"].shape == (2, 3)
+    assert state["norm/exp_avg"].tolist() == pytest.approx([0.1] * 3)  # (1 − β₁) · 1
+    assert state["linear/exp_avg"].flatten().tolist() == pytest.approx([0.2] * 6)
+
+
+def test_state_is_loaded_by_name_in_any_order() -> None:
+    state = make_state(make_weights())
+    reordered = make_weights()[::-1]
+    optimizer = make_optimizer(reordered)
+    load_optimizer_tensors(optimizer, reordered, dict(reversed(state.items())))
+    loaded = optimizer_tensors(optimizer, reordered)
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+
+def test_state_from_before_the_first_update_is_empty() -> None:
+    weights = make_weights()
+    optimizer = make_optimizer(weights)
+    assert optimizer_tensors(optimizer, weights) == {}
+    load_optimizer_tensors(optimizer, weights, {})
+    assert optimizer_tensors(optimizer, weights) == {}
+
+
+def test_state_of_other_weights_is_refused() -> None:
+    state = make_state(make_weights())
+    shapes = {name: weight.shape for name, weight in make_weights()}
+    assert set(state_by_weight(state, shapes)["norm"]) == {"step", "exp_avg", "exp_avg_sq"}
+    with pytest.raises(UserError, match=r"optimizer state norm/.* fits no weight"):
+        state_by_weight(state, {"linear": shapes["linear"]})
+    with pytest.raises(UserError, match=r"linear/exp_avg of shape \[2, 3\] fits no weight"):
+        state_by_weight(state, {**shapes, "linear": torch.Size([3, 2])})
+    with pytest.raises(UserError, match=r"no optimizer state for 1 of the weights .* head:"):
+        state_by_weight(state, {**shapes, "head": torch.Size([4])})
+
+
+def test_settings_override_the_rates_of_a_checkpoint() -> None:
+    """A resume with another learning rate continues the schedule with it."""
+    old: dict[str, Any] = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 0, "max_steps": 4}
+    new = {**old, "lr": 4e-3, "weight_decay": 0.3, "betas": (0.8, 0.9), "eps": 1e-6}
+    optimizer = make_optimizer(make_weights(), **old)
+    scheduler = build_scheduler(optimizer, OptimSettings(**old))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([7.5e-3] * 2)  # 3/4 of 1e-2
+    set_rates(optimizer, scheduler, OptimSettings(**new))
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([3e-3] * 2)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {
+        ((0.8, 0.9), 1e-6)
+    }
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([2e-3] * 2)  # 2/4 of 4e-3

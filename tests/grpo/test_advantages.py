@@ -1,0 +1,102 @@
+"""Advantages of a step's groups, from the rewards of all ranks and the reference's penalties."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from groups import make_group
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.run import load_settings
+from vlm_grpo.grpo import advantages as advantages_module
+from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages, has_spread
+from vlm_grpo.grpo.reference import ReferenceScores
+from vlm_grpo.registry import load_task
+from vlm_grpo.types import Group
+
+UNSCALED = "objective.scale_rewards=none"
+"""An advantage is then the total reward minus the mean of its group."""
+
+
+def compute(
+    groups: list[Group],
+    penalties: torch.Tensor | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+) -> StepAdvantages:
+    accelerator: Any = SimpleNamespace(process_index=rank, num_processes=world_size)
+    settings = load_settings("quickstart", [UNSCALED])
+    task = load_task("counting", weights={"exact": 2.0, "closeness": 1.0})
+    return compute_advantages(
+        groups, ReferenceScores(penalties=penalties), task, settings, accelerator
+    )
+
+
+def make_counting_group(*rewards: tuple[float | None, float]) -> Group:
+    return make_group(*({"exact": exact, "closeness": close} for exact, close in rewards))
+
+
+def test_rewards_are_weighted() -> None:
+    result = compute(
+        [make_counting_group((1.0, 0.0), (0.0, 1.0)), make_counting_group((1.0, 1.0), (0.0, 0.0))]
+    )
+    assert result.own.tolist() == pytest.approx([0.5, -0.5, 1.5, -1.5])  # 2 · exact + closeness
+    assert torch.equal(result.own, result.step.values)
+
+
+def test_groups_with_equal_ids_of_examples_are_separate() -> None:
+    """With resampling or few examples, one example may have several groups in a step."""
+    result = compute(
+        [make_counting_group((1.0, 0.0), (0.0, 0.0)), make_counting_group((0.0, 1.0), (0.0, 1.0))]
+    )
+    assert result.own.tolist() == pytest.approx([1, -1, 0, 0])
+    assert result.step.zero_spread.tolist() == [False, True]
+
+
+def test_penalties_are_subtracted_from_the_rewards() -> None:
+    result = compute([make_counting_group((1.0, 0.0), (1.0, 0.0))], torch.tensor([0.2, 0.6]))
+    assert result.own.tolist() == pytest.approx([0.2, -0.2])
+
+
+def test_an_undefined_reward_makes_a_completion_unscorable() -> None:
+    result = compute([make_counting_group((None, 1.0), (1.0, 0.0), (0.0, 0.0))])
+    assert result.own.tolist() == pytest.approx([0, 1, -1])
+    assert result.step.unscorable == 1
+
+
+def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two; group ids must not collide with those of rank 0."""
+    first = torch.tensor([[5.0, 0.0], [3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0, 0])
+
+    def gather(parts: list[Any]) -> list[Any]:
+        other = first[0] if parts[0].dim() == 2 else first[1]
+        return [other, *parts]
+
+    monkeypatch.setattr(advantages_module, "gather_object", gather)
+    result = compute([make_counting_group((1.0, 0.0), (0.0, 0.0))], rank=1, world_size=2)
+    assert result.own.tolist() == pytest.approx([1, -1])
+    assert result.step.values.tolist() == pytest.approx([4, 0, -4, 1, -1])
+    assert len(result.step.zero_spread) == 2
+
+
+def test_a_rank_without_groups_has_no_advantages() -> None:
+    assert compute([]).own.shape == (0,)
+
+
+def test_a_group_has_spread_if_its_advantages_are_not_zero() -> None:
+    """Dynamic sampling replaces the groups whose advantages the update would find to be 0."""
+    plain, weights = ObjectiveSettings(), {"a": 1.0, "b": 1.0, "shown": 0.0}
+    rounded = make_group({"a": 0.1, "b": 0.2, "shown": 1}, {"a": 0.3, "b": 0.0, "shown": 2})
+    assert 0.1 + 0.2 != 0.3  # one total, rounded twice; a reward of weight 0 is ignored
+    assert not has_spread(rounded, weights, plain)
+    assert has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 0.5, "b": 0.0}), weights, plain)
+    assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": None, "b": 0.0}), weights, plain)
+    # Equal totals of unequal rewards have no spread, unless each reward is normalized.
+    swapped = make_group({"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0})
+    assert not has_spread(swapped, weights, plain)
+    each = ObjectiveSettings(normalize_each_reward=True)
+    assert has_spread(swapped, weights, each)
+    assert not has_spread(make_group({"a": 1.0, "b": 0.0}, {"a": 1.0, "b": 0.0}), weights, each)

@@ -1,0 +1,147 @@
+"""Prompts in training order: prefetched, counted and, if requested, replaced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tiny_models import noise_example, tiny_policy
+
+from vlm_grpo.data.stream import ExampleStream
+from vlm_grpo.errors import UserError
+from vlm_grpo.grpo.prompt_loader import MAX_REPLACEMENTS, PromptLoader, drop_unusable_images
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.types import Example
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return tiny_policy("qwen2_5_vl")
+
+
+def make_examples(count: int) -> list[Example]:
+    return [noise_example(str(number), [(56, 28)], seed=number) for number in range(count)]
+
+
+def spoil(example: Example) -> Example:
+    """Return the example with an image whose file ends after its header."""
+    image = example.images[0]
+    assert image.data is not None
+    return replace(example, images=(replace(image, data=image.data[:60]),))
+
+
+class RecordingStream(ExampleStream):
+    """A stream in the order of its examples, with the indices that were read."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        super().__init__(examples, seed=0)
+        self.indices: list[int] = []
+
+    def __getitem__(self, index: int) -> Example:
+        self.indices.append(index)
+        return self.examples[index % len(self.examples)]
+
+
+@contextmanager
+def open_loader(policy: Policy, stream: Any, skip_unreadable: bool = False) -> Iterator[Any]:
+    loader = PromptLoader(policy, PlainQuestion(), stream, skip_unreadable)
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def test_prompts_have_the_requested_order(policy: Policy) -> None:
+    with open_loader(policy, RecordingStream(make_examples(3))) as loader:
+        prompts = loader.load([2, 0, 4])
+    assert [prompt.example.id for prompt in prompts] == ["2", "0", "1"]
+
+
+def test_prefetched_prompts_are_read_once(policy: Policy) -> None:
+    stream = RecordingStream(make_examples(4))
+    with open_loader(policy, stream) as loader:
+        loader.prefetch([1, 2])
+        loader.load([1, 2])
+        assert stream.indices == [1, 2]
+        loader.prefetch([3])
+        loader.prefetch([0])  # drops the previous one
+        loader.load([0, 3])
+    assert stream.indices.count(0) == 1
+
+
+def test_image_decodes_are_counted_when_prompts_are_loaded(policy: Policy) -> None:
+    examples = [noise_example("two", [(56, 28), (28, 56)]), noise_example("none", [])]
+    before = policy.counters.image_decodes
+    with open_loader(policy, RecordingStream(examples)) as loader:
+        loader.prefetch([0, 1])
+        assert policy.counters.image_decodes == before
+        loader.load([0, 1])
+    assert policy.counters.image_decodes == before + 2
+
+
+def test_an_unreadable_image_is_an_error(policy: Policy) -> None:
+    examples = make_examples(2)
+    stream = RecordingStream([spoil(examples[0]), examples[1]])
+    with open_loader(policy, stream) as loader, pytest.raises(UserError, match="cannot be read"):
+        loader.load([0])
+
+
+def test_an_unreadable_image_is_replaced_by_the_next_example_if_requested(
+    policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = make_examples(4)
+    stream = RecordingStream([good[0], spoil(good[1]), spoil(good[2]), good[3]])
+    before = policy.counters.replaced_prompts
+    with caplog.at_level(logging.WARNING), open_loader(policy, stream, True) as loader:
+        prompts = loader.load([0, 1])
+    assert [prompt.example.id for prompt in prompts] == ["0", "3"]
+    assert policy.counters.replaced_prompts == before + 1
+    assert caplog.text.count("using the next example instead") == 2
+
+
+def test_replacement_is_limited(policy: Policy) -> None:
+    stream = RecordingStream([spoil(example) for example in make_examples(1)])
+    with (
+        open_loader(policy, stream, True) as loader,
+        pytest.raises(UserError, match="cannot be read"),
+    ):
+        loader.load([5])
+    assert stream.indices == list(range(5, 5 + 1 + MAX_REPLACEMENTS))
+
+
+def test_an_error_in_the_loading_thread_is_raised(policy: Policy) -> None:
+    class FailingStream:
+        def __getitem__(self, index: int) -> Example:
+            raise ZeroDivisionError(f"at {index}")
+
+    with open_loader(policy, FailingStream(), skip_unreadable=True) as loader:
+        loader.prefetch([3])
+        with pytest.raises(ZeroDivisionError, match="at 3"):
+            loader.load([3])
+
+
+THIN = (2010, 10)
+"""An image of 201 : 1; the resize accepts 200 : 1."""
+
+
+def test_unusable_images_are_an_error_that_names_all_of_them(policy: Policy) -> None:
+    examples = [*make_examples(1), noise_example("thin", [THIN]), noise_example("low", [THIN])]
+    with pytest.raises(UserError, match=r"2 examples have images(.|\n)*- thin: (.|\n)*- low: "):
+        drop_unusable_images(policy, examples)
+
+
+def test_unusable_images_are_dropped_if_requested(
+    policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = make_examples(2)
+    examples = [good[0], noise_example("thin", [(28, 28), THIN]), good[1]]
+    assert drop_unusable_images(policy, examples, skip=True) == good
+    assert "skipped 1 examples whose images the model cannot use" in caplog.text
+    assert drop_unusable_images(policy, good, skip=False) == good
+    with pytest.raises(UserError, match="1 examples have images that the model cannot use"):
+        drop_unusable_images(policy, [noise_example("thin", [THIN])], skip=True)

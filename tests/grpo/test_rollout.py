@@ -1,0 +1,113 @@
+"""The rollout of a step: resampled groups, lack of memory, and failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_runs import make_trainer
+from tiny_models import make_prompt, noise_example, tiny_policy
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.grpo.rollout import Rollout, score_groups
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.types import Completion, Example, Score
+
+
+def get_tokens(rollout: Rollout) -> list[tuple[int, ...]]:
+    return [c.token_ids for group in rollout.groups for c in group.completions]
+
+
+@pytest.mark.parametrize("limit", [130, 1])
+def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    sample = sampler.policy.sample
+    expected = sampler.sample(progress=0)
+
+    def sample_within_limit(*args: Any) -> Any:
+        if args[-1] > limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return sample(*args)
+
+    monkeypatch.setattr(sampler.policy, "sample", sample_within_limit)
+    sampler.position = 0
+    if limit == 1:
+        with pytest.raises(UserError, match="num_generations"):
+            sampler.sample(progress=0)
+        return
+    assert get_tokens(sampler.sample(progress=0)) == get_tokens(expected)
+    assert sampler.budget.tokens <= limit
+
+
+def test_other_errors_of_sampling_are_raised(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(sampler.policy, "sample", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        sampler.sample(progress=0)
+
+
+def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings: Any) -> None:
+    sampler = make_trainer(settings(rollout={"dynamic_sampling": True, "max_resample": 2})).sampler
+    assert sampler.sample(progress=0).resampled == 0  # this reward differs in every group
+    object.__setattr__(sampler.task, "weights", {"letters": 0.0})
+    position = sampler.position
+    rollout = sampler.sample(progress=0)
+    # Now all totals are 0: two rounds of 3 new prompts, then the step continues with the first 3.
+    assert rollout.resampled == 6
+    assert sampler.position == position + 9
+    assert [len(indices) for indices in rollout.rounds] == [3, 3, 3]
+    expected = [sampler.stream[position + place].id for place in range(3)]
+    assert [group.id for group in rollout.groups] == expected
+
+
+def test_a_failed_rollout_leaves_the_position(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    sampler.sample(progress=0)
+    load = sampler.loader.load
+
+    def fail(indices: Any) -> Any:
+        raise UserError("an image cannot be read")
+
+    monkeypatch.setattr(sampler.loader, "load", fail)
+    with pytest.raises(UserError, match="cannot be read"):
+        sampler.sample(progress=0)
+    assert sampler.position == 3
+    monkeypatch.setattr(sampler.loader, "load", load)
+    assert len(sampler.sample(progress=0).groups) == 3
+    assert sampler.position == 6
+
+
+def test_scores_return_to_their_groups() -> None:
+    """The scorer receives all completions in one list."""
+    policy = tiny_policy("qwen2_5_vl")
+    prompts = [make_prompt(policy, noise_example(name, [])) for name in ("a", "b")]
+    completions = [
+        tuple(Completion((1,) * length, (), f"{name}{length}", "eos") for length in lengths)
+        for name, lengths in (("a", (1, 2)), ("b", (3, 4, 5)))
+    ]
+
+    def score(
+        task: Any, texts: list[str], examples: list[Example], lengths: list[int]
+    ) -> list[Score]:
+        pairs = zip(texts, examples, lengths, strict=True)
+        assert all(text == f"{example.id}{length}" for text, example, length in pairs)
+        return [Score(text, {}, None, {}) for text in texts]
+
+    scorer: Any = score
+    groups = score_groups(scorer, PlainQuestion(), prompts, completions)
+    assert [group.prompt for group in groups] == prompts
+    assert [[score.answer for score in group.scores] for group in groups] == [
+        ["a1", "a2"],
+        ["b3", "b4", "b5"],
+    ]

@@ -1,0 +1,33 @@
+"""Groups of completions without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vlm_grpo.types import Completion, Example, Group, Prompt, Score
+
+
+def make_group(
+    *rewards: Mapping[str, float | None], name: str = "1", lengths: Sequence[int] | None = None
+) -> Group:
+    """Build a group of completions with these rewards by name.
+
+    Args:
+        rewards: for each completion its rewards; None where a reward is undefined.
+        name: id of the example.
+        lengths: numbers of tokens; by default 1 each. Token i of completion c is 10 · c + i.
+    """
+    prompt = Prompt(Example(name, (), "?", 0), "", (7, 8), {})
+    completions = tuple(
+        Completion(tuple(10 * row + i for i in range(length)), (-0.5,) * length, "", "eos")
+        for row, length in enumerate(lengths or [1] * len(rewards))
+    )
+    return Group(prompt, completions, tuple(Score(None, r, None, {}) for r in rewards))
+
+
+def truncate(group: Group, row: int) -> Group:
+    """Return the group with one completion that reached the length limit."""
+    completions = list(group.completions)
+    completions[row] = replace(completions[row], stop="length")
+    return replace(group, completions=tuple(completions))

@@ -1,0 +1,119 @@
+"""The complete runs among the cases of ``rank_cases.py``: interrupted, resumed and failing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_setup import BEGUN_BY, make_run_settings, make_settings
+
+from vlm_grpo import trainer
+from vlm_grpo.checkpoint.sharded import write_sharded_checkpoint
+from vlm_grpo.checkpoint.store import CheckpointState, CheckpointStep
+from vlm_grpo.config.run import Settings
+from vlm_grpo.distributed.launch import build_accelerator
+from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.grpo.update import Updater
+from vlm_grpo.trainer import train
+from vlm_grpo.utils.signals import StopRequest
+
+
+class SelfTermination(StopRequest):
+    """A request that sends this process a SIGTERM when it is checked for the n-th time."""
+
+    def __init__(self, checks: int) -> None:
+        super().__init__()
+        self.remaining = checks
+
+    @property
+    def reason(self) -> str | None:
+        self.remaining -= 1
+        if self.remaining == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().reason
+
+
+def train_and_read(settings: Settings) -> list[dict[str, float]]:
+    """Train, and return the run's metrics.
+
+    The end of a run destroys the process group, so a launch makes one run at most.
+    """
+    train(settings)
+    return [json.loads(line) for line in (settings.run_dir / "metrics.jsonl").open()]
+
+
+def begin_run(folder: Path, launch: str) -> list[dict[str, float]]:
+    """Make the part of a run after which other launches resume it."""
+    if launch == "ddp-1":
+        return train_and_read(make_run_settings(folder, launch, optim={"lr": 1e-3, "max_steps": 2}))
+    # A run checks before each step and before each of its two updates: three times per step. Only
+    # the last rank receives the signal.
+    stop_request = SelfTermination(9) if _is_last_rank() else StopRequest()
+    trainer.StopRequest = lambda *_: stop_request  # type: ignore[assignment, misc]
+    try:
+        train_and_read(make_run_settings(folder, launch))
+    except Stopped as stopped:
+        return [{"steps": int("2 and 1 of 2 updates of the next" in str(stopped))}]
+    raise AssertionError("the run was not stopped")
+
+
+def resume_run(folder: Path, launch: str) -> list[dict[str, float]]:
+    """Resume the run that another launch has begun."""
+    settings = make_run_settings(folder, launch, resume=True)
+    accelerator = build_accelerator(settings)
+    if accelerator.is_main_process:
+        shutil.copytree(settings.output_dir / BEGUN_BY[launch], settings.run_dir)
+    accelerator.wait_for_everyone()
+    return train_and_read(settings)
+
+
+def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
+    """Write a sharded checkpoint whose last part cannot be written.
+
+    Returns:
+        This rank's error, and the names of the files that are left.
+    """
+    accelerator = build_accelerator(make_settings(folder, launch))
+    checkpoints = folder / "failed"
+
+    def write_weights(part: Path) -> None:
+        (part / "weights").touch()
+        if accelerator.is_last_process:
+            raise OSError("no space")
+
+    step, state = CheckpointStep(1), CheckpointState({}, {})
+    try:
+        write_sharded_checkpoint(accelerator, checkpoints, step, state, write_weights)
+    except (OSError, UserError) as error:
+        return [str(error), [path.name for path in checkpoints.iterdir()]]
+    return []
+
+
+def run_out_of_memory(folder: Path, launch: str) -> list[str]:
+    """Train until the last rank runs out of memory in its second step; return this rank's error."""
+    settings = make_run_settings(folder, launch, checkpoint={"every": 1})
+    is_last, backward = _is_last_rank(), Updater._backward  # noqa: SLF001
+
+    def fail_in_second_step(self: Updater, micro: MicroBatch, *rest: Any) -> Any:
+        if is_last and self.scheduler.last_epoch == 1 and len(micro.rows) > 1:
+            torch.empty(1 << 50)  # a real failure to allocate
+        return backward(self, micro, *rest)
+
+    Updater._backward = fail_in_second_step  # type: ignore[method-assign] # noqa: SLF001
+    try:
+        train(settings)
+    except UserError as error:
+        rank = "last" if is_last else "first"
+        (folder / f"{launch}.{rank}").write_text(str(error))
+        return [str(error)]
+    raise AssertionError("the run did not fail")
+
+
+def _is_last_rank() -> bool:
+    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1

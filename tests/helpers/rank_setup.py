@@ -1,0 +1,144 @@
+"""The launches of ``rank_cases.py``: their strategies, models, losses and settings.
+
+A launch is named ``STRATEGY-RANKS``, such as ``fsdp-2``. A third part names a launch that makes a
+single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY``), ``-oom``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from small_runs import TASK, save_tiny_model
+
+from vlm_grpo.config.run import Settings
+
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+DEEPSPEED = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+}
+STRATEGIES = {
+    "ddp": {},
+    "fsdp": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "fsdp_held": {**FSDP, "FSDP_RESHARD_AFTER_FORWARD": "false"},
+    "hsdp": {
+        **FSDP,
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+    },
+    "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+}
+"""The environment variables of each strategy, as ``accelerate launch`` sets them. ``fsdp_held``
+keeps the layers gathered in the update."""
+
+WEIGHTS = {
+    "full": {},
+    "frozen_vision": {"freeze": ["vision"]},
+    "lora": {"lora": {"r": 4, "alpha": 8}},
+}
+LOSSES = {
+    "grpo": {},
+    "bnpo": {},
+    "dr_grpo": {},
+    "dapo": {},
+    "cispo": {"epsilon_high": 5.0},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+}
+UNEVEN: dict[str, dict[str, Any]] = {
+    "resampled groups": {"rollout": {"dynamic_sampling": True, "num_generations": 2}},
+    "a reference and two updates": {
+        "objective": {"beta": 0.05, "reference_refresh_every": 2, "num_iterations": 2}
+    },
+    "a reference in the reward": {
+        "objective": {"beta": 0.05, "reference_refresh_every": "never", "kl_in": "reward"}
+    },
+    # The first row has no image, so no rank ever has one; every rank has the same example.
+    "one example": {"data": {"train_limit": 1}},
+    # Completions of one token that stop at once have equal rewards: no group has an advantage.
+    "nothing to learn": {"rollout": {"max_completion_length": 1, "temperature": 0.01}},
+}
+"""Settings under which ranks differ in their number of groups, passes or images."""
+UNEVEN_WITH_DEEPSPEED = ("a reference and two updates", "one example", "nothing to learn")
+"""The cases of ``UNEVEN`` for DeepSpeed; the others differ in what precedes the update."""
+SHORT = ("fsdp_held-4", "hsdp-4")
+"""Launches that make only ten steps of each kind of weights, and count their communication."""
+
+BEGUN_BY = {
+    "ddp-2-resumed": "fsdp_held-2",
+    "fsdp-2-resumed": "fsdp-2",
+    "fsdp_held-2-resumed": "ddp-1",
+    "ddp-1-resumed": "fsdp_held-2",
+    "fsdp-4-resumed": "fsdp_held-2",
+    "zero2-2-resumed": "fsdp-2",
+    "zero3-2-resumed": "zero2-2",
+    "fsdp-2-resumed_zero3": "zero3-2",
+    "ddp-1-resumed_zero2": "zero2-2",
+}
+"""The launch whose run each launch resumes. ``ddp-1`` has made two steps of its run; the others
+were terminated in the middle of the third."""
+
+
+def prepare(folder: Path) -> None:
+    """Write the model, the task, and twelve rows of which every third has no image."""
+    save_tiny_model(folder / "model")
+    (folder / "letters.py").write_text(TASK)
+    random = np.random.default_rng(0)
+    rows = []
+    for index in range(12):
+        size = (56 + 28 * (index % 4), 56)
+        pixels = random.integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{index}.png")
+        images = [] if index % 3 == 0 else [f"{index}.png"]
+        rows.append({"id": str(index), "images": images, "question": "Write.", "answer": "abc"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_settings(folder: Path, name: str, **changes: Any) -> Settings:
+    """Build the settings of a run on the files of ``prepare``; ``changes`` override its blocks."""
+    values: dict[str, Any] = {
+        "name": name,
+        "task": str(folder / "letters.py"),
+        "model": str(folder / "model"),
+        "output_dir": str(folder / "runs"),
+        "data": {"train": str(folder / "rows.jsonl")},
+        "policy": {"dtype": "float32"},
+        # Stop strings make the lengths differ, and with them the types of loss.
+        "rollout": {"num_generations": 4, "max_completion_length": 8, "stop": list("aeiourstln")},
+        # Five prompts are uneven on two and on four ranks; a micro-batch holds one or two groups.
+        "optim": {"lr": 1e-5, "prompts_per_step": 5, "max_steps": 3, "max_tokens_per_batch": 100},
+        "logging": {"samples_every": 0, "trackers": []},
+    }
+    for block, value in changes.items():
+        default = values.get(block)
+        values[block] = {**default, **value} if isinstance(default, dict) else value
+    return Settings.model_validate(values)
+
+
+def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
+    """Build the settings of a run of four steps that depend on everything in a checkpoint.
+
+    These are the weights, the optimizer's state, and the first weights as the reference. Launches
+    of ``fsdp_held`` write sharded checkpoints.
+    """
+    return make_settings(
+        folder,
+        launch,
+        **{
+            "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
+            "optim": {"lr": 1e-3, "max_steps": 4},
+            "checkpoint": {"sharded": launch.startswith("fsdp_held")},
+            **changes,
+        },
+    )
