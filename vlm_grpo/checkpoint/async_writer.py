@@ -1,4 +1,4 @@
-"""A thread for one job at a time."""
+"""A background thread that runs one job at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncWriter:
-    """Runs jobs in a thread, one after the other; the caller gets the errors of a job.
+    """A thread that runs jobs one after the other and raises their errors in the caller.
 
     As a context manager it waits for the last job on exit, except after an interrupt. The thread
     does not keep the process alive.
@@ -32,7 +32,7 @@ class AsyncWriter:
     ) -> None:
         if kind is None:
             self.wait()
-        elif issubclass(kind, Exception):  # the caller's error is the one to raise
+        elif issubclass(kind, Exception):  # the caller's error must be raised
             try:
                 self.wait()
             except Exception:

@@ -99,11 +99,11 @@ def check_same_settings(
     Args:
         saved: ``flatten_settings`` of the run that wrote the checkpoint.
         settings: settings of the resumed run.
-        within_step: whether the checkpoint was written within a step.
+        within_step: True if the checkpoint was written within a step.
         checkpoint: the checkpoint's name, for the message.
 
     Raises:
-        UserError: settings differ that must not; the message has both values of each.
+        UserError: settings differ that must not change; the message has both values of each.
     """
     free = (
         *MAY_CHANGE,
@@ -131,7 +131,7 @@ def check_same_settings(
 
 
 def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
-    """Return whether the version that wrote the checkpoint did not have this setting."""
+    """Return whether the checkpoint was written by a version without this setting."""
     blocks = [key[:end] for end, letter in enumerate(key) if letter == "."]
     return key not in saved and key in _KEYS and not any(block in saved for block in blocks)
 
@@ -168,10 +168,10 @@ def compute_digests(examples: Sequence[Example]) -> Tensor:
 def check_same_data(
     saved: Tensor, source: str, examples: Sequence[Example], settings: Settings, checkpoint: str
 ) -> None:
-    """Check that the training examples are those that a checkpoint was written with.
+    """Check that the training examples equal those of a checkpoint.
 
-    The order of the examples depends on their number: with other examples a run would neither
-    repeat nor complete its epoch.
+    The order of the examples depends on their number: with other examples, a resumed run would
+    neither repeat nor complete its epoch.
 
     Args:
         saved: ``compute_digests`` of the checkpoint's examples.
@@ -181,7 +181,7 @@ def check_same_data(
         checkpoint: the checkpoint's name, for the message.
 
     Raises:
-        UserError: the examples differ; the message names the first.
+        UserError: the examples differ; the message names the first difference.
     """
     now = compute_digests(examples)
     if torch.equal(saved, now):
@@ -203,7 +203,7 @@ def check_same_data(
 
 
 def warn_about_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Warn about libraries of other versions than the checkpoint's, which may change rounding."""
+    """Warn about versions that differ from the checkpoint's, which may change the rounding."""
     changed = [
         f"{name} {saved.get(name)} → {version}"
         for name, version in now.items()

@@ -67,29 +67,29 @@ class RunState:
 
     @property
     def checkpoint_step(self) -> CheckpointStep:
-        """The name of a checkpoint in this state."""
+        """The step of a checkpoint in this state."""
         if self.partial is None:
             return CheckpointStep(self.step)
         return CheckpointStep(self.step, self.partial.updates.count)
 
 
 class CheckpointManager:
-    """Saves the state of a run, and restores it.
+    """A manager that saves and restores the state of a run.
 
     All ranks call ``save`` together: state is gathered, and the main process writes it, or with
-    ``checkpoint.sharded`` every rank writes a shard. In ``restore`` every rank reads for itself.
-    Nothing in a checkpoint depends on the number of ranks except the random states, one per rank.
+    ``checkpoint.sharded`` every rank writes a shard. In ``restore`` every rank reads the files.
+    Only the random states, one per rank, depend on the number of ranks.
 
     As a context manager it waits on exit for a checkpoint that is written in the background.
 
     Args:
         settings: the run's settings.
         updater: the policy, its optimizer, schedule and reference.
-        sampler: has the position in the data, and loads the prompts of a partial step.
+        sampler: holds the position in the data, and loads the prompts of a partial step.
         examples: the training examples; a checkpoint keeps their digests.
 
     Attributes:
-        last_saved: step of the checkpoint that was last written or started; None before the first.
+        last_saved: step of the last checkpoint written or started; None before the first.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class CheckpointManager:
         self._writer.__exit__(kind, error, trace)
 
     def path(self, state: RunState) -> Path:
-        """Return the folder of a checkpoint in this state."""
+        """Return the folder of this state's checkpoint."""
         return self.folder / state.checkpoint_step.name
 
     def is_saved(self, state: RunState) -> bool:
-        """Return whether the last checkpoint is of this state."""
+        """Return whether the last checkpoint has this state."""
         return self.last_saved == state.checkpoint_step
 
     def check_writer(self) -> None:
@@ -135,10 +135,10 @@ class CheckpointManager:
         self._writer.wait()
 
     def save(self, state: RunState) -> None:
-        """Write a checkpoint and delete those that are not to be kept.
+        """Write a checkpoint, and delete those that the settings do not keep.
 
         Raises:
-            OSError: it, or the previous one in the background, could not be written.
+            OSError: it, or the previous background checkpoint, could not be written.
             CorruptCheckpoint: its files read back differently.
         """
         settings, accelerator = self.settings.checkpoint, self.accelerator
@@ -179,20 +179,20 @@ class CheckpointManager:
         self.last_saved = at
 
     def _gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Gather the full tensors that this rank writes. All ranks call it."""
+        """Gather the full tensors that this rank writes. All ranks must call it."""
         if self.settings.checkpoint.sharded:
             return gather_full(tensors, get_local_names(self.accelerator, tensors))
         return gather_full(tensors, tensors.keys() if self.accelerator.is_main_process else ())
 
     def _collect(self, state: RunState) -> CheckpointState:
-        """Collect the contents of a checkpoint other than the weights. All ranks call it."""
+        """Collect the contents of a checkpoint except the weights. All ranks must call it."""
         updater = self.updater
         metadata: dict[str, Any] = {
             "step": state.step,
             "position": self.sampler.position,
             "best": state.best,
             "overflows": state.nonfinite_steps,
-            # Lower than in the settings if memory ran out; the split changes the rounding.
+            # Lower than the settings if memory ran out; the batch size changes the rounding.
             "max_tokens": [self.sampler.budget.tokens, updater.budget.tokens],
             "settings": flatten_settings(self.settings),
             "pixel_budget": _get_pixel_budget(self.policy),
@@ -213,7 +213,7 @@ class CheckpointManager:
         return CheckpointState(metadata, tensors)
 
     def restore(self, checkpoint: Path) -> RunState:
-        """Restore everything but the weights, with which the policy was loaded.
+        """Restore everything but the weights, which ``load_policy`` has loaded.
 
         Raises:
             UserError: the checkpoint cannot be read, or does not fit the settings, data or model.
@@ -251,7 +251,7 @@ class CheckpointManager:
         updater.reference.load_state_dict(read_tensors(checkpoint, "reference"))
 
     def _restore_max_tokens(self, metadata: Mapping[str, Any]) -> None:
-        """Restore token budgets that a lack of memory lowered, if the settings are unchanged."""
+        """Restore token budgets that were halved for lack of memory, unless settings changed."""
         sampler, updater = metadata["max_tokens"]
         before, now = metadata["settings"], self.settings
         if before["rollout.max_tokens_per_batch"] == now.rollout.max_tokens_per_batch:
@@ -263,11 +263,11 @@ class CheckpointManager:
 def find_checkpoint(
     settings: Settings, accelerator: Accelerator, examples: Sequence[Example]
 ) -> Path | None:
-    """Return the checkpoint to resume from, or None for a new run. The main process finds it.
+    """Return the checkpoint to resume from, or None for a new run. The main process selects it.
 
     Raises:
-        UserError: on all ranks, if the folder holds a run that is not to be resumed, all of its
-            checkpoints are corrupt, or the settings or the examples differ from the checkpoint's.
+        UserError: on all ranks, if the folder holds a run and ``resume`` is False, all of its
+            checkpoints are corrupt, or settings or examples differ from the checkpoint's.
     """
     result: list[Any] = [None]
     if accelerator.is_main_process:
@@ -319,12 +319,12 @@ def _get_pixel_budget(policy: Policy) -> dict[str, int] | None:
 
 
 def get_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that can change a run."""
+    """Return the versions of Python and of the libraries that can affect a run's results."""
     return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
 
 
 def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors to host memory; those that share memory share it in the copy too."""
+    """Copy tensors to host memory; tensors that share memory also share their copy."""
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
     found = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""A step that has been sampled but not finished, and its form in a checkpoint.
+"""A step that was sampled but not finished, and its form in a checkpoint.
 
 A run can be stopped between two updates on one rollout. The checkpoint then holds the completions
 with their log-probs, rewards and advantages; images and prompts are loaded from the data again.
@@ -31,7 +31,7 @@ LOADER_COUNTERS = ("image_decodes", "replaced_prompts")
 
 @dataclass
 class PartialStep:
-    """A step between its rollout and its end, on this rank.
+    """A step that was sampled but not finished, on this rank.
 
     Attributes:
         rollout: the groups of this rank.
@@ -64,7 +64,7 @@ def serialize_step(
 
 
 def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
-    """Return what JSON holds of this rank's step."""
+    """Return the values of this rank's step that are stored as JSON."""
     work = dict(vars(policy.counters))
     return {
         "rounds": step.rollout.rounds,
@@ -99,7 +99,7 @@ def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
 
 
 def _serialize_tensors(step: PartialStep) -> dict[str, Tensor]:
-    """Return what safetensors hold of this rank's step; completions are concatenated."""
+    """Return the tensors of this rank's step, concatenated over completions."""
     completions = [c for group in step.rollout.groups for c in group.completions]
     tensors = {
         "tokens": torch.tensor(
@@ -134,7 +134,7 @@ class _SavedRank:
 
     @property
     def work(self) -> dict[str, int]:
-        """The counters of ``Counters``."""
+        """The fields of ``Counters``."""
         return {**self.values["work"], **{name: self.values[name] for name in LOADER_COUNTERS}}
 
 
@@ -191,7 +191,7 @@ def restore_step(
     reference = {index: row["reference"] for index, row in enumerate(rows) if "reference" in row}
     batch = pack_step(rollout.groups, advantages, reference, settings, accelerator)
     old = {i: row["old"].to(accelerator.device) for i, row in enumerate(rows) if "old" in row}
-    # With fewer ranks than before, a rank continues the sums of several.
+    # With fewer ranks than before, a rank continues the sums of several saved ranks.
     local = saved[rank::world]
     work = {name: sum(part.work[name] for part in local) for name in saved[0].work}
     sampler.policy.counters = Counters(**work)
@@ -218,7 +218,7 @@ def _restore_updates(
 def _select(
     tensors: Mapping[str, Tensor], prefix: str, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors whose names have a prefix, without it, on a device."""
+    """Yield tensors whose names start with ``prefix``, on ``device``, under names without it."""
     for name, tensor in tensors.items():
         if name.startswith(prefix):
             yield name.removeprefix(prefix), tensor.to(device)

@@ -23,13 +23,13 @@ from vlm_grpo.distributed.collectives import balance_by_cost, fail_together
 
 
 def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of the tensors that this rank writes; all ranks write about equal sizes.
+    """Return the names of the tensors that this rank writes; ranks write similar amounts.
 
     Every tensor is written in full by one rank, so that any program can read the files. Names that
     share a tensor stay together.
 
     Args:
-        tensors: must have equal names and sizes on all ranks.
+        tensors: tensors by name; names and sizes must be equal on all ranks.
     """
     distinct = {id(tensor): tensor for tensor in tensors.values()}
     costs = [tensor.numel() * tensor.element_size() for tensor in distinct.values()]
@@ -46,10 +46,10 @@ def write_sharded_checkpoint(
     state: CheckpointState,
     write_weights: Callable[[Path], None],
 ) -> None:
-    """Write a checkpoint with a shard per rank; all ranks call it.
+    """Write a checkpoint with one shard per rank. All ranks must call it.
 
-    Each rank writes, flushes and reads back its files, and then the first merges them into a
-    checkpoint. If one rank fails, all of them raise and nothing is left on the disk.
+    Each rank writes, flushes and reads back its files; then the first rank merges them into a
+    checkpoint. If one rank fails, all of them raise and nothing remains on the disk.
 
     Args:
         accelerator: the ranks, which must share ``folder``.

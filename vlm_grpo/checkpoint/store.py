@@ -2,7 +2,7 @@
 
 A checkpoint is ``step-12`` after twelve steps, or ``step-12-1`` after the first update of the
 thirteenth. It holds the weights with the processor, ``config.yaml``, ``state.json`` for metadata,
-a safetensors file for each kind of tensors (one per rank if the checkpoint is sharded), and
+a safetensors file per kind of tensors (and per rank if the checkpoint is sharded), and
 ``manifest.json`` with the size and SHA-256 of every other file. Nothing in it is pickled.
 """
 
@@ -28,10 +28,10 @@ from vlm_grpo.errors import UserError
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-"""To be raised with every change that an older or newer version could not read."""
+"""Format version, to be increased with every change that other versions cannot read."""
 MANIFEST, STATE = "manifest.json", "state.json"
 INDEX = "model.safetensors.index.json"
-"""Which file holds which weight, if there are several; transformers' name."""
+"""transformers' index of a model in several files, which maps each weight to its file."""
 Checksums = dict[str, dict[str, Any]]
 """The ``size`` in bytes and the ``sha256`` of each file by name."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
@@ -108,7 +108,7 @@ def get_tmp_dir(folder: Path, at: CheckpointStep) -> Path:
 
 
 def create_tmp_dir(folder: Path, at: CheckpointStep) -> Path:
-    """Create an empty temporary folder, and delete those that a killed run has left."""
+    """Create an empty temporary folder, and delete those that a killed run left behind."""
     for stale in folder.glob(".step-*"):
         shutil.rmtree(stale, ignore_errors=True)
     tmp_dir = get_tmp_dir(folder, at)
@@ -161,7 +161,7 @@ def commit(folder: Path, at: CheckpointStep, checksums: Checksums) -> Path:
 
 
 def merge_shards(tmp_dir: Path, shards: Mapping[str, Checksums]) -> Checksums:
-    """Merge the folders that the ranks have written into one checkpoint.
+    """Merge the folders that the ranks wrote into one checkpoint.
 
     The files get the names that transformers gives to a sharded model, and its index, so that
     other programs can load the model.
@@ -208,7 +208,7 @@ def _flush(path: Path) -> None:
 
 
 def _read_back(folder: Path, state: CheckpointState) -> None:
-    """Compare the tensors on the disk with ``state``, and open the files of weights."""
+    """Compare the tensors on the disk with ``state``, and open the weight files."""
     for path in folder.rglob("*.safetensors"):
         try:
             with safe_open(path, "pt") as file:
@@ -263,7 +263,7 @@ def list_checkpoints(folder: Path) -> list[tuple[CheckpointStep, Path]]:
 def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest intact checkpoint; None if there are no checkpoints.
 
-    Newer, corrupt ones are renamed ``damaged-step-N`` with a warning that names the file.
+    Newer checkpoints, which are corrupt, are renamed ``damaged-step-N`` with a warning.
 
     Raises:
         UserError: there are checkpoints, and all of them are corrupt.
@@ -296,7 +296,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
     """Compare every file of a checkpoint with its manifest.
 
     Raises:
-        CorruptCheckpoint: a file differs; the message names the first.
+        CorruptCheckpoint: a file differs; the message names the first such file.
     """
     manifest = checkpoint / MANIFEST
     try:
@@ -320,7 +320,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     """Return the metadata of a checkpoint.
 
     Raises:
-        UserError: it cannot be read, or has another format.
+        UserError: the file cannot be read, or has another format.
     """
     path = checkpoint / STATE
     try:
@@ -357,18 +357,18 @@ class _LazyTensors(Mapping[str, torch.Tensor]):
 def read_tensors(checkpoint: Path, name: str) -> Mapping[str, torch.Tensor]:
     """Return the tensors of one kind, such as ``optimizer``, on the CPU, from one file or shards.
 
-    Empty if the checkpoint has none of this kind.
+    The mapping is empty if the checkpoint has no such tensors.
     """
     return _LazyTensors([path for path in checkpoint.iterdir() if _get_kind(path) == name])
 
 
 def _get_kind(path: Path) -> str | None:
-    """Return the kind of tensors in a file; None if it is not a file of tensors."""
+    """Return the kind of tensors in a file; None if it is not a safetensors file."""
     return _SHARD.sub("", path.stem) if path.suffix == ".safetensors" else None
 
 
 def prune_checkpoints(folder: Path, keep_last: int, keep: Collection[CheckpointStep] = ()) -> None:
-    """Delete all checkpoints but ``keep`` and the newest ``keep_last``; 0 deletes none."""
+    """Delete all checkpoints except ``keep`` and the newest ``keep_last`` (0 keeps all)."""
     found = list_checkpoints(folder)
     for at, path in found[:-keep_last] if keep_last else []:
         if at not in keep:

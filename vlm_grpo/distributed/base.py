@@ -26,17 +26,17 @@ from vlm_grpo.model.policy import Policy
 
 
 class Strategy(ABC):
-    """Places a policy's weights on the ranks, and reduces and applies its gradients.
+    """A way to distribute a policy's weights over ranks, and to reduce and apply its gradients.
 
     Args:
-        policy: its model is moved to the accelerator's device.
+        policy: the policy, whose model is moved to the accelerator's device.
         accelerator: the ranks.
 
     Attributes:
-        trainable: names and parameters that are trained.
+        trainable: names and values of the trained parameters.
         optimizer: the optimizer of ``trainable``, after ``attach_optimizer``.
-        max_norm: the gradient norm is clipped to this value.
-        may_retry: a rank that runs out of memory may restart its micro-batches without the others.
+        max_norm: maximum gradient norm.
+        may_retry: True if a rank that runs out of memory may repeat its micro-batches alone.
     """
 
     may_retry: bool
@@ -50,27 +50,27 @@ class Strategy(ABC):
 
     @abstractmethod
     def _place(self) -> None:
-        """Move the model to the device, and shard it where the strategy does."""
+        """Move the model to the device, and shard it if the strategy does."""
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         """Set the optimizer.
 
         Args:
-            optimizer: over ``trainable``; has not made a step yet.
+            optimizer: optimizer of ``trainable``, before its first step.
             max_norm: maximum norm of the gradient over all weights; infinity disables clipping.
         """
         self.optimizer, self.max_norm = optimizer, max_norm
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the weights: inside, passes without gradient need no communication.
+        """Gather the weights inside, where passes without gradient then need no communication.
 
         All ranks enter and leave together.
         """
         yield
 
     def release(self) -> None:
-        """Drop gathered copies of the weights, which have changed or are about to."""
+        """Drop gathered copies of the weights, because these have changed or will change."""
         return
 
     def weights(self) -> dict[str, Tensor]:
@@ -86,8 +86,8 @@ class Strategy(ABC):
     def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch | None]:
         """Iterate over the micro-batches to run forward and backward.
 
-        ``None`` stands for a dummy pass, which this rank makes because others need its part in
-        their communication.
+        ``None`` requests a dummy pass, which this rank makes because the communication of other
+        ranks needs it.
         """
         yield from batches
 
@@ -126,13 +126,13 @@ class Strategy(ABC):
             weight.grad = None
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's state, as the function ``optimizer_tensors`` does."""
+        """Return the optimizer's state in the form of the function ``optimizer_tensors``."""
         return optimizer_tensors(self.optimizer, self.trainable)
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the result of ``optimizer_tensors`` of any strategy, unsharded, on every rank.
 
         Raises:
-            UserError: it is the state of other weights.
+            UserError: the state belongs to other weights.
         """
         load_optimizer_tensors(self.optimizer, self.trainable, tensors)

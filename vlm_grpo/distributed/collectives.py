@@ -18,10 +18,10 @@ compared with a model."""
 
 @contextlib.contextmanager
 def explain_lost_rank() -> Iterator[None]:
-    """Replace the error of a collective whose peer has died.
+    """Replace the error of a collective that fails because another process has died.
 
     Raises:
-        UserError: another process of the run is gone.
+        UserError: another process of the run has died.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
 
     The most expensive remaining item goes to the rank with the lowest total so far (Graham's
     longest-processing-time rule, at most 4/3 of the optimum). The result depends on the arguments
-    alone, so all ranks compute the same one without communication.
+    alone, so all ranks compute the same result without communication.
 
     Args:
         costs: cost of each item, at least 0.

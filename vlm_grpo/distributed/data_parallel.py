@@ -6,7 +6,7 @@ from vlm_grpo.distributed.base import Strategy
 
 
 class DataParallel(Strategy):
-    """Every rank holds all weights. Gradients are summed after a step's last micro-batch."""
+    """Data parallelism, which sums gradients after a step's last micro-batch."""
 
     may_retry = True
 

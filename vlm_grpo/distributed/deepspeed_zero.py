@@ -26,14 +26,14 @@ from vlm_grpo.distributed.sharding import full_shape, shard_like
 from vlm_grpo.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments of a weight, as its state names them."""
+"""Names of the moments in AdamW's state."""
 
 
 class DeepSpeedZero2(Strategy):
-    """Every rank holds all weights and 1/R of the optimizer state (ZeRO-2).
+    """ZeRO-2: every rank holds all weights and 1/R of the optimizer state.
 
     Gradients stay unsharded on their rank until the step's last micro-batch; then DeepSpeed
-    reduces and shards them, each rank updates its part, and the weights are gathered again. Ranks
+    reduces and shards them, each rank updates its shard, and the weights are gathered again. Ranks
     with more, fewer or no micro-batches therefore never wait for each other in the middle of a
     step.
 
@@ -77,7 +77,7 @@ class DeepSpeedZero2(Strategy):
         )[0]
         for group in optimizer.param_groups:
             for part in group["params"]:  # DeepSpeed's flat shards of this rank
-                # DeepSpeed looks for the state only at the end of the first group's first step.
+                # DeepSpeed links the state of all groups once, after the first group's first step.
                 moments = {moment: torch.zeros_like(part) for moment in MOMENTS}
                 steps = torch.zeros((), dtype=torch.float32, device=part.device)
                 optimizer.state[part] = {"step": steps, **moments}
@@ -141,7 +141,7 @@ class DeepSpeedZero2(Strategy):
         safe_set_full_optimizer_state(weight, value, moment)
 
     def _create_state(self) -> None:
-        """Make a step with learning rate 0: before the first step DeepSpeed can load no state."""
+        """Make a step with learning rate 0; before its first step, DeepSpeed can load no state."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -153,7 +153,7 @@ class DeepSpeedZero2(Strategy):
 
 
 class DeepSpeedZero3(DeepSpeedZero2):
-    """Every rank keeps 1/R of each weight as well (ZeRO-3).
+    """ZeRO-3: every rank also keeps only 1/R of each weight.
 
     All weights are gathered at once for a rollout, an evaluation, a reference pass and the
     micro-batches of a step, so that no pass communicates. With DeepSpeed's own gathering, module

@@ -27,30 +27,30 @@ summed in float32."""
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether the module has parameters of its own and is not a linear layer."""
+    """Return whether the module is not a linear layer and directly holds parameters."""
     return not isinstance(module, nn.Linear) and any(True for _ in module.parameters(False))
 
 
 class FSDP(Strategy):
-    """Every rank keeps 1/R of each weight, of its gradient and of the optimizer state (FSDP2).
+    """FSDP2: every rank keeps 1/R of each weight, its gradient and its optimizer state.
 
     For rollouts, evaluations and reference passes the weights are gathered once, so that decoding
     a token needs no communication. In the update with ``stream``, each layer of the language model
-    is gathered for its use and resharded afterwards, so all ranks make as many passes as the rank
-    with the most micro-batches, some of them dummy passes. Without ``stream`` the layers stay
+    is gathered for each use and resharded afterwards, so all ranks make as many passes as the rank
+    with the most micro-batches, and fill up with dummy passes. Without ``stream`` the layers stay
     gathered until the step's last pass. The embeddings, the head and a trained vision tower always
     stay gathered, and their gradients are reduced in one final dummy pass that all ranks make
     together, because not every rank has an image in every pass.
 
     Adapters and a frozen vision tower are small and are not sharded.
 
-    With ``replicas`` > 1 (hybrid sharding) R is the number of ranks that share one replica:
+    With ``replicas`` > 1 (hybrid sharding), R is the number of ranks that share one replica:
     consecutive ranks, such as those of one machine. Gradients are all-reduced between replicas in
     every backward pass: if that were postponed to the end of the step, torch 2.15 would
     reduce-scatter again in every backward pass, including those that not all ranks make.
 
     Args:
-        policy: as for ``Strategy``; its model is sharded.
+        policy: the policy, whose model is sharded.
         accelerator: the ranks.
         stream: reshard a layer after each use in the update.
         replicas: number of replicas of the sharded weights.

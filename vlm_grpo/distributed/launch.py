@@ -1,4 +1,4 @@
-"""The launch of a run: its processes, and what the launcher's settings request."""
+"""The launch of a run: its processes and the launcher's settings."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def initialize_distributed() -> PartialState:
 def _on_cpu() -> bool:
     """Return whether the run uses CPUs.
 
-    Without an accelerator, accelerate must be told so: it would not connect the processes.
+    If it does, accelerate needs ``cpu=True``: otherwise it would not connect the processes.
     """
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
 def _initialize_after_restart() -> None:
-    """Initialize the process group under a prefix of its own after a restart by the launcher.
+    """Initialize the process group under a new prefix after a restart by the launcher.
 
     Launchers keep one key-value store for all attempts. Without a prefix the ranks would read the
     addresses of dead processes from it and wait for them.
@@ -127,7 +127,7 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
         "fsdp_cpu_ram_efficient_loading must be false: every process reads the model": (
             plugin.cpu_ram_efficient_loading
         ),
-        "fsdp_state_dict_type must be FULL_STATE_DICT (checkpoint.sharded sets who writes)": (
+        "fsdp_state_dict_type must be FULL_STATE_DICT (use checkpoint.sharded instead)": (
             plugin.state_dict_type != StateDictType.FULL_STATE_DICT
         ),
     }
@@ -175,7 +175,7 @@ def check_deepspeed_installed() -> None:
     """Check that DeepSpeed is installed if the launch requests it.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not installed.
     """
     if requests_deepspeed() and not is_deepspeed_available():
         raise UserError(

@@ -15,7 +15,7 @@ from vlm_grpo.errors import UserError
 
 
 def build_optimizer(weights: Sequence[nn.Parameter], optim: OptimSettings) -> torch.optim.AdamW:
-    """Build AdamW with weight decay on matrices and none on vectors (norms and biases)."""
+    """Build AdamW, with weight decay on matrices but not on vectors (norms and biases)."""
     groups = [
         {"params": [w for w in weights if w.dim() >= 2], "weight_decay": optim.weight_decay},
         {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
@@ -62,7 +62,7 @@ def load_optimizer_tensors(
     """Load the state that ``optimizer_tensors`` returned.
 
     Raises:
-        UserError: it is the state of other weights.
+        UserError: the state belongs to other weights.
     """
     if not tensors:  # saved before the first update
         return
@@ -90,7 +90,7 @@ def state_by_weight(
         shapes: full shapes of the trained weights by name.
 
     Raises:
-        UserError: it is the state of other weights.
+        UserError: the state belongs to other weights.
     """
     state: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Return whether the tensor is sharded: a tensor of FSDP2 or a weight of ZeRO-3."""
+    """Return whether the tensor is sharded by FSDP2 or is a weight sharded by ZeRO-3."""
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_tensor")
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, in the same memory; all of it if it is not sharded."""
+    """Return this rank's shard of a tensor, in the same memory; the full tensor if not sharded."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return getattr(tensor, "ds_tensor", tensor)
@@ -27,7 +27,7 @@ def full_shape(tensor: Tensor) -> torch.Size:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """Shard a full tensor, which every rank has, like another tensor.
+    """Shard a full tensor, which every rank holds, like another tensor.
 
     Args:
         value: the full tensor.
@@ -66,7 +66,7 @@ def unshard_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_full(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str, Tensor]:
-    """Gather sharded tensors in host memory. All ranks call it with the same names.
+    """Gather sharded tensors in host memory. All ranks must call it with the same names.
 
     Only one full tensor at a time is on the device.
 

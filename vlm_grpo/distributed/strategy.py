@@ -1,4 +1,4 @@
-"""The choice of the strategy that a launch requests."""
+"""The selection of the strategy that a launch requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlm_grpo.model.policy import Policy
 
 
 def build_strategy(policy: Policy, accelerator: Accelerator) -> Strategy:
-    """Place the policy's weights on the ranks as the launch requests."""
+    """Build the strategy that the launch requests, which distributes the policy's weights."""
     config = get_deepspeed_config(accelerator)
     if config is not None:
         # Imported here: DeepSpeed is an extra, and slow to import.

@@ -25,7 +25,7 @@ class StepAdvantages:
 
     Attributes:
         own: (n,) advantages of this rank's completions.
-        step: those of all ranks, with the statistics of the groups.
+        step: advantages of all ranks' completions, with the statistics of the groups.
     """
 
     own: Tensor
@@ -43,8 +43,8 @@ def compute_advantages(
 
     Args:
         groups: this rank's groups, n completions in all.
-        reference: its penalties, if there are any, are subtracted from the total rewards.
-        task: its weights of the rewards; a reward of weight 0 is ignored.
+        reference: scores of the reference; KL penalties are subtracted from the total rewards.
+        task: sets the reward weights; a reward of weight 0 is ignored.
         settings: the run's settings.
         accelerator: the ranks.
     """
@@ -54,7 +54,7 @@ def compute_advantages(
         rewards = torch.cat([rewards, reference.penalties[:, None].to(rewards.dtype)], dim=1)
     sizes = torch.tensor([len(group.completions) for group in groups], dtype=torch.int64)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    # Group g of rank r has the id g * world_size + r, so that ids are unique over all ranks.
+    # Group g of rank r has id g * world_size + r, so that ids are unique over all ranks.
     ids = torch.arange(len(groups)).repeat_interleave(sizes) * world_size + rank
     all_rewards, all_ids = gather_object([rewards]), gather_object([ids])  # in rank order
     start = sum(len(part) for part in all_ids[:rank])

@@ -1,4 +1,4 @@
-"""The batch of a step: its completions with what the loss needs of them."""
+"""The batch of a step: its completions with the inputs of the loss."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vlm_grpo.types import Group
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The n completions of a step on this rank, with what the loss needs of each.
+    """The n completions of a step on this rank, with the inputs of the loss.
 
     Attributes:
         slices: the completions that have a gradient, by group.
-        advantages: (n,).
+        advantages: (n,) advantage of each completion.
         active: (n,) False for a truncated completion that is masked out.
-        sampler_logprobs: for each completion the (T,) log-probs of its tokens when sampled.
+        sampler_logprobs: for each completion, (T,) log-probs of its tokens when sampled.
         totals: the normalizers of the loss, over all ranks.
         reference_logprobs: (T,) log-probs under the reference policy by completion; empty if the
             loss has no KL term.
@@ -39,11 +39,11 @@ class StepBatch:
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:
-    """Slice the groups to the completions to keep; groups without any are left out.
+    """Build slices of the completions to keep; groups without any are left out.
 
     Args:
-        groups: n completions in all, numbered in order.
-        keep: n flags.
+        groups: groups with n completions in all, numbered in order.
+        keep: n flags, True for each completion to keep.
     """
     slices, start = [], 0
     for group in groups:
@@ -66,7 +66,7 @@ def pack_step(
 
     Args:
         groups: this rank's groups, n completions in all.
-        advantages: (n,).
+        advantages: (n,) advantage of each completion.
         reference_logprobs: (T,) log-probs by completion; empty without a reference.
         settings: the run's settings.
         accelerator: the ranks.

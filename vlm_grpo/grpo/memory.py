@@ -15,11 +15,11 @@ GIB = 2**30
 
 @dataclass
 class TokenBudget:
-    """Number of tokens to process at once, which is halved when memory runs out.
+    """The number of tokens to process at once, which is halved when memory runs out.
 
     Attributes:
         tokens: the number of tokens.
-        setting: name of the setting that gives it.
+        setting: name of the setting that holds its initial value.
     """
 
     tokens: int
@@ -29,8 +29,8 @@ class TokenBudget:
         """Halve the budget after an allocation failed, and log the setting to start with.
 
         Args:
-            used: number of tokens that were processed when it failed.
-            minimum: the budget is not lowered below it.
+            used: number of tokens that were being processed.
+            minimum: smallest value of the budget.
         """
         self.tokens = max(min(self.tokens, used) // 2, minimum)
         logger.warning(

@@ -21,7 +21,7 @@ MAX_NONFINITE_STEPS = 5
 
 
 class NonfiniteGuard:
-    """Counts consecutive steps with a non-finite gradient, and ends the run after
+    """A counter of consecutive steps with a non-finite gradient, which ends the run after
     ``MAX_NONFINITE_STEPS``.
 
     Args:
@@ -39,10 +39,10 @@ class NonfiniteGuard:
         """Count a step.
 
         Args:
-            step: its number.
-            skipped: whether an update was skipped.
+            step: number of the step.
+            skipped: True if an update was skipped.
             groups: this rank's groups, n completions in all.
-            advantages: (n,).
+            advantages: (n,) advantage of each completion.
 
         Raises:
             UserError: too many consecutive steps were skipped; names the file with the last one.
@@ -64,7 +64,7 @@ class NonfiniteGuard:
 
 
 def _rows(groups: Sequence[Group], advantages: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield a row per completion with all that the update received, token by token."""
+    """Yield one row per completion with all inputs of the update, token by token."""
     row = 0
     for group in groups:
         for completion, score in zip(group.completions, group.scores, strict=True):

@@ -21,21 +21,21 @@ MAX_REPLACEMENTS = 8
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A prompt, and whether it replaces one that could not be read."""
+    """A prompt; ``is_replacement`` if it replaces one that could not be read."""
 
     prompt: Prompt
     is_replacement: bool
 
 
 class PromptLoader:
-    """Loads prompts in the stream's order, and those of the next step while this one computes.
+    """A loader of prompts in the stream's order, which prepares the next step's in advance.
 
     Reading, resizing and splitting an image into patches needs no model, so a thread does it ahead
     of time; image decoders and tensor operations release the interpreter's lock.
 
     Args:
         policy: turns examples into prompts, and counts the work in its ``counters``.
-        task: writes the question.
+        task: writes the questions.
         stream: the examples.
         skip_unreadable: replace an example that cannot be read by a later one; otherwise it is an
             error.
@@ -96,16 +96,16 @@ class PromptLoader:
 def drop_unusable_images(
     policy: Policy, examples: Sequence[Example], skip: bool = False
 ) -> list[Example]:
-    """Return the examples whose images the model's resize accepts.
+    """Return the examples whose images the model can resize.
 
     Args:
-        policy: knows the resize.
+        policy: defines the resizing.
         examples: the examples.
-        skip: leave out examples with other images, with a warning; otherwise they are an error.
+        skip: leave out the other examples with a warning; otherwise they are an error.
 
     Raises:
         UserError: some images are unusable and ``skip`` is False, or all examples have such images.
-            The message names every one.
+            The message names all of them.
     """
     usable, problems = [], []
     for example in examples:

@@ -2,7 +2,7 @@
 
 Frozen weights are shared by policy and reference, so the snapshot holds the trainable weights
 only: a few megabytes for an adapter, one copy of the model for full weights. The snapshot is
-swapped in for the reference pass. It may be kept in host memory; the accelerator then holds it only
+swapped in for the reference pass. It may be kept in host memory; it is then on the accelerator only
 during that pass, when there are no gradients.
 """
 
@@ -29,11 +29,11 @@ from vlm_grpo.errors import UserError
 
 @dataclass(frozen=True)
 class ReferenceScores:
-    """What the reference policy contributes to a step of n completions.
+    """The scores of a step's n completions under the reference policy.
 
     Attributes:
         logprobs: (T,) log-probs by completion; empty if the loss has no KL term.
-        penalties: (n,) KL penalties to subtract from the rewards; None if they have no KL term.
+        penalties: (n,) KL penalties to subtract from the rewards; None if there are none.
     """
 
     logprobs: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -43,12 +43,12 @@ class ReferenceScores:
 class Reference:
     """The reference policy of a run.
 
-    There is no snapshot with ``beta = 0``, which needs no reference, or if it is refreshed in every
-    step: then it is the policy at the start of the step, whose log-probs the update computes.
+    There is no snapshot if ``beta`` is 0, because no reference is needed, or if it is refreshed in
+    every step, because its log-probs are then those that the update starts from.
 
     Args:
         trainable: names and values of the trained weights at the start of the run.
-        objective: whether a reference is needed, how often it is refreshed and where it is kept.
+        objective: settings of the objective.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reference:
         """Copy the policy to the reference if ``step`` (from 0) is a multiple of k.
 
         Returns:
-            Whether it was copied.
+            True if it was copied.
         """
         if self.snapshot is None or self.every == "never":
             return False

@@ -1,4 +1,4 @@
-"""The rollout: sample completions for a step's prompts and score them."""
+"""The rollout: the sampling and scoring of completions for a step's prompts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Rollout:
         groups: the scored groups.
         resampled: number of groups, over all ranks, that were sampled to replace groups whose
             rewards were all equal.
-        rounds: for each round of sampling the stream's indices that this rank sampled, including
-            those of replaced groups.
+        rounds: for each round of sampling, the stream's indices that this rank sampled, including
+            indices of replaced groups.
     """
 
     groups: tuple[Group, ...]
@@ -41,7 +41,7 @@ class Rollout:
 
 
 class RolloutSampler:
-    """Samples and scores the groups of each step.
+    """A sampler of the groups of each step, which also scores them.
 
     The prompts of a step are distributed over the ranks so that each has about the same number of
     tokens.
@@ -49,13 +49,13 @@ class RolloutSampler:
     Args:
         policy: samples the completions.
         task: writes the questions and scores the answers.
-        examples: at least one.
+        examples: the training examples, at least one.
         settings: the run's settings.
         accelerator: the ranks.
 
     Attributes:
-        position: number of examples drawn by earlier steps.
-        budget: number of tokens sampled at once.
+        position: number of examples that earlier steps took from the stream.
+        budget: maximum number of tokens sampled at once.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class RolloutSampler:
         return Rollout(own, resampled, tuple(rounds))
 
     def _split_by_spread(self, groups: Mapping[int, Group]) -> tuple[list[int], list[int]]:
-        """Return the indices of all ranks' groups with different rewards, and of those without."""
+        """Return the indices of all ranks' groups: those with different rewards, and the others."""
         weights, objective = self.task.reward_weights(), self.settings.objective
         own = [(i, has_spread(group, weights, objective)) for i, group in groups.items()]
         every = sorted(gather_object(own))
         return [i for i, useful in every if useful], [i for i, useful in every if not useful]
 
     def _sample_round(self, count: int, progress: float) -> dict[int, Group]:
-        """Return this rank's groups of the stream's next ``count`` examples by index.
+        """Sample this rank's groups of the stream's next ``count`` examples; return them by index.
 
         Raises:
             UserError: on all ranks, if one of them could not make its groups.
@@ -166,9 +166,9 @@ class RolloutSampler:
     def _sample_completions(
         self, prompts: Sequence[Prompt], indices: Sequence[int]
     ) -> list[tuple[Completion, ...]]:
-        """Sample the prompts' completions, with half as many tokens at once if memory runs out.
+        """Sample the prompts' completions, and halve the token budget if memory runs out.
 
-        The completions do not depend on how many are sampled at once.
+        The completions do not depend on the budget.
         """
         rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)

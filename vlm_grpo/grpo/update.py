@@ -64,16 +64,16 @@ class Updates:
 
 @dataclass
 class Updater:
-    """Updates the policy, and scores completions under the policy and its reference.
+    """The updater of the policy, which also scores completions under policy and reference.
 
     Attributes:
         policy: the policy that is trained.
-        strategy: how its weights are distributed over ranks; holds the optimizer.
+        strategy: distributes its weights over ranks, and holds the optimizer.
         reference: the reference policy.
         scheduler: the learning-rate schedule, advanced once per step.
         accelerator: the ranks.
         settings: the run's settings.
-        budget: number of tokens in a micro-batch.
+        budget: maximum number of tokens per micro-batch.
     """
 
     policy: Policy
@@ -138,7 +138,7 @@ class Updater:
     def update(
         self, batch: StepBatch, updates: Updates, before_each: Callable[[], None] = lambda: None
     ) -> None:
-        """Make the updates of a step that are left.
+        """Make the remaining updates of a step.
 
         Args:
             batch: the step's completions.
@@ -166,7 +166,7 @@ class Updater:
     def _accumulate(
         self, batch: StepBatch, old: dict[int, Tensor], first: bool
     ) -> tuple[float, MetricAccumulator]:
-        """Accumulate the gradient of the whole step, and return its loss and metrics.
+        """Accumulate the gradient of the entire step, and return its loss and metrics.
 
         If memory runs out, the gradients so far are dropped and the step is repeated with
         micro-batches of half the size, which gives the same gradient.
@@ -195,7 +195,7 @@ class Updater:
         """Check that a step that ran out of memory can be repeated with smaller micro-batches.
 
         Raises:
-            UserError: it cannot.
+            UserError: it cannot be repeated.
         """
         if len(micro.rows) == 1:
             raise UserError(
@@ -204,8 +204,8 @@ class Updater:
             ) from error
         if not self.strategy.may_retry:
             raise UserError(
-                f"out of memory on a micro-batch of {micro.num_tokens} tokens; ranks that share "
-                "sharded weights cannot repeat a step one by one: continue with "
+                f"out of memory on a micro-batch of {micro.num_tokens} tokens; ranks with "
+                "sharded weights cannot repeat a step independently: continue with "
                 f"resume=true optim.max_tokens_per_batch={micro.num_tokens // 2}"
             ) from error
 
@@ -224,7 +224,7 @@ class Updater:
 
 
 def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) -> Updater:
-    """Place the policy on the ranks and build its optimizer, schedule and reference."""
+    """Distribute the policy over the ranks, and build its optimizer, schedule and reference."""
     strategy = build_strategy(policy, accelerator)
     optimizer = build_optimizer([weight for _, weight in strategy.trainable], settings.optim)
     strategy.attach_optimizer(optimizer, settings.optim.max_grad_norm or math.inf)
@@ -242,12 +242,12 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
 def _token_batch(
     micro: MicroBatch, scores: TokenScores, batch: StepBatch, old: Mapping[int, Tensor] | None
 ) -> TokenBatch:
-    """Collect what the loss needs of a micro-batch's tokens.
+    """Collect the inputs of the loss for a micro-batch's tokens.
 
     Args:
         micro: the micro-batch.
         scores: the policy's log-probs of its tokens.
-        batch: the step.
+        batch: the step's batch.
         old: (T,) log-probs before the first update by completion; None in the first update.
     """
     device = scores.logprobs.device
