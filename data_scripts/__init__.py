@@ -1,1 +1,1 @@
-"""Dataset converters, and the scripts that make the embedded data and model."""
+"""Dataset converters, and the scripts that generate the embedded data and model."""

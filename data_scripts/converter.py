@@ -127,7 +127,7 @@ class Converter:
     Attributes:
         description: the module's docstring, shown by ``--help``.
         read: yields the rows of a request, always in the same order.
-        tasks: tasks that it makes rows for; the first is the default.
+        tasks: tasks that it writes rows for; the first is the default.
         splits: the dataset's splits; the first is the default.
         options: task options to check the rows with.
     """
@@ -331,7 +331,7 @@ class _Conversion:
     def _fingerprint(self) -> str:
         """Return a hash that differs between commands that could write different rows.
 
-        It covers the text of ``Request``: a renamed field makes every earlier output look foreign.
+        It covers the text of ``Request``: renaming a field invalidates every earlier output.
         """
         source = Path(self.request.source).expanduser()
         stat = source.stat() if source.exists() else None

@@ -1,7 +1,7 @@
 """Build and warm up the embedded tiny VLM: ``python -m vlm_grpo.data_scripts.make_tiny_vlm``.
 
 The model is a Qwen2.5-VL of 1.2 million parameters that counts shapes, locates a shape and reads
-words with an accuracy of about one half, so that most groups in GRPO hold both right and wrong
+words with an accuracy of about one half, so that most groups in GRPO contain both right and wrong
 completions. The warm-up is supervised learning on random examples. The three tasks are learned at
 different speeds: a task that has reached its target accuracy gets a small share of each batch while
 the others catch up, and training stops once all three are inside the band.
@@ -37,8 +37,8 @@ MAKERS = {
     "counting": (make_shapes.draw_examples, "cluttered"),
     "grounding": (make_shapes.draw_examples, "crowded"),
 }
-"""Each task's maker and kind of data, in the order in which the tasks are learned. Counting and
-grounding use other scenes than the recipes do, which leaves more room for improvement."""
+"""Each task's generator and kind of data, in the order in which the tasks are learned. Counting and
+grounding use scenes other than those of the recipes, which leaves more room for improvement."""
 MAX_ANSWER_TOKENS = 40
 """A box takes about 25 tokens."""
 
@@ -96,7 +96,7 @@ TaskExample = tuple[Task, Example]
 
 
 def draw_examples(task: str, count: int, seed: int, split: str) -> list[Example]:
-    """Draw examples of one task from its maker."""
+    """Draw examples of one task from its generator."""
     draw, kind = MAKERS[task]
     return draw(kind, count, seed, split)
 

@@ -2,7 +2,7 @@
 
 Tables, charts, documents, key information, spotting, grounding, full pages and translation need
 special metrics (tree edit distance, BLEU, …). The mean over the remaining categories is therefore
-no OCRBench v2 score, but each category's score is comparable.
+not an OCRBench v2 score, but each category's score is comparable.
 
 --source: OCRBench_v2.json, hf:ling99/OCRBench_v2, or a folder with its parquet files.
 --images: the folder that its image_path fields are relative to; for the table, a folder to write

@@ -1,9 +1,9 @@
-"""OVDEval: open-vocabulary detection in nine parts, each a separate COCO file.
+"""OVDEval: open-vocabulary detection in nine subsets, each a separate COCO file.
 
-The question names the labels that the image lists (text and neg_text). The parts celebrity,
-landmark and logo list none; their questions name all categories of the part. The metric is NMS-AP.
+The question names the labels that the image lists (text and neg_text). The subsets celebrity,
+landmark and logo list none; their questions name all categories of the subset. The metric: NMS-AP.
 
---source: the file of one part, for example color.json. --images: the folder of that part's images.
+--source: the file of one subset, such as color.json. --images: the folder of that subset's images.
 """
 
 from __future__ import annotations

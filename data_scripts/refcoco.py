@@ -2,7 +2,7 @@
 
 --source: the folder with refs(unc).p or refs(umd).p and instances.json, or one such pickle.
 --images: COCO's train2014 folder.
-RefCOCO and + have the splits val, testA and testB; g has val and test (UMD's).
+RefCOCO and RefCOCO+ have the splits val, testA and testB; RefCOCOg has val and test (UMD's).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
 
 
 def _is_in_split(ref: RawRecord, split: str) -> bool:
-    """Return whether refer.py counts a region to a split: "testAB" belongs to testA and testB."""
+    """Return whether refer.py assigns a region to a split: "testAB" belongs to testA and testB."""
     if split in ("testA", "testB"):
         return "test" in ref["split"] and split[-1] in ref["split"]
     return ref["split"] == split

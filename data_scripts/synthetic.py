@@ -1,4 +1,4 @@
-"""Functions shared by the makers of synthetic data: seeding, PNG encoding, files, command line."""
+"""Functions shared by the generators of synthetic data: seeding, encoding, files, command line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_rng(*key: object) -> random.Random:
     """Return a random generator that depends on ``key`` only.
 
     ``random`` hashes a text seed with SHA-512, so the stream is the same in every process and on
-    every machine, whatever ``PYTHONHASHSEED`` is.
+    every machine, independent of ``PYTHONHASHSEED``.
     """
     return random.Random("/".join(map(str, key)))
 
@@ -59,7 +59,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes private folders
+        temporary.chmod(0o755)  # mkdtemp creates private folders
         os.replace(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -69,7 +69,7 @@ def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Pa
     """Write examples as canonical JSONL with their images, all or nothing.
 
     Args:
-        examples: examples whose images hold their bytes.
+        examples: examples whose images contain their encoded bytes.
         out: the folder to create; it is also the rows' ``image_root``.
         file_name: name of the JSONL file in ``out``.
 
@@ -106,7 +106,7 @@ def _write_images(example: Example, root: Path) -> dict[str, object]:
 def run_maker(
     draw: DrawExamples, tasks: Sequence[str], description: str, argv: Sequence[str] | None
 ) -> int:
-    """Run a maker's command line: write ``--count`` examples of ``--task`` into ``--out``."""
+    """Run a generator's command line: write ``--count`` examples of ``--task`` into ``--out``."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--task", choices=tasks, default=tasks[0], help="task to draw examples for")
     parser.add_argument("--count", type=int, required=True, help="number of examples")

@@ -30,7 +30,7 @@ _ANSWERS = ("answer", "answers", "solution", "label")
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """Yield one row per row whose answer the task can read."""
+    """Yield one converted row per source row; refuse rows whose answer the task rejects."""
     for number, row in enumerate(read_table(request.source, request.split, ())):
         names = [_find_column(row, known) for known in (_IMAGES, _QUESTIONS, _ANSWERS)]
         images, question, value = (row[name] for name in names)

@@ -39,7 +39,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
 
 def _convert_row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | RefusedRow:
     name = str(row["question_id"])
-    # An empty answer is no valid gold answer. meta.answers still counts it for the VQA accuracy.
+    # An empty answer is not a valid gold answer. meta.answers still counts it for the VQA accuracy.
     answers = [answer for answer in row.get("answers") or [] if answer.strip()]
     if not answers:
         return RefusedRow(name, "it has no answers")

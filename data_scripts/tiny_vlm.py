@@ -1,7 +1,7 @@
 """The architecture of the embedded tiny VLM: a small Qwen2.5-VL, its tokenizer and its processor.
 
-All are the classes that a Qwen2.5-VL from the hub uses, so that code which runs on this model runs
-on the large ones.
+They are instances of the classes that a Qwen2.5-VL from the hub uses, so that code that runs on
+this model runs on the large ones.
 """
 
 from __future__ import annotations

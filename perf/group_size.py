@@ -1,4 +1,4 @@
-"""Step time over the group size, for the shared-prefix and the repeated engine.
+"""Step time by group size, for the shared-prefix and the repeated engine.
 
     python perf/group_size.py
 

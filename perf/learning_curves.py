@@ -2,9 +2,9 @@
 
     python perf/learning_curves.py
 
-runs what `results/learning.json` does not contain yet, each run in a process with one core. Then it
-plots `docs/images/learning.svg` from that file and prints the table of docs/objective.md. After an
-interruption the same command resumes.
+executes the runs that are missing in `results/learning.json`, each in a process with one core. Then
+it plots `docs/images/learning.svg` from that file and prints the table of docs/objective.md. After
+an interruption the same command resumes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def measured_panels(runs: list[dict]) -> dict[str, list[str]]:
 def format_table(runs: list[dict]) -> str:
     """Format the final held-out accuracy in percent: mean and range over seeds."""
     rows = [
-        "| run | held-out, mean of the seeds | lowest to highest | seeds | reward, last 20 steps | "
+        "| run | held-out, mean over seeds | range | seeds | reward, last 20 steps | "
         "largest gradient norm |",
         "| --- | --- | --- | --- | --- | --- |",
     ]

@@ -28,7 +28,7 @@ class Grounding(Task):
 
     Attributes:
         several: ask for every such object; otherwise an answer with several boxes is invalid.
-        absent: allow the answer ``[]``, which says that there is no such object; otherwise it is
+        absent: allow the answer ``[]``, which states that there is no such object; otherwise it is
             invalid.
         max_boxes: largest number of boxes in a valid answer.
         loose, strict: IoU threshold of the ``hit`` reward at the start and at the end of training.
@@ -87,7 +87,7 @@ class Grounding(Task):
 
     @reward(weight=1.0)
     def iou(self, answer: Boxes, example: Example) -> float:
-        """Intersection over union with the gold box; 1 if both say that there is none."""
+        """Intersection over union with the gold box; 1 if both state that there is none."""
         return matched_mean(iou_matrix(answer, self.gold_answer(example)))
 
     @reward(weight=0.0, optional=True)

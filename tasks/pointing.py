@@ -1,4 +1,4 @@
-"""Pointing: a point inside each named object, which also gives a count that can be checked."""
+"""Pointing: a point inside each named object, which also yields a verifiable count."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Published(Frozen):
     model: str
     """The model, and how it was run if that matters."""
     value: float
-    """In the benchmark's unit (see ``Benchmark.scale``)."""
+    """The result in the benchmark's unit (see ``Benchmark.scale``)."""
     split: str
     """One of the benchmark's splits."""
     source: str

@@ -1,4 +1,4 @@
-"""Official metrics of public benchmarks, where they differ from ``scoring``.
+"""Official metrics of public benchmarks that differ from those in ``scoring``.
 
 Each follows the benchmark's script, including its oddities, so that results are comparable with
 published ones. All functions are pure.

@@ -114,7 +114,7 @@ RULES: dict[str, Rule] = {
         np.mean(_compute_iou(a, e) > _THRESHOLDS + _ROUNDING)
     ),
 }
-"""Rules for single answers: OCR, and IoU > t, where the accuracy of the tasks is IoU ≥ t."""
+"""Rules for single answers: OCR, and IoU > t, whereas the accuracy of the tasks is IoU ≥ t."""
 
 CORPUS_RULES: dict[str, CorpusRule] = {
     "nms_ap": _nms_ap,

@@ -1,8 +1,8 @@
 """The program ``vlm-grpo``: its commands, its error messages and its exit statuses.
 
-At module level the commands import only what their help texts need. What takes long to import
-(numpy, scipy, torch, transformers) is imported inside the command's function, so that
-``vlm-grpo --help`` answers at once.
+At module level the commands import only what their help texts need. Libraries that are slow to
+import (numpy, scipy, torch, transformers) are imported inside the command's function, so that
+``vlm-grpo --help`` responds immediately.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program and exit: status 0, 2 for an error of the user, 130 if interrupted.
+    """Run the program and exit: status 0, 2 for a user error, 130 if interrupted.
 
     Args:
         arguments: command-line arguments; None: ``sys.argv[1:]``.

@@ -43,7 +43,7 @@ def add_task_override(overrides: Sequence[str] | None, task: str | None) -> list
 
 
 def get_frame(name: str) -> CoordinateFrame:
-    """Return the coordinate frame of that name.
+    """Return the coordinate frame with this name.
 
     Raises:
         UserError: there is no such frame; the message suggests the nearest name.
@@ -79,7 +79,7 @@ def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
 
 @contextmanager
 def exit_when_stopped() -> Iterator[None]:
-    """Print a stop on request as one line, and exit with its status."""
+    """Turn a requested stop into one printed line and its exit status."""
     try:
         yield
     except Stopped as stopped:

@@ -23,7 +23,7 @@ app = typer.Typer(
 
 @app.callback()
 def _data() -> None:
-    """Keep the name of the command ``check``: typer drops the name of an only command."""
+    """Keep the name of the command ``check``: typer drops the name of a single command."""
 
 
 Source = Annotated[

@@ -66,8 +66,8 @@ def evaluate(
     """Score a model on held-out examples, with n and a 95 % interval.
 
     With --data the score is the official metric of a public benchmark (docs/benchmarks.md lists
-    them), and a checkpoint is compared with its base model, example by example. An evaluation that
-    stopped continues where it was.
+    them), and a checkpoint is compared with its base model, example by example. An interrupted
+    evaluation resumes from its saved outputs.
 
     \b
     vlm-grpo evaluate counting                                        the recipe's model

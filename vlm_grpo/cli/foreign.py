@@ -24,7 +24,7 @@ _BOX_TOLERANCE = 1.0
 
 @dataclass(frozen=True)
 class ForeignRow:
-    """One output, and what its file says about its example; None where it says nothing.
+    """One output, with its file's information about the example; missing fields are None.
 
     Attributes:
         location: file and row, for messages.
@@ -87,7 +87,7 @@ def read_foreign(
 
 
 class _Matcher:
-    """Matches rows with examples, each example at most once."""
+    """A matcher of rows with examples that uses each example at most once."""
 
     def __init__(self, examples: Sequence[Example]) -> None:
         self.examples = examples
@@ -142,7 +142,7 @@ class _Matcher:
             if not found:
                 raise ValueError(f"no unmatched example has the question {row.question[:80]!r}")
         equal = [index for index in found if _same_gold(row.gold, self.examples[index].answer)]
-        # The longest question is the best match: "the red cup on the left" has "the red cup" too.
+        # The longest question is the best match: "the red cup on the left" contains "the red cup".
         return max(equal or found, key=lambda i: (len(self.examples[i].question), -i))
 
 
@@ -234,7 +234,7 @@ def _read_results(
 def _read_lmms_eval(path: Path) -> list[ForeignRow]:
     """Read lines of ``{"doc_id", "input", "resps", "filtered_resps", "target", …}``.
 
-    ``resps`` is the model's output; it is missing where the filters changed nothing.
+    ``resps`` is the model's output; it is missing if the filters changed nothing.
 
     Source: lmms-eval, EvaluationTracker.save_results_samples, for ``--log_samples``.
     """

@@ -64,13 +64,13 @@ def _choose_file(out: Path | None, image: Path) -> Path:
     """Return ``out``, or ``IMAGE-answer.png`` in the current folder with the first free number.
 
     Raises:
-        UserError: ``out`` exists, is in no folder, or has a suffix that Pillow cannot write.
+        UserError: ``out`` exists, its folder does not, or it has a suffix that Pillow cannot write.
     """
     if out is not None:
         from PIL import Image
 
         if out.exists():
-            raise UserError(f"{out} exists already: give another name by --out")
+            raise UserError(f"{out} exists already: give another name with --out")
         if not out.parent.is_dir():
             raise UserError(f"--out {out}: there is no folder {out.parent}")
         if out.suffix.lower() not in Image.registered_extensions():

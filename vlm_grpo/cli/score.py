@@ -62,7 +62,7 @@ def score(
     values = parse_task_options(options)
     for name, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
         if name in values:
-            raise UserError(f"{name} is not a task option of score: give it by {flag}")
+            raise UserError(f"{name} is not a task option of score: use {flag}")
     loaded = load_task(task, **values, tags=tags, frame=get_frame(frame))
     settings = DataSettings(train=data, image_root=image_root)
     report = score_predictions(loaded, data, predictions, settings, layout)

@@ -1,4 +1,4 @@
-"""The files of a new task: a task that runs as it is, and its test."""
+"""The files of a new task: a task that runs without changes, and its test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlm_grpo.errors import UserError
 _FILES = {"{}.py": "task.py.txt", "test_{}.py": "test_task.py.txt"}
 """File names and their templates."""
 LONGEST_NAME = 40
-"""Letters of a name; a longer one would not fit into the lines of the templates."""
+"""Largest length of a name; a longer one would not fit into the lines of the templates."""
 
 
 def write_task(name: str, folder: Path) -> list[Path]:
@@ -29,7 +29,7 @@ def write_task(name: str, folder: Path) -> list[Path]:
 
     Raises:
         UserError: the name is not valid, a file exists already, or the folder cannot be written
-            to. Nothing has been written in the first two cases.
+            to. Nothing is written in the first two cases.
     """
     _check_name(name)
     words = name.split("_")

@@ -21,7 +21,7 @@ from vlm_grpo.utils.timing import can_interrupt, time_limit
 _ROUNDING = 1e-6
 """Tolerance for floating-point rounding in a reward between 0 and 1."""
 _HEDGE_BOUND = 0.5
-"""Reward allowed for two answers at once: where several are requested, half of them are right."""
+"""Reward allowed for two answers at once: if several are requested, half of them are right."""
 _EXPLOIT_ROWS = 200
 """Rows on which exploits are tried; a reward with a flaw shows it within a few rows."""
 _PARSE_SECONDS = 0.01

@@ -29,7 +29,7 @@ _THUMBNAIL_SIZE = (16, 16)
 """Size in pixels of the thumbnails that decide whether two images are duplicates."""
 _MEAN_DIFFERENCE, _MAX_DIFFERENCE = 3.0, 32
 """Largest differences between thumbnails of duplicates, of 255: JPEG compression and resizing stay
-below, a different object exceeds them."""
+below them; a different object exceeds them."""
 _BANDS = 4
 """Images that differ in fewer than this many of their 128 hash bits agree in at least one band."""
 _MAX_PAIRWISE = 5000

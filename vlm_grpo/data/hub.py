@@ -32,7 +32,7 @@ def read_hub(spec: str, split: str) -> tuple[Iterator[Row], Path | None]:
     try:
         dataset = _load(name, split_name, config or None)
         encoded = without_decoding(dataset)
-    except Exception as error:  # the library raises many types for mistakes of the user
+    except Exception as error:  # the library raises many types for user mistakes
         raise UserError(
             f"dataset {name} (split {split_name}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error

@@ -12,7 +12,7 @@ from vlm_grpo.errors import UserError
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_DEPTH = 32
-"""Deepest nesting of lists and objects; a row with an answer with a list of boxes has four."""
+"""Deepest nesting of lists and objects; a row whose answer is a list of boxes has four."""
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:

@@ -39,7 +39,7 @@ class Row:
         values: value of each column.
         strict: require an id, and an answer in the task's own form.
         problem: why the row could not be parsed; None if it could.
-        example: the row as an example, which is only checked; None: made from ``values``.
+        example: an example given as the row, which is only checked; None: built from ``values``.
     """
 
     location: str
@@ -165,7 +165,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
     """Return the first of several readings of a row whose answer the task accepts.
 
     Raises:
-        ValueError: the task accepts none; the message is the one about the first.
+        ValueError: the task accepts none; the message is that for the first.
     """
     problems = []
     for example in examples:

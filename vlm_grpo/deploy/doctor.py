@@ -1,4 +1,4 @@
-"""Check a model: compare the shared prompt pass with the repeated one, and measure both."""
+"""Check a model: compare the shared prompt pass with the repeated one, and time both."""
 
 from __future__ import annotations
 

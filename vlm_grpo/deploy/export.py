@@ -87,7 +87,7 @@ def export(
 
 def _write_model(trained: ResolvedModel, folder: Path, dtype: str | None) -> None:
     settings = trained.settings
-    # Merge in float32: the change by an adapter is far below the spacing of bfloat16 weights, and
+    # Merge in float32: an adapter's change is far below the spacing of bfloat16 weights, and
     # rounding the sum once loses less than rounding the weights first.
     policy = settings.policy.model_copy(update={"dtype": "float32"})
     in_float32 = settings.model_copy(update={"policy": policy})

@@ -34,7 +34,7 @@ class Prediction:
     Attributes:
         completion: the generated tokens and text, and why generation ended.
         has_task: a task parsed the answer; False: the text itself is the answer.
-        answer: the parsed answer; None if the text holds none.
+        answer: the parsed answer; None if the text contains none.
         resized_sizes: width and height of each image after the model's resize.
         picture: a copy of the first image with the answer drawn on it.
     """

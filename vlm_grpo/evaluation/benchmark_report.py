@@ -18,7 +18,7 @@ from vlm_grpo.types import Example, Score
 
 RESAMPLES = 2000
 _CHUNK_VALUES = 2_000_000
-"""Resampled values in memory at once."""
+"""Largest number of resampled values in memory at once."""
 _MAX_GROUPS = 40
 
 
@@ -41,7 +41,7 @@ class Comparison:
         n: number of examples for which both have a value.
         difference: mean of the differences, in the unit of the metric.
         low, high: 95 % bootstrap interval of the difference.
-        p_value: probability of a difference at least this large if there is none.
+        p_value: probability of a difference at least this large under the null hypothesis.
         better, worse: number of examples on which the first is better, and worse.
     """
 
@@ -234,7 +234,7 @@ def compare(
 
     Args:
         first, second: metric of each example, in the same order; examples where either is None are
-            left out.
+            ignored.
         seed: seed of the resampling.
         lower_is_better: the metric is an error.
 

@@ -41,7 +41,7 @@ from vlm_grpo.utils.bootstrap import bootstrap_interval
 logger = logging.getLogger(__name__)
 
 _REQUEST_SETTINGS = {"model", "model_revision", "seed", "task_options", "policy", "rollout"}
-"""Settings that change the outputs, besides those of ``evaluation`` and ``data``."""
+"""Settings that change the outputs, in addition to those of ``evaluation`` and ``data``."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _load_benchmark_examples(settings: Settings, task: Task) -> list[Example]:
 def _build_request(
     settings: Settings, weights: Path | None, task: Task, examples: Sequence[Example]
 ) -> dict[str, Any]:
-    """Return everything that decides the outputs: settings, weights and prompts."""
+    """Return everything that determines the outputs: settings, weights and prompts."""
     chosen = settings.model_dump(mode="json", include=_REQUEST_SETTINGS)
     chosen["evaluation"] = settings.evaluation.model_dump(mode="json", exclude={"every"})
     chosen["data"] = settings.data.model_dump(mode="json", include={"eval", "eval_limit"})

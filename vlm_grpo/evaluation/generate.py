@@ -33,8 +33,8 @@ def split_into_chunks(examples: Sequence[Example]) -> list[range]:
     """Split the examples' indices into chunks whose images fit into memory together.
 
     The split depends only on the examples, not on the ranks or on the progress so far, so that an
-    example is batched with the same examples in every run and gets the same output. A larger image
-    than ``CHUNK_PIXELS`` is a chunk by itself.
+    example is batched with the same examples in every run and gets the same output. An image
+    larger than ``CHUNK_PIXELS`` is a chunk by itself.
 
     Args:
         examples: examples with the resized sizes of their images.
@@ -68,7 +68,7 @@ def generate_all(
     Args:
         policy: the policy.
         task: builds the prompts.
-        examples: all examples, equal on every rank.
+        examples: all examples, identical on every rank.
         settings: settings of the run.
         log: file of the outputs; examples with an output in it are not generated again. It is
             finished here: its file then has all outputs in the order of the examples. None: the
@@ -128,7 +128,7 @@ def generate(
 
 
 def _show_progress(todo: Sequence[range], total: int, visible: bool) -> Iterator[range]:
-    """Yield the chunks, and show a progress bar in a terminal or a line now and then elsewhere.
+    """Yield the chunks, and show a progress bar in a terminal or an occasional line elsewhere.
 
     Args:
         todo: chunks of this rank.

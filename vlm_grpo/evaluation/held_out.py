@@ -21,7 +21,7 @@ def load_held_out(
 ) -> list[Example]:
     """Load the held-out examples; none if ``data.eval`` is not set.
 
-    Warns of images that are also in the training data.
+    Log a warning about images that are also in the training data.
 
     Raises:
         UserError: the data cannot be read or does not fit the task.
@@ -36,7 +36,7 @@ def load_held_out(
 
 
 class HeldOutEvaluator:
-    """Evaluates a policy on held-out examples, and remembers its best result.
+    """An evaluator of a policy on held-out examples that remembers the best result.
 
     Args:
         strategy: the policy's weights; they are gathered for an evaluation.

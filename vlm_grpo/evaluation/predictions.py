@@ -19,14 +19,14 @@ from vlm_grpo.utils.atomic_io import append_durable, write_atomic
 class PredictionLog:
     """A log of outputs, from which a stopped evaluation resumes.
 
-    Each process writes ``folder/predictions-N.jsonl`` and reads those of all processes, whatever
-    their number was. ``finish`` merges them into ``folder/predictions.jsonl``, with a line
+    Each process writes ``folder/predictions-N.jsonl`` and reads those of all processes, however
+    many there were. ``finish`` merges them into ``folder/predictions.jsonl``, with a line
     ``{"id", "output", "seen"}`` per example, which ``vlm-grpo score`` also reads; "seen" has the
     resized sizes of the images.
 
     Args:
         folder: folder of this evaluation.
-        request: all that decides the outputs: model, checkpoint, task, prompts, limits, seed.
+        request: all that determines the outputs: model, checkpoint, task, prompts, limits, seed.
         rank: index of this process; process 0 must create its log first.
 
     Attributes:
@@ -48,7 +48,7 @@ class PredictionLog:
         if request_path.exists() and (other := _list_differences(request_path, digest, values)):
             raise UserError(
                 f"{folder} has predictions of another evaluation:\n{bullets(other, 10)}\n"
-                "name another folder by name=…, or delete this one"
+                "choose another folder with name=…, or delete this one"
             )
         if rank == 0:
             content = {"digest": digest, "request": values}

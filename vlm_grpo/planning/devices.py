@@ -32,7 +32,7 @@ class Device:
             kernels.
         efficiency: share of ``rates`` reached by passes over full sequences.
         decode_efficiency: share of ``rates`` reached by decoding, with one token per completion.
-        is_cpu: whether the device is the CPU, with the main memory.
+        is_cpu: whether the device is the CPU, which uses main memory.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Device:
 
 # Memory in GiB as PyTorch reports it; dense TFLOP/s in float32 (without TF32) and in bfloat16 with
 # float32 accumulation; memory bandwidth in GB/s. The rates are those of the vendors' data sheets as
-# other pages quote them, halved if stated with sparsity; no page confirmed the "unverified" values.
+# other pages quote them, halved if stated with sparsity; "unverified" values were not confirmed.
 # Error correction uses a sixteenth of GDDR6 memory: PyTorch reports 22.03 GiB on an L4 and 44.4 to
 # 44.5 on an L40S, but 23.64 on an RTX 4090, which has none.
 _GPUS: dict[str, tuple[float, float, float, float]] = {

@@ -45,7 +45,7 @@ class Memory:
         optimizer: AdamW's two moments.
         reference: weights of the reference policy.
         gradients: gradients of the trained weights.
-        libraries: memory of libraries on a CPU, besides tensors.
+        libraries: memory of libraries on a CPU, in addition to tensors.
         inputs: pixel values and decoded images; on a machine with a GPU, in its main memory.
         features: outputs of a frozen vision tower for the step's images.
         folded: repacked or merged copies of weights, which speed up decoding.

@@ -24,7 +24,7 @@ from vlm_grpo.registry import load_task
 
 MAX_GENERATIONS = 1024
 MIN_PIXELS = 128 * 28 * 28
-"""Smallest pixel budget that is suggested; below it too little of an image is left."""
+"""Smallest pixel budget that is suggested; below it images lose too much detail."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Return whether the recipe fits as it is."""
+        """Return whether the recipe fits without changes."""
         return self.step.memory.peak <= self.device.usable
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ def plan(settings: Settings, gpu: str | None = None, devices: int = 1) -> Plan:
 
 
 class Planner:
-    """Estimates a recipe on a device, and the recipe with changed settings.
+    """An estimator of a recipe's memory and time on a device, also with changed settings.
 
     Args:
         settings: the recipe's settings.

@@ -33,7 +33,7 @@ class PromptSize:
 
 
 class PromptCounter:
-    """Counts the prompt tokens of a dataset under any pixel budget.
+    """A counter of a dataset's prompt tokens under any pixel budget.
 
     Args:
         examples: all examples of the dataset.

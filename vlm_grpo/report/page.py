@@ -44,7 +44,7 @@ def build_report(run_dir: Path, limit: int = GALLERY_BYTES) -> Path:
         limit: most bytes of the gallery.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder is not that of a run.
     """
     run = read_run(run_dir)
     values = {
@@ -65,7 +65,7 @@ def compare_runs(a: Path, b: Path, limit: int = GALLERY_BYTES) -> Path:
         limit: most bytes of the gallery.
 
     Raises:
-        UserError: one of the folders holds no run.
+        UserError: one of the folders is not that of a run.
     """
     runs = [read_run(a), read_run(b)]
     names = [run.name for run in runs]
@@ -117,7 +117,7 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], gallery: 
         to_script_json=lambda value: Markup(to_script_json(value)),
         markup=Markup,
     )
-    # A folder's name may hold a lone surrogate, which UTF-8 cannot encode.
+    # A folder's name may contain a lone surrogate, which UTF-8 cannot encode.
     write_atomic(path, html.encode("utf-8", errors="replace"))
     return path
 

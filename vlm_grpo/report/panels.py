@@ -87,7 +87,7 @@ PANELS = (
     ),
     Panel(
         "KL to the reference",
-        "In nats per token, by the estimator of the settings.",
+        "In nats per token: k3 times the importance ratio, for every objective.kl_estimator.",
         lambda name: name == "kl" or name.startswith("kl/"),
     ),
     Panel(

@@ -148,7 +148,7 @@ class Run:
         for row in self.samples:  # files have the primary metric under its former name
             if isinstance(row.get("headline"), str):
                 return row["headline"]
-        # A task's file is not executed for this: the folder may come from somebody else.
+        # A task's file is not executed for this: the folder may come from someone else.
         return load_task_class(self.task).primary_metric if self.task in task_names() else None
 
     def change(self, until: int | None = None) -> Change | None:
@@ -185,7 +185,7 @@ def read_run(folder: Path) -> Run:
     """Load a run's folder.
 
     Raises:
-        UserError: the folder does not exist, or does not hold a run.
+        UserError: the folder does not exist, or is not that of a run.
     """
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}")

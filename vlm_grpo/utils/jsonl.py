@@ -13,11 +13,11 @@ from vlm_grpo.errors import UserError
 def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield the number and the object of each line that is not blank.
 
-    The object is None if the line does not hold one. A missing file has no lines.
+    The object is None if the line does not contain one. A missing file has no lines.
     """
     if not path.is_file():
         return
-    # Not splitlines: texts hold Unicode line separators, which do not end a line of the file.
+    # Not splitlines: texts may contain Unicode line separators, which do not end a line here.
     for number, line in enumerate(path.read_text("utf-8", errors="replace").split("\n"), 1):
         if not line.strip():
             continue

@@ -20,7 +20,7 @@ class Stopwatch:
         seconds: seconds spent in each phase since the last ``reset``.
         phase: the innermost running phase; None between phases.
         wait: called at the start and end of each phase; benchmarks on an accelerator synchronize
-            the device here, without which only the time of the host is measured.
+            the device here, since otherwise only the host's time is measured.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
