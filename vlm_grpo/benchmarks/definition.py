@@ -122,7 +122,7 @@ def load_benchmark(name: str) -> Benchmark:
     """Load a benchmark by name, or from a user's ``.yaml`` file.
 
     Raises:
-        UserError: there is no such benchmark, or its definition is wrong; all problems are named.
+        UserError: there is no such benchmark, or its definition is invalid; all problems are named.
     """
     if name in benchmark_names():
         text = _get_folder().joinpath(f"{name}.yaml").read_text("utf-8")
@@ -143,7 +143,7 @@ def load_benchmark(name: str) -> Benchmark:
         raise UserError(f"benchmark {name} is not valid YAML: {error}") from error
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise UserError(f"benchmark {name} is wrong:\n{bullets(problems)}") from error
+        raise UserError(f"benchmark {name} is invalid:\n{bullets(problems)}") from error
 
 
 def _get_folder() -> Any:

@@ -59,7 +59,7 @@ def read_foreign(
 
     Returns:
         The matched examples in the order of the dataset, with the resized sizes of their images
-        where the file has them, and one output per example.
+        if the file has them, and one output per example.
 
     Raises:
         UserError: the file has another layout, or rows match no example; every such row is named.

@@ -12,7 +12,7 @@ def tasks() -> None:
     from vlm_grpo.config.run import recipe_names
     from vlm_grpo.registry import load_task_class, task_names
 
-    typer.echo("Tasks (your own .py file is one too):")
+    typer.echo("Tasks (or give the path of your own .py file):")
     for name in task_names():
         try:
             summary = (load_task_class(name).__doc__ or "").strip().partition("\n")[0]

@@ -94,7 +94,7 @@ def _compare_forms(shared: Policy, repeated: Policy, prompt: Prompt) -> Iterator
     seconds, _ = _time_rollout(repeated, prompt)
     plain = _Measurement(seconds, *_time_update(repeated, batch))
     largest = float((ours.logprobs - plain.logprobs).abs().max())
-    yield f"log-probs    largest difference of shared and repeated form {largest:.1e} nats"
+    yield f"log-probs    largest difference of the two forms: {largest:.1e} nats"
     yield f"gradient     relative difference {_relative_distance(ours, plain):.1e}"
     for name, a, b in (
         ("rollout", ours.rollout_seconds, plain.rollout_seconds),

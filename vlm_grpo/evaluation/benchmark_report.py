@@ -296,7 +296,7 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
     )
     official = benchmark.splits.get(split or "")
     if official is not None and official != report.n:
-        yield f"  its {split} has {official} examples; these are a part or another version of it"
+        yield f"  its {split} has {official} examples; this is a part or another version of it"
     if report.baseline is not None:
         yield f"  baseline, {report.baseline[0]}: {report.baseline[1]:.1f}"
     for name, value in report.metrics.items():
