@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from vlm_grpo.checkpoint import CheckpointManager, PartialStep, RunState, find_checkpoint
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.distributed.collectives import any_rank, explain_lost_rank
+from vlm_grpo.distributed.collectives import any_rank, explain_lost_rank, fail_together
 from vlm_grpo.distributed.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluation import Evaluation, HeldOutEvaluator, load_held_out
@@ -175,13 +175,13 @@ class Trainer:
         """
         settings, last = self.settings, self.settings.optim.max_steps
         self.stop_request = stop_request or StopRequest(settings.checkpoint.max_hours)
-        self.run_dir.open(self.global_step)
+        with fail_together(self.accelerator):  # the main process reads the metrics so far
+            self.run_dir.open(self.global_step)
         for line in describe_run(
             settings, self.policy, self.task, self.train_examples, self.evaluator.examples
         ):
             self.accelerator.print(line)
-        before = None if self.is_resumed else self._evaluate()
-        after = None
+        before, after = None if self.is_resumed else self._evaluate(), None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
         progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
         with closing(self.sampler), self.stop_request, self.checkpoints, progress:
