@@ -1,4 +1,4 @@
-"""Find tasks by name, file, entry point or class, and load them with checked options.
+"""Lookup of tasks by name, file, entry point or class, and loading with checked options.
 
 A task comes from this package, from a user's ``.py`` file or Python module, or from an installed
 package that lists it under the entry point group ``vlm_grpo.tasks``.
@@ -97,7 +97,7 @@ def load_task_class(task: str | type[Task]) -> type[Task]:
 def get_task_source(task: type[Task]) -> str | None:
     """Return the ``file.py:Class`` that another process must load before it can unpickle a task.
 
-    None: Python's own import finds the class.
+    The result is None if Python's own import finds the class.
     """
     if not task.__module__.startswith(_FILE_MODULE):
         return None
@@ -185,7 +185,7 @@ def _check_class(task: type[Task], source: str) -> type[Task]:
         problems.append("no method is marked @reward")
     if primary_metric not in rules:
         problems.append(
-            f"primary_metric = {primary_metric!r} is none of its rewards and metrics: "
+            f"primary_metric = {primary_metric!r} is not one of its rewards and metrics: "
             f"{', '.join(rules) or 'it has none'}"
         )
     if problems:

@@ -85,8 +85,8 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) 
 def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = False) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
 
-    ``tokens`` is the completion's number of tokens. Evaluation and scoring from a file know the
-    text alone and leave out rewards that take ``tokens``.
+    ``tokens`` is the completion's number of tokens. Evaluation and scoring from a file know
+    only the text and leave out rewards that take ``tokens``.
 
     Args:
         weight: weight in the total reward; 0: log the reward without training on it.
@@ -136,7 +136,7 @@ class Task:
     primary_metric: ClassVar[str]
     """Name of the reward or metric that selects the best checkpoint and is reported first."""
     lower_is_better: ClassVar[bool] = False
-    """Whether the primary metric is an error."""
+    """True if the primary metric is an error."""
 
     tags: bool = False
     thinking: bool = False
@@ -186,7 +186,7 @@ class Task:
         raise NotImplementedError
 
     def write(self, answer: Any, example: Example) -> str:
-        """Return the text in which a model should write an answer; the inverse of ``parse``."""
+        """Return the text that a model should write for an answer; the inverse of ``parse``."""
         raise NotImplementedError
 
     def check(self, example: Example) -> None:
@@ -223,7 +223,7 @@ class Task:
 
     @reward(weight=0.0, optional=True)
     def thought(self, answer: Any, example: Example, text: str) -> float:
-        """Return 1 if there is thinking exactly if it was requested, else 0.
+        """Return 1 if thinking is present exactly when it was requested, else 0.
 
         Only completions with an answer earn it.
         """
@@ -273,7 +273,7 @@ class Task:
         return f"<think>Look at the image.</think>{text}" if self.thinking else text
 
     def gold_reward(self, example: Example) -> float:
-        """Return the minimum of each reward for the gold completion; a penalty must be 0.
+        """Return the minimum value of each reward for the gold completion; a penalty must be 0.
 
         Override it where writing the answer rounds it, as with boxes in integer coordinates.
         """
@@ -412,7 +412,7 @@ def _to_finite(value: Any) -> float:
 
 
 def _check_names(task: type[Task]) -> None:
-    """Refuse rules and options that would replace an attribute of the base class."""
+    """Reject rules and options that would replace an attribute of the base class."""
     shared, options = Task.rules("optional"), vars(task).get("__annotations__", {})
     for name, member in {**options, **vars(task)}.items():
         rule = getattr(member, "rule", None)
@@ -430,7 +430,7 @@ def _check_names(task: type[Task]) -> None:
 
 
 def _accept_headline(task: type[Task]) -> None:
-    """Take ``headline``, the former name of ``primary_metric``, with a warning."""
+    """Accept ``headline``, the former name of ``primary_metric``, with a warning."""
     own = vars(task)
     old, new = own.get("headline"), own.get("primary_metric")
     if not isinstance(old, str):
@@ -438,7 +438,7 @@ def _accept_headline(task: type[Task]) -> None:
     if new not in (None, old):
         raise TypeError(
             f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two names "
-            "of one setting: remove headline"
+            "for one setting: remove headline"
         )
     task.primary_metric = old
     warnings.warn(

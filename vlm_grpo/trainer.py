@@ -46,7 +46,7 @@ from vlm_grpo.utils.signals import StopRequest
 
 
 def train(settings: Settings) -> TrainResult:
-    """Run a training, or resume one.
+    """Run or resume training with these settings.
 
     The settings, the task and the data are checked before the model is loaded.
 
@@ -78,15 +78,15 @@ class StepInterrupted(Exception):
 
 
 class Trainer:
-    """Trains one policy on one task with GRPO.
+    """A trainer of one policy on one task with GRPO.
 
     Args:
         settings: the run's settings.
         policy: the policy to train.
         task: writes the questions and scores the answers.
-        train_examples: at least one.
+        train_examples: the training examples, at least one.
         held_out: examples to evaluate before, during and after training; may be empty.
-        accelerator: the processes of the run; None: those of the launch.
+        accelerator: the processes of the run; None: built from the launch.
 
     Attributes:
         global_step: number of finished steps.
@@ -144,7 +144,7 @@ class Trainer:
         return metrics | step_metrics(self.policy, self.accelerator)
 
     def _rollout(self) -> Rollout:
-        """Sample and score the step's groups. If that fails, save the run as it was before."""
+        """Sample and score the step's groups. If that fails, save the state before the step."""
         self.policy.counters = Counters()
         with self._save_on_error(), self.strategy.gathered():
             return self.sampler.sample(self.global_step / self.settings.optim.max_steps)
@@ -222,7 +222,7 @@ class Trainer:
     # Stopping.
 
     def _stop_requested(self) -> bool:
-        """Return whether any rank was asked to stop. All ranks call it."""
+        """Return whether a stop was requested on any rank. All ranks must call it."""
         return any_rank(self.accelerator, self.stop_request.reason is not None)
 
     def _interrupt(self) -> None:
@@ -231,7 +231,7 @@ class Trainer:
             raise StepInterrupted
 
     def _position(self) -> str:
-        """Describe how far the run is."""
+        """Describe the progress of the run."""
         position = f"after step {self.global_step} of {self.settings.optim.max_steps}"
         if self.partial is None:
             return position
@@ -268,7 +268,7 @@ class Trainer:
         return RunState(self.global_step, self.evaluator.best, self.nonfinite.count, self.partial)
 
     def restore(self, checkpoint: Path) -> None:
-        """Resume from a checkpoint with whose weights the policy was loaded.
+        """Resume from the checkpoint that the policy's weights were loaded from.
 
         Raises:
             UserError: it cannot be read, or does not fit the settings, data or model.
@@ -290,7 +290,7 @@ class Trainer:
 
     @contextmanager
     def _save_on_error(self) -> Iterator[None]:
-        """If the block raises a ``UserError``, which it does on all ranks, save the last step."""
+        """Save the last step if the block raises ``UserError``, which it must do on all ranks."""
         try:
             yield
         except UserError:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vlm_grpo.errors import nearest
 
-# Names that other trainers have for our settings.
+# Names of our settings in other trainers.
 ALIASES = {
     "learning_rate": "optim.lr",
     "lr_scheduler_type": "optim.schedule",
@@ -77,7 +77,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Update nested values in place by others, whose keys may be dotted and whose blocks models.
+    """Update nested values in place by others with nested or dotted keys, or models as blocks.
 
     >>> settings = {"optim": {"lr": 1e-6, "eps": 1e-8}}
     >>> merge(settings, {"optim.lr": 1e-5, "policy": {"lora": {}}})
@@ -99,7 +99,7 @@ def merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def simplify(message: str) -> str:
-    """Return what a message of pydantic expects, to follow the word "should".
+    """Return the expectation in a pydantic message, in a form that follows "should".
 
     >>> simplify("Input should be a valid integer")
     'be a whole number'
@@ -142,7 +142,7 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
                 texts = [f"{key}={_short(problem['input'])} {text}" for text in texts]
         else:
             texts = [f"{key}={_short(problem['input'])} should {simplify(problem['msg'])}"]
-        # Each branch of a union reports the same key: join them by "or".
+        # Each branch of a union reports its expectation for the key: join them with "or".
         for head, _, tail in (text.partition(" should ") for text in texts):
             tails = expected.setdefault(head, [])
             if tail and tail not in tails:
@@ -168,7 +168,7 @@ def _key(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
 
 
 def _suggest(key: str, keys: Sequence[str]) -> str:
-    """Return a hint at the known key that an unknown one probably stands for."""
+    """Return a hint at the known key that an unknown key probably means."""
     last = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == last]
     if last in ALIASES or len(same_leaf) == 1:
@@ -182,7 +182,7 @@ def _suggest(key: str, keys: Sequence[str]) -> str:
 
 
 def _blocks(annotation: Any) -> list[type[BaseModel]]:
-    """Return the settings models in an annotation, such as that of ``LoraSettings | None``."""
+    """Return the settings models in an annotation such as ``LoraSettings | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType):

@@ -61,7 +61,7 @@ class ObjectiveSettings(Frozen):
 
     reference_device: Literal["model", "cpu"] = "model"
     """Device of the reference's snapshot: the ``model``'s, or the ``cpu``, from which it is copied
-    to the model's for the reference's pass. There is a snapshot only with beta above 0 and
+    to the model's device for the reference pass. There is a snapshot only with beta above 0 and
     reference_refresh_every other than 1."""
 
     num_iterations: int = Field(default=1, ge=1)
@@ -183,17 +183,17 @@ class ObjectiveSettings(Frozen):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a separate reference policy must be kept and evaluated."""
+        """True if a separate reference policy must be kept and evaluated."""
         return self.beta > 0 and self.reference_refresh_every != 1
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the log-probabilities before the first update must be stored."""
+        """True if the log-probabilities before the first update must be stored."""
         return self.num_iterations > 1
 
     @property
     def can_skip_zero_advantages(self) -> bool:
-        """Whether a completion with advantage 0 has no gradient, so that the update may skip it."""
+        """True if a completion with advantage 0 has no gradient, so that the update may skip it."""
         return self.entropy_coef == 0 and (self.beta == 0 or self.kl_in == "reward")
 
     def notes(self) -> list[str]:
@@ -278,7 +278,7 @@ class ObjectiveSettings(Frozen):
         return notes
 
     def check_sampling(self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> None:
-        """Refuse sampling settings for which the importance ratio would be wrong.
+        """Reject sampling settings with which the importance ratio would be wrong.
 
         Args:
             top_p: probability mass that the sampler keeps; 1 keeps the full vocabulary.
@@ -297,7 +297,7 @@ class ObjectiveSettings(Frozen):
             )
 
     def check_dropout(self, dropout: float) -> None:
-        """Refuse dropout where log-probabilities of two passes are compared.
+        """Reject dropout if log-probabilities of two passes are compared.
 
         Args:
             dropout: largest dropout probability in the trained model.

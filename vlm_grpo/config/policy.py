@@ -19,7 +19,7 @@ class LoraSettings(Frozen):
     alpha: int = Field(default=128, ge=1)
     """Scale: the adapter's output is multiplied by alpha / r."""
     dropout: float = 0.0
-    """Must be 0: with dropout the completions of a prompt could not share its pass."""
+    """Must be 0: with dropout, completions could not share one pass over their prompt."""
     target: Literal["language", "all"] | tuple[str, ...] = "language"
     """Adapted linear layers: those in the language model, ``all`` (vision tower and projector too),
     or module-name suffixes such as ``[q_proj, v_proj]``."""
@@ -87,7 +87,7 @@ class RolloutSettings(Frozen):
     num_generations: int = Field(default=8, ge=2)
     """Completions per prompt, G; a group of one has no advantage."""
     temperature: float = Field(default=1.0, gt=0)
-    """Temperature of the distribution that is sampled and trained."""
+    """Temperature of the distribution that is sampled from and trained."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the likeliest tokens whose probabilities sum to this value; 1: all tokens."""
     top_k: int = Field(default=0, ge=0)
@@ -96,13 +96,13 @@ class RolloutSettings(Frozen):
     """Sample from tokens with at least this fraction of the likeliest token's probability; None:
     all tokens."""
     max_completion_length: int = Field(default=256, ge=1)
-    """Maximum number of tokens of a completion; longer ones are truncated."""
+    """Maximum number of tokens per completion; longer ones are truncated."""
     min_new_tokens: int = Field(default=0, ge=0)
-    """Minimum number of tokens of a completion; 0: it may end at once."""
+    """Minimum number of tokens per completion; 0: no minimum."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; empty: only the end-of-sequence token ends it."""
     max_tokens_per_batch: int = Field(default=65_536, ge=1)
-    """Maximum number of tokens, of prompts and completions, in one generation batch."""
+    """Maximum number of prompt and completion tokens in one generation batch."""
     cuda_graphs: bool = False
     """Replay decode steps as CUDA graphs; False: launch each kernel from Python."""
     dynamic_sampling: bool = False
@@ -110,8 +110,8 @@ class RolloutSettings(Frozen):
     max_resample: int | None = Field(default=None, ge=1)
     """Maximum rounds of replacement per step; None: 3 (dynamic_sampling only)."""
     reward_timeout: float | None = Field(default=10.0, gt=0)
-    """Time limit in seconds of one reward for one completion; beyond it, as after an error, the
-    completion is unscorable. None: no limit."""
+    """Time limit in seconds of one reward for one completion, which is unscorable after a timeout
+    or an error. None: no limit."""
     reward_workers: int = Field(default=0, ge=0)
     """Number of processes that score completions, for rewards that are slow, hang in compiled code,
     or end their process; 0: the training process, which can only interrupt Python code."""

@@ -75,7 +75,7 @@ class DataSettings(Frozen):
     eval_image_root: Path | None = None
     """Image folder of the held-out examples; None: ``image_root``."""
     columns: dict[Column, str] = Field(default_factory=dict)
-    """Names of a table's columns that differ from ours, such as ``{answer: solution}``."""
+    """Names of the source's columns that differ from ours, such as ``{answer: solution}``."""
     train_limit: int | None = Field(default=None, ge=1)
     """Maximum number of training examples; None: all (embedded data: 4096)."""
     eval_limit: int | None = Field(default=None, ge=1)
@@ -155,11 +155,11 @@ class EvaluationSettings(Frozen):
     """Steps between evaluations; 0: only before the first step and after the last."""
     benchmark: str | None = None
     """Public benchmark, by name or ``.yaml`` file, whose prompt and official metric are used for
-    the held-out examples; its metric selects the best checkpoint. None: those of the task."""
+    the held-out examples; its metric selects the best checkpoint. None: the task's."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: greedy decoding."""
     max_tokens_per_batch: int = Field(default=65_536, ge=1)
-    """Maximum number of tokens, prompts and completions, that are generated in one batch."""
+    """Maximum number of prompt and completion tokens in one generation batch."""
 
 
 class CheckpointSettings(Frozen):
@@ -176,8 +176,8 @@ class CheckpointSettings(Frozen):
     """Copy the state to host memory and write it in the background; a crash while writing loses
     this checkpoint but not the one before. False: training waits for the write."""
     sharded: bool = False
-    """Each process writes the weights that FSDP2 has sharded to it, as a model in several files.
-    False: the first process gathers and writes all of them. A run resumes from either."""
+    """Every process writes a part of the weights (FSDP2 only), as a model in several files. False:
+    the first process writes all of them. A run resumes from either form."""
     keep_best: bool = False
     """Also keep the checkpoint with the best held-out value of the primary metric, or of the
     official metric of ``evaluation.benchmark``."""
@@ -239,7 +239,7 @@ class Settings(Frozen):
 
     @model_validator(mode="after")
     def _split_task(self) -> Settings:
-        """Replace a task object by its class and options."""
+        """Replace a task object with its class and options."""
         if isinstance(task := self.task, Task):
             # Not before validation: pydantic would then no longer treat the values as JSON.
             options = {**get_options(task), **self.task_options}
@@ -262,7 +262,7 @@ class Settings(Frozen):
         if self.data.eval is None and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")
         if self.data.eval is None and self.evaluation.benchmark is not None:
-            problems.append("evaluation.benchmark needs its examples as data.eval")
+            problems.append("evaluation.benchmark needs the benchmark's examples as data.eval")
         if self.data.eval is None and self.checkpoint.keep_best:
             problems.append("checkpoint.keep_best needs data.eval to find the best checkpoint")
         if self.checkpoint.keep_best and not self.checkpoint.keep_last:
@@ -285,7 +285,7 @@ class Settings(Frozen):
         return self
 
     def _overlong_problems(self) -> list[str]:
-        """Return the settings that conflict with the reward ``overlong``, if it is in use."""
+        """Return the problems of settings that conflict with the reward ``overlong``, if used."""
         weights = self.task_options.get("weights")
         if not (isinstance(weights, dict) and weights.get("overlong")):
             return []
@@ -306,8 +306,8 @@ class Settings(Frozen):
     def save(self, path: Path) -> None:
         """Write the settings as YAML for ``load_settings``.
 
-        Objects are written as text: a class by the name that loads it, or ``<class Name>`` if none
-        does, and rows by their number. Whoever loads the file must give such objects again.
+        Objects are written as text: a class by the name that loads it, or as ``<class Name>`` if
+        none does, and rows by their number. Pass such objects to ``load_settings`` again.
         """
         values = {**self.model_dump(mode="json"), "name": self.run_dir.name}
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
@@ -365,7 +365,7 @@ def build_settings(
     texts = [] if isinstance(overrides, Mapping) else list(overrides)
     wrong = [text for text in texts if text.find("=") < 1]
     if wrong:
-        raise UserError(f"{wrong[0]!r} is not an override: write key=value, as optim.lr=1e-6")
+        raise UserError(f"{wrong[0]!r} is not an override: write key=value, such as optim.lr=1e-6")
     try:
         changes = OmegaConf.from_dotlist(texts)
         merged = OmegaConf.merge(content, changes)
@@ -392,7 +392,7 @@ def _validate(given: dict[str, Any]) -> Settings:
     """Build settings from nested values, with pydantic's strict types.
 
     The values are validated as JSON, in which strict mode accepts lists for tuples. Objects that
-    JSON cannot hold are replaced by a text, which their validators replace by the object.
+    JSON cannot hold are replaced with texts, which their validators replace with the objects.
     """
     objects: dict[str, Any] = {}
 

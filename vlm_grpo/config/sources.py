@@ -1,4 +1,4 @@
-"""Settings that take Python objects: the class of a task, and rows of data."""
+"""Settings that accept Python objects: the class of a task, and rows of data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vlm_grpo.types import Example
 BUILT_IN = "vlm_grpo.tasks"
 """The package of the built-in tasks, and the entry point group of tasks in other packages."""
 IN_MEMORY = "<in memory: "
-"""Start of the text for rows in saved settings."""
+"""Start of the text that replaces rows in saved settings."""
 IN_SESSION = "<class "
-"""Start of the text for a class that no other process can load in saved settings."""
+"""Start of the text that replaces, in saved settings, a class that no other process can load."""
 
 _SET_BY_LIBRARY = ("frame", "progress", "token_limit")
-"""Attributes of a task that are no options of a run."""
+"""Attributes of a task that are not options of a run."""
 
 
 class Rows(Protocol):
@@ -33,7 +33,7 @@ class Rows(Protocol):
 
 
 class InMemoryRows:
-    """Rows with a short text form, in which they are shown and saved."""
+    """Rows in memory, which are shown and saved as a short text."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -55,7 +55,7 @@ class InMemoryRows:
 
 
 def is_rows(value: Any) -> bool:
-    """Return whether a value is data in memory; of its rows the first alone is looked at."""
+    """Return whether a value is data in memory; only its first row is checked."""
     if isinstance(value, str | Mapping):
         return False
     try:
@@ -65,7 +65,7 @@ def is_rows(value: Any) -> bool:
 
 
 def restore(value: Any, info: ValidationInfo) -> Any:
-    """Return the object for which a text stands in validated JSON, or the value itself."""
+    """Return the object that a text replaces in validated JSON, or the value itself."""
     return info.context.get(value, value) if info.context and isinstance(value, str) else value
 
 
@@ -73,7 +73,7 @@ def get_task_name(task: type[Task]) -> str:
     """Return the name by which ``load_task`` finds a class in another process.
 
     It is a built-in task's name, ``package.module:Class`` or ``file.py:Class``; ``<class Name>``
-    for a class of a function or an interactive session, which no other process can load.
+    for a class from a function or an interactive session, which no other process can load.
     """
     module, name = sys.modules.get(task.__module__), task.__qualname__
     if getattr(getattr(module, name, None), "__qualname__", None) != name:
@@ -152,7 +152,7 @@ TaskSetting = Annotated[
     PlainValidator(_validate_task),
     PlainSerializer(_dump_task, return_type=str),
 ]
-"""A task by name, file or class. ``Settings`` replace a task object by its class and options."""
+"""A task by name, file or class. ``Settings`` replaces a task object with its class and options."""
 Source = Annotated[
     str | Path | Rows,
     PlainValidator(_validate_source),

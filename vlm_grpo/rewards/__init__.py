@@ -1,1 +1,1 @@
-"""Scoring completions with the rewards of a task."""
+"""Scoring of completions with the rewards of a task."""

@@ -1,4 +1,4 @@
-"""Score completions with a task whose rewards may raise, hang or end their process."""
+"""Scoring of completions with a task whose rewards may raise, hang or end their process."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class RewardScorer:
-    """Scores completions with a task, so that a failure affects one completion only.
+    """A scorer of completions, in which a failure affects one completion only.
 
     In this process, Python code is interrupted at the time limit, but compiled code can delay that.
-    A worker process is killed at the limit, and replaced if it ends by itself. Both give the same
+    A worker process is killed at the limit, and replaced if it exits. Both ways give the same
     scores in the same order.
 
     Args:
@@ -107,8 +107,8 @@ class RewardScorer:
             if name not in self._logged:
                 self._logged.add(name)
                 logger.warning(
-                    "%s failed on example %s, which is left out where its value is needed; later "
-                    "failures are only counted (rewards/NAME/failed). The first one:\n%s",
+                    "%s failed on example %s, which is not used where this value is needed; "
+                    "later failures are only counted (rewards/NAME/failed). The first:\n%s",
                     name,
                     example.id,
                     trace,
@@ -125,7 +125,7 @@ class RewardScorer:
         ]
 
     def _score_each_rule(self, task: Task, sent: SentTask, item: Item) -> Score:
-        """Score a completion that ended its worker, each rule in a job of its own."""
+        """Score a completion that ended its worker, with a separate job for each rule."""
         names = task.applicable_rules(item[2])
         jobs: list[Job] = [
             (_apply_rule, (sent, item, self.seconds, name)) for name in (None, *names)
@@ -163,7 +163,7 @@ class RewardScorer:
         return pool
 
     def _describe(self, result: Any) -> tuple[Any, str | None]:
-        """Return the value of a job, and why it failed."""
+        """Return the value of a job, and the reason if it failed."""
         if isinstance(result, ProcessExpired):
             return None, f"the process that scored it ended with exit code {result.exitcode}"
         if isinstance(result, TimeoutError):

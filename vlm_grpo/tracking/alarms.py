@@ -5,8 +5,8 @@ clearly ended: each rule has a threshold that raises it and a lower one that cle
 depends only on the rows so far, so a resumed run replays its earlier rows and continues exactly
 as if it had not been interrupted.
 
-Thresholds were set against recorded runs of the three embedded tasks that learned well; a comment
-at each gives what those runs reached.
+Thresholds were set from recorded runs of the three embedded tasks that learned well; a comment
+next to each gives the values in those runs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 WINDOW = 20
-"""Number of steps that are averaged; a single step of some hundred completions is too noisy."""
+"""Number of steps averaged; a single step of a few hundred completions is too noisy."""
 SHORT = 5
-"""Number of steps for what is always wrong, averaged only so that one outlier is no alarm."""
+"""Number of steps averaged for conditions that are never normal, to ignore single outliers."""
 
 Row = Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """The beginning of a condition that one of the rules watches for.
+    """The beginning of a condition that a rule detects.
 
     Attributes:
         step: the step whose metrics raised it.
@@ -49,7 +49,7 @@ class AlarmContext:
         weights: weights of the task's rewards by name.
         primary_metric: name of the reward or metric by which models are compared.
         completions: number of completions per step.
-        lower_is_better: whether the primary metric is an error.
+        lower_is_better: True if the primary metric is an error.
     """
 
     weights: Mapping[str, float]
@@ -63,7 +63,7 @@ class History:
     """The part of the metrics that the rules read, of constant size.
 
     Attributes:
-        context: the run's facts.
+        context: the facts about the run.
         first: the first ``WINDOW`` rows.
         last: the last ``WINDOW`` rows.
         peak: means over the ``WINDOW`` steps in which the primary metric was best: the rewards by
@@ -87,7 +87,7 @@ class History:
             self.peak = {**rewards, "primary_metric": primary_metric}
 
     def worse_than_peak(self) -> float:
-        """Return how much worse the primary metric is than its best; NaN before the first best."""
+        """Return the primary metric's decline from its best mean; NaN before the first mean."""
         fall = self.peak.get("primary_metric", math.nan) - self.primary_metric
         return -fall if self.context.lower_is_better else fall
 
@@ -129,10 +129,10 @@ class Rule:
 
 
 class AlarmMonitor:
-    """Raises alarms from the metrics of one step after the other.
+    """A monitor that raises alarms from the metrics of successive steps.
 
     Args:
-        context: the run's facts.
+        context: the facts about the run.
 
     Attributes:
         active: names of the alarms that were raised and are not over.
@@ -207,7 +207,7 @@ def _failures(history: History) -> list[tuple[float, str]]:
 
 
 def _spread_shares(history: History) -> dict[str, float]:
-    """Return each weighted reward's share of the spread that makes the advantages."""
+    """Return each weighted reward's share of the spread that determines the advantages."""
     weights = {name: abs(w) for name, w in history.context.weights.items() if w}
     parts = {name: w * history.recent(f"rewards/{name}/std") for name, w in weights.items()}
     total = sum(parts.values())
@@ -272,7 +272,7 @@ def _describe_dominance(history: History) -> str:
     parts = _spread_shares(history)
     leader = max(parts, key=lambda name: parts[name])
     others = ", ".join(name for name in parts if name != leader)
-    return f"{leader} makes {parts[leader]:.0%} of the spread of rewards; {others} hardly counts"
+    return f"{leader} causes {parts[leader]:.0%} of the spread of rewards, {others} the rest"
 
 
 def _describe_divergence(history: History) -> str:
@@ -379,7 +379,7 @@ RULES = (
     Rule(
         "reward fails",
         _failure_share,
-        # One in a hundred: a rare odd completion is no pattern.
+        # One in a hundred: a rare unusual completion is not a pattern.
         raises=0.01,
         clears=0.002,
         message=_describe_failures,
@@ -389,7 +389,7 @@ RULES = (
 
 
 def _mean(rows: Sequence[Row], name: str, least: int) -> float:
-    """Return the mean of the rows' values of that name; NaN if fewer than ``least`` have one."""
+    """Return the mean of a metric over the rows; NaN if fewer than ``least`` have a value."""
     values = [row.get(name) for row in rows]
     known = [float(v) for v in values if isinstance(v, int | float) and not math.isnan(v)]
     return sum(known) / len(known) if len(known) >= least else math.nan

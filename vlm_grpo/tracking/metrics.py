@@ -1,4 +1,4 @@
-"""The metrics of a rollout, and the log to which a run writes its metrics."""
+"""The metrics of a step, and the log to which a run writes them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StepLog:
         self.path = path
 
     def truncate(self, step: int) -> None:
-        """Drop the rows of this step and later ones, which are run again.
+        """Drop the rows of this step and later ones, which will be run again.
 
         Raises:
             UserError: a line before the last one cannot be read.
@@ -43,7 +43,7 @@ class StepLog:
         append_durable(self.path, _line({"step": step, **row}))
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all rows, without a last one that a crash has truncated."""
+        """Return all rows except a last one that a crash has truncated."""
         return read_rows(self.path)
 
 
@@ -52,7 +52,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, float]:
-    """Return the metrics of a rollout over all ranks. All ranks call it."""
+    """Return the metrics of a rollout over all ranks. All ranks must call it."""
     step, parts = advantages.step, gather_object([group_metrics(rollout.groups)])
     return {
         **sum(parts, MetricAccumulator()).values(empty=math.nan),
@@ -64,7 +64,7 @@ def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, f
 
 
 def step_metrics(policy: Policy, accelerator: Accelerator) -> dict[str, float]:
-    """Return the work of a step over all ranks, its memory and its times. All ranks call it."""
+    """Return a step's work over all ranks, memory usage and times. All ranks must call it."""
     work = {
         name if name == "replaced_prompts" else f"work/{name}": count
         for name, count in vars(policy.counters).items()
@@ -79,7 +79,7 @@ def step_metrics(policy: Policy, accelerator: Accelerator) -> dict[str, float]:
 def group_metrics(groups: Sequence[Group]) -> MetricAccumulator:
     """Return the metrics of one rank's sampled groups; names follow TRL's.
 
-    They are the reward in total and by name, the task's metrics, lengths in tokens, the shares of
+    They are the total reward and each reward, the task's metrics, lengths in tokens, the shares of
     completions that were truncated and that have an answer, and the entropy in nats per token.
     """
     completions = [c for group in groups for c in group.completions]

@@ -28,12 +28,12 @@ PLAIN_SECONDS = 15.0
 
 
 class Progress:
-    """Shows a run's progress on stderr.
+    """A display of a run's progress on stderr.
 
     Args:
         settings: the run's settings.
         primary_metric: the metric whose held-out value is shown.
-        stopwatch: knows the current phase.
+        stopwatch: gives the current phase.
         done: number of finished steps.
         enabled: False on all ranks but the first.
     """

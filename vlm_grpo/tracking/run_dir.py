@@ -28,13 +28,13 @@ REPORT_SECONDS = 60.0
 
 
 class RunDir:
-    """Writes the files of a run besides its checkpoints; ranks other than the first write nothing.
+    """A writer of the files of a run besides its checkpoints; only the first rank writes.
 
     Args:
         settings: the run's settings.
         task: draws the answers.
         held_out_task: scores the held-out examples.
-        is_main: whether this is the first rank.
+        is_main: True on the first rank.
 
     Attributes:
         path: the folder.
@@ -72,7 +72,7 @@ class RunDir:
         self.settings.save(self.path / "config.yaml")
         self.metrics.truncate(step)
         self.alarms.truncate(step)
-        for row in self.metrics.read():  # alarms that are active must not be raised again
+        for row in self.metrics.read():  # active alarms must not be raised again
             self.monitor.update(row["step"], row)
         config = flatten(self.settings.model_dump())
         self.trackers.start({key: str(value) for key, value in config.items()}, resume_at=step)
@@ -129,7 +129,7 @@ class RunDir:
         """Write all predictions and their metrics, and the first predictions with drawings.
 
         Args:
-            task: scored the predictions, and draws them.
+            task: the task that scored the predictions, which also draws them.
             shown: the first examples, with ``resized_size`` set.
         """
         if not self.is_main:
@@ -140,7 +140,7 @@ class RunDir:
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
 
     def refresh_report(self, now: bool = False) -> None:
-        """Rebuild ``report.html`` if the last one is older than a minute, or ``now``."""
+        """Rebuild ``report.html`` if the last one is older than a minute, or if ``now`` is True."""
         if not self.is_main:
             return
         if now or time.monotonic() - self.report_time > REPORT_SECONDS:

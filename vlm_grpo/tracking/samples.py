@@ -24,13 +24,13 @@ HELD_OUT_SHOWN = 128
 THUMBNAIL_SIDE = 448
 """Longest side of a thumbnail, in pixels."""
 THUMBNAIL_BYTES = 12_000
-"""Largest file of a thumbnail; a report with a thousand of them stays below 25 MB."""
+"""Maximum size of a thumbnail file; a report with a thousand of them stays below 25 MB."""
 
 
 class ThumbnailStore:
-    """Thumbnails in ``images/<hash>.webp``, one per image and none over 12 kB.
+    """Thumbnails in ``images/<hash>.webp``, one per image, of at most 12 kB each.
 
-    Names are hashes, so that nothing of the data gets into a path.
+    Names are hashes, so that no data appears in a path.
 
     Args:
         folder: the folder that holds ``images``.
@@ -55,9 +55,9 @@ class ThumbnailStore:
         return name
 
     def add_drawing(self, task: Task, example: Example, answer: Any, color: str) -> str | None:
-        """Write a transparent image of an answer, to lay over the thumbnail, and return its name.
+        """Write a transparent overlay of the thumbnail with an answer, and return its name.
 
-        None if the task draws nothing.
+        The result is None if the task draws nothing.
         """
         if answer is None or not example.images:
             return None
@@ -107,7 +107,7 @@ def _file_name(key: bytes) -> str:
 def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
     """Draw the gold answer and a predicted one on the example's first image.
 
-    None if there is no image, or if it cannot be decoded or drawn on.
+    The result is None if there is no image, or if it cannot be decoded or drawn on.
     """
     if not example.images:
         return None
@@ -134,7 +134,7 @@ def write_samples(
         folder: its ``images`` holds the thumbnails.
         step: number of steps that the policy had been trained for.
         groups: the groups to write.
-        advantages: one per completion, by group.
+        advantages: advantage of each completion, by group.
         task: draws the answers; None: thumbnails without drawings.
     """
     thumbnails = ThumbnailStore(folder)
@@ -168,7 +168,7 @@ def write_held_out(
     Args:
         folder: its ``images`` holds the thumbnails.
         step: number of steps that the policy had been trained for.
-        task: scored the answers, and draws them.
+        task: the task that scored the answers, which also draws them.
         examples: the held-out examples, with ``resized_size`` set.
         rows: ``Evaluation.rows``, one per example.
     """
@@ -190,7 +190,7 @@ def write_held_out(
 def _example_fields(
     thumbnails: ThumbnailStore, task: Task | None, example: Example
 ) -> dict[str, Any]:
-    """Return the fields of a line about its example."""
+    """Return a line's fields about its example."""
     gold = None
     if task is not None:
         gold = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
@@ -208,7 +208,7 @@ def _example_fields(
 
 
 def _get_primary_metric(task: Task) -> str | None:
-    """Return the primary metric if each answer has a value of it, where 1 is a right answer."""
+    """Return the primary metric if it has a value per answer, with 1 for a correct one."""
     per_answer = task.primary_metric in {**task.rules("reward"), **task.rules("metric")}
     return task.primary_metric if per_answer and not task.lower_is_better else None
 
@@ -216,7 +216,7 @@ def _get_primary_metric(task: Task) -> str | None:
 def _score_fields(
     thumbnails: ThumbnailStore, task: Task | None, example: Example, score: Score
 ) -> dict[str, Any]:
-    """Return the fields of a line about a completion's score."""
+    """Return a line's fields about a completion's score."""
     marks = None
     if task is not None:
         marks = thumbnails.add_drawing(task, example, score.answer, PREDICTED_COLOR)
@@ -232,6 +232,6 @@ def _score_fields(
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    # UTF-8 cannot hold a lone surrogate; it becomes its JSON escape.
+    # UTF-8 cannot encode a lone surrogate; it is written as its JSON escape.
     write_atomic(path, "".join(lines).encode("utf-8", errors="backslashreplace"))
     return path

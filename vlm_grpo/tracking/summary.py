@@ -57,7 +57,7 @@ def describe_run(
 
 
 def _image_line(policy: Policy, task: Task, examples: Sequence[Example]) -> Iterator[str]:
-    """Yield the range of image tokens, for families that keep the images' sizes."""
+    """Yield the range of image tokens for families whose images vary in size."""
     if policy.budget is None or not any(example.images for example in examples):
         return
     sizes = PromptCounter(examples, task, policy.family, policy.processor).count(policy.budget)
@@ -87,11 +87,11 @@ class TrainResult:
     Attributes:
         before: held-out evaluation of the loaded model; None without held-out data.
         after: held-out evaluation after the last step; None without held-out data.
-        best: the best held-out value, that of the loaded model included, with its step; None
+        best: the best held-out value, including the loaded model's, with its step; None
             without held-out data.
         checkpoint: folder of the last checkpoint.
         run_dir: the run's folder.
-        lower_is_better: whether the held-out primary metric is an error.
+        lower_is_better: True if the held-out primary metric is an error.
     """
 
     before: Evaluation | None
@@ -133,7 +133,7 @@ class TrainResult:
 def format_change(before: Evaluation, after: Evaluation) -> str:
     """Format the primary metric's mean change with its 95 % interval, paired by example.
 
-    A metric of the full set has no interval, because examples have no value of it.
+    A metric of the full set has no interval, because single examples have no value.
     """
     first = {row["id"]: _get_value(row, before.primary_metric) for row in before.rows}
     pairs = [(first.get(row["id"]), _get_value(row, after.primary_metric)) for row in after.rows]

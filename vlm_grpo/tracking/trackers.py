@@ -1,7 +1,7 @@
 """Trackers of a run's metrics and images: TensorBoard, Weights & Biases, trackio and MLflow.
 
-They are Accelerate's trackers. One that fails is reported once and dropped, because a dashboard
-must not end a run.
+They are Accelerate's trackers. A tracker that fails is reported once and dropped, because a
+dashboard must not end a run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trackers:
         """Start the trackers.
 
         Args:
-            config: the run's settings, shown with its curves.
+            config: the run's settings, shown next to its curves.
             resume_at: number of finished steps; TensorBoard hides what was logged after them.
         """
         for name in self.names:
@@ -68,7 +68,7 @@ class Trackers:
 
     @property
     def any(self) -> bool:
-        """Whether any tracker is active."""
+        """True if any tracker is active."""
         return bool(self._active)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
