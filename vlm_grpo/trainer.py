@@ -74,7 +74,7 @@ def train(settings: Settings) -> TrainResult:
 
 
 class StepInterrupted(Exception):
-    """The step was interrupted between two updates by a request to stop."""
+    """An interruption of the step between two updates by a request to stop."""
 
 
 class Trainer:

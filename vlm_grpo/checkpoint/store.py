@@ -70,7 +70,7 @@ class CheckpointState:
 
 
 class CorruptCheckpoint(UserError):
-    """A file of a checkpoint differs from what was written."""
+    """The error that a checkpoint's file differs from the one that was written."""
 
 
 def write_checkpoint(
@@ -266,7 +266,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
     Newer checkpoints, which are corrupt, are renamed ``damaged-step-N`` with a warning.
 
     Raises:
-        UserError: there are checkpoints, and all of them are corrupt.
+        UserError: all checkpoints are corrupt.
     """
     problems = []
     for _, path in reversed(list_checkpoints(folder)):

@@ -43,7 +43,7 @@ class LoraSettings(Frozen):
 
 
 class PolicySettings(Frozen):
-    """How the model is loaded, which parts are trained, and how images are resized."""
+    """The model: how it is loaded, which parts are trained, and how its images are resized."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the forward and backward passes."""
@@ -82,7 +82,7 @@ class PolicySettings(Frozen):
 
 
 class RolloutSettings(Frozen):
-    """How completions are sampled. Names and meanings follow TRL's GRPOConfig."""
+    """The sampling of completions. Names and meanings follow TRL's GRPOConfig."""
 
     num_generations: int = Field(default=8, ge=2)
     """Completions per prompt, G; a group of one has no advantage."""

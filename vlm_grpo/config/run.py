@@ -163,7 +163,7 @@ class EvaluationSettings(Frozen):
 
 
 class CheckpointSettings(Frozen):
-    """When checkpoints are written to ``checkpoints/step-N``; the last step always is."""
+    """The checkpoints in ``checkpoints/step-N``, always including one of the last step."""
 
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0: only after the last step."""
@@ -184,7 +184,7 @@ class CheckpointSettings(Frozen):
 
 
 class LoggingSettings(Frozen):
-    """What is recorded besides ``metrics.jsonl``."""
+    """The records of a run besides ``metrics.jsonl``."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
     """Services that also receive the metrics and sample images; empty: none."""
@@ -234,7 +234,7 @@ class Settings(Frozen):
 
     @property
     def task_name(self) -> str:
-        """The task as text: as given, or the name by which its class can be loaded."""
+        """The task as text: as given, or the name that loads its class."""
         return get_task_name(self.task) if isinstance(self.task, type) else str(self.task)
 
     @model_validator(mode="after")

@@ -1,8 +1,8 @@
 """The interface between a training step and the way its weights are distributed over ranks.
 
 Every strategy computes the same step. Each rank takes complete groups and runs as many
-micro-batches as they fill. Ranks exchange one sum of gradients per step, after the last
-micro-batch, and with sharding the weights. A rollout, an evaluation or a reference pass needs no
+micro-batches as they fill. Gradients are reduced once per step, after the last micro-batch (with
+FSDP's ``stream``, in every pass). A rollout, an evaluation or a reference pass needs no
 communication once the weights are gathered, so ranks with more, fewer or no groups, or without an
 image, never wait for each other in the middle of a pass.
 """

@@ -84,7 +84,7 @@ def build_accelerator(settings: Settings) -> Accelerator:
     on_cpu, parallelism = _on_cpu(), None
     if on_cpu and _requests_parallelism():  # accelerate supports it on accelerators only
         parallelism = ParallelismConfig(1, 1, tp_size=1, cp_size=1, sp_size=1)
-    # The policy sets the precision itself, for the rollout and the update alike.
+    # The policy sets the precision itself, both for the rollout and for the update.
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu, parallelism_config=parallelism)
     if accelerator.distributed_type not in SUPPORTED:
         raise UserError(

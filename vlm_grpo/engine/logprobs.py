@@ -26,7 +26,7 @@ from vlm_grpo.engine.sampling import SamplingDistribution
 
 @dataclass(frozen=True)
 class ScoringSettings:
-    """Settings of the scorer.
+    """Settings of the scoring of tokens.
 
     Attributes:
         distribution: the distribution under which tokens are scored.

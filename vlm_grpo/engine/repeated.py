@@ -70,7 +70,7 @@ def score_repeated(
 
 
 class _SampleToken(LogitsProcessor):
-    """A processor that samples each row's token and leaves ``generate`` no other choice."""
+    """A processor that samples each row's token and makes ``generate`` choose it."""
 
     def __init__(self, state: SamplerState, rows: Tensor, pad: int) -> None:
         self.state, self.rows, self.pad = state, rows, pad

@@ -21,7 +21,7 @@ from vlm_grpo.types import Group
 
 @dataclass(frozen=True)
 class StepAdvantages:
-    """Advantages of a step.
+    """The advantages of a step's completions.
 
     Attributes:
         own: (n,) advantages of this rank's completions.

@@ -52,7 +52,7 @@ class Updates:
         return sum(not math.isfinite(norm) for norm in self.norms)
 
     def summarize(self) -> dict[str, float]:
-        """Return the metrics over all ranks, after the last update. All ranks call it."""
+        """Return the metrics over all ranks, after the last update. All ranks must call it."""
         every = gather_object([(sum(self.losses), self.metrics.cpu())])
         return {
             "loss": sum(loss for loss, _ in every) / self.count,

@@ -47,7 +47,7 @@ class AlarmContext:
 
     Attributes:
         weights: weights of the task's rewards by name.
-        primary_metric: name of the reward or metric by which models are compared.
+        primary_metric: name of the reward or metric that compares models.
         completions: number of completions per step.
         lower_is_better: True if the primary metric is an error.
     """

@@ -58,7 +58,7 @@ class Trackers:
 
         Args:
             config: the run's settings, shown next to its curves.
-            resume_at: number of finished steps; TensorBoard hides what was logged after them.
+            resume_at: number of finished steps; TensorBoard hides later entries.
         """
         for name in self.names:
             arguments = _get_arguments(name, self.run_dir, resume_at)
