@@ -159,7 +159,7 @@ def _find_task(module: ModuleType, source: str, class_name: str = "") -> type[Ta
         if class_name not in found:
             raise UserError(
                 f"{source}: there is no task class {class_name}{nearest(class_name, found)}; "
-                f"the file defines {', '.join(found) or 'none'}"
+                f"it defines {', '.join(found) or 'none'}"
             )
         return _check_class(found[class_name], source)
     if len(found) != 1:

@@ -166,7 +166,7 @@ class RewardScorer:
         """Return the value of a job, and the reason if it failed."""
         if isinstance(result, ProcessExpired):
             return None, f"the process that scored it ended with exit code {result.exitcode}"
-        if isinstance(result, TimeoutError):
+        if isinstance(result, TimeoutError) and self.seconds is not None:
             return None, f"it took longer than its limit of {self.seconds:g} s and was killed"
         return (None, repr(result)) if isinstance(result, BaseException) else result
 
