@@ -70,7 +70,7 @@ def test_the_penalty_requires_overlong_cache() -> None:
     ("change", "message"),
     [
         ("task_options.overlong_cache=9", "overlong_cache=9 exceeds .*max_completion_length=4"),
-        ("objective.mask_truncated_completions=true", "leaves out of the loss: choose one"),
+        ("objective.mask_truncated_completions=true", "leaves out of the loss: use one of the two"),
     ],
 )
 def test_settings_that_defeat_the_penalty_are_refused(change: str, message: str) -> None:
