@@ -16,6 +16,14 @@ def test_a_missing_checkpoint_is_named(capsys, tmp_path):
     assert f"checkpoint {tmp_path / 'none'} is not a folder" in message
 
 
+def test_a_run_in_the_place_of_a_checkpoint_is_refused_with_its_checkpoint(capsys, tmp_path):
+    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
+    message = fails(capsys, "evaluate", "counting", "--checkpoint", tmp_path)
+
+    assert f"{tmp_path} is a run: give one of its checkpoints" in message
+    assert str(tmp_path / "checkpoints" / "step-2") in message
+
+
 @pytest.mark.parametrize("arguments", [["counting"], ["tallyqa", *ROWS, "model=embedded"]])
 def test_a_checkpoint_given_as_a_setting_is_answered_with_the_option(capsys, arguments):
     message = fails(capsys, "evaluate", *arguments, "checkpoint=runs/a/checkpoints/step-3")

@@ -188,8 +188,16 @@ def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evalua
 
 
 def _check_folder(checkpoint: Path | None) -> None:
-    if checkpoint is not None and not checkpoint.is_dir():
+    if checkpoint is None:
+        return
+    if not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} is not a folder")
+    if (checkpoint / "checkpoints").is_dir():
+        names = sorted(path.name for path in (checkpoint / "checkpoints").glob("step-*"))
+        raise UserError(
+            f"{checkpoint} is a run: give one of its checkpoints, such as "
+            f"{checkpoint / 'checkpoints' / (names[-1] if names else 'step-N')}"
+        )
 
 
 def evaluate_benchmark(
