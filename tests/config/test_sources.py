@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
 from vlm_grpo.config.run import DataSettings, Settings, load_settings
@@ -204,6 +206,69 @@ def test_other_objects_are_not_sources(source: Any) -> None:
     assert not is_rows(source)
     with pytest.raises(UserError, match=r"data\.train=.* should be text or a list of rows"):
         load_settings("counting", data={"train": source})
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r'give df\.to_dict\("records"\)'),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), r'as ds\["train"\]'),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"give list\(dataset\)"),
+        ((row for row in ROWS), r"give list\(rows\)"),
+        ({"question": ["?"], "answer": [1]}, r"or Dataset\.from_dict\(columns\)"),
+    ],
+    ids=["DataFrame", "DatasetDict", "IterableDataset", "generator", "columns"],
+)
+def test_the_remedy_for_a_common_other_source_is_named(source: Any, remedy: str) -> None:
+    with pytest.raises(UserError, match=f"should be text or a list of rows .*{remedy}"):
+        load_settings("counting", data={"train": source})
+    with pytest.raises(ValidationError, match=remedy):
+        DataSettings(train=source)
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "pandas", "arrow"])
+def test_the_format_of_a_dataset_has_no_effect(name: str) -> None:
+    dataset = datasets.Dataset.from_list(ROWS).with_format(name)
+
+    examples = load_examples(dataset, Counting())
+
+    assert [(type(e.answer), e.answer) for e in examples] == [(int, 0), (int, 1), (int, 2)]
+
+
+def test_the_transform_of_a_dataset_is_applied() -> None:
+    dataset = datasets.Dataset.from_list(ROWS)
+    doubled = dataset.with_transform(
+        lambda rows: {**rows, "answer": [2 * a for a in rows["answer"]]}
+    )
+
+    assert [e.answer for e in load_examples(doubled, Counting())] == [0, 2, 4]
+
+
+def test_numpy_scalars_are_accepted_in_rows() -> None:
+    rows = [{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}]
+
+    (example,) = load_examples(rows, Counting())
+
+    assert (example.id, example.question, example.answer) == ("7", "?", 3)
+    assert (type(example.question), type(example.answer)) == (str, int)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"id": 1}, "id must be non-empty text, not 1"),
+        ({"question": None}, "question must be text, not None"),
+        ({"images": ("ok.png",)}, "images must be a tuple of ImageRef: give rows .* instead"),
+        ({"images": (Image.new("RGB", (2, 2)),)}, "images must be a tuple of ImageRef"),
+        ({"images": None}, "images must be a tuple of ImageRef"),
+        ({"meta": None}, "meta must be a mapping, not None"),
+    ],
+)
+def test_an_example_with_a_wrong_field_is_a_bad_row(fields: Any, reason: str) -> None:
+    example = Example(**{"id": "a", "images": (), "question": "?", "answer": 1, **fields})
+
+    with pytest.raises(UserError, match=f"data.eval row 1: an Example's {reason}"):
+        load_examples([example], Counting())
 
 
 def test_paths_are_saved_as_text(tmp_path: Path) -> None:

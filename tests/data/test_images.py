@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from dataset_files import check_bad_row, get_load_error, make_row, png, write_rows
+from dataset_files import check_bad_row, encode_image, get_load_error, make_row, png, write_rows
 from dataset_files import png_with_claimed_size as claimed_size
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data_scripts import make_shapes
+from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
 COUNTING = load_task("counting")
@@ -54,7 +57,8 @@ def test_each_file_is_opened_once(folder: Path):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (make_row(images=[5]), "an image must be a path"),
+        (make_row(images=[5]), "must be a path, encoded bytes or a PIL image, not int"),
+        (make_row(images=[{"bytes": 5}]), "an image must be a path, encoded bytes or a PIL image"),
         (make_row(images=["none.png"]), "image none.png is missing"),
         (make_row(images=["broken.png"]), "image broken.png cannot be read: it is corrupt"),
         (make_row(images=["text.png"]), "image text.png cannot be read: it is corrupt or of a f"),
@@ -94,6 +98,61 @@ def test_a_file_that_is_no_image_is_named(folder: Path, content: bytes):
     (folder / "b.png").write_bytes(content)
     with pytest.raises(ValueError, match=r"image b\.png cannot be read: .*corrupt or of a format"):
         ImageReader(folder, 10**6).read("b.png", "row 1")
+
+
+def test_a_rotated_image_has_one_size_in_every_form(tmp_path: Path):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    data = encode_image(Image.new("RGB", (8, 6)), "JPEG", exif=exif)
+    (tmp_path / "a.jpg").write_bytes(data)
+    image = Image.open(io.BytesIO(data))
+    reader = ImageReader(tmp_path, 100)
+
+    for value in ("a.jpg", data, image, image.copy(), ImageOps.exif_transpose(image)):
+        assert reader.read(value, "row 1").size == (6, 8)
+
+
+def test_a_pil_image_is_read_as_its_file_is():
+    image = Image.new("CMYK", (8, 6), (0, 255, 255, 0))
+
+    assert ImageReader(None, 100).read(image, "row 1").load().getpixel((0, 0)) == (255, 0, 0)
+    with pytest.raises(ValueError, match="image row 1 cannot be read: it has 32 bits per channel"):
+        ImageReader(None, 100).read(Image.new("F", (8, 6)), "row 1")
+
+
+def test_a_pil_image_without_pixels_is_a_bad_row():
+    data = make_shapes.draw_examples("counting", 1)[0].images[0].data
+    assert data is not None
+    closed = Image.new("RGB", (8, 6))
+    closed.close()
+    lazy = Image.open(io.BytesIO(data))
+    lazy.close()
+    images = [Image.open(io.BytesIO(data[:-200])), closed, lazy, Image.new("RGB", (0, 0))]
+
+    with pytest.raises(UserError) as caught:
+        load_examples([{"image": i, "question": "?", "answer": 1} for i in images], COUNTING)
+
+    for number in range(1, 5):
+        assert f"row {number}: image data.eval row {number} image 1 cannot be" in str(caught.value)
+    assert str(caught.value).count("a PIL image must be complete and still open") == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.zeros((90, 90, 3)), "numpy.ndarray: use Image.fromarray"),
+        (io.BytesIO(), "_io.BytesIO"),
+        ((path for path in ["a.png"]), "generator"),
+        (None, "None"),
+    ],
+    ids=["array", "stream", "generator", "None"],
+)
+def test_the_type_of_what_is_not_an_image_is_named(value: Any, name: str):
+    with pytest.raises(ValueError, match="an image must be") as caught:
+        ImageReader(None, 100).read(value, "row 1")
+
+    problem = f"an image must be a path, encoded bytes or a PIL image, not {name}"
+    assert str(caught.value) == problem
 
 
 def test_a_path_without_a_root_names_the_setting():

@@ -122,6 +122,13 @@ def test_a_bad_row_is_named_with_file_line_and_reason(folder: Path, bad: dict, r
     check_bad_row(folder, bad, reason)
 
 
+def test_a_row_without_text_keys_is_a_bad_row():
+    values: Any = {1: 2, None: 3}
+
+    with pytest.raises(ValueError, match="it has no question; it has 1, None"):
+        to_example(Row("row 1", 1, values), {}, ImageReader(None, 100), COUNTING)
+
+
 def test_a_check_that_raises_another_error_makes_a_bad_row(folder: Path):
     source = write_rows(
         folder,

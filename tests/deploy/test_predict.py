@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -71,6 +73,18 @@ def test_an_image_may_be_a_path_bytes_or_a_pil_image() -> None:
     assert len({prediction.text for prediction in predictions}) == 1
     with pytest.raises(UserError, match="give at least one"):
         predictor([], example.question)
+
+
+@pytest.mark.parametrize("given", [None, np.zeros((9, 9, 3)), io.BytesIO()])
+def test_what_is_not_an_image_or_a_question_is_named_before_the_model_is_loaded(given: Any) -> None:
+    predictor = Predictor("embedded", task="counting")
+
+    for images in (given, [given]):
+        with pytest.raises(UserError, match=r"^an image must be a path, encoded bytes or a PIL"):
+            predictor(images, "How many?")
+    with pytest.raises(UserError, match=r"^question must be text, not "):
+        predictor(Image.new("RGB", (64, 64)), given)
+    assert "policy" not in vars(predictor)
 
 
 def test_overrides_change_the_settings_of_the_model() -> None:

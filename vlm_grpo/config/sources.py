@@ -22,6 +22,14 @@ IN_SESSION = "<class "
 
 _SET_BY_LIBRARY = ("frame", "progress", "token_limit")
 """Attributes of a task that are not options of a run."""
+_REMEDIES = {
+    "DataFrame": 'give df.to_dict("records")',
+    "IterableDataset": "give list(dataset)",
+    "generator": "give list(rows)",
+    "dict": 'give one split of a DatasetDict, as ds["train"], or Dataset.from_dict(columns)',
+    "DatasetDict": 'give one split, as ds["train"]',
+}
+"""Remedy by the name of a type that is not a source, whose library is not imported here."""
 
 
 class Rows(Protocol):
@@ -59,7 +67,9 @@ def is_rows(value: Any) -> bool:
     if isinstance(value, str | Mapping):
         return False
     try:
-        return len(value) == 0 or isinstance(next(iter(value)), Mapping | Example)
+        if len(value) == 0 or hasattr(value, "cast_column"):  # a Dataset in any format
+            return True
+        return isinstance(next(iter(value)), Mapping | Example)
     except (TypeError, StopIteration):
         return False
 
@@ -132,7 +142,9 @@ def _validate_source(value: Any, info: ValidationInfo) -> Any:
         return value
     if is_rows(value):
         return InMemoryRows(value)
-    raise ValueError("should be text or a list of rows (mappings), a Dataset, or Examples")
+    problem = "should be text or a list of rows (mappings), a Dataset, or Examples"
+    remedy = _REMEDIES.get(type(value).__name__)
+    raise ValueError(f"{problem}: {remedy}" if remedy else problem)
 
 
 def _validate_optional_source(value: Any, info: ValidationInfo) -> Any:

@@ -53,7 +53,12 @@ def _read_rows(dataset: datasets.Dataset, spec: str) -> Iterator[Row]:
 
 
 def without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
-    """Return a dataset that leaves images encoded: decoded, they would fill the memory."""
+    """Return a dataset that leaves images encoded: decoded, they would fill the memory.
+
+    Its rows hold Python objects: a format such as "torch" is reset, a user's transform is kept.
+    """
+    if dataset.format["type"] != "custom":
+        dataset = dataset.with_format(None)
     features = {name: _as_encoded(feature) for name, feature in dataset.features.items()}
     return dataset.cast(datasets.Features(features))
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from PIL import Image
 
 from vlm_grpo.types import ImageRef
-from vlm_grpo.utils.image_decode import read_size
+from vlm_grpo.utils.image_decode import decode_image, read_size
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
@@ -44,19 +44,19 @@ class ImageReader:
         """
         if isinstance(value, Mapping):
             data, path = value.get("bytes"), value.get("path")
-            if data is not None:
+            if isinstance(data, bytes):
                 return self._from_bytes(data, str(path or name))
-            value = path
+            value = path if data is None else data
         if isinstance(value, bytes):
             return self._from_bytes(value, name)
         if isinstance(value, Path):
             value = str(value)
         if isinstance(value, Image.Image):
-            buffer = io.BytesIO()
-            value.save(buffer, format="PNG")
-            return self._from_bytes(buffer.getvalue(), name)
+            return self._from_bytes(_encode(value, name), name)
         if not isinstance(value, str) or not value:
-            raise ValueError(f"an image must be a path, not {value!r}")
+            raise ValueError(
+                f"an image must be a path, encoded bytes or a PIL image, not {_describe(value)}"
+            )
         if value not in self._cache:
             try:
                 self._cache[value] = self._from_path(value)
@@ -110,3 +110,23 @@ class ImageReader:
                 f"data.max_image_pixels={self.max_pixels}"
             )
         return width, height
+
+
+def _encode(image: Image.Image, name: str) -> bytes:
+    """Return a Pillow image as a PNG with the pixels that its file would be decoded to."""
+    buffer = io.BytesIO()
+    try:
+        decode_image(image).save(buffer, format="PNG")
+    except ValueError as error:
+        raise ValueError(
+            f"image {name} cannot be read: {error}; a PIL image must be complete and still open"
+        ) from error
+    return buffer.getvalue()
+
+
+def _describe(value: Any) -> str:
+    """Return a value's type for a message; its repr may have dozens of lines."""
+    if value is None or isinstance(value, str):
+        return repr(value)
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return f"{name}: use Image.fromarray" if name == "numpy.ndarray" else name

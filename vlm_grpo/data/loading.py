@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.config.sources import IN_MEMORY, InMemoryRows, Rows
 from vlm_grpo.data.images import ImageReader
@@ -139,9 +141,13 @@ def _read_memory(rows: Any, split: Split) -> Iterator[Row]:
         if isinstance(values, Example):
             yield Row(location, number, example=values)
         elif isinstance(values, Mapping):
-            yield Row(location, number, dict(values))
+            yield Row(location, number, {k: _to_python(v) for k, v in values.items()})
         else:
             yield Row(location, number, problem=f"it is not a mapping but {type(values).__name__}")
+
+
+def _to_python(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _read_parquet(path: Path) -> Iterable[Row]:

@@ -15,7 +15,7 @@ from typing import Any
 from vlm_grpo.config.run import Column
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, ImageRef
 
 _NAMES: dict[Column, tuple[str, ...]] = {
     "id": ("id",),
@@ -65,6 +65,7 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
     if row.problem is not None:
         raise ValueError(row.problem)
     if row.example is not None:
+        _check_fields(row.example)
         return select_valid([row.example], task)
     values = dict(row.values)
     is_conversation = "conversations" in values
@@ -90,6 +91,22 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
     return select_valid(
         [Example(example_id, refs, question, c, {**values, **meta}) for c in candidates], task
     )
+
+
+def _check_fields(example: Example) -> None:
+    """Raise ``ValueError`` if a field of an example that the user built has another type."""
+    if not isinstance(example.id, str) or not example.id:
+        raise ValueError(f"an Example's id must be non-empty text, not {_short(example.id)}")
+    if not isinstance(example.question, str):
+        raise ValueError(f"an Example's question must be text, not {_short(example.question)}")
+    if not isinstance(example.meta, Mapping):
+        raise ValueError(f"an Example's meta must be a mapping, not {_short(example.meta)}")
+    images = example.images
+    if not isinstance(images, tuple | list) or not all(isinstance(i, ImageRef) for i in images):
+        raise ValueError(
+            "an Example's images must be a tuple of ImageRef: "
+            "give rows (mappings) instead for paths and PIL images"
+        )
 
 
 def get_answer_candidates(value: Any) -> list[Any]:
@@ -147,7 +164,9 @@ def _pop(
     if present:
         return values.pop(present[0])
     if default is ... or name in columns:
-        raise ValueError(f"it has no {names[0]}; it has {', '.join(values) or 'no columns'}")
+        raise ValueError(
+            f"it has no {names[0]}; it has {', '.join(map(str, values)) or 'no columns'}"
+        )
     return default
 
 
@@ -157,7 +176,7 @@ def _get_id(value: Any, row: Row, is_conversation: bool) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"id must be non-empty text or an integer, not {value!r}")
+        raise ValueError(f"id must be non-empty text or an integer, not {_short(value)}")
     return value
 
 

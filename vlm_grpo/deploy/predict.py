@@ -96,9 +96,12 @@ class Predictor:
             question: the question; for grounding, only the object's description.
 
         Raises:
-            UserError: an image or the model cannot be used, or the task's parser fails.
+            UserError: an image, the question or the model cannot be used, or the task's parser
+                fails.
         """
-        if isinstance(images, str | Path | bytes | Image.Image):
+        if not isinstance(question, str):
+            raise UserError(f"question must be text, not {type(question).__name__}")
+        if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             images = [images]
         limit = self.settings.data.max_image_pixels
         references = tuple(_read_image(image, limit) for image in images)

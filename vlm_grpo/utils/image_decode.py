@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,8 +13,9 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Accepted formats. Pillow supports more, some of which run external programs."""
 
-_FORMATS_WITH_ORIENTATION = ("JPEG", "MPO", "WEBP")
-"""Formats whose EXIF orientation must be applied here (Pillow applies that of TIFF itself)."""
+_FORMATS_WITH_ORIENTATION = ("JPEG", "MPO", "WEBP", None)
+"""Formats whose EXIF orientation must be applied here (Pillow applies that of TIFF itself); None:
+a copy of an opened image, which keeps the EXIF data but not the format."""
 
 _TRANSPOSITIONS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -39,8 +40,10 @@ def read_size(source: Path | BinaryIO) -> tuple[int, int]:
         return (height, width) if _get_orientation(image) >= 5 else (width, height)
 
 
-def decode_image(source: Path | BinaryIO) -> Image.Image:
+def decode_image(source: Path | BinaryIO | Image.Image) -> Image.Image:
     """Return an image's first frame as RGB: upright, with a white background if transparent.
+
+    Of a Pillow image, the current frame is returned.
 
     Raises:
         ValueError: as for ``read_size``, or the pixels cannot be decoded.
@@ -52,11 +55,14 @@ def decode_image(source: Path | BinaryIO) -> Image.Image:
 
 
 @contextmanager
-def _open(source: Path | BinaryIO) -> Iterator[Image.Image]:
+def _open(source: Path | BinaryIO | Image.Image) -> Iterator[Image.Image]:
     try:
-        with Image.open(source, formats=FORMATS) as image:
+        is_open = isinstance(source, Image.Image)
+        with nullcontext(source) if is_open else Image.open(source, formats=FORMATS) as image:
             if image.mode in ("I", "F"):
                 raise ValueError("it has 32 bits per channel: save it with 8")
+            if 0 in image.size:
+                raise ValueError("it has no pixels")
             yield image
     except UnidentifiedImageError as error:
         raise ValueError(f"it is corrupt or of a format other than {', '.join(FORMATS)}") from error
