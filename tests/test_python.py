@@ -6,6 +6,8 @@ import io
 import pkgutil
 import subprocess
 import sys
+from importlib.metadata import version
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,18 @@ from vlm_grpo import (
     Example,
     Settings,
     Task,
+    Trainer,
+    TrainResult,
+    UserError,
     evaluate,
     export,
+    load_policy,
     load_settings,
     plan,
     predict,
     reward,
     train,
 )
-from vlm_grpo.errors import UserError
-from vlm_grpo.tracking.summary import TrainResult
 
 COLORS = ("red", "lime", "blue", "black")
 
@@ -114,7 +118,7 @@ def test_the_task_interface_and_settings_are_imported_without_torch() -> None:
 def test_every_name_is_listed_and_importable() -> None:
     names = vars(vlm_grpo)["__all__"]
     assert {*names} <= {*dir(vlm_grpo)}
-    for name in names:
+    for name in {*names} - {"__version__"}:
         assert getattr(vlm_grpo, name).__module__.startswith("vlm_grpo."), name
     misspelled = "trian"
     with pytest.raises(AttributeError, match="module 'vlm_grpo' has no attribute 'trian'"):
@@ -245,3 +249,41 @@ def test_errors_are_raised_not_printed(capsys: pytest.CaptureFixture[str], tmp_p
         with pytest.raises(UserError):
             call()
     assert capsys.readouterr().out == ""
+
+
+def test_settings_and_arguments_of_another_type_are_refused(tmp_path: Path) -> None:
+    values: Any = {"task": "counting"}
+    unknown: Any = None
+    for call in (train, evaluate, plan, load_policy):
+        with pytest.raises(UserError, match="settings must be Settings: use load_settings"):
+            unwrap(call)(values)  # without the type checker of the tests
+    with pytest.raises(UserError, match="settings must be Settings: use load_settings"):
+        Trainer(values, unknown, unknown, [])
+    with pytest.raises(UserError, match="run must be the folder or the name of a run, not dict"):
+        export(values, tmp_path / "out")
+    memory: Any = 24
+    with pytest.raises(UserError, match="gpu must be text such as '24GB', not 24"):
+        plan(load_settings("counting"), memory)
+
+
+def test_export_names_a_wrong_dtype_or_step_and_takes_a_step_as_text(
+    result: TrainResult, tmp_path: Path
+) -> None:
+    wrong: Any = "fp99"
+    with pytest.raises(UserError, match="dtype is 'fp99'; it must be float32 or bfloat16"):
+        export(result.run_dir, tmp_path / "out", dtype=wrong)
+    with pytest.raises(UserError, match="step is 'fp99'; it must be a number of steps, or"):
+        export(result.run_dir, tmp_path / "out", step=wrong)
+    text: Any = "4"
+    assert export(result.run_dir, tmp_path / "out", step=text) == tmp_path / "out"
+
+
+def test_training_without_a_weighted_reward_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no reward has a weight"):
+        train(make_settings(tmp_path, Brightness(weights={"exact": 0.0})))
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    name = "__version__"
+    assert getattr(vlm_grpo, name) == version("vlm-grpo")
+    assert name in dir(vlm_grpo)

@@ -8,7 +8,7 @@ import pytest
 
 from vlm_grpo.coordinates import PERMILLE
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task, load_task_class, task_names
+from vlm_grpo.registry import check_trainable, load_task, load_task_class, task_names
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
@@ -239,3 +239,49 @@ def test_an_entry_point_that_is_not_a_task_is_refused(install):
     install("parity_number", "parity", module_text="Parity = 3\n")
 
     assert "not a subclass of Task but 3" in get_error("parity")
+
+
+def test_an_option_without_a_value_is_named(parity):
+    parity.write_text(PARITY.replace("lenient: bool = False", "lenient: bool"))
+
+    assert "task_options.lenient has no value: set task_options.lenient=…" in get_error(str(parity))
+    assert not load_task(str(parity), lenient=False).tags
+
+
+@pytest.mark.parametrize("failure", ["KeyError('a')", "SystemExit(3)"])
+def test_a_constructor_that_fails_is_reported(parity, failure):
+    parity.write_text(PARITY + f"\n    def __post_init__(self):\n        raise {failure}\n")
+
+    message = get_error(str(parity))
+    assert message.startswith(f"task {parity} cannot be built: {failure.partition('(')[0]}: ")
+
+
+def test_a_task_file_that_exits_is_reported(parity):
+    parity.write_text("raise SystemExit\n")
+
+    assert "cannot be loaded: line 1: SystemExit" in get_error(str(parity))
+
+
+def test_an_interrupted_task_file_is_not_a_user_error(parity):
+    parity.write_text("raise KeyboardInterrupt\n")
+
+    with pytest.raises(KeyboardInterrupt):
+        load_task(parity)
+
+
+def test_a_task_file_loads_by_its_path_object(parity):
+    assert vars(load_task(parity)) == vars(load_task(str(parity)))
+
+
+@pytest.mark.parametrize("task", [None, 3, {"task": "counting"}, int])
+def test_a_task_of_another_type_is_refused(task):
+    assert get_error(task).startswith("task must be a name, a path, a subclass of Task or a task")
+
+
+def test_a_task_without_a_weighted_reward_cannot_be_trained():
+    task = load_task("counting")
+    assert check_trainable(task) is task
+    zeros = dict.fromkeys(task.reward_weights(), 0.0)
+
+    with pytest.raises(UserError, match="no reward has a weight: set task_options"):
+        check_trainable(load_task(task, weights=zeros))

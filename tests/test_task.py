@@ -350,3 +350,23 @@ def test_a_reward_sees_the_image_and_all_columns(tmp_path: Path, workers: int):
     with RewardScorer(workers=workers) as scorer:
         (score,) = scorer(Pixels(), ["red"], [example])
     assert score.rewards == {"reddish": 1.0, "paid": 0.25}
+
+
+@pytest.mark.parametrize("decorate", [reward, metric])
+def test_a_decorator_without_parentheses_is_refused(decorate: Any):
+    def near(self: Task, answer: int, example: Example) -> float:
+        return 1.0
+
+    with pytest.raises(TypeError, match=rf"near: write @{decorate.__name__}\(\), with parenthes"):
+        decorate(near)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "1", True, None])
+def test_a_weight_that_is_not_a_finite_number_is_refused(weight: Any):
+    def near(self: Task, answer: int, example: Example) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"weight of .*near must be a finite number"):
+        reward(weight)(near)
+    with pytest.raises(ValueError, match="weight of exact must be a finite number"):
+        Sum(weights={"exact": weight})

@@ -13,19 +13,27 @@ if TYPE_CHECKING:
     from vlm_grpo.config.run import Settings, load_settings
     from vlm_grpo.deploy.export import export
     from vlm_grpo.deploy.predict import predict
+    from vlm_grpo.errors import Stopped, UserError
     from vlm_grpo.evaluation.evaluate import evaluate
     from vlm_grpo.model.policy import load_policy
     from vlm_grpo.planning.planner import plan
     from vlm_grpo.registry import load_task
     from vlm_grpo.task import Task, metric, reward
+    from vlm_grpo.tracking.summary import TrainResult
     from vlm_grpo.trainer import Trainer, train
     from vlm_grpo.types import Example
+
+    __version__: str
 
 __all__ = [
     "Example",
     "Settings",
+    "Stopped",
     "Task",
+    "TrainResult",
     "Trainer",
+    "UserError",
+    "__version__",
     "evaluate",
     "export",
     "load_policy",
@@ -41,8 +49,11 @@ __all__ = [
 _MODULES = {
     "Example": "types",
     "Settings": "config.run",
+    "Stopped": "errors",
     "Task": "task",
+    "TrainResult": "tracking.summary",
     "Trainer": "trainer",
+    "UserError": "errors",
     "evaluate": "evaluation.evaluate",
     "export": "deploy.export",
     "load_policy": "model.policy",
@@ -57,6 +68,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("vlm-grpo")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from vlm_grpo.config.base import simplify
 from vlm_grpo.config.sources import BUILT_IN, IN_SESSION, get_task_name
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.task import Task
+from vlm_grpo.task import FAILURES, Task
 
 _FILE_MODULE = "_vlm_grpo_task_"
 """Prefix of the module name of a task's file."""
@@ -38,7 +38,7 @@ def task_names() -> list[str]:
     return sorted(_built_in() | _plugins().keys())
 
 
-def load_task(task: str | type[Task] | Task, /, **options: Any) -> Task:
+def load_task(task: str | Path | type[Task] | Task, /, **options: Any) -> Task:
     """Load a task.
 
     Args:
@@ -55,14 +55,31 @@ def load_task(task: str | type[Task] | Task, /, **options: Any) -> Task:
         own = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
         task, options = type(task), {**own, **options}
     task_class = load_task_class(task)
-    name = task if isinstance(task, str) else get_task_name(task)
+    name = get_task_name(task) if isinstance(task, type) else str(task)
     return build_task(task_class, name, options)
 
 
-def load_task_class(task: str | type[Task]) -> type[Task]:
+def check_trainable(task: Task) -> Task:
+    """Return the task after checking that a reward has a weight, without which nothing is learned.
+
+    Raises:
+        UserError: all weights are 0.
+    """
+    weights = task.reward_weights()
+    if not any(weights.values()):
+        raise UserError(
+            f"no reward has a weight: set task_options.weights, a mapping of {', '.join(weights)}"
+        )
+    return task
+
+
+def load_task_class(task: str | Path | type[Task]) -> type[Task]:
     """Return the class of a task; arguments and errors as for ``load_task``."""
-    if isinstance(task, type):
+    if isinstance(task, type) and issubclass(task, Task):
         return _check_class(task, get_task_name(task))
+    if not isinstance(task, str | Path):
+        raise UserError(f"task must be a name, a path, a subclass of Task or a task, not {task!r}")
+    task = str(task)
     path, _, class_name = task.partition(".py:")
     if task.endswith(".py") or class_name:
         file = Path(f"{path}.py" if class_name else path)
@@ -108,10 +125,12 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
     """Build a task with its options.
 
     Raises:
-        UserError: options are unknown or of a wrong type; the message names all of them.
+        UserError: options are unknown, missing or of a wrong type, and the message names all of
+            them; or the constructor fails.
     """
+    fields = dataclasses.fields(task)
     hints = typing.get_type_hints(task)
-    known = {field.name: hints[field.name] for field in dataclasses.fields(task)}
+    known = {field.name: hints[field.name] for field in fields}
     values: dict[str, Any] = {}
     problems: list[str] = []
     for option, value in options.items():
@@ -123,6 +142,13 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
         except ValidationError as error:
             reasons = {simplify(problem["msg"]) for problem in error.errors()}
             problems.append(f"{option}={value!r} should {' or '.join(sorted(reasons))}")
+    problems += [
+        f"task_options.{field.name} has no value: set task_options.{field.name}=…"
+        for field in fields
+        if field.default is field.default_factory is dataclasses.MISSING
+        and field.init
+        and field.name not in options
+    ]
     if problems:
         raise UserError(
             f"task {name} has wrong options:\n{bullets(problems)}\nit has {', '.join(known)}"
@@ -131,6 +157,8 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
         return task(**values)
     except ValueError as error:
         raise UserError(f"task {name}: {error}") from error
+    except FAILURES as error:  # the user's constructor may raise anything
+        raise UserError(f"task {name} cannot be built: {type(error).__name__}: {error}") from error
 
 
 def _convert(value: Any, hint: Any) -> Any:
@@ -198,7 +226,7 @@ def _load_from_module(name: str) -> type[Task]:
     module_name, _, class_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything
+    except FAILURES as error:  # the user's module may raise anything
         raise UserError(
             f"task {name} cannot be loaded: {type(error).__name__}: {error}: install the package, "
             "put its folder on PYTHONPATH, or give the path of the task's .py file"
@@ -226,7 +254,7 @@ def _load_file(path: Path) -> ModuleType:
     _LOADING.add(name)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's file may raise anything
+    except FAILURES as error:  # the user's file may raise anything
         del sys.modules[name]
         raise UserError(
             f"task file {path} cannot be loaded: {_blame(error, path.resolve())}"
@@ -236,7 +264,7 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _blame(error: Exception, path: Path) -> str:
+def _blame(error: BaseException, path: Path) -> str:
     """Return ``line N: NameError: …`` if the task's file is part of the traceback."""
     message = f"{type(error).__name__}: {error}"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
@@ -247,7 +275,7 @@ def _load_plugin(plugin: EntryPoint) -> type[Task]:
     source = f"{plugin.name} ({plugin.value} of {_package(plugin)})"
     try:
         found = plugin.load()
-    except Exception as error:  # another package's code may raise anything
+    except FAILURES as error:  # another package's code may raise anything
         raise UserError(
             f"task {source} cannot be loaded: {type(error).__name__}: {error}"
         ) from error

@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from numbers import Real
 from typing import Any, ClassVar, Self, dataclass_transform
 
 from PIL import Image
@@ -67,7 +68,18 @@ class Rule:
     optional: bool = False
 
 
+def _check_weight(name: str, weight: Any) -> None:
+    is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight):
+        raise ValueError(f"weight of {name} must be a finite number, not {weight!r}")
+
+
 def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) -> Callable:
+    for value in (weight, without_answer):
+        if callable(value):
+            name = getattr(value, "__qualname__", value)
+            raise TypeError(f"{name}: write @{kind}(), with parentheses")
+
     def decorate(method: Callable) -> Callable:
         arguments = tuple(inspect.signature(method).parameters)[1:]
         if len(arguments) < 2 or arguments != _ARGUMENTS[: len(arguments)]:
@@ -75,6 +87,7 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) 
                 f"{kind} {method.__qualname__}{arguments} must take (self, answer, example), "
                 "then text and tokens if it needs them"
             )
+        _check_weight(method.__qualname__, weight)
         takes = {"takes_text": "text" in arguments, "takes_tokens": "tokens" in arguments}
         method.rule = Rule(kind, weight, without_answer, **takes, **more)  # type: ignore[attr-defined]
         return method
@@ -161,6 +174,8 @@ class Task:
                 f"task {type(self).__name__} has no reward {', '.join(unknown)}; "
                 f"it has {', '.join(known)}"
             )
+        for name, weight in self.weights.items():
+            _check_weight(name, weight)
         if self.length_budget < 1:
             raise ValueError(f"length_budget is {self.length_budget}; it must be at least 1")
         if self.weights.get("overlong") and self.overlong_cache < 1:

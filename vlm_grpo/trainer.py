@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.checkpoint import CheckpointManager, PartialStep, RunState, find_checkpoint
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.distributed.collectives import any_rank, explain_lost_rank, fail_together
 from vlm_grpo.distributed.launch import build_accelerator
@@ -28,7 +28,7 @@ from vlm_grpo.grpo import (
     pack_step,
 )
 from vlm_grpo.model.policy import Counters, Policy, load_policy
-from vlm_grpo.registry import load_task
+from vlm_grpo.registry import check_trainable, load_task
 from vlm_grpo.task import Task
 from vlm_grpo.tracking import (
     HELD_OUT_SHOWN,
@@ -54,10 +54,10 @@ def train(settings: Settings) -> TrainResult:
         UserError: something is wrong that the user can fix; the message says how.
         Stopped: the run was stopped by a signal or its time limit, and its state was saved.
     """
-    stop_request = StopRequest(settings.checkpoint.max_hours)
+    stop_request = StopRequest(check_settings(settings).checkpoint.max_hours)
     disable_progress_bar()
     check_installed(settings.logging.trackers)
-    task = load_task(settings.task, **settings.task_options)
+    task = check_trainable(load_task(settings.task, **settings.task_options))
     train_examples = load_examples(settings.data.train, task, settings.data, "train")
     held_out = load_held_out(settings, task, train_examples)
     accelerator = build_accelerator(settings)
@@ -102,15 +102,15 @@ class Trainer:
         held_out: Sequence[Example] = (),
         accelerator: Accelerator | None = None,
     ) -> None:
-        limit, skip = settings.rollout.max_completion_length, settings.data.on_bad_row == "skip"
+        limit = check_settings(settings).rollout.max_completion_length
+        skip = settings.data.on_bad_row == "skip"
         self.settings, self.policy, self.stopwatch = settings, policy, policy.stopwatch
         self.task = replace(task, frame=policy.frame, token_limit=limit)
-        self.train_examples = drop_unusable_images(policy, train_examples, skip)
+        usable = self.train_examples = drop_unusable_images(policy, train_examples, skip)
         held_out = drop_unusable_images(policy, held_out, skip) if held_out else []
         self.accelerator = accelerator or build_accelerator(settings)
         self.updater = build_updater(policy, settings, self.accelerator)
         self.strategy = self.updater.strategy
-        usable = self.train_examples
         self.sampler = RolloutSampler(policy, self.task, usable, settings, self.accelerator)
         scorer = self.sampler.scorer
         self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)

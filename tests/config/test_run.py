@@ -11,7 +11,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.config.run import DataSettings, Settings, load_settings, recipe_names
+from vlm_grpo.config.run import (
+    DataSettings,
+    Settings,
+    check_settings,
+    load_settings,
+    recipe_names,
+)
 from vlm_grpo.errors import UserError
 
 DATA = ["data.train=train.jsonl", "data.eval=test.jsonl"]
@@ -232,3 +238,27 @@ def test_a_run_without_a_name_is_saved_with_its_folders_name(tmp_path):
 
     assert settings.name is None
     assert load_settings(tmp_path / "config.yaml").run_dir == settings.run_dir
+
+
+@pytest.mark.parametrize("recipe", [None, {"task": "counting"}, load_settings("counting")])
+def test_a_recipe_of_another_type_is_refused(recipe: Any):
+    with pytest.raises(UserError, match="recipe must be the name or the path of a recipe, not "):
+        load_settings(recipe)
+
+
+@pytest.mark.parametrize("overrides", ["optim.lr=1e-5", 3, None, [3], load_settings("counting")])
+def test_overrides_of_another_type_are_refused(overrides: Any):
+    with pytest.raises(UserError, match=r'overrides must be a list: \["optim.lr=1e-5"\]'):
+        load_settings("counting", overrides)
+
+
+def test_a_key_that_is_not_text_is_refused():
+    with pytest.raises(UserError, match="key 3 of the settings must be text, not int"):
+        load_settings("counting", {"optim": {3: 1}})
+
+
+def test_settings_of_another_type_are_refused():
+    settings = load_settings("counting")
+    assert check_settings(settings) is settings
+    with pytest.raises(UserError, match=r"settings must be Settings: use load_settings\(…\)"):
+        check_settings({})

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vlm_grpo.errors import nearest
+from vlm_grpo.errors import UserError, nearest
 
 # Names of our settings in other trainers.
 ALIASES = {
@@ -85,6 +85,8 @@ def merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
     {'optim': {'lr': 1e-05, 'eps': 1e-08}, 'policy': {'lora': {}}}
     """
     for key, value in values.items():
+        if not isinstance(key, str):
+            raise UserError(f"key {key!r} of the settings must be text, not {type(key).__name__}")
         name, _, rest = key.partition(".")
         if rest:
             value = {rest: value}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -316,6 +316,20 @@ class Settings(Frozen):
         write_atomic(path, text.replace("${", "\\${").encode())
 
 
+def check_settings(value: object) -> Settings:
+    """Return the value if it is ``Settings``.
+
+    Raises:
+        UserError: it is of another type.
+    """
+    if not isinstance(value, Settings):
+        raise UserError(
+            "settings must be Settings: use load_settings(…) or Settings(…), "
+            f"not {type(value).__name__}"
+        )
+    return value
+
+
 def recipe_names() -> list[str]:
     """Return the names of the package's recipes."""
     folder = resources.files("vlm_grpo.configs")
@@ -334,6 +348,10 @@ def load_settings(recipe: str | Path, overrides: Overrides = (), **values: Any) 
     Raises:
         UserError: the recipe or its values are wrong; the message lists every problem.
     """
+    if not isinstance(recipe, str | Path):
+        raise UserError(
+            f"recipe must be the name or the path of a recipe, not {type(recipe).__name__}"
+        )
     recipe = str(recipe)
     try:
         content = _read_recipe(recipe)
@@ -359,10 +377,8 @@ def build_settings(
     Raises:
         UserError: as for ``load_settings``.
     """
-    python_values: dict[str, Any] = {}
-    merge(python_values, overrides if isinstance(overrides, Mapping) else {})
+    texts, python_values = _split_overrides(overrides)
     merge(python_values, values or {})
-    texts = [] if isinstance(overrides, Mapping) else list(overrides)
     wrong = [text for text in texts if text.find("=") < 1]
     if wrong:
         raise UserError(f"{wrong[0]!r} is not an override: write key=value, such as optim.lr=1e-6")
@@ -386,6 +402,21 @@ def build_settings(
         raise UserError(
             f"recipe {recipe} has wrong settings:\n{bullets(describe_problems(error, Settings))}"
         ) from error
+
+
+def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the overrides as texts and as nested values; one of the two is empty."""
+    values: dict[str, Any] = {}
+    if isinstance(overrides, Mapping):
+        merge(values, overrides)
+        return [], values
+    is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str)
+    texts: list[Any] = list(overrides) if is_list else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            'overrides must be a list: ["optim.lr=1e-5"], or a mapping: {"optim.lr": 1e-5}'
+        )
+    return texts, values
 
 
 def _validate(given: dict[str, Any]) -> Settings:

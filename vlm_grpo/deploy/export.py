@@ -55,6 +55,10 @@ def export(
     Raises:
         UserError: ``out`` exists, ``run`` has no trained weights, or there is no adapter.
     """
+    if not isinstance(run, str | Path):
+        raise UserError(f"run must be the folder or the name of a run, not {type(run).__name__}")
+    if dtype not in (None, "float32", "bfloat16"):
+        raise UserError(f"dtype is {dtype!r}; it must be float32 or bfloat16")
     disable_progress_bar()
     initialize_distributed()
     out = Path(out)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -53,6 +54,7 @@ def resolve_model(
     Raises:
         UserError: the run has no such checkpoint, or there is no such model.
     """
+    step = _parse_step(step)
     folder = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
     if folder is not None and (folder / "checkpoints").is_dir():
         return _resolve_run(folder, overrides, step)
@@ -75,6 +77,15 @@ def resolve_model(
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no model, no adapter and no checkpoints")
     return ResolvedModel(_build_default_settings(str(folder), overrides))
+
+
+def _parse_step(step: Any) -> int | str | None:
+    """Return the step with its number as an integer."""
+    if isinstance(step, str) and step.isdecimal():
+        return int(step)
+    if step not in (None, "best") and (not isinstance(step, int) or isinstance(step, bool)):
+        raise UserError(f'step is {step!r}; it must be a number of steps, or "best"')
+    return step
 
 
 def _check_hub_name(name: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.benchmarks import get_held_out_task, load_benchmark
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
 from vlm_grpo.distributed.launch import initialize_distributed
@@ -167,6 +167,7 @@ def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evalua
     Raises:
         UserError: the recipe has no ``data.eval``, or the model or the data cannot be loaded.
     """
+    check_settings(settings)
     if settings.data.eval is None:
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
     checkpoint = None if checkpoint is None else Path(checkpoint)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, build_prefix_inputs
@@ -389,7 +389,7 @@ def load_policy(
 ) -> Policy:
     """Load the policy of a run; arguments and errors as in ``load_model`` and ``get_capture``."""
     folder = None if checkpoint is None else Path(checkpoint)
-    loaded = load_model(settings, folder, training)
+    loaded = load_model(check_settings(settings), folder, training)
     distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
     capture = get_capture(settings.rollout, loaded.shared, training)
     return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)

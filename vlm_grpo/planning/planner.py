@@ -9,9 +9,10 @@ from typing import Any
 from transformers import AutoProcessor
 
 from vlm_grpo.config.policy import LoraSettings
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
 from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.loading import get_model_source, get_pixel_budget
 from vlm_grpo.planning.devices import GIB, Device, detect_device, find_device
@@ -94,6 +95,9 @@ def plan(settings: Settings, gpu: str | None = None, devices: int = 1) -> Plan:
     Raises:
         UserError: as for ``Planner``, or the GPU is unknown.
     """
+    check_settings(settings)
+    if gpu is not None and not isinstance(gpu, str):
+        raise UserError(f"gpu must be text such as '24GB', not {gpu!r}")
     device = detect_device() if gpu is None else find_device(gpu)
     return Planner(settings, device, devices).plan()
 
