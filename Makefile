@@ -21,8 +21,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint
 # Coverage excludes the slow tests: tracing triples the time of those with a hundred thousand random
 # texts, and they reach no additional lines.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-PURE := types parsing scoring coordinates task errors
-PURE_FILES = $(wildcard $(PURE:%=vlm_grpo/%.py) vlm_grpo/objective*)
+WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo)
 
 .DELETE_ON_ERROR:
 .PHONY: quickstart test crash check docs lock clean
@@ -42,14 +41,15 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q --doctest-modules $(PURE_FILES)
+	$(BIN)/python -m pytest -q --doctest-modules $(WITH_DOCTESTS)
 
 docs: $(VENV)/docs.stamp
 	$(BIN)/python -m sphinx -W --keep-going -n -q -E -b html docs site
 
 # uv keeps the versions in requirements.lock unless UPGRADE=--upgrade. The file has no address of a
 # package index. constraints.txt holds the same versions without hashes, for ordinary installs.
-lock: $(VENV)/dev.stamp
+lock: | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet uv
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --fork-strategy fewest \
 		--python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header \
 		--quiet $(UPGRADE) -o requirements.lock

@@ -17,7 +17,8 @@ from small_disk import small_disk
 from small_runs import TASK, make_trainer, read_metrics, save_tiny_model
 
 from vlm_grpo.checkpoint.store import list_checkpoints, verify_checkpoint
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 from small_runs import make_embedded_trainer
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 from vlm_grpo.types import Example

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vlm_grpo.config.run import Settings, load_settings
+    from vlm_grpo.config.recipes import load_settings
+    from vlm_grpo.config.run import Settings
     from vlm_grpo.deploy.export import export
     from vlm_grpo.deploy.predict import predict
     from vlm_grpo.errors import Stopped, UserError
@@ -57,7 +58,7 @@ _MODULES = {
     "evaluate": "evaluation.evaluate",
     "export": "deploy.export",
     "load_policy": "model.policy",
-    "load_settings": "config.run",
+    "load_settings": "config.recipes",
     "load_task": "registry",
     "metric": "task",
     "plan": "planning.planner",

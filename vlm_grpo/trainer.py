@@ -184,7 +184,7 @@ class Trainer:
         before, after = None if self.is_resumed else self._evaluate(), None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
         progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
-        with closing(self.sampler), self.stop_request, self.checkpoints, progress:
+        with closing(self.sampler), self.stop_request, self.checkpoints.writing(), progress:
             while self.global_step < last and not self._stop_requested():
                 self.stopwatch.reset()
                 try:

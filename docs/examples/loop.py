@@ -67,7 +67,7 @@ def train(steps: int, seed: int = 0) -> tuple[float, float]:
         completions = policy.sample(prompts, sampling, COMPLETIONS, seeds, MAX_TOKENS)
         groups = score_groups(scorer, task, prompts, completions)
 
-        # The advantage of a completion is its reward compared with the others of its group.
+        # The advantage of a completion is its reward relative to the mean of its group.
         rewards = torch.tensor([score.total for group in groups for score in group.scores])
         group_ids = [number for number in range(PROMPTS) for _ in range(COMPLETIONS)]
         advantages = group_advantages(rewards, group_ids).values

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from vlm_grpo.benchmarks import get_held_out_task
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commands import run
 
-from vlm_grpo.config.run import recipe_names
+from vlm_grpo.config.recipes import recipe_names
 from vlm_grpo.registry import task_names
 
 

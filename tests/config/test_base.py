@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from vlm_grpo.config.base import flatten, known_keys, merge
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 
 

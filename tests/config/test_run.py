@@ -1,23 +1,16 @@
-"""The settings of a run: recipes, overrides, combinations that are refused, and saved files."""
+"""The settings of a run: refused combinations, documentation, and saved files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.config.run import (
-    DataSettings,
-    Settings,
-    check_settings,
-    load_settings,
-    recipe_names,
-)
+from vlm_grpo.config.recipes import load_settings, recipe_names
+from vlm_grpo.config.run import DataSettings, Settings, check_settings
 from vlm_grpo.errors import UserError
 
 DATA = ["data.train=train.jsonl", "data.eval=test.jsonl"]
@@ -28,16 +21,6 @@ def get_error(*overrides: str, recipe: str = "counting") -> str:
     with pytest.raises(UserError) as caught:
         load_settings(recipe, overrides)
     return str(caught.value)
-
-
-def test_later_overrides_take_precedence_over_earlier_ones_and_the_recipe():
-    settings = load_settings("counting", ["optim.lr=1e-6", "optim.lr=3e-6", "policy.lora.r=4"])
-
-    assert settings.optim.lr == 3e-6
-    assert settings.policy.lora is not None
-    assert settings.policy.lora.r == 4
-    assert settings.rollout.max_completion_length == 4  # from the recipe
-    assert settings.rollout.top_p == 1.0  # the default
 
 
 def test_settings_are_frozen():
@@ -65,14 +48,6 @@ def test_text_with_a_meaning_in_yaml_or_omegaconf_is_saved_literally(tmp_path):
     settings.save(path)
 
     assert load_settings(str(path)) == settings
-
-
-@pytest.mark.parametrize(
-    ("overrides", "name"),
-    [([], "counting"), (["task=my_tasks/parity.py"], "parity"), (["name=mine"], "mine")],
-)
-def test_run_name_defaults_to_the_recipe_or_an_overridden_task(overrides, name):
-    assert load_settings("counting", overrides).run_dir.name == name
 
 
 @pytest.mark.parametrize(
@@ -116,46 +91,6 @@ def test_truncated_sampling_is_allowed_with_sampler_correction():
     assert load_settings("counting", overrides).rollout.top_p == 0.9
 
 
-def test_all_missing_values_of_a_recipe_are_named():
-    message = get_error(recipe="grounding_qwen2_5_vl_3b")
-
-    assert "data.train has no value" in message
-    assert "data.eval has no value" in message
-
-
-def test_a_task_file_is_a_recipe_without_data():
-    assert "data.train has no value" in get_error(recipe="my/parity.py")
-    settings = load_settings("my/parity.py", ["data.train=a.jsonl"])
-    assert (settings.task, settings.name) == ("my/parity.py", "parity")
-
-
-def test_unknown_recipe_error_suggests_the_nearest_and_lists_all():
-    message = get_error(recipe="groundng")
-
-    assert "did you mean grounding?" in message
-    assert all(name in message for name in recipe_names())
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "a: 1\na: 2\n", "3\n", ""])
-def test_malformed_recipe_error_names_the_file(text, tmp_path):
-    path = tmp_path / "broken.yaml"
-    path.write_text(text)
-
-    assert str(path) in get_error(recipe=str(path))
-
-
-def test_binary_recipe_error_names_the_file(tmp_path):
-    path = tmp_path / "broken.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-
-    assert str(path) in get_error(recipe=str(path))
-
-
-def test_override_without_a_key_is_refused():
-    assert "'quickly'" in get_error("quickly")
-    assert "'=3'" in get_error("=3")
-
-
 SWITCHES = {"resume", "trust_remote_code", "gradient_checkpointing", "dynamic_sampling"}
 SWITCHES |= {
     "asynchronous",
@@ -188,73 +123,12 @@ def test_every_setting_documents_itself_and_the_meaning_of_0_and_none():
             assert "0" in field.description, key
 
 
-def test_python_values_override_texts_and_the_recipe():
-    settings = load_settings(
-        "counting",
-        ["optim.lr=1e-6", "optim.weight_decay=0.5"],
-        optim={"lr": 3e-6, "betas": [0.9, 0.95]},
-        policy=PolicySettings(lora=LoraSettings(r=4)),
-        output_dir=Path("elsewhere"),
-    )
-
-    assert settings.optim.lr == 3e-6
-    assert settings.optim.weight_decay == 0.5
-    assert settings.optim.betas == (0.9, 0.95)
-    assert settings.policy.lora == LoraSettings(r=4)
-    assert settings.run_dir == Path("elsewhere/counting")
-
-
-def test_overrides_may_be_a_mapping_with_dotted_keys():
-    overrides = {"optim.lr": 3e-6, "policy.lora": {}, "rollout": {"stop": ["${x}"]}}
-
-    settings = load_settings("counting", overrides)
-
-    assert settings.optim.lr == 3e-6
-    assert settings.policy.lora == LoraSettings()
-    assert settings.rollout.stop == ("${x}",)  # Python text is literal
-
-
-@pytest.mark.parametrize(
-    "values", [{"seed": "4"}, {"seed": True}, {"optim": {"lr": {1}}}, {"zebra": 1}], ids=str
-)
-def test_python_values_are_validated_as_strictly_as_texts(values: dict[str, Any]):
-    with pytest.raises(UserError, match="recipe counting has wrong settings"):
-        load_settings("counting", values)
-    with pytest.raises(UserError, match="recipe counting has wrong settings"):
-        load_settings("counting", (), **values)
-
-
-def test_python_values_complete_a_recipe():
-    data = {"train": "train.jsonl", "eval": "test.jsonl"}
-
-    settings = load_settings("grounding_qwen2_5_vl_3b", data=data)
-
-    assert (settings.data.train, settings.data.eval) == ("train.jsonl", "test.jsonl")
-
-
 def test_a_run_without_a_name_is_saved_with_its_folders_name(tmp_path):
     settings = Settings(task="counting", data=DataSettings(train="embedded:counting"))
     settings.save(tmp_path / "config.yaml")
 
     assert settings.name is None
     assert load_settings(tmp_path / "config.yaml").run_dir == settings.run_dir
-
-
-@pytest.mark.parametrize("recipe", [None, {"task": "counting"}, load_settings("counting")])
-def test_a_recipe_of_another_type_is_refused(recipe: Any):
-    with pytest.raises(UserError, match="recipe must be the name or the path of a recipe, not "):
-        load_settings(recipe)
-
-
-@pytest.mark.parametrize("overrides", ["optim.lr=1e-5", 3, None, [3], load_settings("counting")])
-def test_overrides_of_another_type_are_refused(overrides: Any):
-    with pytest.raises(UserError, match=r'overrides must be a list: \["optim.lr=1e-5"\]'):
-        load_settings("counting", overrides)
-
-
-def test_a_key_that_is_not_text_is_refused():
-    with pytest.raises(UserError, match="key 3 of the settings must be text, not int"):
-        load_settings("counting", {"optim": {3: 1}})
 
 
 def test_settings_of_another_type_are_refused():

@@ -18,7 +18,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, noise_example, tiny_model
 
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.deploy.export import PREPROCESSOR, export
 from vlm_grpo.deploy.predict import predict

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.deploy.predict import Prediction, Predictor, predict
 from vlm_grpo.errors import UserError

@@ -19,7 +19,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from small_runs import read_metrics
 
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed import launch as launch_module
 from vlm_grpo.distributed.launch import (
     build_accelerator,

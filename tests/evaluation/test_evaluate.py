@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from vlm_grpo.benchmarks import load_benchmark
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError

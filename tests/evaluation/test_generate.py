@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.generate import generate_all, split_into_chunks
 from vlm_grpo.model.policy import load_policy

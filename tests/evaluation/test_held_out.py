@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.distributed.data_parallel import DataParallel
 from vlm_grpo.distributed.launch import build_accelerator

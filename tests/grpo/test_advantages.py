@@ -10,7 +10,7 @@ import torch
 from groups import make_group
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.grpo import advantages as advantages_module
 from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages, has_spread
 from vlm_grpo.grpo.reference import ReferenceScores

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from groups import make_group, truncate
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.grpo.batch import StepBatch, build_slices, pack_step
 from vlm_grpo.types import Group
 

@@ -14,7 +14,7 @@ import torch
 from small_runs import SMALL, make_embedded_trainer
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.batch import build_slices
 from vlm_grpo.grpo.reference import Reference

@@ -27,7 +27,7 @@ def make_batch(trainer: Trainer) -> StepBatch:
 
 
 def test_metrics_are_summed_over_updates() -> None:
-    updates = Updates(2, {}, [0.5, 0.25], [3.0, 2.0], MetricAccumulator(means={"kl": (6.0, 3)}))
+    updates = Updates({}, [0.5, 0.25], [3.0, 2.0], MetricAccumulator(means={"kl": (6.0, 3)}))
     metrics = updates.summarize()
     assert metrics == {"loss": 0.375, "grad_norm": 2.0, "skipped_updates": 0, "kl": 2.0}
 

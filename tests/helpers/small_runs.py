@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 
-from vlm_grpo.config.run import Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.loading import load_model

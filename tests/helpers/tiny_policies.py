@@ -8,7 +8,7 @@ import torch
 from tiny_models import noise_example, tiny_model
 
 from vlm_grpo.config.policy import PolicySettings
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import build_sampling_distribution

@@ -12,7 +12,7 @@ import torch
 from tiny_models import tiny_model
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import PixelBudget, load_family
 from vlm_grpo.model.loading import (

@@ -9,7 +9,7 @@ import torch
 from tiny_models import FAMILIES, tiny_model
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import (

@@ -6,7 +6,7 @@ import pytest
 from tiny_models import FAMILIES
 from tiny_policies import POLICIES, build_policy
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.planning.model_shape import read_model_shape
 

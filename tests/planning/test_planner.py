@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import fails, run
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.planning import Planner

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_models import noise_example
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import noise_example
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.batch import GroupSlice, pack
 from vlm_grpo.planning.workload import Workload, estimate_workload
 from vlm_grpo.types import Prompt

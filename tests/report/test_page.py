@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report_runs import TASKS, make_run, write_alarms
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.deploy.export import build_model_card
 from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.report import build_report, compare_runs

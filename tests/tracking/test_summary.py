@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vlm_grpo.config.run import load_settings
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.evaluate import Evaluation
 from vlm_grpo.model.policy import load_policy

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -80,8 +80,6 @@ class CheckpointManager:
     ``checkpoint.sharded`` every rank writes a shard. In ``restore`` every rank reads the files.
     Only the random states, one per rank, depend on the number of ranks.
 
-    As a context manager it waits on exit for a checkpoint that is written in the background.
-
     Args:
         settings: the run's settings.
         updater: the policy, its optimizer, schedule and reference.
@@ -106,18 +104,6 @@ class CheckpointManager:
         self.last_saved: CheckpointStep | None = None
         self._writer = AsyncWriter()
 
-    def __enter__(self) -> CheckpointManager:
-        self._writer.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
-
     def path(self, state: RunState) -> Path:
         """Return the folder of this state's checkpoint."""
         return self.folder / state.checkpoint_step.name
@@ -129,6 +115,12 @@ class CheckpointManager:
     def check_writer(self) -> None:
         """Raise the error of a checkpoint that could not be written in the background."""
         self._writer.check()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Wait on exit for a checkpoint that is written in the background."""
+        with self._writer:
+            yield
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written in the background."""

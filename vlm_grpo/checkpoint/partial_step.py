@@ -212,7 +212,7 @@ def _restore_updates(
         maxima = dict(_select(part.tensors, "maximum/", device))
         metrics = metrics + MetricAccumulator(means=means, maxima=maxima)
     losses = [float(sum(p.values["losses"][k] for p in local)) for k in range(first["updates"])]
-    return Updates(first["updates"], old, losses, list(first["norms"]), metrics)
+    return Updates(old, losses, list(first["norms"]), metrics)
 
 
 def _select(

@@ -109,7 +109,7 @@ def _refuse_checkpoint_override(overrides: Sequence[str]) -> None:
 
 
 def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: Path | None) -> None:
-    from vlm_grpo.config.run import load_settings
+    from vlm_grpo.config.recipes import load_settings
 
     settings = load_settings(recipe, overrides)
     with exit_when_stopped():
@@ -155,7 +155,7 @@ def _benchmark_settings(
     from omegaconf import OmegaConf
 
     from vlm_grpo.benchmarks import load_benchmark
-    from vlm_grpo.config.run import build_settings, load_settings
+    from vlm_grpo.config.recipes import build_settings, load_settings
 
     benchmark = load_benchmark(name)
     values: dict[str, Any] = {"model": "???"}

@@ -31,7 +31,7 @@ def plan(
     vlm-grpo plan grounding_qwen2_5_vl_3b data.train=train.jsonl data.eval=test.jsonl --gpu 24GB
     vlm-grpo plan recipe.yaml rollout.num_generations=16 --gpu H100 --devices 8
     """
-    from vlm_grpo.config.run import load_settings
+    from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.planning import plan
 
     typer.echo(plan(load_settings(recipe, overrides or []), gpu, devices))

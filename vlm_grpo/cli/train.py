@@ -25,7 +25,7 @@ def train(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) 
 
     The run's folder, runs/NAME, holds config.yaml, metrics.jsonl, samples/ and checkpoints/.
     """
-    from vlm_grpo.config.run import load_settings
+    from vlm_grpo.config.recipes import load_settings
 
     settings = load_settings(recipe, add_task_override(overrides, task))
     with exit_when_stopped():

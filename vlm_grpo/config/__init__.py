@@ -1,5 +1,6 @@
 """Settings: frozen, validated, and saved with each run."""
 
-from vlm_grpo.config.run import DataSettings, Settings, load_settings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import DataSettings, Settings
 
 __all__ = ["DataSettings", "Settings", "load_settings"]

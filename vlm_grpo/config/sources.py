@@ -75,8 +75,8 @@ def is_rows(value: Any) -> bool:
 
 
 def restore(value: Any, info: ValidationInfo) -> Any:
-    """Return the object that a text replaces in validated JSON, or the value itself."""
-    return info.context.get(value, value) if info.context and isinstance(value, str) else value
+    """Take the object that a text replaces in validated JSON, or return the value itself."""
+    return info.context.pop(value, value) if info.context and isinstance(value, str) else value
 
 
 def get_task_name(task: type[Task]) -> str:

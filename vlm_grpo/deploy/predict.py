@@ -11,7 +11,8 @@ from typing import Any
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.config.run import Overrides, Settings
+from vlm_grpo.config.recipes import Overrides
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.deploy.resolve import NO_TASK, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed

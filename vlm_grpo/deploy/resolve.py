@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from vlm_grpo.benchmarks import get_held_out_task
 from vlm_grpo.checkpoint.store import list_checkpoints
-from vlm_grpo.config.run import RUNS, Overrides, Settings, build_settings, load_settings
+from vlm_grpo.config.recipes import Overrides, build_settings, load_settings
+from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.config.sources import IN_SESSION
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.registry import load_task

@@ -194,10 +194,8 @@ def _check_folder(checkpoint: Path | None) -> None:
     if not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} is not a folder")
     if (checkpoint / "checkpoints").is_dir():
-        names = sorted(path.name for path in (checkpoint / "checkpoints").glob("step-*"))
         raise UserError(
-            f"{checkpoint} is a run: give one of its checkpoints, such as "
-            f"{checkpoint / 'checkpoints' / (names[-1] if names else 'step-N')}"
+            f"{checkpoint} is a run: give one of its checkpoints, {checkpoint}/checkpoints/step-N"
         )
 
 

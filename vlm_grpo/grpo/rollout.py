@@ -173,14 +173,12 @@ class RolloutSampler:
         rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)
         minimum = longest + rollout.num_generations * rollout.max_completion_length
+        sampling = build_sampling_settings(self.policy.distribution, rollout)
+        seeds = [(self.settings.seed, index) for index in indices]
         while True:
             try:
                 return self.policy.sample(
-                    prompts,
-                    build_sampling_settings(self.policy.distribution, rollout),
-                    rollout.num_generations,
-                    [(self.settings.seed, index) for index in indices],
-                    self.budget.tokens,
+                    prompts, sampling, rollout.num_generations, seeds, self.budget.tokens
                 )
             except RuntimeError as error:
                 if not is_out_of_memory(error):

@@ -32,7 +32,6 @@ class Updates:
     """The updates made so far on the completions of one step.
 
     Attributes:
-        count: number of updates.
         old_logprobs: (T,) log-probs before the first update by completion; kept only if the step
             has several updates.
         losses: loss of each update on this rank.
@@ -40,11 +39,15 @@ class Updates:
         metrics: loss metrics over all updates on this rank.
     """
 
-    count: int = 0
     old_logprobs: dict[int, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     metrics: MetricAccumulator = field(default_factory=MetricAccumulator)
+
+    @property
+    def count(self) -> int:
+        """Number of updates."""
+        return len(self.norms)
 
     @property
     def skipped(self) -> int:
@@ -158,7 +161,6 @@ class Updater:
         updates.norms.append(self.strategy.step())
         updates.losses.append(loss)
         updates.metrics = updates.metrics + metrics
-        updates.count += 1
         is_last = updates.count == self.settings.objective.num_iterations
         if is_last and updates.skipped < updates.count:
             self.scheduler.step()

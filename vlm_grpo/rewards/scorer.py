@@ -9,7 +9,6 @@ import signal
 import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import TracebackType
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -86,12 +85,7 @@ class RewardScorer:
     def __enter__(self) -> RewardScorer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -59,12 +58,7 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
     def advance(self, metrics: Mapping[str, float]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TIME_LIMIT_STATUS = 75
@@ -48,12 +48,7 @@ class StopRequest:
             self._previous = {}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 

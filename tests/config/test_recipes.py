@@ -1,0 +1,159 @@
+"""Recipes: values, overrides from texts and Python, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.config.recipes import load_settings, recipe_names
+from vlm_grpo.errors import UserError
+
+DATA = ["data.train=train.jsonl", "data.eval=test.jsonl"]
+"""The settings without values in the recipes for large models."""
+
+
+def get_error(*overrides: str, recipe: str = "counting") -> str:
+    with pytest.raises(UserError) as caught:
+        load_settings(recipe, overrides)
+    return str(caught.value)
+
+
+def test_later_overrides_take_precedence_over_earlier_ones_and_the_recipe():
+    settings = load_settings("counting", ["optim.lr=1e-6", "optim.lr=3e-6", "policy.lora.r=4"])
+
+    assert settings.optim.lr == 3e-6
+    assert settings.policy.lora is not None
+    assert settings.policy.lora.r == 4
+    assert settings.rollout.max_completion_length == 4  # from the recipe
+    assert settings.rollout.top_p == 1.0  # the default
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [([], "counting"), (["task=my_tasks/parity.py"], "parity"), (["name=mine"], "mine")],
+)
+def test_run_name_defaults_to_the_recipe_or_an_overridden_task(overrides, name):
+    assert load_settings("counting", overrides).run_dir.name == name
+
+
+def test_all_missing_values_of_a_recipe_are_named():
+    message = get_error(recipe="grounding_qwen2_5_vl_3b")
+
+    assert "data.train has no value" in message
+    assert "data.eval has no value" in message
+
+
+def test_a_task_file_is_a_recipe_without_data():
+    assert "data.train has no value" in get_error(recipe="my/parity.py")
+    settings = load_settings("my/parity.py", ["data.train=a.jsonl"])
+    assert (settings.task, settings.name) == ("my/parity.py", "parity")
+
+
+def test_unknown_recipe_error_suggests_the_nearest_and_lists_all():
+    message = get_error(recipe="groundng")
+
+    assert "did you mean grounding?" in message
+    assert all(name in message for name in recipe_names())
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "a: 1\na: 2\n", "3\n", ""])
+def test_malformed_recipe_error_names_the_file(text, tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+
+    assert str(path) in get_error(recipe=str(path))
+
+
+def test_binary_recipe_error_names_the_file(tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+
+    assert str(path) in get_error(recipe=str(path))
+
+
+def test_override_without_a_key_is_refused():
+    assert "'quickly'" in get_error("quickly")
+    assert "'=3'" in get_error("=3")
+
+
+def test_python_values_override_texts_and_the_recipe():
+    settings = load_settings(
+        "counting",
+        ["optim.lr=1e-6", "optim.weight_decay=0.5"],
+        optim={"lr": 3e-6, "betas": [0.9, 0.95]},
+        policy=PolicySettings(lora=LoraSettings(r=4)),
+        output_dir=Path("elsewhere"),
+    )
+
+    assert settings.optim.lr == 3e-6
+    assert settings.optim.weight_decay == 0.5
+    assert settings.optim.betas == (0.9, 0.95)
+    assert settings.policy.lora == LoraSettings(r=4)
+    assert settings.run_dir == Path("elsewhere/counting")
+
+
+def test_overrides_may_be_a_mapping_with_dotted_keys():
+    overrides = {"optim.lr": 3e-6, "policy.lora": {}, "rollout": {"stop": ["${x}"]}}
+
+    settings = load_settings("counting", overrides)
+
+    assert settings.optim.lr == 3e-6
+    assert settings.policy.lora == LoraSettings()
+    assert settings.rollout.stop == ("${x}",)  # Python text is literal
+
+
+@pytest.mark.parametrize(
+    "values", [{"seed": "4"}, {"seed": True}, {"optim": {"lr": {1}}}, {"zebra": 1}], ids=str
+)
+def test_python_values_are_validated_as_strictly_as_texts(values: dict[str, Any]):
+    with pytest.raises(UserError, match="recipe counting has wrong settings"):
+        load_settings("counting", values)
+    with pytest.raises(UserError, match="recipe counting has wrong settings"):
+        load_settings("counting", (), **values)
+
+
+def test_python_values_complete_a_recipe():
+    data = {"train": "train.jsonl", "eval": "test.jsonl"}
+
+    settings = load_settings("grounding_qwen2_5_vl_3b", data=data)
+
+    assert (settings.data.train, settings.data.eval) == ("train.jsonl", "test.jsonl")
+
+
+@pytest.mark.parametrize("recipe", [None, {"task": "counting"}, load_settings("counting")])
+def test_a_recipe_of_another_type_is_refused(recipe: Any):
+    with pytest.raises(UserError, match="recipe must be the name or the path of a recipe, not "):
+        load_settings(recipe)
+
+
+@pytest.mark.parametrize("overrides", ["optim.lr=1e-5", 3, None, [3], load_settings("counting")])
+def test_overrides_of_another_type_are_refused(overrides: Any):
+    with pytest.raises(UserError, match=r'overrides must be a list: \["optim.lr=1e-5"\]'):
+        load_settings("counting", overrides)
+
+
+def test_a_key_that_is_not_text_is_refused():
+    with pytest.raises(UserError, match="key 3 of the settings must be text, not int"):
+        load_settings("counting", {"optim": {3: 1}})
+
+
+class Opaque:
+    """An object that no setting accepts."""
+
+
+@pytest.mark.parametrize(
+    ("values", "key"), [({"model": Opaque()}, "model"), ({"output_dir": Opaque()}, "output_dir")]
+)
+def test_an_object_in_the_place_of_text_is_refused_by_its_type(values: dict[str, Any], key: str):
+    with pytest.raises(UserError, match=f"^{key} must be text, not Opaque$"):
+        load_settings("counting", values)
+
+
+def test_numpy_numbers_are_numbers():
+    settings = load_settings("counting", seed=np.int64(3), optim={"lr": np.float32(0.5)})
+
+    assert (settings.seed, settings.optim.lr) == (3, 0.5)

@@ -1,0 +1,171 @@
+"""Recipes: YAML files of settings, with overrides from the command line or Python.
+
+``load_settings("counting", ["optim.lr=1e-5"])`` reads a recipe, applies the overrides and returns
+``Settings``.
+"""
+
+from __future__ import annotations
+
+import json
+import numbers
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from vlm_grpo.config.base import describe_missing, describe_problems, flatten, merge
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.sources import InMemoryRows, get_short_name, is_rows
+from vlm_grpo.errors import UserError, bullets, nearest
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""Settings as ``key=value``, or as a mapping of dotted or nested keys."""
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the package's recipes."""
+    folder = resources.files("vlm_grpo.configs")
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name[-5:] == ".yaml")
+
+
+def load_settings(recipe: str | Path, overrides: Overrides = (), **values: Any) -> Settings:
+    """Load the settings of a run.
+
+    Args:
+        recipe: name of a recipe of the package, or path to a recipe or to a task's ``.py`` file.
+        overrides: ``key=value`` with dotted keys, such as ``optim.lr=1e-6``, or a mapping of
+            dotted or nested keys; later ones win.
+        values: settings by name, which override ``overrides``: ``optim={"lr": 1e-6}``.
+
+    Raises:
+        UserError: the recipe or its values are wrong; the message lists every problem.
+    """
+    if not isinstance(recipe, str | Path):
+        raise UserError(
+            f"recipe must be the name or the path of a recipe, not {type(recipe).__name__}"
+        )
+    recipe = str(recipe)
+    try:
+        content = _read_recipe(recipe)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+    return build_settings(recipe, content, overrides, values)
+
+
+def build_settings(
+    recipe: str,
+    content: Any,
+    overrides: Overrides = (),
+    values: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Build settings from a recipe's content.
+
+    Args:
+        recipe: name of the recipe in messages.
+        content: the recipe as an OmegaConf mapping.
+        overrides: as for ``load_settings``.
+        values: as for ``load_settings``.
+
+    Raises:
+        UserError: as for ``load_settings``.
+    """
+    texts, python_values = _split_overrides(overrides)
+    merge(python_values, values or {})
+    wrong = [text for text in texts if text.find("=") < 1]
+    if wrong:
+        raise UserError(f"{wrong[0]!r} is not an override: write key=value, such as optim.lr=1e-6")
+    try:
+        changes = OmegaConf.from_dotlist(texts)
+        merged = OmegaConf.merge(content, changes)
+        missing = sorted(set(OmegaConf.missing_keys(merged)) - flatten(python_values).keys())
+        if missing:
+            problems = bullets(map(describe_missing, missing))
+            raise UserError(f"recipe {recipe} is incomplete:\n{problems}")
+        given: Any = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+    merge(given, python_values)
+    if given.get("name") is None:
+        is_other_task = "task" in changes or "task" in python_values
+        given["name"] = get_short_name(given["task"]) if is_other_task else Path(recipe).stem
+    try:
+        return _validate(given)
+    except ValidationError as error:
+        raise UserError(
+            f"recipe {recipe} has wrong settings:\n{bullets(describe_problems(error, Settings))}"
+        ) from error
+
+
+def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
+    """Return the overrides as texts and as nested values; one of the two is empty."""
+    values: dict[str, Any] = {}
+    if isinstance(overrides, Mapping):
+        merge(values, overrides)
+        return [], values
+    is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str)
+    texts: list[Any] = list(overrides) if is_list else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            'overrides must be a list: ["optim.lr=1e-5"], or a mapping: {"optim.lr": 1e-5}'
+        )
+    return texts, values
+
+
+def _validate(given: dict[str, Any]) -> Settings:
+    """Build settings from nested values, with pydantic's strict types.
+
+    The values are validated as JSON, in which strict mode accepts lists for tuples. Objects that
+    JSON cannot hold are replaced with texts, which their validators replace with the objects.
+    """
+    objects: dict[str, Any] = {}
+
+    def replace_object(value: Any) -> Any:
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, numbers.Real):  # NumPy's
+            to_python = getattr(value, "item", value.__float__)
+            return to_python()
+        text = f"<{type(value).__name__} {len(objects)}>"
+        objects[text] = value
+        return text
+
+    data = given.get("data")
+    if isinstance(data, dict):
+        sources = {key: data[key] for key in ("train", "eval") if key in data}
+        rows = {key: InMemoryRows(value) for key, value in sources.items() if is_rows(value)}
+        given = {**given, "data": {**data, **rows}}
+    text = json.dumps(given, default=replace_object)
+    settings = Settings.model_validate_json(text, strict=True, context=objects)
+    for left in objects.values():  # the validators take out the objects of their settings
+        key = next((key for key, value in flatten(given).items() if value is left), "a setting")
+        raise UserError(f"{key} must be text, not {type(left).__name__}")
+    return settings
+
+
+def _read_recipe(recipe: str) -> Any:
+    """Return the recipe's values, without overrides, as an OmegaConf mapping."""
+    if recipe.endswith(".py"):
+        return OmegaConf.create({"task": recipe})
+    if recipe in recipe_names():
+        text = resources.files("vlm_grpo.configs").joinpath(f"{recipe}.yaml").read_text("utf-8")
+    else:
+        path = Path(recipe)
+        if not path.is_file():
+            names = recipe_names()
+            raise UserError(
+                f"there is no recipe {recipe!r}{nearest(recipe, names)}: "
+                f"give the path of a .yaml file or one of {', '.join(names)}"
+            )
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+    if not isinstance(yaml.safe_load(text), dict):
+        raise UserError(f"recipe {recipe} has no settings: it must be a mapping of keys")
+    return OmegaConf.create(text)
