@@ -21,104 +21,26 @@ and are set when the task is loaded (``load_task("counting", tags=True)``)::
 
 from __future__ import annotations
 
-import inspect
-import math
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from numbers import Real
 from typing import Any, ClassVar, Self, dataclass_transform
 
 from PIL import Image
 
 from vlm_grpo.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.parsing import extract_answer
+from vlm_grpo.rules import Rule, check_names, check_weight, find_rules, metric, reward, to_finite
 from vlm_grpo.scoring import repeated_share
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import CallTimeout
 
+__all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward"]
+
 FAILURES = (Exception, SystemExit, CallTimeout)
 """Exceptions of a user's parser or rule that must not stop a run."""
-
-_ARGUMENTS = ("answer", "example", "text", "tokens")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A reward or a metric: a method of a task.
-
-    Attributes:
-        kind: "reward" or "metric".
-        weight: weight of a reward in the total.
-        without_answer: value for a completion without an answer.
-        takes_text: whether the method takes the completion's text.
-        takes_tokens: whether the method takes the completion's number of tokens.
-        needs_answer: whether the method is called only for completions with an answer.
-        optional: whether a reward is used only if the task's ``weights`` name it.
-    """
-
-    kind: str
-    weight: float
-    without_answer: float | None
-    takes_text: bool
-    takes_tokens: bool
-    needs_answer: bool = True
-    optional: bool = False
-
-
-def _check_weight(name: str, weight: Any) -> None:
-    is_number = isinstance(weight, Real) and not isinstance(weight, bool)
-    if not is_number or not math.isfinite(weight):
-        raise ValueError(f"weight of {name} must be a finite number, not {weight!r}")
-
-
-def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) -> Callable:
-    for value in (weight, without_answer):
-        if callable(value):
-            name = getattr(value, "__qualname__", value)
-            raise TypeError(f"{name}: write @{kind}(), with parentheses")
-
-    def decorate(method: Callable) -> Callable:
-        arguments = tuple(inspect.signature(method).parameters)[1:]
-        if len(arguments) < 2 or arguments != _ARGUMENTS[: len(arguments)]:
-            raise TypeError(
-                f"{kind} {method.__qualname__}{arguments} must take (self, answer, example), "
-                "then text and tokens if it needs them"
-            )
-        _check_weight(method.__qualname__, weight)
-        takes = {"takes_text": "text" in arguments, "takes_tokens": "tokens" in arguments}
-        method.rule = Rule(kind, weight, without_answer, **takes, **more)  # type: ignore[attr-defined]
-        return method
-
-    return decorate
-
-
-def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = False) -> Callable:
-    """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
-
-    ``tokens`` is the completion's number of tokens. Evaluation and scoring from a file know
-    only the text and leave out rewards that take ``tokens``.
-
-    Args:
-        weight: weight in the total reward; 0: log the reward without training on it.
-        needs_answer: call the method only for completions with an answer; the others earn 0.
-            False is for penalties, which get ``answer`` None for a completion without one:
-            otherwise giving no answer would avoid the penalty.
-        optional: use the reward only if the task's ``weights`` name it.
-    """
-    return _rule("reward", weight, 0.0, needs_answer=needs_answer, optional=optional)
-
-
-def metric(without_answer: float | None = 0.0) -> Callable:
-    """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a metric.
-
-    Args:
-        without_answer: value for a completion without an answer; None: leave such completions
-            out of the mean.
-    """
-    return _rule("metric", 0.0, without_answer)
 
 
 def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -162,7 +84,7 @@ class Task:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        _check_names(cls)
+        check_names(cls, Task)
         _accept_headline(cls)
         dataclass(frozen=True, kw_only=True)(cls)
 
@@ -175,7 +97,7 @@ class Task:
                 f"it has {', '.join(known)}"
             )
         for name, weight in self.weights.items():
-            _check_weight(name, weight)
+            check_weight(name, weight)
         if self.length_budget < 1:
             raise ValueError(f"length_budget is {self.length_budget}; it must be at least 1")
         if self.weights.get("overlong") and self.overlong_cache < 1:
@@ -350,7 +272,7 @@ class Task:
         if arguments[0] is None and rule.needs_answer:
             return rule.without_answer
         taken = arguments[: 2 + rule.takes_text + rule.takes_tokens]
-        return _to_finite(call(getattr(self, name), *taken))
+        return to_finite(call(getattr(self, name), *taken))
 
     def combine(
         self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
@@ -411,37 +333,7 @@ class Task:
     @classmethod
     @cache
     def _all_rules(cls) -> dict[str, Rule]:
-        found: dict[str, Rule] = {}
-        for base in reversed(cls.__mro__):
-            for name, member in vars(base).items():
-                if isinstance(rule := getattr(member, "rule", None), Rule):
-                    found[name] = rule
-        return found
-
-
-def _to_finite(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}, which is not a finite number")
-    return number
-
-
-def _check_names(task: type[Task]) -> None:
-    """Reject rules and options that would replace an attribute of the base class."""
-    shared, options = Task.rules("optional"), vars(task).get("__annotations__", {})
-    for name, member in {**options, **vars(task)}.items():
-        rule = getattr(member, "rule", None)
-        if isinstance(rule, Rule):
-            kind, is_owned = rule.kind, hasattr(Task, name) or name in Task.__annotations__
-        else:
-            is_option = name in options and not callable(vars(task).get(name))
-            kind = "option" if is_option else "method"
-            is_owned = name in shared or (is_option and callable(getattr(Task, name, None)))
-        if is_owned:
-            raise TypeError(
-                f"{task.__qualname__}.{name}: the base class Task has an attribute {name}, which "
-                f"this {kind} would replace: give it another name"
-            )
+        return find_rules(cls)
 
 
 def _accept_headline(task: type[Task]) -> None:
