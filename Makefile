@@ -18,8 +18,6 @@ VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
-# Coverage excludes the slow tests: tracing triples the time of those with a hundred thousand random
-# texts, and they reach no additional lines.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo)
 
@@ -30,8 +28,7 @@ quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
 
 test: $(VENV)/dev.stamp
-	$(PYTEST) -m "not slow" --cov --cov-report=term-missing
-	$(PYTEST) -m slow
+	$(PYTEST) --cov --cov-report=term-missing
 
 crash: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/crash.py --kills 50

@@ -102,7 +102,7 @@ def build_trainer(case: dict[str, Any], settings: Settings, examples: list[Examp
     _, family = read_model_shape(model.config, settings.policy)
     if case["checkpointing"]:
         enable_gradient_checkpointing(model)
-    adapters = apply_lora_or_freeze(model, family, settings.policy)
+    adapters = apply_lora_or_freeze(model, settings.policy)
     use_shared_attention(family.language_model(model))
     autocast = case["full"] and case["dtype"] == "bfloat16"
     budget = family.pixel_budget(processor)

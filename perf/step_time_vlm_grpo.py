@@ -72,7 +72,7 @@ def build_trainer(
         }
     )
     family = load_family(model.config)
-    adapters = apply_lora_or_freeze(model, family, settings.policy)
+    adapters = apply_lora_or_freeze(model, settings.policy)
     if shared:
         use_shared_attention(family.language_model(model))
     budget = family.pixel_budget(processor)

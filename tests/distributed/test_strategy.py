@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -44,15 +46,21 @@ Results = dict[str, dict[str, list[Any]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+    """The folder of all launches, which pytest's processes share."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def run_launches(folder: Path, launches: list[str]) -> Results:
     """Return the results of each launch by case. Launches without results in the folder are run."""
-    if missing := [name for name in launches if not (folder / f"{name}.pt").exists()]:
-        command = [sys.executable, str(PROGRAM), str(folder), *missing]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-5000:]
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if missing := [name for name in launches if not (folder / f"{name}.pt").exists()]:
+            command = [sys.executable, str(PROGRAM), str(folder), *missing]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-5000:]
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in launches}
 
 

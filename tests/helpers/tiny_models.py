@@ -42,8 +42,8 @@ from vlm_grpo.types import Completion, Example, ImageRef, Prompt
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def tiny_tokenizer() -> Qwen2Tokenizer:
-    """Build a tokenizer with one token per byte and Qwen's special tokens."""
+def tiny_tokenizer(*special: str) -> Qwen2Tokenizer:
+    """Build a tokenizer with one token per byte, Qwen's special tokens and additional ones."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -53,7 +53,7 @@ def tiny_tokenizer() -> Qwen2Tokenizer:
         merges=[],
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=list(SPECIAL_TOKENS),
+        additional_special_tokens=[*SPECIAL_TOKENS, *special],
         padding_side="left",
     )
 
@@ -68,7 +68,8 @@ def _tokens(tokenizer: Any) -> dict[str, int]:
     return {key: tokenizer.convert_tokens_to_ids(name) for key, name in names.items()}
 
 
-def _text(tokenizer: Any, **more: Any) -> dict[str, Any]:
+def text_config(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    """Return the settings of a small language model."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -100,7 +101,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
         pixels = {"shortest_edge": 32 * 32, "longest_edge": 64 * 32 * 32}
         model = Qwen3VLForConditionalGeneration(
             Qwen3VLConfig(
-                text_config=_text(tokenizer, head_dim=16),
+                text_config=text_config(tokenizer, head_dim=16),
                 vision_config={
                     "depth": 3,
                     "hidden_size": 32,
@@ -123,14 +124,14 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
         vision = {"depth": 2, "num_heads": 2}
         if family == "qwen2_vl":
             config = Qwen2VLConfig(
-                text_config=_text(tokenizer),
+                text_config=text_config(tokenizer),
                 vision_config={**vision, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
                 **common,
             )
             model, kind = Qwen2VLForConditionalGeneration(config), Qwen2VLProcessor
         else:
             config = Qwen2_5_VLConfig(
-                text_config=_text(tokenizer),
+                text_config=text_config(tokenizer),
                 vision_config={
                     **vision,
                     "hidden_size": 32,
@@ -147,6 +148,12 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
             video_processor=Qwen2VLVideoProcessor(size=pixels),
             chat_template=CHAT_TEMPLATE,
         )
+    initialize(model, tokenizer)
+    return model.to(dtype), processor
+
+
+def initialize(model: Any, tokenizer: Any) -> None:
+    """Fill the weights with random values, and set the tokens that end a completion."""
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             # Large enough to keep attention and logits far from uniform.
@@ -155,7 +162,6 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
     )
-    return model.to(dtype), processor
 
 
 def tiny_policy(

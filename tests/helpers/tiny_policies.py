@@ -44,7 +44,7 @@ def build_policy(
             vision.fullatt_block_indexes = [0]
             model.config.vision_config.fullatt_block_indexes = [0]
     model_family = load_family(model.config)
-    adapters = apply_lora_or_freeze(model, model_family, settings)
+    adapters = apply_lora_or_freeze(model, settings)
     use_shared_attention(model_family.language_model(model))
     budget = model_family.pixel_budget(processor)
     autocast = settings.lora is None and values["dtype"] == "bfloat16"

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import PixelBudget, load_family
+from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.loading import (
     apply_lora_or_freeze,
     find_largest_dropout,
@@ -63,7 +63,7 @@ def test_settings_override_the_processors_pixel_budget() -> None:
 def test_freezing_a_part_leaves_the_others_trainable(part: str) -> None:
     """The projector (``merger``) lies inside the vision module, and is a part of its own."""
     model, _ = tiny_model("qwen3_vl")
-    freeze_parts(model, load_family(model.config), [part])
+    freeze_parts(model, [part])
 
     def get_part(name: str) -> str:
         if "visual" not in name:
@@ -87,7 +87,7 @@ def test_the_target_selects_the_adapted_layers(
 ) -> None:
     model, _ = tiny_model("qwen2_5_vl")
     policy = PolicySettings(lora=LoraSettings(r=2, target=target))
-    assert apply_lora_or_freeze(model, load_family(model.config), policy) is not None
+    assert apply_lora_or_freeze(model, policy) is not None
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert all("lora_" in name for name in trained)
     assert any("visual" in name for name in trained) == adapts_vision

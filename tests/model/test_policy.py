@@ -117,7 +117,7 @@ def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> No
     model, processor = tiny_model(FAMILY)
     family = load_family(model.config)
     use_shared_attention(family.language_model(model))
-    freeze_parts(model, family, ["vision", "projector"])
+    freeze_parts(model, ["vision", "projector"])
     budget = family.pixel_budget(processor)
     loaded = LoadedModel(model, processor, family, budget, shared=True, adapters=None)
     policy = Policy(loaded, SamplingDistribution(eos=(model.generation_config.eos_token_id,)))

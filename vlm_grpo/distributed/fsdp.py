@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import UserError
+from vlm_grpo.families import find_part
 from vlm_grpo.model.policy import Policy
 
 _AUTOCAST = MixedPrecisionPolicy(
@@ -79,7 +80,7 @@ class FSDP(Strategy):
                 f"FSDP needs to know the model's layers, and does not: {why_not}; launch with "
                 "plain data parallelism"
             )
-        vision = model.get_submodule(policy.family.parts["vision"][0].rstrip("."))
+        vision = next(part for name, part in model.named_modules() if find_part(name) == "vision")
         ignored = set()
         if policy.adapters is not None:
             ignored = {weight for _, weight in policy.trainable_parameters()}

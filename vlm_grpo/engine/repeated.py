@@ -42,8 +42,22 @@ def _inputs(
                 values = torch.nn.functional.pad(values, (left, len(completion) + right))
             columns.setdefault(name, []).append(values)
     inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
-    inputs |= {name: torch.cat(values) for name, values in columns.items()}
+    inputs |= {name: _concatenate(values) for name, values in columns.items()}
     return {name: values.to(device) for name, values in inputs.items()}
+
+
+def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the first dimension, after padding the others with zeros on the right.
+
+    Processors that pad the images of a batch to one size or number do it this way.
+    """
+    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    joined = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
+    start = 0
+    for tensor in tensors:
+        joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
+        start += len(tensor)
+    return joined
 
 
 def score_repeated(

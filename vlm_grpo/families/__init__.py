@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget
+from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget, find_part
 from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
 from vlm_grpo.families.repeated import InternVL, PaliGemma
 
-__all__ = ["Family", "ImageFeatures", "PixelBudget", "load_family"]
+__all__ = ["Family", "ImageFeatures", "PixelBudget", "find_part", "load_family"]
 
 _FAMILIES = (Qwen2VL, Qwen25VL, Qwen3VL, InternVL, PaliGemma)
 

@@ -8,9 +8,37 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxtyping import Float, Int
+from qwen_vl_utils.vision_process import fetch_image, smart_resize
 from torch import Tensor
+from transformers import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
 
 from vlm_grpo.types import Prompt
+
+_PARTS = {
+    "language": ("language_model", "text_model", "lm_head"),
+    "projector": (
+        *("multi_modal_projector", "mm_projector", "projector", "connector", "aligner"),
+        *("merger", "merger_list", "deepstack_merger_list", "vit_merger", "downsample"),
+        *("vision_projection", "embed_vision", "image_newline", "view_separator"),
+        *("visual_embeddings_table", "resampler_model"),
+    ),
+    "vision": ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embedder"),
+}
+"""Names that transformers gives to the modules of each part, over all its image-text models."""
+_PART_OF = {name: part for part, names in _PARTS.items() for name in names}
+
+
+def find_part(name: str) -> str | None:
+    """Return the part of the model that a weight or module belongs to by its name.
+
+    Returns:
+        "vision", "projector" (also inside the vision module), "language", or None for weights of
+        other parts, such as an audio tower.
+    """
+    parts = [_PART_OF[component] for component in name.split(".") if component in _PART_OF]
+    if parts[:1] == ["vision"] and "projector" in parts:
+        return "projector"
+    return parts[0] if parts else None
 
 
 @dataclass(frozen=True)
@@ -36,10 +64,11 @@ class ImageFeatures:
 
 
 class Family:
-    """A model family: its coordinate frame, its parts and its image processing.
+    """A model family: its coordinate frame, special tokens and image processing.
 
     The base class supports any image-text model of transformers in the repeated form, which uses
-    only the model's ``forward`` and ``generate``. A family whose completions can share their
+    only the model's ``forward`` and ``generate``; a pixel budget is known for the models with
+    Qwen2-VL's image processor. A family whose completions can share their
     prompt also implements the methods of the shared-prefix form.
     """
 
@@ -49,35 +78,56 @@ class Family:
     answer_tokens: ClassVar[str] = ""
     """Pattern of the special tokens that belong to an answer, such as box markers; all others (end,
     padding, image) are removed from completions' texts."""
-    parts: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Prefixes of the module names in each part that can be frozen: vision, projector, language."""
 
     def why_not_shared(self, config: Any) -> str | None:
         """Return the reason why completions cannot share a prompt, or None if they can."""
         return f"no shared-prefix form is known for the model type {config.model_type!r}"
 
-    def resized_size(self, size: tuple[int, int], budget: PixelBudget, processor: Any) -> tuple:
-        """Return an image's (width, height) in pixels after the family's resizing."""
-        return size
-
-    def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
-        """Return the number of tokens of an image resized to ``size``; 0 if it does not vary."""
-        return 0
-
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
-        """Return the processor's budget, or None if the family resizes to a fixed size."""
-        return None
+        """Return the processor's budget, or None if its resizing has no budget that is known."""
+        if not _is_qwen_processor(processor):
+            return None
+        size = processor.image_processor.size
+        return PixelBudget(size["shortest_edge"], size["longest_edge"])
 
     def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
         """Set the processor's pixel budget, which is saved with the model."""
+        edges = {"shortest_edge": budget.min_pixels, "longest_edge": budget.max_pixels}
+        processor.image_processor.size = type(processor.image_processor.size)(**edges)
+
+    def resized_size(
+        self, size: tuple[int, int], budget: PixelBudget, processor: Any
+    ) -> tuple[int, int]:
+        """Return an image's (width, height) in pixels after resizing within the budget."""
+        height, width = smart_resize(
+            size[1],
+            size[0],
+            factor=_token_edge(processor),
+            min_pixels=budget.min_pixels,
+            max_pixels=budget.max_pixels,
+        )
+        return width, height
+
+    def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
+        """Return the number of tokens of an image resized to ``size``; 0 if it is not known."""
+        if not _is_qwen_processor(processor):
+            return 0
+        return size[0] * size[1] // _token_edge(processor) ** 2
 
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
-        """Resize a PIL image, or return it unchanged if the processor resizes."""
-        return image
+        """Resize a PIL image within the budget."""
+        source = {
+            "image": image,
+            "min_pixels": budget.min_pixels,
+            "max_pixels": budget.max_pixels,
+        }
+        return fetch_image(source, image_patch_size=processor.image_processor.patch_size)
 
-    def processor_kwargs(self) -> dict[str, Any]:
-        """Return additional arguments for the processor's call on resized images."""
-        return {}
+    def processor_kwargs(self, processor: Any) -> dict[str, Any]:
+        """Return additional arguments for the processor's call on images."""
+        # qwen-vl-utils has already resized the image; a second resize by the processor would use
+        # the model's budget instead of the one in the settings.
+        return {"images_kwargs": {"do_resize": False}} if _is_qwen_processor(processor) else {}
 
     def banned_token_ids(self, config: Any) -> tuple[int, ...]:
         """Return the tokens that must not be sampled: they would corrupt the next forward pass."""
@@ -131,3 +181,14 @@ class Family:
             ``inputs_embeds`` (rows, T, width) and the family's other arguments.
         """
         raise NotImplementedError
+
+
+def _is_qwen_processor(processor: Any) -> bool:
+    """Return whether images are resized within a pixel budget as Qwen2-VL's are."""
+    kinds = Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
+    return isinstance(getattr(processor, "image_processor", None), kinds)
+
+
+def _token_edge(processor: Any) -> int:
+    """Return the width in pixels of one image token."""
+    return processor.image_processor.patch_size * processor.image_processor.merge_size

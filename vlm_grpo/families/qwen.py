@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Int
-from qwen_vl_utils.vision_process import fetch_image, smart_resize
 from torch import Tensor
 
-from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget
+from vlm_grpo.families.base import Family, ImageFeatures
 from vlm_grpo.types import Prompt
 
 
@@ -18,53 +17,12 @@ class QwenVL(Family):
     """The base of the three generations, with images in patch grids and M-RoPE positions."""
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
-    parts: ClassVar = {
-        "vision": ("model.visual.",),
-        "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
-        "language": ("model.language_model.", "lm_head."),
-    }
 
     def why_not_shared(self, config: Any) -> str | None:
         text = config.get_text_config()
         if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
             return "its text model has sliding-window layers, which a shared prefix would bypass"
         return None
-
-    def pixel_budget(self, processor: Any) -> PixelBudget:
-        size = processor.image_processor.size
-        return PixelBudget(size["shortest_edge"], size["longest_edge"])
-
-    def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
-        edges = {"shortest_edge": budget.min_pixels, "longest_edge": budget.max_pixels}
-        processor.image_processor.size = type(processor.image_processor.size)(**edges)
-
-    def resized_size(
-        self, size: tuple[int, int], budget: PixelBudget, processor: Any
-    ) -> tuple[int, int]:
-        height, width = smart_resize(
-            size[1],
-            size[0],
-            factor=_token_edge(processor),
-            min_pixels=budget.min_pixels,
-            max_pixels=budget.max_pixels,
-        )
-        return width, height
-
-    def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
-        return size[0] * size[1] // _token_edge(processor) ** 2
-
-    def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
-        source = {
-            "image": image,
-            "min_pixels": budget.min_pixels,
-            "max_pixels": budget.max_pixels,
-        }
-        return fetch_image(source, image_patch_size=processor.image_processor.patch_size)
-
-    def processor_kwargs(self) -> dict[str, Any]:
-        # qwen-vl-utils has already resized the image; a second resize by the processor would use
-        # the model's budget instead of the one in the settings.
-        return {"images_kwargs": {"do_resize": False}}
 
     def language_model(self, model: Any) -> Any:
         return model.model.language_model
@@ -143,8 +101,3 @@ class Qwen25VL(QwenVL):
 class Qwen3VL(QwenVL):
     model_types = ("qwen3_vl",)
     frame = "permille"
-
-
-def _token_edge(processor: Any) -> int:
-    """Return the width in pixels of one image token."""
-    return processor.image_processor.patch_size * processor.image_processor.merge_size

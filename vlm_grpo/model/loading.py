@@ -26,7 +26,7 @@ from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import Family, PixelBudget, load_family
+from vlm_grpo.families import Family, PixelBudget, find_part, load_family
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class LoadedModel:
         model: the bare transformers model, with injected adapters if there are any.
         processor: the model's processor.
         family: the model's family.
-        budget: pixel budget of its images; None if the processor resizes to a fixed size.
+        budget: pixel budget of its images; None if the processor has none that is known.
         shared: True if completions share one pass over their prompt.
         adapters: the PEFT model around ``model``; None for full weights.
         autocast: True to compute in bfloat16 from float32 weights.
@@ -96,7 +96,7 @@ def load_model(
     if adapter is not None:
         adapters = _load_adapter(model, adapter, training)
     elif training:
-        adapters = apply_lora_or_freeze(model, family, settings.policy)
+        adapters = apply_lora_or_freeze(model, settings.policy)
     if training:
         _check_dropout(model, settings)
     budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
@@ -104,13 +104,13 @@ def load_model(
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
 
 
-def apply_lora_or_freeze(model: Any, family: Family, policy: PolicySettings) -> PeftModel | None:
+def apply_lora_or_freeze(model: Any, policy: PolicySettings) -> PeftModel | None:
     """Add the adapters of the settings and return the PEFT model, or freeze their parts."""
     if policy.lora is None:
-        freeze_parts(model, family, policy.freeze)
+        freeze_parts(model, policy.freeze)
         return None
     with _ignore_peft_warning():
-        return get_peft_model(model, _lora_config(policy.lora, family, model))
+        return get_peft_model(model, _lora_config(policy.lora, model))
 
 
 def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
@@ -235,8 +235,8 @@ def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBu
     if own is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:
             raise UserError(
-                "policy.min_pixels and policy.max_pixels have no effect on this model, whose "
-                "processor resizes every image to one size: remove them"
+                "policy.min_pixels and policy.max_pixels have no effect on this model's image "
+                "processor: remove them, and set the size in its preprocessor_config.json"
             )
         return None
     budget = PixelBudget(policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels)
@@ -248,36 +248,32 @@ def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBu
     return budget
 
 
-def freeze_parts(model: Any, family: Family, parts: Sequence[str]) -> None:
+def freeze_parts(model: Any, parts: Sequence[str]) -> None:
     """Freeze the weights of the given parts; the vision part does not include the projector.
 
     Raises:
-        UserError: the family does not define the part.
+        UserError: the model has no such part.
     """
+    found = {find_part(name) for name, _ in model.named_parameters()}
     for part in parts:
-        if part not in family.parts:
-            raise UserError(f"policy.freeze={part}: this model family does not define that part")
-    prefixes = {part: family.parts[part] for part in family.parts}
+        if part not in found:
+            raise UserError(f"policy.freeze={part}: this model has no such part: remove it")
     for name, weight in model.named_parameters():
-        if name.startswith(prefixes.get("projector", ())):
-            part = "projector"
-        else:
-            part = next((p for p in prefixes if name.startswith(prefixes[p])), None)
-        if part in parts:
+        if find_part(name) in parts:
             weight.requires_grad_(False)
 
 
-def _lora_config(lora: LoraSettings, family: Family, model: Any) -> LoraConfig:
+def _lora_config(lora: LoraSettings, model: Any) -> LoraConfig:
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
-        target_modules=_lora_targets(lora.target, family, model),
+        target_modules=_lora_targets(lora.target, model),
         task_type="CAUSAL_LM",
     )
 
 
-def _lora_targets(target: str | Sequence[str], family: Family, model: Any) -> list[str]:
+def _lora_targets(target: str | Sequence[str], model: Any) -> list[str]:
     """Return the full names of the linear layers to adapt, without the output head."""
     head = model.get_output_embeddings()
     linear = [
@@ -286,13 +282,13 @@ def _lora_targets(target: str | Sequence[str], family: Family, model: Any) -> li
         if isinstance(module, nn.Linear) and module is not head
     ]
     if target == "language":
-        prefixes = family.parts.get("language")
-        if prefixes is None:
+        found = [name for name in linear if find_part(name) == "language"]
+        if not found:
             raise UserError(
-                "policy.lora.target=language: this model family does not define its language "
-                "model: list module-name suffixes instead, such as [q_proj, v_proj]"
+                "policy.lora.target=language: this model's language model is not known: list "
+                "module-name suffixes instead, such as [q_proj, v_proj]"
             )
-        return [name for name in linear if name.startswith(prefixes)]
+        return found
     if target == "all":
         return linear
     matching = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]

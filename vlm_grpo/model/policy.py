@@ -32,7 +32,7 @@ from vlm_grpo.engine.sampling import (
 from vlm_grpo.engine.shared import score_shared
 from vlm_grpo.engine.vision import ImageEncoder
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import ImageFeatures
+from vlm_grpo.families import ImageFeatures, find_part
 from vlm_grpo.model.image_cache import ImageCache
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.task import Task
@@ -96,8 +96,8 @@ class Policy:
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)
         self._images = ImageCache(self._load_image, RECENT_IMAGES)
-        vision = self.family.parts.get("vision", ())
-        self.trains_vision = any(name.startswith(vision) for name, _ in self.trainable_parameters())
+        trained = {find_part(name) for name, _ in self.trainable_parameters()}
+        self.trains_vision = not trained.isdisjoint(("vision", "projector"))
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
 
     @property
@@ -156,7 +156,7 @@ class Policy:
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         images, decodes = self._load_images(example)
         if images:
-            arguments |= {"images": images, **self.family.processor_kwargs()}
+            arguments |= {"images": images, **self.family.processor_kwargs(self.processor)}
         inputs = dict(self.processor(**arguments))
         token_ids = tuple(inputs.pop("input_ids")[0].tolist())
         inputs.pop("attention_mask", None)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import Family, load_family
+from vlm_grpo.families import Family, find_part, load_family
 from vlm_grpo.model.loading import apply_lora_or_freeze, get_model_source
 
 Precision = Literal["float32", "bfloat16", "autocast"]
@@ -160,10 +160,9 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         model: Any = AutoModelForImageTextToText.from_config(config)
         weights = sum(weight.numel() for weight in model.parameters())
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-        apply_lora_or_freeze(model, family, policy)
+        apply_lora_or_freeze(model, policy)
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
-    vision = family.parts["vision"]
     precision: Precision = "float32"
     if policy.dtype == "bfloat16":
         precision = "bfloat16" if policy.lora is not None else "autocast"
@@ -176,7 +175,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         num_linear=linear,
         num_adapted=sum(layer.get_base_layer().weight.numel() for layer in adapted),
         lora_rank=policy.lora.r if policy.lora is not None else 0,
-        trains_vision=any(name.startswith(vision) for name, _ in trained),
+        trains_vision=any(find_part(name) in ("vision", "projector") for name, _ in trained),
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
         precision=precision,
         checkpointing=policy.gradient_checkpointing,
