@@ -2,6 +2,7 @@
 #
 #   make quickstart   install the runtime, fine-tune the embedded model, show before and after
 #   make test         install the development tools and run the tests, with coverage
+#   make mutants      change the library in one place at a time, and see whether a test fails
 #   make crash        kill a training run fifty times and compare it with an uninterrupted one
 #   make check        lint, format, types, layers, doctests
 #   make docs         build the documentation site in site/; a warning is an error
@@ -22,13 +23,17 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test crash check docs lock clean
+.PHONY: quickstart test mutants crash check docs lock clean
 
 quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
 
 test: $(VENV)/dev.stamp
 	$(PYTEST) --cov --cov-report=term-missing
+
+# About 300 changes, a few seconds each. Results are in build/mutants.jsonl; another call continues.
+mutants: $(VENV)/dev.stamp
+	$(BIN)/python tests/helpers/mutants.py --jobs $(JOBS)
 
 crash: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/crash.py --kills 50

@@ -57,7 +57,10 @@ def compute_ours(rewards: Tensor) -> tuple[float, dict[str, Tensor]]:
 
 
 def make_prompts(policy: Any) -> list[Prompt]:
-    examples = [noise_example("a", [(60, 90)], seed=1), noise_example("b", [(84, 56)], seed=2)]
+    examples = [
+        noise_example("a", [(60, 90)], seed=1),
+        noise_example("b", [(84, 56)], "And where is it?", seed=2),
+    ]
     return [make_prompt(policy, example) for example in examples]
 
 
@@ -106,6 +109,10 @@ def compute_trls(rewards: Tensor, folder: Path) -> tuple[float, dict[str, Tensor
             [(r - r.mean()) / (r.std() + 1e-4) for r in rewards.split(GENERATIONS)]
         ),
     }
+    # Prompts of two lengths and ragged completions: both kinds of padding are in the comparison.
+    assert len({len(prompt.token_ids) for prompt, _ in rows}) == 2
+    assert completion_ids.shape == (len(rows), MAX_LENGTH)
+    assert inputs["mm_token_type_ids"].shape[1] == prompt_ids.shape[1] + MAX_LENGTH
     trainer.current_gradient_accumulation_steps = 1
     loss = trainer._compute_loss(trainer.model, inputs)  # noqa: SLF001
     loss.backward()

@@ -99,7 +99,7 @@ class CheckpointManager:
     ) -> None:
         self.digests = compute_digests(examples)
         self.settings, self.updater, self.sampler = settings, updater, sampler
-        self.policy, self.accelerator = updater.policy, updater.accelerator
+        self.policy, self.accelerator = updater.policy, updater.strategy.accelerator
         self.folder = settings.run_dir / "checkpoints"
         self.last_saved: CheckpointStep | None = None
         self._writer = AsyncWriter()

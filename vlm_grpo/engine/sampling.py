@@ -119,9 +119,10 @@ def build_sampling_settings(
 def draw_uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
     """Draw the ``length`` uniform numbers in [0, 1) from which a completion's tokens are sampled.
 
-    Each completion has a separate random stream, identified by its seed (run, step, example, index
-    in the group). Its tokens therefore do not depend on the batch it is sampled in, on the number
-    of ranks, or on the state of any generator.
+    Each completion has a separate random stream, identified by its seed: in training the run's
+    seed, the prompt's index in the stream of examples, and the completion's index in the group.
+    Its tokens therefore do not depend on the batch it is sampled in, on the number of ranks, or on
+    the state of any generator.
     """
     digest = hashlib.blake2b(repr(tuple(seed)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little"))).random(

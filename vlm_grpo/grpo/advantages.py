@@ -75,8 +75,8 @@ def _rewards(groups: Sequence[Group], reward_weights: Mapping[str, float]) -> tu
     names = [name for name, weight in reward_weights.items() if weight]
     scores = [score for group in groups for score in group.scores]
     rewards = [[_number(score.rewards[name]) for name in names] for score in scores]
-    weights = torch.tensor([reward_weights[name] for name in names])
-    return torch.tensor(rewards).reshape(len(scores), len(names)), weights
+    weights = torch.tensor([reward_weights[name] for name in names], dtype=torch.float32)
+    return torch.tensor(rewards, dtype=torch.float32).reshape(len(scores), len(names)), weights
 
 
 def _advantages(

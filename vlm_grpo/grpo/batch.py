@@ -26,8 +26,8 @@ class StepBatch:
         active: (n,) False for a truncated completion that is masked out.
         sampler_logprobs: for each completion, (T,) log-probs of its tokens when sampled.
         totals: the normalizers of the loss, over all ranks.
-        reference_logprobs: (T,) log-probs under the reference policy by completion; empty if the
-            loss has no KL term.
+        reference_logprobs: (T,) log-probs under the reference policy by completion; empty if no
+            separate reference is kept.
     """
 
     slices: tuple[GroupSlice, ...]
@@ -67,7 +67,7 @@ def pack_step(
     Args:
         groups: this rank's groups, n completions in all.
         advantages: (n,) advantage of each completion.
-        reference_logprobs: (T,) log-probs by completion; empty without a reference.
+        reference_logprobs: (T,) log-probs by completion; empty if no separate reference is kept.
         settings: the run's settings.
         accelerator: the ranks.
     """

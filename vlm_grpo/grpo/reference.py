@@ -32,7 +32,7 @@ class ReferenceScores:
     """The scores of a step's n completions under the reference policy.
 
     Attributes:
-        logprobs: (T,) log-probs by completion; empty if the loss has no KL term.
+        logprobs: (T,) log-probs by completion; empty if no separate reference is kept.
         penalties: (n,) KL penalties to subtract from the rewards; None if there are none.
     """
 

@@ -74,7 +74,6 @@ class Updater:
         strategy: distributes its weights over ranks, and holds the optimizer.
         reference: the reference policy.
         scheduler: the learning-rate schedule, advanced once per step.
-        accelerator: the ranks.
         settings: the run's settings.
         budget: maximum number of tokens per micro-batch.
     """
@@ -83,7 +82,6 @@ class Updater:
     strategy: Strategy
     reference: Reference
     scheduler: Any
-    accelerator: Accelerator
     settings: Settings
     budget: TokenBudget
 
@@ -235,7 +233,6 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
         strategy,
         Reference(strategy.trainable, settings.objective),
         build_scheduler(optimizer, settings.optim),
-        accelerator,
         settings,
         TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
     )

@@ -19,11 +19,10 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class Advantages:
-    """Advantages of n completions in g groups, and statistics of the groups.
+    """Advantages of n completions, and statistics of their g groups in order of first appearance.
 
     Attributes:
         values: advantage of each completion; exactly 0 where the group gives no signal.
-        group: index in 0..g−1 of each completion's group, in order of first appearance.
         group_stds: standard deviation (ddof 1) of each group's scorable rewards; 0 with fewer
             than two of them.
         zero_spread: True for a group whose advantages are all 0: its rewards are equal, or fewer
@@ -32,7 +31,6 @@ class Advantages:
     """
 
     values: Float[Tensor, " n"]
-    group: Int[Tensor, " n"]
     group_stds: Float[Tensor, " g"]
     zero_spread: Bool[Tensor, " g"]
     scorable: Bool[Tensor, " n"]
@@ -116,11 +114,7 @@ def group_advantages(
     elif scale_rewards != "none":
         raise ValueError(f"scale_rewards is {scale_rewards!r}: choose group, batch or none")
     return Advantages(
-        values.to(rewards.dtype),
-        index,
-        groups.stds.to(rewards.dtype),
-        groups.zero_spread,
-        scorable,
+        values.to(rewards.dtype), groups.stds.to(rewards.dtype), groups.zero_spread, scorable
     )
 
 
@@ -165,11 +159,7 @@ def per_reward_advantages(
     values = values / (_std(values[scorable]) + EPSILON)
     groups = _compute_moments(total, scorable, index, count)
     return Advantages(
-        values.to(rewards.dtype),
-        index,
-        groups.stds.to(rewards.dtype),
-        zero_spread,
-        scorable,
+        values.to(rewards.dtype), groups.stds.to(rewards.dtype), zero_spread, scorable
     )
 
 

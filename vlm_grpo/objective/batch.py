@@ -20,8 +20,8 @@ class TokenBatch:
         lengths: number of tokens of each completion.
         old_logprobs: log-probs under the policy before the step's first update, without gradient;
             None in the first update, where they equal ``logprobs``.
-        reference_logprobs: log-probs under the reference policy, without gradient; None without a
-            KL in the loss, or if the reference is the policy before this step.
+        reference_logprobs: log-probs under the reference policy, without gradient; None if no
+            separate reference is kept.
         sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
         entropies: entropy of the policy's distribution at each token, with gradient if there is
             an entropy bonus.

@@ -1,4 +1,7 @@
-"""Metrics of the loss, named as in TRL, accumulated over micro-batches and ranks."""
+"""Metrics of the loss, and the accumulation of all metrics over the parts of a step.
+
+A metric that TRL also logs has TRL's name.
+"""
 
 from __future__ import annotations
 

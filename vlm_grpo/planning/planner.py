@@ -40,7 +40,6 @@ class StepEstimate:
         seconds: time if all prompts are as long as the median; None if the device's speed is
             unknown.
         work: workload of the longest prompts.
-        typical: workload of the median prompts.
     """
 
     settings: Settings
@@ -49,7 +48,6 @@ class StepEstimate:
     memory: Memory
     seconds: PhaseCosts | None
     work: Workload
-    typical: Workload
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,6 @@ class Planner:
             memory,
             estimate_seconds(shape, typical, self.device),
             work,
-            typical,
         )
 
     def plan(self) -> Plan:

@@ -1,0 +1,189 @@
+"""The loss of a training step from its raw groups: plain transformers, one sequence at a time.
+
+Nothing of the library's arithmetic is used. Each completion has a forward pass of its own, its own
+image included, and the formulas are written once more, for one completion at a time, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.types import Completion, Group, Prompt
+
+BANNED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+Weights = Mapping[str, Tensor]
+
+
+class PlainModel:
+    """The model of a folder as transformers and PEFT load it, in float64, and its distribution."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.processor: Any = AutoProcessor.from_pretrained(folder)
+        model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+        if settings.policy.lora is not None:
+            lora = settings.policy.lora
+            targets = list(lora.target)
+            get_peft_model(
+                model, LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets)
+            )
+        self.model: Any = model.double().eval()
+        self.trained = {n: w for n, w in model.named_parameters() if w.requires_grad}
+        self.rollout = settings.rollout
+        self.banned = self.processor.tokenizer.convert_tokens_to_ids(list(BANNED))
+        self.ends = model.generation_config.eos_token_id
+
+    @torch.no_grad()
+    def load(self, weights: Weights) -> None:
+        """Set the trained weights."""
+        assert set(weights) == set(self.trained)
+        for name, value in weights.items():
+            self.trained[name].copy_(value)
+
+    def score(self, prompt: Prompt, completion: Completion) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of a completion's tokens and the distribution's entropies."""
+        images = [image.load() for image in prompt.example.images]
+        inputs = self.processor(text=[prompt.text], images=images or None, return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == list(prompt.token_ids)
+        count = len(completion.token_ids)
+        tokens = torch.tensor([completion.token_ids])
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], tokens], dim=1)
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        if "mm_token_type_ids" in inputs:
+            types = inputs["mm_token_type_ids"]
+            inputs["mm_token_type_ids"] = torch.cat([types, torch.zeros_like(tokens)], dim=1)
+        self.model.model.rope_deltas = None  # transformers keeps those of the previous prompt
+        logits = self.model(**inputs).logits[0, -count - 1 : -1] / self.rollout.temperature
+        allowed = torch.ones_like(logits, dtype=torch.bool)
+        allowed[:, self.banned] = False
+        for position in range(min(self.rollout.min_new_tokens, count)):
+            allowed[position, self.ends] = False
+        logprobs = logits.masked_fill(~allowed, -math.inf).log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs.masked_fill(~allowed, 0)).sum(-1)
+        return logprobs[range(count), tokens[0]], entropies
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """A step's groups, and the weights at the points of the run that its loss depends on.
+
+    Attributes:
+        groups: the raw groups: prompts, tokens and rewards.
+        reward_weights: weight of each reward by name.
+        before: the trained weights before the step's first update.
+        reference: the trained weights of the reference policy.
+    """
+
+    groups: Sequence[Group]
+    reward_weights: Mapping[str, float]
+    before: Weights
+    reference: Weights
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A completion with the constants of its loss; log-probs are (T,)."""
+
+    prompt: Prompt
+    completion: Completion
+    old: Tensor
+    reference: Tensor
+    advantage: float
+
+
+def compute_gradient(
+    model: PlainModel, step: PlainStep, weights: Weights, settings: Settings
+) -> dict[str, Tensor]:
+    """Compute the gradient of the step's loss at ``weights``, before any clipping of its norm."""
+    objective, rows = settings.objective, _collect_rows(model, step, settings.objective)
+    limit = settings.rollout.max_completion_length
+    active = rows
+    if objective.mask_truncated_completions:
+        active = [row for row in rows if row.completion.stop != "length"]
+    tokens = sum(len(row.old) for row in active)
+    model.load(weights)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in active:
+        logprobs, entropies = model.score(row.prompt, row.completion)
+        divisors = {"grpo": len(rows) * len(row.old), "dr_grpo": len(rows) * limit}
+        losses = _compute_token_losses(logprobs, row, objective)
+        total = total + losses.sum() / divisors.get(objective.loss_type, tokens)
+        total = total - objective.entropy_coef * entropies.sum() / tokens
+    names, trained = zip(*model.trained.items(), strict=True)
+    found = torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)
+    return dict(zip(names, found, strict=True))
+
+
+@torch.no_grad()
+def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettings) -> list[_Row]:
+    pairs = [(group.prompt, c) for group in step.groups for c in group.completions]
+    model.load(step.before)
+    old = [model.score(*pair)[0] for pair in pairs]
+    model.load(step.reference)
+    reference = [model.score(*pair)[0] for pair in pairs]
+    penalties = [0.0] * len(pairs)
+    if objective.kl_in == "reward":
+        kls = (_kl(*pair, objective.kl_estimator) for pair in zip(old, reference, strict=True))
+        penalties = [objective.beta * kl.sum().item() for kl in kls]
+    advantages = _compute_advantages(step, penalties, objective)
+    return [
+        _Row(*pair, old[row], reference[row], advantages[row]) for row, pair in enumerate(pairs)
+    ]
+
+
+def _compute_advantages(
+    step: PlainStep, penalties: Sequence[float], objective: ObjectiveSettings
+) -> list[float]:
+    left, groups, values = iter(penalties), [], []
+    for group in step.groups:
+        rewards = [score.rewards for score in group.scores]
+        weighted = [sum(w * (r[n] or 0) for n, w in step.reward_weights.items()) for r in rewards]
+        groups.append([total - next(left) for total in weighted])
+    spread = statistics.stdev([total for group in groups for total in group])
+    for group in groups:
+        for total in group:
+            baseline = statistics.mean(group)
+            if objective.advantage_estimator == "rloo":
+                baseline = (sum(group) - total) / (len(group) - 1)
+            scales = {"group": statistics.stdev(group), "batch": spread, "none": 1 - 1e-4}
+            values.append((total - baseline) / (scales[objective.scale_rewards] + 1e-4))
+    return values
+
+
+def _compute_token_losses(logprobs: Tensor, row: _Row, objective: ObjectiveSettings) -> Tensor:
+    difference = logprobs - row.old
+    if objective.importance_sampling_level == "sequence":
+        difference = difference.mean().expand(len(logprobs))
+    ratio = difference.exp()
+    high = objective.epsilon if objective.epsilon_high is None else objective.epsilon_high
+    if objective.loss_type == "cispo":
+        losses = -ratio.detach().clamp(max=high) * row.advantage * logprobs
+    else:
+        clipped = ratio.clamp(1 - objective.epsilon, 1 + high)
+        losses = -torch.minimum(ratio * row.advantage, clipped * row.advantage)
+    if objective.sampler_correction == "token":
+        weight = (row.old - torch.tensor(row.completion.logprobs)).exp()
+        losses = losses * weight.clamp(max=objective.sampler_correction_cap)
+    if objective.beta and objective.kl_in == "loss":
+        kl = _kl(logprobs, row.reference, objective.kl_estimator)
+        losses = losses + objective.beta * kl * (ratio if objective.use_bias_correction_kl else 1)
+    return losses
+
+
+def _kl(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    difference = logprobs - reference
+    if estimator == "k1":
+        return difference
+    return (-difference).exp() - 1 + difference if estimator == "k3" else difference**2 / 2

@@ -1,0 +1,328 @@
+"""What joins the parts of a step: its gradient from the raw groups, and its effect.
+
+The pure functions have tests of their own. Here the Trainer runs, and each of its gradients is
+computed once more by ``plain_step`` from the completions and their rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradients import relative_distance
+from plain_step import PlainModel, PlainStep, compute_gradient
+from small_runs import small_run
+from tiny_models import noise_example, tiny_model
+from torch import Tensor
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.grpo import update as update_module
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.objective import LossOutput, TokenBatch
+from vlm_grpo.task import Task, reward
+from vlm_grpo.trainer import Trainer
+from vlm_grpo.types import Example, Group
+
+ENDS = range(0, 256, 3)
+"""Tokens that end a completion, a third of all: some completions end, others are truncated."""
+LORA = {
+    "policy": {"dtype": "float32", "lora": {"r": 2, "alpha": 8, "target": ["q_proj", "up_proj"]}}
+}
+CASES: dict[str, dict[str, Any]] = {
+    "grpo, KL in the loss, masked": {
+        "objective": {"beta": 0.5, "mask_truncated_completions": True},
+    },
+    "dapo, LoRA, KL in the reward": {
+        **LORA,
+        "objective": {
+            "loss_type": "dapo", "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
+            "epsilon_high": 0.3,
+        },
+        "rollout": {"temperature": 0.6},
+    },
+    "bnpo, LoRA, KL in the loss, masked, in micro-batches": {
+        **LORA,
+        "objective": {
+            "loss_type": "bnpo", "beta": 0.5, "use_bias_correction_kl": False,
+            "mask_truncated_completions": True, "scale_rewards": "batch",
+        },
+        "optim": {"max_tokens_per_batch": 60},
+    },
+    "dr_grpo, KL in the reward, reference refreshed": {
+        "objective": {
+            "loss_type": "dr_grpo", "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
+            "reference_refresh_every": 2, "advantage_estimator": "rloo", "scale_rewards": "none",
+            "importance_sampling_level": "sequence",
+        },
+    },
+    "cispo, truncated sampler, entropy, three updates": {
+        **LORA,
+        "objective": {
+            "loss_type": "cispo", "epsilon_high": 1.0, "entropy_coef": 0.05, "num_iterations": 3,
+            "sampler_correction": "token", "sampler_correction_cap": 1.05,
+        },
+        "rollout": {"top_k": 150},
+    },
+}  # fmt: skip
+
+
+class Letters(Task):
+    """Two rewards of different weight; most random completions earn a part of each."""
+
+    primary_metric = "letters"
+
+    def parse(self, text: str, example: Example) -> str:
+        return text
+
+    def write(self, answer: Any, example: Example) -> str:
+        return str(answer)
+
+    @reward()
+    def letters(self, answer: str, example: Example) -> float:
+        return sum(character.isalpha() for character in answer) / 8
+
+    @reward(weight=-0.5)
+    def codes(self, answer: str, example: Example) -> float:
+        return sum(map(ord, answer)) % 7 / 7
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model, processor = tiny_model("qwen2_5_vl")
+    model.generation_config.eos_token_id = list(ENDS)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+EXAMPLES = [
+    noise_example("a", [(56, 28)], seed=1),
+    noise_example("b", [(28, 28), (56, 56)], "And these two?", seed=2),
+    noise_example("c", [], "And without an image?"),
+]
+"""Prompts with one, two and no images, of sizes that the model's resize does not change."""
+
+
+def merge(*blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    merged: dict[str, dict[str, Any]] = {}
+    for block in blocks:
+        for name, values in block.items():
+            merged[name] = {**merged.get(name, {}), **values}
+    return merged
+
+
+@pytest.fixture
+def make_settings(model_folder: Path, tmp_path: Path) -> Any:
+    """Return a function that builds the settings of a small run; its arguments change them."""
+
+    def make(**changes: Mapping[str, Any]) -> Settings:
+        small = {
+            "rollout": {"num_generations": 4, "max_completion_length": 5, "min_new_tokens": 2},
+            "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4},
+            "logging": {"samples_every": 0},
+        }
+        return small_run(tmp_path, model_folder, **merge(small, changes))
+
+    return make
+
+
+def make_trainer(settings: Settings, **weights: float) -> Trainer:
+    """Build a trainer whose model computes in float64: a difference is then one of formulas."""
+    policy = load_policy(settings)
+    policy.model.double()
+    return Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
+
+
+@dataclass
+class Recorder:
+    """A record of the weights and gradients of a trainer's updates, before the optimizer."""
+
+    trainer: Trainer
+    groups: list[Sequence[Group]] = field(default_factory=list)
+    weights: list[dict[str, Tensor]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def attach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sample, step = self.trainer.sampler.sample, self.trainer.strategy.step
+
+        def record_groups(progress: float) -> Any:
+            rollout = sample(progress)
+            self.groups.append(rollout.groups)
+            return rollout
+
+        def record_update() -> float:
+            trained = self.trainer.strategy.trainable
+            self.weights.append({name: w.detach().clone() for name, w in trained})
+            self.gradients.append({n: w.grad.clone() for n, w in trained if w.grad is not None})
+            return step()
+
+        monkeypatch.setattr(self.trainer.sampler, "sample", record_groups)
+        monkeypatch.setattr(self.trainer.strategy, "step", record_update)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
+    case: str, make_settings: Any, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient before the optimizer, in each update of two steps, or until a refresh."""
+    defaults = {"num_iterations": 2, "reference_refresh_every": "never"}
+    settings = make_settings(**merge({"objective": defaults}, CASES[case]))
+    updates, every = settings.objective.num_iterations, settings.objective.reference_refresh_every
+    recorder = Recorder(make_trainer(settings))
+    recorder.attach(monkeypatch)
+    plain = PlainModel(model_folder, settings)
+    for step in range(2 if every == "never" else every + 1):
+        recorder.trainer.step()
+        before, refreshed = step * updates, 0 if every == "never" else step - step % every
+        raw = PlainStep(
+            recorder.groups[step],
+            {"letters": 1.0, "codes": -0.5},
+            recorder.weights[before],
+            recorder.weights[refreshed * updates],
+        )
+        for update in range(before, before + updates):
+            expected = compute_gradient(plain, raw, recorder.weights[update], settings)
+            # float64, but for the rewards, the advantages and the sampler's log-probs in float32.
+            assert relative_distance(recorder.gradients[update], expected) < 5e-6
+    stops = {c.stop for groups in recorder.groups for group in groups for c in group.completions}
+    assert stops == {"eos", "length"}
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_training_raises_the_reward_and_lowers_a_negated_one(sign: int, make_settings: Any) -> None:
+    """The share of letters among four random characters, about a fifth at first."""
+    settings = make_settings(
+        rollout={"num_generations": 16, "max_completion_length": 4, "min_new_tokens": 4},
+        optim={"lr": 5e-3, "max_steps": 10},
+    )
+    trainer = make_trainer(settings, letters=sign, codes=0)  # also: weights may be integers
+    means = [trainer.step()["rewards/letters/mean"] for _ in range(10)]
+    change = sum(means[-3:]) - sum(means[:3])
+    assert sign * change > 0.3, means
+
+
+def test_a_completion_that_left_the_reference_loses_advantage(
+    make_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without rewards, an advantage is the group's mean penalty minus the completion's own."""
+    penalty = {"beta": 0.5, "kl_in": "reward", "kl_estimator": "k1", "scale_rewards": "none"}
+    settings = make_settings(objective={**penalty, "reference_refresh_every": "never"})
+    trainer, batches = make_trainer(settings, letters=0, codes=0), []
+    with torch.no_grad():
+        for _, weight in trainer.strategy.trainable:
+            weight += 0.02 * torch.randn_like(weight)
+    update = trainer.updater.update
+    monkeypatch.setattr(trainer.updater, "update", lambda b, *a: (batches.append(b), update(b, *a)))
+    trainer.step()
+    (batch,) = batches
+    penalties = torch.stack(
+        [
+            (sampled - batch.reference_logprobs[row]).sum() / 2
+            for row, sampled in enumerate(batch.sampler_logprobs)
+        ]
+    ).view(2, 4)
+    expected = (penalties.mean(1, keepdim=True) - penalties).flatten()
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(batch.advantages.double(), expected, rtol=0, atol=1e-5)
+
+
+def measure_clip(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a step before clipping, and the one that the optimizer gets."""
+    recorder, used = Recorder(make_trainer(settings)), []
+    recorder.attach(monkeypatch)
+
+    def record_gradient(*arguments: Any) -> None:
+        weights = recorder.trainer.strategy.trainable
+        used.append(torch.cat([w.grad.flatten() for _, w in weights if w.grad is not None]))
+
+    recorder.trainer.strategy.optimizer.register_step_pre_hook(record_gradient)
+    metrics = recorder.trainer.step()
+    before = torch.cat([grad.flatten() for grad in recorder.gradients[0].values()])
+    assert metrics["grad_norm"] == pytest.approx(before.norm().item(), rel=1e-6)
+    return before, used[0]
+
+
+def test_the_gradient_is_scaled_down_to_the_maximum_norm(
+    make_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, used = measure_clip(make_settings(optim={"max_grad_norm": 0.125}), monkeypatch)
+    assert before.norm() > 0.25
+    # clip_grad_norm_ adds 1e-6 to the norm that it divides by.
+    torch.testing.assert_close(used, before * 0.125 / before.norm(), rtol=1e-5, atol=0)
+    for limit in (0, 1e3):  # off, and larger than the norm
+        before, used = measure_clip(make_settings(optim={"max_grad_norm": limit}), monkeypatch)
+        assert torch.equal(used, before)
+
+
+def test_the_learning_rate_falls_once_per_step_and_not_in_a_skipped_one(
+    make_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(
+        objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3}
+    )
+    trainer = make_trainer(settings)
+    rates = [trainer.step()["learning_rate"]]
+    with monkeypatch.context() as patch:
+        score = trainer.policy.score
+        patch.setattr(
+            trainer.policy, "score", lambda *a: TokenScores(score(*a).logprobs * torch.nan)
+        )
+        metrics = trainer.step()
+    assert metrics["skipped_updates"] == 3
+    rates += [metrics["learning_rate"], trainer.step()["learning_rate"]]
+    assert rates == pytest.approx([3e-3, 3e-3, 2e-3])  # 3/4 and 2/4 of the initial rate
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[TokenBatch]:
+    """Record the input of each loss, whose log-probs keep their gradients."""
+    found: list[TokenBatch] = []
+    compute = update_module.policy_loss
+
+    def record(batch: TokenBatch, *arguments: Any) -> LossOutput:
+        batch.logprobs.retain_grad()
+        found.append(batch)
+        return compute(batch, *arguments)
+
+    monkeypatch.setattr(update_module, "policy_loss", record)
+    return found
+
+
+def test_old_logprobs_are_those_of_the_first_update_in_all_later_ones(
+    make_settings: Any, batches: list[TokenBatch]
+) -> None:
+    trainer = make_trainer(make_settings(objective={"num_iterations": 3}))
+    trainer.step()
+    first, *later = batches  # one micro-batch per update
+    assert first.old_logprobs is None
+    assert len(later) == 2
+    for batch in later:
+        assert batch.old_logprobs is not None
+        assert torch.equal(batch.old_logprobs, first.logprobs)
+        assert (batch.logprobs - batch.old_logprobs).abs().max() > 1e-3
+    trainer.step()
+    assert batches[3].old_logprobs is None  # a new step forgets them
+
+
+def test_every_token_of_an_unmasked_completion_has_a_gradient(
+    make_settings: Any, batches: list[TokenBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token too, which ends the completion; a truncated completion has none."""
+    settings = make_settings(objective={"mask_truncated_completions": True})
+    recorder = Recorder(make_trainer(settings))
+    recorder.attach(monkeypatch)
+    recorder.trainer.step()
+    completions = [c for group in recorder.groups[0] for c in group.completions]
+    ended = [len(c.token_ids) for c in completions if c.stop == "eos"]
+    assert 0 < len(ended) < len(completions)
+    (batch,) = batches
+    assert sorted(batch.lengths.tolist()) == sorted(ended)
+    assert batch.logprobs.grad is not None
+    assert torch.equal(batch.logprobs.grad.sign(), -batch.per_token_advantages.sign())
+    assert batch.advantages.all()
