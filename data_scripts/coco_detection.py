@@ -1,7 +1,8 @@
 """Object detection in COCO's JSON format: COCO, ODinW's parts, Roboflow exports.
 
 Every question names all categories of the file, including those absent from the image, as COCO AP
-requires. Crowd regions are left out of the answer (meta.crowds counts them).
+requires. Crowd regions are not part of the answer: meta.crowd has them, because AP ignores boxes on
+them, and meta.crowds counts them.
 
 --source: the annotation file, or a folder with instances_SPLIT*.json or _annotations.coco.json.
 --images: the folder of its images.
@@ -10,10 +11,10 @@ requires. Crowd regions are left out of the answer (meta.crowds counts them).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
-from vlm_grpo.data_scripts.readers import find_file, read_coco, xywh_to_xyxy
+from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_coco, xywh_to_xyxy
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
@@ -23,16 +24,25 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     question = ", ".join(coco.categories.values())
     for image, regions in coco.group_by_image().items():
         objects = [a for a in regions if not a.get("iscrowd")]
+        crowd = [a for a in regions if a.get("iscrowd") and min(a["bbox"][2:]) > 0]
         yield ConvertedRow(
             id=f"{request.split}-{image}",
             images=(coco.images[image]["file_name"],),
             question=question,
-            answer={
-                "boxes": [xywh_to_xyxy(a["bbox"]) for a in objects],
-                "labels": [coco.categories[a["category_id"]] for a in objects],
+            answer=_to_answer(objects, coco.categories),
+            meta={
+                "image_id": image,
+                "crowds": len(regions) - len(objects),
+                "crowd": _to_answer(crowd, coco.categories) if crowd else None,
             },
-            meta={"image_id": image, "crowds": len(regions) - len(objects)},
         )
+
+
+def _to_answer(regions: Sequence[RawRecord], names: Mapping[int, str]) -> dict[str, list]:
+    return {
+        "boxes": [xywh_to_xyxy(region["bbox"]) for region in regions],
+        "labels": [names[region["category_id"]] for region in regions],
+    }
 
 
 CONVERTER = Converter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from PIL import Image
@@ -72,6 +73,8 @@ class Detection(Task):
             raise ValueError(f"the answer's labels {labels!r} must name each of {len(boxes)} boxes")
         if not all(isinstance(label, str) and label.strip() for label in labels):
             raise ValueError(f"the labels {labels!r} must be non-empty strings")
+        if crowd := example.meta.get("crowd"):
+            gold_boxes(crowd)
         if len(boxes) > self.max_boxes:
             raise ValueError(f"there are {len(boxes)} boxes, more than max_boxes={self.max_boxes}")
 
@@ -100,11 +103,20 @@ class Detection(Task):
     def corpus_metrics(
         self, answers: Sequence[Objects | None], examples: Sequence[Example]
     ) -> dict[str, float]:
-        """Return COCO's ``ap``, ``ap_50`` and ``ap_75``; a missing answer counts as no boxes."""
+        """Return COCO's ``ap``, ``ap_50`` and ``ap_75``; a missing answer counts as no boxes.
+
+        Boxes on a crowd region, which ``meta["crowd"]`` gives in the form of an answer, are not
+        errors.
+        """
         detections = [answer or () for answer in answers]
-        return coco_average_precision(
-            detections, [self.gold_answer(example) for example in examples]
-        )
+        golds = [self.gold_answer(example) for example in examples]
+        crowds = [
+            self.gold_answer(replace(example, answer=example.meta["crowd"]))
+            if example.meta.get("crowd")
+            else ()
+            for example in examples
+        ]
+        return coco_average_precision(detections, golds, crowds)
 
 
 def _normalize_label(label: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -178,7 +180,22 @@ def test_coco_average_precision_of_special_cases(capsys):
     assert result == pytest.approx({"ap": (1 + 0.3) / 2, "ap_50": 1.0, "ap_75": 0.5})
     # A class without gold boxes is not part of the average.
     assert coco_average_precision([[cat, dog]], [[cat]])["ap"] == pytest.approx(1.0)
+    # A box on a crowd region of its class is not an error: first in order, it would halve the AP.
+    assert coco_average_precision([[cat, cat]], [[]], [[cat]]) == {}
+    crowd = ((200.0, 0.0, 300.0, 60.0), "dog")
+    far = ((500.0, 0.0, 600.0, 100.0), "dog")
+    golds, crowds = [[far]], [[crowd]]
+    assert coco_average_precision([[crowd, far]], golds)["ap"] == pytest.approx(0.5)
+    assert coco_average_precision([[crowd, far]], golds, crowds)["ap"] == pytest.approx(1.0)
     assert capsys.readouterr().out == ""  # the table of pycocotools is not printed
+
+
+def test_settings_and_tasks_load_neither_scipy_nor_pycocotools():
+    code = "import sys, vlm_grpo.config.run, vlm_grpo.tasks.ocr; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"scipy", "pycocotools"} & set(loaded.stdout.split())
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,11 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import numpy as np
-from pycocotools import mask
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 from rapidfuzz.distance import Levenshtein
-from scipy.optimize import linear_sum_assignment
 
 Box = tuple[float, float, float, float]
 Boxes = Sequence[Box]
+LabeledBoxes = Sequence[tuple[Box, str]]
 
 
 def iou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
@@ -34,6 +31,8 @@ def iou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
     """
     if not predicted or not gold:
         return np.zeros((len(predicted), len(gold)))
+    from pycocotools import mask
+
     return np.asarray(mask.iou(_to_xywh(predicted), _to_xywh(gold), [0] * len(gold)))
 
 
@@ -87,6 +86,8 @@ def match(scores: np.ndarray) -> list[tuple[int, int]]:
     Returns:
         The assigned pairs (row, column).
     """
+    from scipy.optimize import linear_sum_assignment
+
     rows, columns = linear_sum_assignment(scores, maximize=True)
     return list(zip(rows.tolist(), columns.tolist(), strict=True))
 
@@ -117,7 +118,9 @@ def f1(true_positives: int, predicted: int, gold: int) -> float:
 
 
 def coco_average_precision(
-    predicted: Sequence[Sequence[tuple[Box, str]]], gold: Sequence[Sequence[tuple[Box, str]]]
+    predicted: Sequence[LabeledBoxes],
+    gold: Sequence[LabeledBoxes],
+    crowds: Sequence[LabeledBoxes] = (),
 ) -> dict[str, float]:
     """Compute COCO's average precision of boxes with pycocotools.
 
@@ -127,14 +130,20 @@ def coco_average_precision(
     Args:
         predicted: labeled boxes of each image.
         gold: labeled gold boxes of each image.
+        crowds: labeled crowd regions of each image: a box that overlaps one is not an error. Empty:
+            no image has any.
 
     Returns:
         ``ap`` (the mean over IoU thresholds from 0.50 to 0.95), ``ap_50`` and ``ap_75``, in
         [0, 1]; empty if there is no gold box.
     """
-    labels = sorted({label for boxes in (*predicted, *gold) for _, label in boxes})
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    labels = sorted({label for boxes in (*predicted, *gold, *crowds) for _, label in boxes})
     category_ids = {label: number for number, label in enumerate(labels)}
     annotations = _build_coco_rows(gold, category_ids)
+    regions = _build_coco_rows(crowds, category_ids)
     detections = _build_coco_rows(predicted, category_ids)
     if not annotations:
         return {}
@@ -143,7 +152,8 @@ def coco_average_precision(
     dataset: Any = {
         "images": [{"id": number} for number in range(len(gold))],
         "categories": [{"id": number} for number in category_ids.values()],
-        "annotations": annotations,
+        "annotations": annotations
+        + [r | {"id": len(annotations) + r["id"], "iscrowd": 1} for r in regions],
     }
     with redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         coco = COCO()
@@ -157,9 +167,7 @@ def coco_average_precision(
     return {"ap": ap, "ap_50": ap_50, "ap_75": ap_75}
 
 
-def _build_coco_rows(
-    images: Sequence[Sequence[tuple[Box, str]]], category_ids: Mapping[str, int]
-) -> list[dict]:
+def _build_coco_rows(images: Sequence[LabeledBoxes], category_ids: Mapping[str, int]) -> list[dict]:
     rows = []
     for image, boxes in enumerate(images):
         for (x1, y1, x2, y2), label in boxes:

@@ -21,6 +21,7 @@ def test_every_definition_is_valid(name):
     image = ImageRef(name="a", size=(100, 100), resized_size=(100, 100), data=b"")
     assert benchmark.load_task().prompt(Example("a", (image,), "?", {"boxes": [[0, 0, 9, 9]]}))
     assert benchmark.load_task().primary_metric == benchmark.metric
+    assert benchmark.asked, "it says what models were asked to write"
     for published in benchmark.published:
         assert published.source, "a published number has a source"
         # A mean is between 0 and 1, so a published number is between 0 and the scale.
@@ -37,6 +38,7 @@ def test_every_kind_of_task_has_a_benchmark():
     [
         ("metric: exakt", "no metric exakt .did you mean exact"),
         ("frame: permill", "no frame permill .did you mean permille"),
+        ("reader: bare_cuont", "no reader bare_cuont .did you mean bare_count"),
         ("prompt: How many?", "prompt must contain .question."),
         ("average: groups", "average: groups needs groups"),
         ("average: groups\ngroups: [kind]", "average: groups needs a rule"),

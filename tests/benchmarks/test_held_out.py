@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_grpo.benchmarks import get_held_out_task
+from vlm_grpo.benchmarks import get_held_out_task, load_benchmark
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
@@ -53,6 +53,14 @@ def test_a_benchmark_of_another_task_gets_the_common_options(
 ) -> None:
     other = settings.model_copy(update={"task": "ocr", "task_options": {"tags": True, "x": 1}})
     assert get_held_out_task(other, run_task).tags
+
+
+def test_a_run_without_tags_is_not_asked_for_those_of_the_benchmark(settings: Settings) -> None:
+    evaluation = settings.evaluation.model_copy(update={"benchmark": "super_clevr_200"})
+    plain = settings.model_copy(update={"evaluation": evaluation, "task_options": {}})
+    task = get_held_out_task(plain, load_task("counting"))
+    assert (task.tags, task.thinking) == (False, False)
+    assert load_benchmark("super_clevr_200").load_task().tags
 
 
 def test_the_task_of_a_benchmark_can_be_pickled(settings: Settings, run_task: Task) -> None:

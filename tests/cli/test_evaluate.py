@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from commands import fails, run
 
@@ -16,11 +18,34 @@ def test_a_missing_checkpoint_is_named(capsys, tmp_path):
     assert f"checkpoint {tmp_path / 'none'} is not a folder" in message
 
 
-def test_a_run_in_the_place_of_a_checkpoint_is_refused_with_its_checkpoint(capsys, tmp_path):
-    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
+@pytest.mark.parametrize("given", ["runs/mine", "mine"])
+def test_the_newest_checkpoint_of_a_run_is_evaluated(capsys, tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    newest = Path("runs/mine/checkpoints/step-10")
+    for folder in (newest, newest.with_name("step-2")):
+        load_settings("counting").save(folder / "config.yaml")
+    calls = []
+    monkeypatch.setattr(
+        "vlm_grpo.evaluation.evaluate.evaluate_benchmark", lambda *given: calls.append(given)
+    )
+    _, out, _ = run(capsys, "evaluate", "tallyqa", *ROWS, "--checkpoint", given)
+    assert f"checkpoint {newest}, the newest of its run" in out
+    assert calls[0][2] == newest
+
+
+def test_a_run_without_checkpoints_is_one_message(capsys, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
     message = fails(capsys, "evaluate", "counting", "--checkpoint", tmp_path)
 
-    assert f"{tmp_path} is a run: give one of its checkpoints, {tmp_path}/checkpoints" in message
+    assert f"{tmp_path} has no complete checkpoint" in message
+
+
+def test_the_name_of_a_benchmark_without_rows_says_what_to_give(capsys):
+    message = fails(capsys, "evaluate", "refcoco", "model=embedded")
+
+    assert "refcoco is a benchmark" in message
+    assert "python -m vlm_grpo.data_scripts.refcoco --out refcoco.jsonl" in message
+    assert "vlm-grpo evaluate refcoco --data refcoco.jsonl model=" in message
 
 
 @pytest.mark.parametrize("arguments", [["counting"], ["tallyqa", *ROWS, "model=embedded"]])
@@ -39,6 +64,10 @@ def test_a_checkpoint_given_as_a_setting_is_answered_with_the_option(capsys, arg
         ([], "model has no value: add model="),
         (["--frame", "permille"], "--frame needs --predictions"),
         (["--task", "ocr"], "a benchmark has its own task"),
+        (["--format", "r1_v"], "--format needs --predictions"),
+        (["--predictions", "p.jsonl", "--format", "r1v"], "did you mean r1_v"),
+        (["--predictions", "p.jsonl", "--split", "tset"], "no split 'tset' (did you mean test?)"),
+        (["model=embedded", "--split", "val"], "its splits are test"),
         (["--predictions", "p.jsonl", "--checkpoint", "runs"], "leave out --checkpoint"),
         (["--predictions", "p.jsonl", "--frame", "permil"], "did you mean permille"),
         (["model=embedded", "--checkpoint", "nowhere"], "nowhere is not a folder"),
@@ -69,6 +98,9 @@ def test_a_benchmark_takes_model_and_prompt_settings_from_the_checkpoint(
     )  # fmt: skip
     (_, settings, folder, _) = calls[0]
     assert folder == checkpoint
-    assert (settings.model, settings.task_options) == ("a/model", {"tags": True})
+    assert (settings.model, settings.task_options) == (
+        "a/model",
+        {"tags": True, "thinking": False},
+    )
     assert (settings.policy.max_pixels, settings.policy.dtype) == (5000, "float32")
     assert (settings.name, settings.data.eval) == ("benchmark-tallyqa", "embedded:counting")

@@ -7,10 +7,10 @@ import json
 import pytest
 from commands import fails, run, write_jsonl
 
-from vlm_grpo.cli.foreign import LAYOUTS
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.synthetic import write_examples
+from vlm_grpo.evaluation.foreign import LAYOUTS
 
 
 @pytest.fixture
@@ -54,14 +54,40 @@ def test_json_has_one_row_per_example_and_the_total(capsys, counting_data, tmp_p
     assert last["total"]["metrics"]["absolute_error"] == 0.5
 
 
-def test_without_tags_the_full_output_is_parsed(capsys, counting_data, predicted_threes):
-    given = ["counting", "--data", counting_data, "--predictions", predicted_threes, "--json"]
+@pytest.mark.parametrize(
+    ("output", "flags", "answered"),
+    [
+        ("3", [], 2),
+        ("<answer>3</answer>", [], 2),  # one rule for evaluate and score: tags are read if present
+        ("<think>4</think><answer>3</answer>", [], 2),
+        ("3", ["--tags"], 0),
+        ("<answer>3</answer>", ["--tags"], 2),
+        ("<answer>3</answer>", ["--no-tags"], 0),
+    ],
+)
+def test_an_answer_is_read_with_and_without_tags(
+    capsys, counting_data, tmp_path, output, flags, answered
+):
+    rows = [{"id": f"r{n}", "output": output} for n in (3, 5)]
+    given = ["--data", counting_data, "--predictions", write_jsonl(tmp_path / "p.jsonl", *rows)]
 
-    _, with_tags, _ = run(capsys, "score", *given)
-    _, without, _ = run(capsys, "score", *given, "--no-tags")
+    _, out, _ = run(capsys, "score", "counting", *given, *flags, "--json")
+    total = json.loads(out.splitlines()[-1])["total"]
 
-    assert json.loads(with_tags.splitlines()[-1])["total"]["answered"] == 0
-    assert json.loads(without.splitlines()[-1])["total"]["rewards"]["exact"] == 0.5
+    assert total["answered"] == answered
+    assert total["rewards"]["exact"] == answered / 4  # 3 is right for one of two rows
+
+
+def test_outputs_that_cannot_be_read_are_shown(capsys, counting_data, tmp_path):
+    rows = [{"id": "r3", "output": "I see three or so"}, {"id": "r5", "output": "3 or 4"}]
+    given = ["--data", counting_data, "--predictions", write_jsonl(tmp_path / "p.jsonl", *rows)]
+
+    _, scored, _ = run(capsys, "score", "counting", *given)
+    _, evaluated, _ = run(capsys, "evaluate", "tallyqa", *given)
+
+    for out in (scored, evaluated):
+        assert "most outputs hold no answer that can be read, for example 'I see three" in out
+    assert "models were asked for: a number alone" in evaluated
 
 
 def test_the_table_shows_means(capsys, counting_data, predicted_threes):

@@ -86,6 +86,8 @@ def test_coco_questions_name_every_category(convert, tmp_path):
         "val-2": {"boxes": [], "labels": []},
     }
     assert [row["meta"]["crowds"] for row in result.rows] == [1, 0]
+    crowd = {"boxes": [[0, 0, 60, 40]], "labels": ["person"]}
+    assert [row["meta"]["crowd"] for row in result.rows] == [crowd, None]
 
 
 def test_a_coco_file_without_its_lists_is_an_error(convert_with_error, tmp_path):

@@ -38,7 +38,7 @@ def make_report(name: str, examples: list[Example], texts: list[str], **options:
 
 def test_counting_report_by_hand():
     examples = make_examples([2, 2, 2, 3], kind=["simple", "simple", "complex", "complex"])
-    report = make_report("tallyqa", examples, ["2", "2", "4", "none"])
+    report = make_report("tallyqa", examples, ["2", "2", "4", "many"])
     assert report.value == 50.0  # two of four
     assert report.answered == 0.75
     assert report.metrics["absolute_error"] == pytest.approx(2 / 3)  # |4 − 2| over three answers
@@ -58,7 +58,8 @@ def test_ocrbench_is_in_points_of_a_thousand():
     lines = list(format_report(report, "test"))
     assert lines[0].startswith("OCRBench: ocrbench 500.0 [")
     assert "n = 2, 100.0% answered" in lines[0]
-    assert "its test has 1000 examples" in lines[1]
+    assert lines[1].startswith("  read: the full output")
+    assert "its test has 1000 examples" in lines[2]
     assert any("Qwen2.5-VL-3B-Instruct" in line and "not verified" in line for line in lines)
 
 
@@ -89,9 +90,11 @@ def test_a_corpus_metric_has_no_interval_and_no_values_of_examples():
     assert (report.interval, report.values, report.tables) == (None, None, {})
 
 
-def test_a_metric_that_is_undefined_on_all_examples_is_refused():
-    with pytest.raises(UserError, match="absolute_error of FSC-147 is undefined"):
-        make_report("fsc147", make_examples([1, 2]), ["x", "y"])
+def test_a_metric_that_is_undefined_on_all_examples_is_refused(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("title: Errors\ntask: counting\nmetric: absolute_error\n")
+    with pytest.raises(UserError, match="absolute_error of Errors is undefined"):
+        make_report(str(path), make_examples([1, 2]), ["x", "y"])
 
 
 def test_interval_agrees_with_scipy():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from vlm_grpo.benchmarks import Benchmark, benchmark_names, load_benchmark
+from vlm_grpo.benchmarks import READERS, Benchmark, benchmark_names, load_benchmark
 
 ORDER = [
     "refcoco",
@@ -36,16 +36,23 @@ ORDER = [
     "sroie",
 ]
 """Grounding, detection, counting, OCR; all others follow in alphabetical order."""
-OVERVIEW = ("benchmark", "name", "converter", "task", "metric", "n")
+OVERVIEW = ("benchmark", "name", "converter", "task", "metric", "reader", "n")
 PUBLISHED = ("benchmark", "published numbers")
 
 
-def build_tables() -> tuple[str, str]:
-    """Return the overview of all benchmarks, and the published numbers of those that have any."""
+def build_tables() -> tuple[str, str, str]:
+    """Return the overview of all benchmarks, their published numbers, and the readers."""
     names = [*ORDER, *sorted(set(benchmark_names()) - set(ORDER))]
     rows = [build_cells(name) for name in names]
     published = [row for row in rows if row["published numbers"]]
-    return format_table(OVERVIEW, rows), format_table(PUBLISHED, published)
+    readers = [
+        {"reader": f"`{name}`", "reads": reader.description} for name, reader in READERS.items()
+    ]
+    return (
+        format_table(OVERVIEW, rows),
+        format_table(PUBLISHED, published),
+        format_table(("reader", "reads"), readers),
+    )
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> str:
@@ -64,6 +71,7 @@ def build_cells(name: str) -> dict[str, str]:
         "converter": f"`{benchmark.converter}`",
         "task": benchmark.task,
         "metric": f"`{benchmark.metric}`",
+        "reader": f"`{benchmark.reader}`" if benchmark.reader else "the task's",
         "n": ", ".join(f"{s} {n:,}" if n else s for s, n in benchmark.splits.items()),
         "published numbers": "; ".join(format_published(benchmark)),
     }

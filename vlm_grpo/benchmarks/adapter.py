@@ -8,27 +8,43 @@ from typing import Any
 
 import numpy as np
 
+from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES, apply_rule, get_group
-from vlm_grpo.task import Task, metric
+from vlm_grpo.rules import metric
+from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
-ERROR_METRICS = frozenset(("absolute_error", "rmse", "cer", "cer_micro", "wer_micro"))
+ERROR_METRICS = frozenset(
+    ("absolute_error", "rmse", "mae", "rmse_all", "cer", "cer_micro", "wer_micro")
+)
 """Metrics for which lower is better."""
 
 
 def build_benchmark_task(
-    base: type[Task], prompt: str, metrics: Sequence[str], group: str | None = None
+    base: type[Task],
+    prompt: str = "{question}",
+    metrics: Sequence[str] = (),
+    group: str | None = None,
+    reader: str | None = None,
 ) -> type[Task]:
-    """Return a subclass of a task with the prompt and the metrics of a benchmark.
+    """Return a subclass of a task with the prompt, the metrics and the reader of a benchmark.
 
     Args:
-        base: the task of the rows; it parses and scores answers.
+        base: the task of the rows; it scores answers.
         prompt: the question's template, with ``{question}`` in it.
         metrics: rewards or metrics of ``base``, or rules of ``benchmarks.rules``; the first is the
-            official one and becomes the primary metric.
+            official one and becomes the primary metric. Empty: those of ``base``.
         group: the official metric, a rule of single answers, is the mean of the means of these
             groups; None: the mean over examples.
+        reader: a key of ``READERS``; None: the parser of ``base``, which also reads an answer in
+            ``<answer>`` tags that were not asked for.
     """
+
+    def read(self: Task, text: str, example: Example) -> Any | None:
+        if reader is not None:
+            return READERS[reader].read(text, example, self)
+        tags = self.tags or "<answer>" in text
+        return base.read(self if tags == self.tags else replace(self, tags=tags), text, example)
 
     def question(self: Task, example: Example) -> str:
         question = prompt.replace("{question}", example.question)
@@ -46,17 +62,18 @@ def build_benchmark_task(
 
     def reduce(self: Task) -> tuple[Callable[..., Task], tuple[Any, ...]]:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
-        return _rebuild, (base, prompt, tuple(metrics), group, options)
+        return _rebuild, ((base, prompt, tuple(metrics), group, reader), options)
 
     members = {
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__reduce__": reduce,  # another process, which lacks this class, creates it again
-        "primary_metric": metrics[0],
-        "lower_is_better": is_error_metric(base, metrics[0]),
+        "primary_metric": metrics[0] if metrics else base.primary_metric,
+        "lower_is_better": is_error_metric(base, metrics[0] if metrics else base.primary_metric),
+        "read": read,
         "question": question,
         "corpus_metrics": corpus_metrics,
-        **{name: metric()(_build_method(name)) for name in metrics if name in RULES},
+        **{name: _build_method(name) for name in metrics if name in RULES},
     }
     return type(base.__name__, (base,), members)
 
@@ -66,22 +83,20 @@ def is_error_metric(base: type[Task], name: str) -> bool:
     return name in ERROR_METRICS or (name == base.primary_metric and base.lower_is_better)
 
 
-def _rebuild(
-    base: type[Task],
-    prompt: str,
-    metrics: Sequence[str],
-    group: str | None,
-    options: dict[str, Any],
-) -> Task:
-    return build_benchmark_task(base, prompt, metrics, group)(**options)
+def _rebuild(arguments: Sequence[Any], options: dict[str, Any]) -> Task:
+    return build_benchmark_task(*arguments)(**options)
 
 
 def _build_method(name: str) -> Callable[[Task, Any, Example], float]:
+    """Return a metric that calls a rule, for outputs without an answer too."""
+
     def rule(self: Task, answer: Any, example: Example) -> float:
         return float(RULES[name](answer, example))
 
     rule.__qualname__ = name
-    return rule
+    marked = metric()(rule)
+    marked.rule = replace(marked.rule, needs_answer=False)
+    return marked
 
 
 def mean_over_groups(values: Sequence[float], groups: Sequence[str]) -> float:

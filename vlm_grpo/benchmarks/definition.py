@@ -11,6 +11,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from vlm_grpo.benchmarks.adapter import build_benchmark_task, is_error_metric
+from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
 from vlm_grpo.config.base import Frozen
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
@@ -47,6 +48,12 @@ class Benchmark(Frozen):
     """Options of the task."""
     prompt: str = "{question}"
     """Template of the question, with ``{question}`` in it; the task adds how to answer."""
+    asked: str = ""
+    """What the models of published results were asked to write, and by whose prompt."""
+    reader: str | None = None
+    """Parser of the official script, a key of ``official.READERS``; None: that of the task."""
+    differences: str = ""
+    """How results can differ from the official script's, and why; empty: they do not."""
     frame: str | None = None
     """Coordinate frame of the outputs' boxes; None: that of the model family."""
     metric: str
@@ -72,6 +79,8 @@ class Benchmark(Frozen):
         for name in (self.metric, *self.variants):
             if name not in known:
                 raise ValueError(f"there is no metric {name}{nearest(name, known)}")
+        if self.reader is not None and self.reader not in READERS:
+            raise ValueError(f"there is no reader {self.reader}{nearest(self.reader, READERS)}")
         if "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}")
         if self.frame is not None and self.frame not in FRAMES:
@@ -93,10 +102,19 @@ class Benchmark(Frozen):
         """
         base = load_task_class(self.task)
         group = self.groups[0] if self.average == "groups" else None
-        task = build_benchmark_task(base, self.prompt, (self.metric, *self.variants), group)
+        metrics = (self.metric, *self.variants)
+        task = build_benchmark_task(base, self.prompt, metrics, group, self.reader)
         frame = frame if self.frame is None else FRAMES[self.frame]
         frames = {} if frame is None else {"frame": frame}
         return build_task(task, self.task, {**frames, **self.options, **options})
+
+    def check_split(self, split: str | None) -> None:
+        """Raise ``UserError``, naming the splits, if the benchmark has no such split."""
+        if split is not None and split not in self.splits:
+            raise UserError(
+                f"{self.title} has no split {split!r}{nearest(split, self.splits)}: its splits are "
+                f"{', '.join(self.splits) or 'not named'}"
+            )
 
     @property
     def lower_is_better(self) -> bool:

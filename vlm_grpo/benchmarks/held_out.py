@@ -11,7 +11,8 @@ def get_held_out_task(settings: Settings, task: Task) -> Task:
     """Return the task that scores the held-out examples: the run's, or that of a benchmark.
 
     A benchmark with the run's task gets the run's task options; another one gets only the options
-    that every task has, so that the prompt has the same form as in training.
+    that every task has. The prompt has the same form as in training: tags and thinking are those of
+    the run, whatever the models of the benchmark's published results were asked to write.
 
     Args:
         settings: settings of the run.
@@ -23,7 +24,6 @@ def get_held_out_task(settings: Settings, task: Task) -> Task:
     if settings.evaluation.benchmark is None:
         return task
     benchmark = load_benchmark(settings.evaluation.benchmark)
-    options = settings.task_options
-    if benchmark.task != settings.task_name:
-        options = {name: options[name] for name in ("tags", "thinking") if name in options}
+    options = settings.task_options if benchmark.task == settings.task_name else {}
+    options = {**options, "tags": task.tags, "thinking": task.thinking}
     return benchmark.load_task(task.frame, **options)

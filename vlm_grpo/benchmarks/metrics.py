@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from rapidfuzz.distance import Levenshtein
 
-MAX_CHARACTERS = 20_000
-"""Longer outputs are truncated: edit distances are quadratic, and no answer is this long."""
-
 
 def ocrbench(text: str, answers: Sequence[str], dataset: str) -> float:
     """Compute OCRBench v1: 1 if the text contains an answer.
@@ -96,8 +93,8 @@ def vqa_accuracy(text: str, answers: Sequence[str], annotators: int = 10) -> flo
 
     Args:
         text: answer of the model.
-        answers: answers of the annotators; empty ones may be missing.
-        annotators: number of annotators, including those with an empty answer.
+        answers: answers of the annotators; some may be missing.
+        annotators: number of annotators, including those whose answer is missing.
 
     Source: Antol et al. 2015, VQA; Singh et al. 2019, TextVQA; the M4C evaluator.
 
@@ -118,7 +115,8 @@ def normalize_vqa(text: str) -> str:
 
     Convert to lower case; number words up to ten to digits; remove articles, commas and question
     marks; remove a punctuation mark next to a space, and replace one inside a word with a space;
-    restore the apostrophe of contractions.
+    restore the apostrophe of contractions. Only the first 32 periods are removed, because the
+    script passes a flag (re.UNICODE) where ``re.sub`` takes a count.
 
     >>> normalize_vqa("The  Seven-Eleven store,  isnt it?")
     "7 eleven store isn't it"
@@ -129,7 +127,7 @@ def normalize_vqa(text: str) -> str:
     for mark in _MARKS:
         next_to_space = f"{mark} " in text or f" {mark}" in text
         plain = plain.replace(mark, "" if next_to_space else " ")
-    plain = re.sub(r"\.(?!\d)", "", plain)
+    plain = re.sub(r"\.(?!\d)", "", plain, count=32)
     words = [_NUMBERS.get(word, word) for word in plain.split()]
     return " ".join(_CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 
@@ -138,8 +136,11 @@ def anls_rrc(text: str, answers: Sequence[str]) -> float:
     """Compute ANLS as the script of the Robust Reading Competition does.
 
     It differs from the paper (``scoring.anls``) in two ways: a similarity of exactly 0.5 counts,
-    and the distance is computed on stripped texts but divided by the length of the unstripped
-    ones, so that padding an answer with spaces raises it.
+    and the distance is computed on stripped texts in lower case but divided by the length of the
+    unstripped ones in upper case, so that padding an answer with spaces raises it.
+
+    Source: lmms-eval, api/metrics.py, and Qwen-VL, infographicsvqa_eval.py, after the script of
+    https://rrc.cvc.uab.es.
 
     >>> anls_rrc("ab", ["ax"]), anls_rrc("ab" + 20 * " ", ["xy"])
     (0.5, 0.9090909090909091)
@@ -147,9 +148,8 @@ def anls_rrc(text: str, answers: Sequence[str]) -> float:
     best = 0.0
     for answer in answers:
         first, second = " ".join(text.lower().split()), " ".join(answer.lower().split())
-        length = max(len(text), len(answer))
-        distance = Levenshtein.distance(first[:MAX_CHARACTERS], second)
-        best = max(best, 1.0 - distance / length if length else 0.0)
+        length = max(len(text.upper()), len(answer.upper()))
+        best = max(best, 1.0 - Levenshtein.distance(first, second) / length if length else 1.0)
     return best if best >= 0.5 else 0.0
 
 
@@ -180,7 +180,7 @@ def error_rate(texts: Sequence[str], golds: Sequence[str], words: bool = False) 
     length = sum(len(gold) for _, gold in pairs)
     if not length:
         raise ValueError("the gold texts are empty: there is no error rate")
-    return sum(Levenshtein.distance(text[:MAX_CHARACTERS], gold) for text, gold in pairs) / length
+    return sum(Levenshtein.distance(text, gold) for text, gold in pairs) / length
 
 
 def _match_or_anls(text: str, answer: str, separator: str | None, short: int) -> float:
@@ -188,7 +188,7 @@ def _match_or_anls(text: str, answer: str, separator: str | None, short: int) ->
     if len(answer.split(separator)) < short:
         return float(answer in text)
     longest = max(len(text), len(answer))
-    similarity = 1.0 - Levenshtein.distance(text[:MAX_CHARACTERS], answer) / longest
+    similarity = 1.0 - Levenshtein.distance(text, answer) / longest
     return similarity if similarity >= 0.5 else 0.0
 
 
@@ -197,7 +197,8 @@ def _score_count(text: str, answer: str, rule: str | None) -> float:
     if rule == "exact match":
         return float(_join_lines(answer.lower()) in text)
     number = re.search(r"\d+", text)
-    if number is None or (count := int(number[0][:18])) == 0:
+    # More digits than Python converts (4,300) are a number far from any count.
+    if number is None or len(number[0]) > 4_000 or (count := int(number[0])) == 0:
         return 0.0
     similarity = 1.0 - abs(count - int(answer)) / int(answer)
     return similarity if similarity > 0.5 else 0.0
@@ -235,7 +236,7 @@ _ONE_APOSTROPHE = (
 _TWO_APOSTROPHES = (
     "couldn't've hadn't've he'd've it'd've mightn't've she'd've shouldn't've somebody'd've "
     "someone'd've something'd've there'd've they'd've we'd've who'd've wouldn't've y'all'll "
-    "you'd've"
+    "y'all'd've you'd've"
 )
 
 
@@ -243,9 +244,11 @@ def _build_contractions() -> dict[str, str]:
     """Map contractions with one apostrophe missing to correct ones."""
     table = {word.replace("'", ""): word for word in _ONE_APOSTROPHE.split()}
     for word in _TWO_APOSTROPHES.split():
-        first, second, third = word.split("'")
-        table |= {f"{first}{second}'{third}": word, f"{first}'{second}{third}": word}
-    return table | {"somebody'd": "somebodyd"}  # the server's table has this one reversed
+        first, *rest, last = word.split("'")
+        table |= {first + "'".join([*rest, last]): word, "'".join([first, *rest]) + last: word}
+    # y'all'd've has a third form; the server's table has somebody'd reversed.
+    third = {"y'alld've": "y'all'd've", "'ows'at": "'ow's'at"}
+    return table | third | {"somebody'd": "somebodyd"}
 
 
 _CONTRACTIONS = _build_contractions()

@@ -9,11 +9,11 @@ import numpy as np
 
 from vlm_grpo.benchmarks import metrics as official
 from vlm_grpo.coordinates import Box, gold_boxes
-from vlm_grpo.scoring import coco_average_precision, iou, iou_matrix
+from vlm_grpo.scoring import anls, coco_average_precision, iou, iou_matrix
 from vlm_grpo.types import Example
 
 Rule = Callable[[Any, Example], float]
-"""Maps ``(answer, example)`` to a value; only called if there is an answer."""
+"""Maps ``(answer, example)`` to a value; the answer is None if the output holds none."""
 CorpusRule = Callable[[Sequence[Any | None], Sequence[Example]], float]
 """Maps ``(answers, examples)`` of a dataset to one value."""
 
@@ -24,16 +24,14 @@ _THRESHOLDS = np.arange(0.5, 1.0, 0.05)
 
 
 def apply_rule(name: str, answers: Sequence[Any | None], examples: Sequence[Example]) -> list:
-    """Return the value of a rule for each answer; a missing answer earns 0.
+    """Return the value of a rule for each answer.
 
     Args:
         name: a key of ``RULES``.
         answers: result of ``Task.read`` for each example.
         examples: examples in the same order.
     """
-    rule = RULES[name]
-    pairs = zip(answers, examples, strict=True)
-    return [0.0 if answer is None else float(rule(answer, example)) for answer, example in pairs]
+    return [float(RULES[name](a, e)) for a, e in zip(answers, examples, strict=True)]
 
 
 def get_group(name: str, example: Example) -> str:
@@ -66,25 +64,37 @@ def _get_golds(example: Example) -> list[str]:
     return [example.answer] if isinstance(example.answer, str) else list(example.answer)
 
 
-def _compute_iou(answer: Sequence[Box], example: Example) -> float:
+def _get_annotations(example: Example) -> list[str]:
+    """Return the answers of all annotators; the rows of TextVQA leave out empty ones."""
+    golds = _get_golds(example)
+    return [*golds, *[""] * (example.meta.get("answers", 0) - len(golds))]
+
+
+def _compute_iou(answer: Sequence[Box] | None, example: Example) -> float:
     """Return the IoU of a single box; several boxes are not an answer to these benchmarks."""
     gold = gold_boxes(example.answer)
-    return iou(answer[0], gold[0]) if len(answer) == len(gold) == 1 else 0.0
+    return iou(answer[0], gold[0]) if answer and len(answer) == len(gold) == 1 else 0.0
+
+
+def _compute_rmse(answers: Sequence[Any | None], examples: Sequence[Example]) -> float:
+    """Compute the root mean squared error; an output without a count counts as 0."""
+    return float(np.sqrt(np.mean(np.square(apply_rule("mae", answers, examples)))))
 
 
 def _nms_ap(answers: Sequence[Any | None], examples: Sequence[Example]) -> float:
-    """Compute OVDEval's NMS-AP: around each gold box (IoU > 0.5) only the first detection is kept.
+    """Compute OVDEval's NMS-AP: around each gold box (IoU > 0.5) only the last detection is kept.
 
-    The suppression ignores labels, so listing one box under every label gains nothing. Among equal
-    confidences the official script keeps an arbitrary one, and this function the first.
+    The suppression ignores labels, so listing one box under every label gains nothing. All
+    confidences are equal, and of up to 16 equal ones the script's reversed argsort takes the last;
+    of more it takes one that depends on the machine.
     """
     found, golds = [], []
     for answer, example in zip(answers, examples, strict=True):
         gold = gold_boxes(example.answer)
         overlaps = iou_matrix([box for box, _ in answer or ()], gold) > 0.5
         near = [np.flatnonzero(column).tolist() for column in overlaps.T]
-        kept = {rows[0] for rows in near if rows}
-        removed = {row for rows in near for row in rows[1:]} - kept
+        kept = {rows[-1] for rows in near if rows}
+        removed = {row for rows in near for row in rows[:-1]} - kept
         found.append([pair for i, pair in enumerate(answer or ()) if i not in removed])
         labels = [" ".join(label.casefold().split()) for label in example.answer["labels"]]
         golds.append(list(zip(gold, labels, strict=True)))
@@ -100,24 +110,30 @@ def _build_error_rate(words: bool) -> CorpusRule:
 
 
 RULES: dict[str, Rule] = {
-    "ocrbench": lambda a, e: official.ocrbench(a, _get_golds(e), e.meta.get("dataset_name", "")),
-    "ocrbench_v2": lambda a, e: official.ocrbench_v2(
-        a, _get_golds(e), e.meta["type"], e.meta.get("eval")
+    "ocrbench": lambda a, e: official.ocrbench(
+        a or "", _get_golds(e), e.meta.get("dataset_name", "")
     ),
-    "vqa_accuracy": lambda a, e: official.vqa_accuracy(a, _get_golds(e), e.meta.get("answers", 10)),
-    "anls_rrc": lambda a, e: official.anls_rrc(a, _get_golds(e)),
-    "word_recognition": lambda a, e: official.word_recognition(a, _get_golds(e)),
+    "ocrbench_v2": lambda a, e: official.ocrbench_v2(
+        a or "", _get_golds(e), e.meta["type"], e.meta.get("eval")
+    ),
+    "vqa_accuracy": lambda a, e: official.vqa_accuracy(a or "", _get_annotations(e)),
+    "anls": lambda a, e: anls(a or "", _get_golds(e)),
+    "anls_rrc": lambda a, e: official.anls_rrc(a or "", _get_golds(e)),
+    "word_recognition": lambda a, e: official.word_recognition(a or "", _get_golds(e)),
     "accuracy_above_50": lambda a, e: _compute_iou(a, e) > 0.5 + _ROUNDING,
     "accuracy_above_75": lambda a, e: _compute_iou(a, e) > 0.75 + _ROUNDING,
     "accuracy_above_90": lambda a, e: _compute_iou(a, e) > 0.9 + _ROUNDING,
     "mean_accuracy_above": lambda a, e: float(
         np.mean(_compute_iou(a, e) > _THRESHOLDS + _ROUNDING)
     ),
+    "mae": lambda a, e: abs((len(a) if isinstance(a, tuple) else a or 0) - e.answer),
 }
-"""Rules for single answers: OCR, and IoU > t, whereas the accuracy of the tasks is IoU ≥ t."""
+"""Rules for single answers: OCR; IoU > t, whereas the accuracy of the tasks is IoU ≥ t; and the
+error of a count, where an output without a count counts as 0."""
 
 CORPUS_RULES: dict[str, CorpusRule] = {
     "nms_ap": _nms_ap,
+    "rmse_all": _compute_rmse,
     "cer_micro": _build_error_rate(words=False),
     "wer_micro": _build_error_rate(words=True),
 }

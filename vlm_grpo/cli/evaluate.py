@@ -36,7 +36,10 @@ RecipeOrBenchmark = Annotated[
     str, typer.Argument(metavar="RECIPE|BENCHMARK", help="A recipe, or with --data a benchmark.")
 ]
 Checkpoint = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the checkpoint to evaluate.")
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Checkpoint to evaluate, or a run, whose newest checkpoint it is."
+    ),
 ]
 BenchmarkRows = Annotated[
     str | None, typer.Option(help="Rows of the benchmark, as its converter wrote them.")
@@ -47,6 +50,14 @@ Predictions = Annotated[
 Frame = Annotated[
     str | None,
     typer.Option(help=f"Coordinate frame of boxes in --predictions: {', '.join(FRAMES)}."),
+]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        help="Format of --predictions: predictions (the default: JSON Lines of id and output), "
+        "or the output of an evaluation by vlm_r1, r1_v or lmms_eval.",
+    ),
 ]
 Split = Annotated[
     str | None, typer.Option(help="Split whose published results to print for comparison.")
@@ -61,6 +72,7 @@ def evaluate(
     data: BenchmarkRows = None,
     predictions: Predictions = None,
     frame: Frame = None,
+    layout: Layout = None,
     split: Split = None,
 ) -> None:
     """Score a model on held-out examples, with n and a 95 % interval.
@@ -71,11 +83,12 @@ def evaluate(
 
     \b
     vlm-grpo evaluate counting                                        the recipe's model
-    vlm-grpo evaluate counting --checkpoint runs/counting/checkpoints/step-300
+    vlm-grpo evaluate counting --checkpoint runs/counting             its newest checkpoint
     vlm-grpo evaluate runs/counting/config.yaml --checkpoint DIR data.eval=test.jsonl
     vlm-grpo evaluate refcoco --data val.jsonl --split val model=Qwen/Qwen2.5-VL-3B-Instruct
     vlm-grpo evaluate refcoco --data val.jsonl --checkpoint DIR       and its base model
     vlm-grpo evaluate refcoco --data val.jsonl --predictions outputs.jsonl --frame permille
+    vlm-grpo evaluate super_clevr_200 --data rows.jsonl --predictions log.json --format r1_v
     accelerate launch -m vlm_grpo.cli evaluate refcoco --data val.jsonl model=…
 
     On a benchmark, the model and the prompt settings of a checkpoint come from its config.yaml.
@@ -84,20 +97,28 @@ def evaluate(
     _refuse_checkpoint_override(values)
     if predictions is None and frame is not None:
         raise UserError("--frame needs --predictions: the frame of a model is known")
+    if predictions is None and layout is not None:
+        raise UserError("--format needs --predictions, whose format it is")
     if data is None:
+        _refuse_benchmark(recipe)
         if predictions is not None or split is not None:
             raise UserError("--predictions and --split need a benchmark and its rows: give --data")
-        _evaluate_recipe(recipe, add_task_override(values, task), checkpoint)
+        _evaluate_recipe(recipe, add_task_override(values, task), _find_checkpoint(checkpoint))
         return
     if task is not None:
         raise UserError("--task needs a recipe: a benchmark has its own task")
     if predictions is None:
-        _evaluate_benchmark(recipe, data, checkpoint, values, split)
+        _evaluate_benchmark(recipe, data, _find_checkpoint(checkpoint), values, split)
         return
     if checkpoint is not None:
         raise UserError("--predictions are scored without a model: leave out --checkpoint")
     settings = _benchmark_settings(recipe, data, None, ["model=none", *values])
-    _score_benchmark(recipe, settings, predictions, frame, split)
+    written_frame = None if frame is None else get_frame(frame)
+    with exit_when_stopped():
+        from vlm_grpo.evaluation.evaluate import score_benchmark
+
+        outputs = predictions if layout is None else (layout, predictions)
+        score_benchmark(recipe, settings, outputs, written_frame, split)
 
 
 def _refuse_checkpoint_override(overrides: Sequence[str]) -> None:
@@ -106,6 +127,37 @@ def _refuse_checkpoint_override(overrides: Sequence[str]) -> None:
         if override.startswith("checkpoint="):
             folder = override.removeprefix("checkpoint=")
             raise UserError(f"{override} is not a setting: write --checkpoint {folder}")
+
+
+def _refuse_benchmark(name: str) -> None:
+    """Refuse the name of a benchmark without rows, which would be sought among the recipes."""
+    from vlm_grpo.benchmarks import benchmark_names, load_benchmark
+    from vlm_grpo.config.recipes import recipe_names
+
+    if name in benchmark_names() and name not in recipe_names():
+        converter = load_benchmark(name).converter
+        raise UserError(
+            f"{name} is a benchmark: convert its published files to rows with\n"
+            f"  python -m vlm_grpo.data_scripts.{converter} --out {name}.jsonl …\n"
+            f"and give them and a model:\n"
+            f"  vlm-grpo evaluate {name} --data {name}.jsonl model=…"
+        )
+
+
+def _find_checkpoint(folder: Path | None) -> Path | None:
+    """Return the folder of a checkpoint; of a run, given by folder or name, the newest one."""
+    if folder is None:
+        return None
+    from vlm_grpo.config.run import RUNS
+
+    folder = next((path for path in (folder, RUNS / folder) if path.is_dir()), folder)
+    if not (folder / "checkpoints").is_dir():
+        return folder
+    from vlm_grpo.deploy.resolve import resolve_model
+
+    newest = resolve_model(str(folder)).checkpoint
+    typer.echo(f"checkpoint {newest}, the newest of its run")
+    return newest
 
 
 def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: Path | None) -> None:
@@ -134,16 +186,6 @@ def _evaluate_benchmark(
         evaluate.evaluate_benchmark(name, settings, checkpoint, split)
 
 
-def _score_benchmark(
-    name: str, settings: Settings, predictions: Path, frame: str | None, split: str | None
-) -> None:
-    written_frame = None if frame is None else get_frame(frame)
-    with exit_when_stopped():
-        from vlm_grpo.evaluation import evaluate
-
-        evaluate.score_benchmark(name, settings, predictions, written_frame, split)
-
-
 def _benchmark_settings(
     name: str, data: str, checkpoint: Path | None, overrides: list[str]
 ) -> Settings:
@@ -163,11 +205,12 @@ def _benchmark_settings(
         trained = load_settings(str(checkpoint / "config.yaml"))
         values = trained.model_dump(mode="json", include=CHECKPOINT_SETTINGS)
         values["evaluation"]["benchmark"] = None
-        if trained.task != benchmark.task:
-            values["task_options"] = {}
+        options = values["task_options"] if trained.task == benchmark.task else {}
+        # Asked as it was trained, whatever the benchmark's published models were asked to write.
+        values["task_options"] = {"tags": False, "thinking": False, **options}
     values |= {
         "name": f"benchmark-{Path(name).stem}",
         "task": benchmark.task,
-        "data": {"train": data, "eval": data},
+        "data": {"train": "none", "eval": data},
     }
     return build_settings(f"benchmark {name}", OmegaConf.create(values), overrides)

@@ -9,7 +9,7 @@ import typer
 
 from vlm_grpo.cli.common import ImageRoot, TaskName, TaskOptions, get_frame, parse_task_options
 from vlm_grpo.coordinates import FRAMES
-from vlm_grpo.errors import UserError, nearest
+from vlm_grpo.errors import UserError
 
 
 def score(
@@ -31,8 +31,12 @@ def score(
         str, typer.Option(help=f"Coordinate frame of the outputs' boxes: {', '.join(FRAMES)}.")
     ] = "original",
     tags: Annotated[
-        bool, typer.Option(help="Read answers from <answer> tags, or from the full output.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="Read answers from <answer> tags only, or from the full output only; default: "
+            "from the tags of outputs that have them."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per row.")] = False,
     image_root: ImageRoot = None,
 ) -> None:
@@ -40,8 +44,11 @@ def score(
 
     \b
     vlm-grpo score counting --data test.jsonl --predictions out.jsonl
-    vlm-grpo score grounding --data test.jsonl --predictions out.jsonl --frame permille --no-tags
+    vlm-grpo score grounding --data test.jsonl --predictions out.jsonl --frame permille
     vlm-grpo score ocr --data test.jsonl --predictions out.jsonl --json > scores.jsonl
+
+    These are the task's rewards and metrics. For the official metric of a public benchmark use
+    vlm-grpo evaluate BENCHMARK --predictions.
 
     With --frame resized every prediction also has "seen": [[width, height]], the size in pixels
     to which the model resized each image.
@@ -50,20 +57,20 @@ def score(
     vlm-grpo score grounding --data test.jsonl --predictions rec_results_500.json --format vlm_r1 \\
         --frame resized
     """
-    from vlm_grpo.cli.foreign import LAYOUTS
-    from vlm_grpo.cli.scoring import PREDICTIONS, print_json, print_table, score_predictions
+    from vlm_grpo.benchmarks import build_benchmark_task
+    from vlm_grpo.cli.scoring import print_json, print_table, score_predictions
     from vlm_grpo.config.run import DataSettings
-    from vlm_grpo.registry import load_task
+    from vlm_grpo.registry import build_task, load_task_class
 
-    if layout not in (known := [PREDICTIONS, *LAYOUTS]):
-        raise UserError(
-            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
-        )
     values = parse_task_options(options)
     for name, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
         if name in values:
             raise UserError(f"{name} is not a task option of score: use {flag}")
-    loaded = load_task(task, **values, tags=tags, frame=get_frame(frame))
+    task_class = load_task_class(task)
+    if tags is None:
+        task_class = build_benchmark_task(task_class)  # reads an answer with and without tags
+    values |= {"tags": bool(tags), "frame": get_frame(frame)}
+    loaded = build_task(task_class, task, values)
     settings = DataSettings(train=data, image_root=image_root)
     report = score_predictions(loaded, data, predictions, settings, layout)
     (print_json if as_json else print_table)(report)

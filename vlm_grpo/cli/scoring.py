@@ -13,17 +13,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vlm_grpo.cli.foreign import read_foreign
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.coordinates import RESIZED
 from vlm_grpo.data import load_examples
-from vlm_grpo.evaluation.predictions import read_predictions
+from vlm_grpo.evaluation.benchmark_report import find_unread, format_unread
+from vlm_grpo.evaluation.foreign import PREDICTIONS, read_outputs
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
-PREDICTIONS = "predictions"
-"""Name of vlm-grpo's format of predictions, next to ``foreign.LAYOUTS``."""
 _MAX_TABLE_ROWS = 50
 
 
@@ -38,12 +36,14 @@ class Report:
             ``metrics`` by name, and the task's ``corpus`` metrics.
         unanswered: number of rows of the dataset for which the file of another project has no
             output.
+        unread: an output without an answer; None: most outputs have one.
     """
 
     examples: Sequence[Example]
     scores: Sequence[Score]
     total: Mapping[str, Any]
     unanswered: int = 0
+    unread: str | None = None
 
 
 def score_predictions(
@@ -63,15 +63,12 @@ def score_predictions(
         UserError: data or predictions are malformed, or do not match.
     """
     loaded = load_examples(source, task, data)
-    needs_resized_size = task.frame == RESIZED
-    if layout == PREDICTIONS:
-        examples, texts = read_predictions(predictions, loaded, needs_resized_size)
-    else:
-        examples, texts = read_foreign(layout, predictions, loaded, needs_resized_size)
+    examples, texts = read_outputs(layout, predictions, loaded, task.frame == RESIZED)
     with RewardScorer() as scorer:
         scores = scorer(task, texts, examples)
     total = _summarize(task, examples, scores)
-    return Report(examples, scores, total, unanswered=len(loaded) - len(examples))
+    missing = len(loaded) - len(examples)
+    return Report(examples, scores, total, missing, find_unread(texts, scores))
 
 
 def print_json(report: Report) -> None:
@@ -107,6 +104,8 @@ def print_table(report: Report) -> None:
         console.print(f"{name} {_format(value)}", markup=False)
     if report.unanswered:
         console.print(f"{report.unanswered} more examples have no output in the file")
+    if report.unread is not None:
+        console.print(f"{format_unread(report.unread)}: see --tags and --frame", markup=False)
     if total["unscorable"]:
         console.print(
             f"{total['unscorable']} outputs could not be scored: a reward failed or took too long"

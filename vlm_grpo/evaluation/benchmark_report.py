@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vlm_grpo.benchmarks import Benchmark, get_group
+from vlm_grpo.benchmarks import READERS, Benchmark, get_group
+from vlm_grpo.benchmarks.official import unwrap
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
@@ -69,6 +70,9 @@ class Report:
         tables: rows of each grouping of the benchmark.
         baseline: name of the naive answer, and its official metric.
         answered: share of outputs with an answer.
+        strict: the official metric and ``answered`` with the answers that the reward's parser
+            reads; None if both are the same, or the benchmark has no parser of its own.
+        unread: an output without an answer; None: most outputs have one.
     """
 
     benchmark: Benchmark
@@ -80,6 +84,8 @@ class Report:
     tables: Mapping[str, Sequence[GroupRow]]
     baseline: tuple[str, float] | None
     answered: float
+    strict: tuple[float, float] | None = None
+    unread: str | None = None
 
 
 def build_report(
@@ -120,8 +126,40 @@ def build_report(
         values=None if values is None else tuple(values),
         tables=tables,
         baseline=_score_baseline(benchmark, task, examples),
-        answered=float(np.mean([score.answer is not None for score in scores])),
+        answered=get_answered(scores),
     )
+
+
+def get_answered(scores: Sequence[Score]) -> float:
+    """Return the share of outputs with an answer."""
+    return float(np.mean([not _is_empty(score.answer) for score in scores]))
+
+
+def find_unread(texts: Sequence[str], scores: Sequence[Score]) -> str | None:
+    """Return the first output without an answer if fewer than half of the outputs have one."""
+    if get_answered(scores) >= 0.5:
+        return None
+    return next(t for t, score in zip(texts, scores, strict=True) if _is_empty(score.answer))
+
+
+def _is_empty(answer: object) -> bool:
+    return answer is None or (isinstance(answer, str) and not answer)
+
+
+def add_strict_reading(
+    report: Report, task: Task, examples: Sequence[Example], scores: Sequence[Score]
+) -> Report:
+    """Add the official metric of the answers that the reward's parser reads, if it differs.
+
+    Args:
+        report: the report of the same outputs.
+        task: the task without the benchmark's reader.
+        examples: the examples, with the resized sizes of their images.
+        scores: result of ``task.score`` for each output.
+    """
+    strict = build_report(report.benchmark, task, examples, scores)
+    pair = (strict.value, strict.answered)
+    return report if pair == (report.value, report.answered) else replace(report, strict=pair)
 
 
 def _collect_metrics(
@@ -266,9 +304,8 @@ def _score_baseline(
 ) -> tuple[str, float] | None:
     """Return the name of the naive answer, equal for every example, and its official metric."""
     if benchmark.task in ("counting", "ocr"):
-        texts = Counter(task.gold(example) for example in examples)
-        common = texts.most_common(1)[0][0]
-        name, outputs = f"always {common[:40]!r}", [common] * len(examples)
+        common, _ = Counter(map(task.gold, examples)).most_common(1)[0]
+        name, outputs = f"always {unwrap(common)[:40]!r}", [common] * len(examples)
     elif benchmark.task == "grounding":
         full_images = [replace(e, answer={"boxes": [[0, 0, *e.images[0].size]]}) for e in examples]
         name, outputs = "the whole image", [task.gold(example) for example in full_images]
@@ -294,6 +331,15 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         f"{benchmark.title}: {benchmark.metric} {report.value:.1f}{interval} "
         f"(n = {report.n}, {report.answered:.1%} answered)"
     )
+    if benchmark.reader is not None:
+        yield f"  read: {READERS[benchmark.reader].description}"
+    if report.strict is not None:
+        value, answered = report.strict
+        yield f"  as the reward reads answers: {value:.1f} ({answered:.1%} answered)"
+    if report.unread is not None:
+        yield f"  {format_unread(report.unread)}; models were asked for: {benchmark.asked or '?'}"
+    if benchmark.differences:
+        yield f"  differs from the official script: {benchmark.differences}"
     official = benchmark.splits.get(split or "")
     if official is not None and official != report.n:
         yield f"  its {split} has {official} examples; this is a part or another version of it"
@@ -317,6 +363,12 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         yield f"  {p.model:<32} {p.value:7.1f}  {p.split}, {checked}: {p.source}"
     if benchmark.note:
         yield f"note: {benchmark.note}"
+
+
+def format_unread(text: str) -> str:
+    """Format an example of the outputs without an answer."""
+    text = " ".join(text.split())
+    return f"most outputs hold no answer that can be read, for example {text[:80]!r}"
 
 
 def format_comparison(comparison: Comparison, scale: float = 100.0) -> str:

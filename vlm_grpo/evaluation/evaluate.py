@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.benchmarks import get_held_out_task, load_benchmark
+from vlm_grpo.benchmarks import Benchmark, get_held_out_task, load_benchmark
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
@@ -23,13 +23,16 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.benchmark_report import (
     Comparison,
     Report,
+    add_strict_reading,
     build_report,
     compare,
+    find_unread,
     format_comparison,
     format_report,
 )
+from vlm_grpo.evaluation.foreign import PREDICTIONS, read_outputs
 from vlm_grpo.evaluation.generate import generate_all
-from vlm_grpo.evaluation.predictions import PredictionLog, read_predictions
+from vlm_grpo.evaluation.predictions import PredictionLog
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.rewards.scorer import RewardScorer
@@ -40,6 +43,8 @@ from vlm_grpo.utils.bootstrap import bootstrap_interval
 
 logger = logging.getLogger(__name__)
 
+_RESULTS = ("n", "value", "interval", "answered", "strict", "baseline", "metrics", "tables")
+"""Fields of a report in ``results.json``."""
 _REQUEST_SETTINGS = {"model", "model_revision", "seed", "task_options", "policy", "rollout"}
 """Settings that change the outputs, in addition to those of ``evaluation`` and ``data``."""
 
@@ -226,6 +231,7 @@ def evaluate_benchmark(
     _check_folder(checkpoint)
     state = initialize_distributed()
     benchmark = load_benchmark(name)
+    benchmark.check_split(split)
     reports: dict[str, Report] = {}
     for title, weights in {"the model": None, "the checkpoint": checkpoint}.items():
         if title == "the checkpoint" and weights is None:
@@ -242,9 +248,7 @@ def evaluate_benchmark(
         resized, texts = generate_all(policy, task, examples, settings, log)
         if state.is_main_process:
             settings.save(folder / "config.yaml")
-            with _build_scorer(settings) as scorer:
-                scores = scorer(task, texts, resized)
-            reports[title] = build_report(benchmark, task, resized, scores, settings.seed)
+            reports[title] = _build_report(benchmark, task, resized, texts, settings)
             print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
     if not state.is_main_process:
         return []
@@ -258,10 +262,29 @@ def _build_scorer(settings: Settings) -> RewardScorer:
     return RewardScorer(settings.rollout.reward_timeout, settings.rollout.reward_workers)
 
 
+def _build_report(
+    benchmark: Benchmark,
+    task: Task,
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    settings: Settings,
+) -> Report:
+    """Score outputs by the benchmark's reader, and by the reward's parser for comparison."""
+    with _build_scorer(settings) as scorer:
+        scores = scorer(task, texts, examples)
+        report = build_report(benchmark, task, examples, scores, settings.seed)
+        report = replace(report, unread=find_unread(texts, scores))
+        if benchmark.reader is None:
+            return report
+        plain = benchmark.model_copy(update={"reader": None})
+        strict = plain.load_task(task.frame, **settings.task_options)
+        return add_strict_reading(report, strict, examples, scorer(strict, texts, examples))
+
+
 def score_benchmark(
     name: str,
     settings: Settings,
-    predictions: Path,
+    predictions: Path | tuple[str, Path],
     frame: CoordinateFrame | None = None,
     split: str | None = None,
 ) -> Report:
@@ -270,7 +293,7 @@ def score_benchmark(
     Args:
         name: as for ``evaluate_benchmark``.
         settings: the rows of the benchmark as ``data.eval``, task options, seed.
-        predictions: as for ``read_predictions``.
+        predictions: as for ``read_predictions``; or a key of ``foreign.LAYOUTS`` and the file.
         frame: coordinate frame of the outputs' boxes; None: pixels of the original image.
         split: split whose published results to print; None: all.
 
@@ -278,13 +301,14 @@ def score_benchmark(
         UserError: the data cannot be loaded, or predictions and rows do not match.
     """
     benchmark = load_benchmark(name)
+    benchmark.check_split(split)
     task = benchmark.load_task(frame, **settings.task_options)
     examples = _load_benchmark_examples(settings, task)
-    needs_resized_size = task.frame == RESIZED
-    resized, texts = read_predictions(predictions, examples, needs_resized_size)
-    with _build_scorer(settings) as scorer:
-        scores = scorer(task, texts, resized)
-    report = build_report(benchmark, task, resized, scores, settings.seed)
+    layout, path = predictions if isinstance(predictions, tuple) else (PREDICTIONS, predictions)
+    resized, texts = read_outputs(layout, path, examples, task.frame == RESIZED)
+    report = _build_report(benchmark, task, resized, texts, settings)
+    if len(resized) < len(examples):
+        print(f"{len(examples) - len(resized)} more examples have no output in the file")
     _print_reports({"the predictions": report}, None, split)
     return report
 
@@ -341,10 +365,7 @@ def _write_results(
     results: dict[str, Any] = {"benchmark": name}
     for title, report in reports.items():
         values = asdict(report)
-        results[title.removeprefix("the ")] = {
-            key: values[key]
-            for key in ("n", "value", "interval", "answered", "baseline", "metrics", "tables")
-        }
+        results[title.removeprefix("the ")] = {key: values[key] for key in _RESULTS}
     results["comparison"] = None if comparison is None else asdict(comparison)
     write_atomic(path, json.dumps(results, indent=1, ensure_ascii=False).encode())
 

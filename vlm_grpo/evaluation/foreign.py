@@ -15,9 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vlm_grpo.data.jsonl import read_jsonl
-from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.evaluation.predictions import read_predictions
 from vlm_grpo.types import Example
 
+PREDICTIONS = "predictions"
+"""Name of vlm-grpo's own format of outputs, next to ``LAYOUTS``."""
 _BOX_TOLERANCE = 1.0
 """Tolerance between the edges of equal gold boxes, which datasets round differently."""
 
@@ -43,6 +46,24 @@ class ForeignRow:
     gold: Any = None
     resized_size: tuple[int, int] | None = None
     index: int | None = None
+
+
+def read_outputs(
+    layout: str, path: Path, examples: Sequence[Example], needs_resized_size: bool = False
+) -> tuple[list[Example], list[str]]:
+    """Read outputs in vlm-grpo's format or another project's; see ``read_foreign``.
+
+    Raises:
+        UserError: there is no such layout, or the file does not fit it or the examples.
+    """
+    if layout == PREDICTIONS:
+        return read_predictions(path, examples, needs_resized_size)
+    if layout not in LAYOUTS:
+        known = [PREDICTIONS, *LAYOUTS]
+        raise UserError(
+            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
+        )
+    return read_foreign(layout, path, examples, needs_resized_size)
 
 
 def read_foreign(

@@ -1,0 +1,304 @@
+"""Compare the metrics of benchmarks with the code of their official scripts.
+
+    python perf/official_metrics.py lmms-eval=~/lmms-eval R1-V=~/R1-V …
+
+Each argument is a repository and a git checkout of it, which the user has made; its committed files
+are read, so a bare clone is enough. Every comparison whose repository is given draws outputs at
+random, half of them adversarial, scores them with the official functions and with ours, and counts
+the outputs with another score, by class. Functions are taken from the scripts by name: several of
+them load a model when they are imported. The table goes into docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import logging
+import random
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import official_scripts as scripts
+import random_outputs as outputs
+from official_scripts import Checkout, Score
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from random_outputs import draw_scene, make_example
+
+from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.types import Example
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One benchmark's metric, its official script, and the outputs to score with both.
+
+    Attributes:
+        benchmark: name of the benchmark.
+        repository: name of the official repository.
+        file: its script.
+        load: maps a checkout to the official score of an output.
+        draw: draws an example and an output.
+        metric: the benchmark's metric; None: the headline.
+    """
+
+    benchmark: str
+    repository: str
+    file: str
+    load: Callable[[Checkout, str], Score]
+    draw: Callable[[random.Random], tuple[Example, str]]
+    metric: str | None = None
+
+
+_PALIGEMMA = "big_vision/evaluators/proj/paligemma/transfers/tallyqa.py"
+_SUPER_CLEVR = "src/eval/test_qwen2vl_counting_superclevr.py"
+_REFCOCO = "lmms_eval/tasks/refcoco/utils_rec.py"
+_ANLS = "lmms_eval/api/metrics.py"
+COMPARISONS = [
+    Comparison(*row)
+    for row in (
+        ("refcoco", "lmms-eval", _REFCOCO, scripts.load_refcoco, outputs.draw_grounding),
+        ("refcocoplus", "lmms-eval", _REFCOCO, scripts.load_refcoco, outputs.draw_grounding),
+        ("refcocog", "lmms-eval", _REFCOCO, scripts.load_refcoco, outputs.draw_grounding),
+        ("lisa_grounding", "VLM-R1", "src/eval/test_rec_r1.py", scripts.load_vlm_r1,
+         outputs.draw_tagged_grounding),
+        ("ref_l4", "Ref-L4", "ref_l4/evaluation.py", scripts.load_ref_l4, outputs.draw_grounding),
+        ("flickr30k", "mdetr", "datasets/flickr_eval.py", scripts.load_flickr30k,
+         outputs.draw_grounding),
+        ("tallyqa", "big_vision", _PALIGEMMA, scripts.load_tallyqa, outputs.draw_counting),
+        ("countbenchqa", "big_vision", _PALIGEMMA, scripts.load_tallyqa, outputs.draw_counting),
+        ("super_clevr_200", "R1-V", _SUPER_CLEVR, scripts.load_r1_v, outputs.draw_tagged_counting),
+        ("ocrbench", "MultimodalOCR", "OCRBench/example.py", scripts.load_ocrbench,
+         outputs.draw_ocrbench),
+        ("ocrbench_v2", "MultimodalOCR", "OCRBench_v2/eval_scripts/eval.py",
+         scripts.load_ocrbench_v2, outputs.draw_ocrbench_v2),
+        ("textvqa", "mmf", "mmf/utils/m4c_evaluators.py", scripts.load_textvqa,
+         outputs.draw_annotated),
+        ("docvqa", "lmms-eval", _ANLS, scripts.load_anls, outputs.draw_reading),
+        ("infovqa", "lmms-eval", _ANLS, scripts.load_anls, outputs.draw_reading),
+        ("stvqa", "lmms-eval", _ANLS, scripts.load_anls, outputs.draw_reading, "anls_rrc"),
+        ("iiit5k", "deep-text-recognition", "test.py", scripts.load_words, outputs.draw_word_image),
+        ("icdar2015", "deep-text-recognition", "test.py", scripts.load_words,
+         outputs.draw_word_image),
+    )
+]  # fmt: skip
+
+
+def compare(
+    comparison: Comparison, checkout: Checkout, count: int, seed: int
+) -> tuple[Counter[str], float]:
+    """Return the number of outputs with another score than the script's, by class, and its mean."""
+    benchmark = load_benchmark(comparison.benchmark)
+    task, metric = benchmark.load_task(), comparison.metric or benchmark.metric
+    rng = random.Random(f"{seed} {comparison.benchmark}")
+    official = comparison.load(checkout, comparison.file)
+    found: Counter[str] = Counter()
+    total = 0.0
+    for _ in range(count):
+        example, text = comparison.draw(rng)
+        score = task.score(text, example)
+        ours = {**score.rewards, **score.metrics}[metric]
+        with redirect_stdout(io.StringIO()):
+            theirs = official(text, example)
+        total += theirs
+        if ours is None or abs(ours - theirs) > 1e-9:
+            found[classify(text)] += 1
+            logging.info("%s", (comparison.benchmark, text[-90:], example.answer, ours, theirs))
+    return found, total / count
+
+
+def classify(text: str) -> str:
+    """Return the class of an output that is scored differently."""
+    if "<answer>" in text or "<think>" in text:
+        return "in tags or after thinking"
+    return "white space at the ends" if text != text.strip() else "other"
+
+
+def build_coco(scenes: Sequence[tuple[Example, str]]) -> tuple[dict[str, list], list[dict]]:
+    """Return scenes as COCO's annotations and results, as a user of its API would write them."""
+    names = ["bus", "cat", "red dog"]
+    annotations, results = [], []
+    for image, (example, text) in enumerate(scenes):
+        crowd = example.meta.get("crowd", {"boxes": [], "labels": []})
+        for is_crowd, objects in enumerate([example.answer, crowd]):
+            for box, label in zip(objects["boxes"], objects["labels"], strict=True):
+                row = {"id": len(annotations) + 1, "iscrowd": is_crowd, **to_row(image, box)}
+                annotations.append(row | {"category_id": names.index(label)})
+        for found in json.loads(text):
+            row = {"score": 1.0, "category_id": names.index(found["label"])}
+            results.append(row | to_row(image, found["bbox_2d"]))
+    images = [{"id": image} for image in range(len(scenes))]
+    categories = [{"id": number, "name": name} for number, name in enumerate(names)]
+    return {"images": images, "categories": categories, "annotations": annotations}, results
+
+
+def to_row(image: int, box: Sequence[float]) -> dict[str, Any]:
+    x1, y1, x2, y2 = box
+    return {
+        "image_id": image,
+        "bbox": [x1, y1, x2 - x1, y2 - y1],
+        "area": (x2 - x1) * (y2 - y1),
+    }
+
+
+def compute_official_ap(dataset: Any, results: list[dict]) -> float:
+    with redirect_stdout(io.StringIO()):
+        coco = COCO()
+        coco.dataset = dataset
+        coco.createIndex()
+        evaluation = COCOeval(coco, coco.loadRes(results), "bbox")
+        for step in (evaluation.evaluate, evaluation.accumulate, evaluation.summarize):
+            step()
+    return float(evaluation.stats[0])
+
+
+def compare_detection(name: str, nms: Any | None, count: int, seed: int) -> tuple[int, int]:
+    """Return the number of images, in sets of 25, and of sets with another AP.
+
+    Args:
+        name: name of the benchmark.
+        nms: OVDEval's functions; None: COCO's AP, with crowds and more than 100 boxes per image.
+        count: least number of images.
+        seed: seed of the scenes.
+    """
+    task, rng, wrong = load_benchmark(name).load_task(), random.Random(seed), 0
+    sets = range(-(-count // 25))
+    for _ in sets:
+        scenes = [draw_scene(rng, nms is None, 400 if nms is None else 6) for _ in range(25)]
+        dataset, results = build_coco(scenes)
+        if nms is not None:
+            by_image: dict[int, list] = {image: [] for image in range(25)}
+            for row in results:
+                by_image[row["image_id"]].append(row)
+            golds = {i: [a for a in dataset["annotations"] if a["image_id"] == i] for i in by_image}
+            results = [
+                row
+                for i, rows in by_image.items()
+                if rows
+                for row in nms.nms_threaded(golds[i], rows, 0.5, 1)
+            ]
+        answers = [task.read(text, example) for example, text in scenes]
+        metrics = task.corpus_metrics(answers, [example for example, _ in scenes])
+        ours, theirs = metrics[task.primary_metric], compute_official_ap(dataset, results)
+        wrong += abs(ours - theirs) > 1e-9
+        logging.info("%s %s", ours, theirs)
+    return 25 * len(sets), wrong
+
+
+def compare_fsc147(checkout: Checkout, count: int, seed: int) -> tuple[int, int]:
+    """Return the number of counts, and how many of MAE and RMSE differ."""
+    loop = checkout.find_loop("test.py", "SAE += err")
+    lines = [ast.unparse(statement) for statement in loop.body]
+    lines = [line for line in lines if line.startswith(("cnt =", "err =", "SAE +=", "SSE +="))]
+    body = textwrap.indent("\n".join(lines), " " * 8)
+    code = checkout.import_source(
+        f"def total(pairs):\n    cnt = SAE = SSE = 0\n    for gt_cnt, pred_cnt in pairs:\n{body}\n"
+        "    return SAE / cnt, (SSE / cnt) ** 0.5"
+    )
+    rng, task = random.Random(seed), load_benchmark("fsc147").load_task()
+    golds = [rng.randint(7, 3731) for _ in range(count)]
+    texts = [rng.choice(["", "many", str(gold + rng.randint(-7, 99))]) for gold in golds]
+    examples = [make_example(gold) for gold in golds]
+    answers = [task.read(text, row) for text, row in zip(texts, examples, strict=True)]
+    values = [
+        task.score(text, row).metrics["mae"] for text, row in zip(texts, examples, strict=True)
+    ]
+    answers = [task.read(text, row) for text, row in zip(texts, examples, strict=True)]
+    ours = (float(np.mean(values)), task.corpus_metrics(answers, examples)["rmse_all"])
+    # The script always has a count: an output without one is 0.
+    theirs = code.total(
+        [(g, int(t) if t.isdigit() else 0) for g, t in zip(golds, texts, strict=True)]
+    )
+    return count, sum(abs(a - b) > 1e-9 for a, b in zip(ours, theirs, strict=True))
+
+
+def compare_logs(checkout: Checkout) -> tuple[int, int]:
+    """Return the number of outputs in R1-V's own logs, and of those with another score."""
+    task, count, wrong = load_benchmark("super_clevr_200").load_task(), 0, 0
+    for name in ("grpo100", "instruct"):
+        middle = "instruct_grpo100" if name == "grpo100" else name
+        file = f"src/eval/logs/counting_results_superclevr_200_qwen2vl_2b_{middle}_legacy.json"
+        log = json.loads(checkout.read(file))
+        rows = log["results"]
+        scores = [
+            task.score(row["model_output"], make_example(int(row["ground_truth"]))).rewards["exact"]
+            for row in rows
+        ]
+        print(f"{file}: {100 * np.mean(scores):.1f}; the log says {log['accuracy']:.1f}")
+        count += len(rows)
+        wrong += sum(
+            score != float(row["extracted_answer"] == row["ground_truth"])
+            for score, row in zip(scores, rows, strict=True)
+        )
+    return count, wrong
+
+
+def list_results(
+    checkouts: dict[str, Checkout], count: int, seed: int
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield benchmark, source, number of outputs and their mean, and differences by class."""
+    for comparison in COMPARISONS:
+        if (checkout := checkouts.get(comparison.repository)) is None:
+            continue
+        found, mean = compare(comparison, checkout, count, seed)
+        source = f"{comparison.repository} {checkout.commit}, `{comparison.file}`"
+        classes = "; ".join(f"{number} {name}" for name, number in found.most_common())
+        name = comparison.benchmark + (f", `{comparison.metric}`" if comparison.metric else "")
+        yield name, source, f"{count:,} ({mean:.2f})", classes or "0"
+    if checkout := checkouts.get("R1-V"):
+        total, wrong = compare_logs(checkout)
+        yield (
+            "super_clevr_200, its logs",
+            f"R1-V {checkout.commit}, `src/eval/logs`",
+            total,
+            str(wrong),
+        )
+    if checkout := checkouts.get("LearningToCountEverything"):
+        total, wrong = compare_fsc147(checkout, count, seed)
+        source = f"LearningToCountEverything {checkout.commit}, `test.py`"
+        yield "fsc147, mae and rmse_all", source, f"{total:,}", str(wrong)
+    if checkout := checkouts.get("OVDEval"):
+        nms = checkout.load("eval.py", "calculate_iou", "nms_threaded", header="import numpy as np")
+        total, wrong = compare_detection("ovdeval", nms, count, seed)
+        yield (
+            "ovdeval",
+            f"OVDEval {checkout.commit}, `eval.py`",
+            f"{total:,}",
+            f"{wrong} sets of 25",
+        )
+    total, wrong = compare_detection("coco", None, count, seed)
+    yield "coco", f"pycocotools {version('pycocotools')}", f"{total:,}", f"{wrong} sets of 25"
+
+
+def main() -> None:
+    """Print the table of docs/benchmarks.md."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkouts", nargs="*", metavar="REPOSITORY=FOLDER")
+    parser.add_argument("--count", type=int, default=2000, help="outputs for each benchmark")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true", help="print every difference")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING)
+    known = {comparison.repository for comparison in COMPARISONS}
+    known |= {"LearningToCountEverything", "OVDEval"}
+    pairs = [argument.partition("=")[::2] for argument in options.checkouts]
+    if unknown := sorted({name for name, _ in pairs} - known):
+        parser.error(f"{', '.join(unknown)}: give some of {', '.join(sorted(known))}")
+    checkouts = {name: Checkout(Path(folder)) for name, folder in pairs}
+    columns = ("benchmark", "official code", "outputs (mean score)", "scored differently")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for row in list_results(checkouts, options.count, options.seed):
+        print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

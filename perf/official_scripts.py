@@ -1,0 +1,217 @@
+"""Functions of the official scripts of benchmarks, taken from a git checkout by name.
+
+Several scripts load a model when they are imported, so only the named definitions are imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.types import Example
+
+SIDE = 100
+"""Width and height of the image of every example, in pixels."""
+Score = Callable[[str, Example], float]
+
+
+class Checkout:
+    """A git checkout of an official repository."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.expanduser()
+        self.commit = self._git("rev-parse", "--short=7", "HEAD").strip()
+        self.folder = Path(tempfile.mkdtemp())
+
+    def _git(self, *arguments: str) -> str:
+        command = ["git", "-C", str(self.path), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def read(self, file: str) -> str:
+        """Return the text of a committed file."""
+        return self._git("show", f"HEAD:{file}")
+
+    def load(self, file: str, *names: str, header: str = "") -> Any:
+        """Load functions, classes and variables of a file as a module; none named: the whole file.
+
+        ``header`` is code before them, such as their imports.
+        """
+        tree = ast.parse(self.read(file))
+        kept = [node for node in tree.body if not names or _get_names(node) & set(names)]
+        return self.import_source(f"{header}\n{ast.unparse(ast.Module(kept, []))}")
+
+    def find_loop(self, file: str, content: str) -> ast.For:
+        """Return the outermost loop of a file that contains a text."""
+        loops = [node for node in ast.walk(ast.parse(self.read(file))) if isinstance(node, ast.For)]
+        return next(loop for loop in loops if content in ast.unparse(loop))
+
+    def import_source(self, source: str) -> Any:
+        """Import Python source as a module."""
+        path = self.folder / f"official_{len(list(self.folder.iterdir()))}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+def _get_names(node: ast.stmt) -> set[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def load_refcoco(checkout: Checkout, file: str) -> Score:
+    names = ("parse_float_sequence_within", "compute_iou", "compute_accuracy")
+    code = checkout.load(file, *names, header="import re")
+
+    def score(text: str, example: Example) -> float:
+        predicted = code.parse_float_sequence_within(text)
+        return float(code.compute_accuracy(example.answer["boxes"][0], predicted, 0.5))
+
+    return score
+
+
+def load_vlm_r1(checkout: Checkout, file: str) -> Score:
+    code = checkout.load(file, "extract_bbox_answer", "iou", "resize_bbox", header="import re")
+
+    def score(text: str, example: Example) -> float:
+        box = code.resize_bbox(code.extract_bbox_answer(text), SIDE, SIDE, SIDE, SIDE)
+        return float(code.iou(box, example.answer["boxes"][0]) > 0.5)
+
+    return score
+
+
+def load_ref_l4(checkout: Checkout, file: str) -> Score:
+    overlaps = checkout.load("ref_l4/overlaps.py")
+    header = "RefL4Dataset = None\nfrom statistics import mean\nimport torch, math, numpy as np"
+    code = checkout.load(file, "RefL4Evaluator", header=header)
+    code.bbox_overlaps = overlaps.bbox_overlaps
+    reader = load_benchmark("ref_l4").load_task()
+
+    def score(text: str, example: Example) -> float:
+        ((box, *_),) = [reader.read(text, example) or [(0.0, 0.0, 0.0, 0.0)]]
+        pair = (torch.tensor([box]), torch.tensor([example.answer["boxes"][0]]).float())
+        _, accuracy = code.RefL4Evaluator.calculate_iou_acc(*pair, thresh=0.5)
+        return accuracy[0.5]
+
+    return score
+
+
+def load_flickr30k(checkout: Checkout, file: str) -> Score:
+    names = ("box_area", "_box_inter_union", "box_iou", "RecallTracker")
+    header = (
+        "import numpy as np\nfrom collections import defaultdict\nfrom typing import *\n"
+        "from pathlib import Path"
+    )
+    code = checkout.load(file, *names, "Flickr30kEntitiesRecallEvaluator", header=header)
+    reader = load_benchmark("flickr30k").load_task()
+
+    def score(text: str, example: Example) -> float:
+        ((box, *_),) = [reader.read(text, example) or [(0.0, 0.0, 0.0, 0.0)]]
+        evaluator = code.Flickr30kEntitiesRecallEvaluator.__new__(
+            code.Flickr30kEntitiesRecallEvaluator
+        )
+        evaluator.topk, evaluator.iou_thresh, evaluator.all_ids = (1,), 0.5, ["1_0"]
+        evaluator.imgid2boxes = {"1": {"7": example.answer["boxes"]}}
+        evaluator.imgid2sentences = {"1": [[{"phrase_id": "7", "phrase_type": ["people"]}]]}
+        predictions = [{"image_id": 1, "sentence_id": 0, "boxes": [[box]]}]
+        return evaluator.evaluate(predictions)[1]["all"]
+
+    return score
+
+
+def load_tallyqa(checkout: Checkout, file: str) -> Score:
+    code = checkout.load(file, "_number_word_to_numeral", "REPLACEMENTS")
+    to_numeral = vars(code)["_number_word_to_numeral"]
+    return lambda text, example: float(to_numeral(text) == to_numeral(str(example.answer)))
+
+
+def load_r1_v(checkout: Checkout, file: str) -> Score:
+    code = checkout.load(file, "extract_number_answer", header="import re")
+    return lambda text, example: float(code.extract_number_answer(text) == example.answer)
+
+
+def load_ocrbench(checkout: Checkout, file: str) -> Score:
+    loop = ast.unparse(checkout.find_loop(file, "data[i]['result'] = 1"))
+    code = checkout.import_source(f"def loop(data):\n{textwrap.indent(loop, '    ')}")
+
+    def score(text: str, example: Example) -> float:
+        row = {"type": "", "dataset_name": example.meta["dataset_name"], "predict": text}
+        code.loop([row := row | {"answers": list(example.answer)}])
+        return float(row["result"])
+
+    return score
+
+
+def load_ocrbench_v2(checkout: Checkout, file: str) -> Score:
+    sys.modules.setdefault("ipdb", types.ModuleType("ipdb"))  # its debugger
+    metric = checkout.load(str(Path(file).with_name("vqa_metric.py")))
+    names = ("process_predictions", "is_nan_value", "get_value_or_zero")
+    code = checkout.load(file, *names, header="import json")
+    vars(code).update({name: value for name, value in vars(metric).items() if name[0] != "_"})
+    code.tqdm, code.TEDS = list, lambda n_jobs: None  # tables, which are not scored here
+    source, result = checkout.folder / "in.json", checkout.folder / "out.json"
+
+    def score(text: str, example: Example) -> float:
+        row = {"type": example.meta["type"], "predict": text, "answers": list(example.answer)}
+        rule = {} if example.meta["eval"] is None else {"eval": example.meta["eval"]}
+        source.write_text(json.dumps([row | rule]))
+        code.process_predictions(source, result)
+        return float(json.loads(result.read_text())[0]["score"])
+
+    return score
+
+
+def load_textvqa(checkout: Checkout, file: str) -> Score:
+    evaluator = checkout.load(file).TextVQAAccuracyEvaluator()
+    return lambda text, example: evaluator.eval_pred_list(
+        [{"pred_answer": text, "gt_answers": example.meta["given"]}]
+    )
+
+
+def load_anls(checkout: Checkout, file: str) -> Score:
+    code = checkout.load(file, "levenshtein_distance", "anls", header=_REGISTER)
+    return lambda text, example: float(code.anls(list(example.answer), [text])["anls"])
+
+
+_REGISTER = "def register_metric(**options):\n    return lambda function: function"
+
+
+def load_words(checkout: Checkout, file: str) -> Score:
+    header = (
+        "import re, time, torch\nimport torch.nn.functional as F\n"
+        "device = torch.device('cpu')\nedit_distance = lambda a, b: 0"
+    )
+    code = checkout.load(file, "validation", header=header)
+    code.Averager = checkout.load("utils.py", "Averager", header="import torch").Averager
+    options = types.SimpleNamespace(
+        batch_max_length=1, Prediction="CTC", baiduCTC=True, sensitive=True, data_filtering_off=True
+    )
+    ones = torch.ones(1, 1, dtype=torch.int32)
+
+    def score(text: str, example: Example) -> float:
+        converter = types.SimpleNamespace(
+            encode=lambda labels, batch_max_length: (ones, ones), decode=lambda *given: [text]
+        )
+        arguments = (lambda *given: torch.zeros(1, 1, 2), lambda *given: torch.zeros(1))
+        loader = [(torch.zeros(1, 1), example.answer)]
+        return code.validation(*arguments, loader, converter, options)[1] / 100.0
+
+    return score

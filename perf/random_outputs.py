@@ -1,0 +1,211 @@
+"""Random outputs of models, half of them adversarial, with gold answers near them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from official_scripts import SIDE
+
+from vlm_grpo.types import Example, ImageRef
+
+_WORDS = (
+    "exit Exit EXIT café cafe\u0301 straße STRASSE ß 北京 No. 5 the two none Ten 1,000 it's isnt "
+    "couldnt've yall'd've 'ows'at y'alld've"
+)
+
+
+def draw_word(rng: random.Random) -> str:
+    return rng.choice(["", *_WORDS.split()])
+
+
+def draw_text(rng: random.Random, gold: str) -> str:
+    """Draw an output near a gold text: edited, padded, surrounded by other words, or unrelated."""
+    kinds: list[Callable[[], str]] = [
+        lambda: gold,
+        lambda: gold.upper(),
+        lambda: gold.lower() + rng.choice([".", "!", "\n", " ", "  ", "\u200b"]),
+        lambda: rng.choice([" ", "\n", "\t"]) * rng.randint(1, 9) + gold,
+        lambda: gold + " " * rng.randint(1, 30),
+        lambda: f"The answer is {gold}.",
+        lambda: edit(rng, gold, rng.randint(1, 1 + len(gold))),
+        lambda: gold[: len(gold) // 2],
+        lambda: gold + gold,
+        lambda: "." * rng.randint(30, 36) + gold,
+        lambda: " ".join(draw_word(rng) for _ in range(rng.randint(0, 6))),
+        lambda: "".join(rng.choices(" ,.;:'?!-_/()[]{}<>@`=+\\\"ab1٣ß", k=rng.randint(0, 12))),
+        lambda: gold.replace(" ", "  ").replace("'", ""),
+        lambda: "x" * 21_000 + gold,
+        lambda: "",
+    ]
+    return rng.choice(kinds)()
+
+
+def edit(rng: random.Random, text: str, count: int) -> str:
+    letters = list(text)
+    for _ in range(count):
+        place = rng.randint(0, len(letters))
+        letters[place : place + rng.randint(0, 1)] = rng.choices("abx 1", k=rng.randint(0, 1))
+    return "".join(letters)
+
+
+def draw_gold_text(rng: random.Random) -> str:
+    while not (text := " ".join(draw_word(rng) for _ in range(rng.randint(1, 7))).strip()):
+        pass
+    return text
+
+
+def wrap(rng: random.Random, text: str) -> str:
+    """Put a tenth of the outputs into tags, or after thinking."""
+    return rng.choice(
+        [*["{}"] * 18, "<answer>{}</answer>", "<think>7 [1, 2, 3, 4] x</think>{}"]
+    ).replace("{}", text)
+
+
+def draw_box(rng: random.Random) -> list[int]:
+    x, y = rng.randint(0, 60), rng.randint(0, 60)
+    return [x, y, x + rng.randint(4, 39), y + rng.randint(4, 39)]
+
+
+def draw_box_near(rng: random.Random, gold: Sequence[float]) -> list[float]:
+    """Draw a box: equal, half of the gold box, shifted, inverted, empty, or unrelated."""
+    x1, y1, x2, y2 = gold
+    half = [x1, y1, x1 + 2 * (x2 - x1), y2]
+    shifted = [round(v + rng.uniform(-6, 6), rng.choice([0, 1])) for v in gold]
+    exact = [x1, y1, x2, y1 + rng.choice([0.5, 0.75, 0.9, 0.95]) * (y2 - y1)]
+    choices = [list(gold), half, shifted, shifted, exact, [x2, y2, x1, y1], [x1, y1, x1, y2]]
+    return [float(v) for v in rng.choice([*choices, draw_box(rng)])]
+
+
+def write_box(rng: random.Random, box: Sequence[float]) -> str:
+    numbers = [int(v) if v == int(v) else v for v in box]
+    a, b, c, d = numbers
+    kinds = [
+        json.dumps({"bbox_2d": numbers}),
+        json.dumps([{"bbox_2d": numbers, "label": "cup 2"}]),
+        json.dumps({"bbox_2d": numbers}) + json.dumps({"bbox_2d": [1, 2, 3, 4]}),
+        json.dumps([{"bbox_2d": numbers}] * 2),
+        f"```json\n{json.dumps([{'bbox_2d': numbers}])}\n```",
+        f"The 2 dogs: {json.dumps({'bbox_2d': numbers})}",
+        json.dumps({"object": {"bbox_2d": numbers}}),
+        f'[{{"bbox_2d": [{a}, {b}, {c}, {d}], "label": "cu',
+        f"[{a},{b},{c},{d}]",
+        f"[ {a},  {b}, {c}, {d} ]",
+        f"[{a} {b} {c} {d}]",
+        f"({a},{b}),({c},{d})",
+        f"[[{a}, {b}, {c}, {d}]]",
+        f"[{a}, {b}, {c}]",
+        f"{{[{a}, {b}, {c}, {d}]}}",
+        "[1e2, 3, 4, 5]",
+        "[-1, -2, 30, 40]",
+        "no box",
+        "",
+    ]
+    return rng.choice([*kinds[:4], *kinds])
+
+
+_COUNTS = (
+    "{n}|{n}.|#{n}|{n}.0|0{n}|{n}%|about {n}|{n} or {m}|There are {n} apples|**{n}**|A. {n}|-{n}|"
+    " {n}|{n} |{n}\n|٣|{n},000|1, 2, {n}|none|zero|One|two|TWELVE|twenty|twenty-one"
+)
+
+
+def draw_count(rng: random.Random, gold: int) -> str:
+    number = rng.choice([gold, gold, gold + 1])
+    form = rng.choice(["{n}", "{n}", *_COUNTS.split("|")])
+    return form.replace("{n}", str(number)).replace("{m}", str(number + 1))
+
+
+def make_example(answer: Any, **meta: Any) -> Example:
+    image = ImageRef(name="a", size=(SIDE, SIDE), resized_size=(SIDE, SIDE), data=b"")
+    return Example("a", (image,), "?", answer, meta)
+
+
+def draw_grounding(rng: random.Random) -> tuple[Example, str]:
+    gold = draw_box(rng)
+    return make_example({"boxes": [gold]}), wrap(rng, write_box(rng, draw_box_near(rng, gold)))
+
+
+def draw_tagged_grounding(rng: random.Random) -> tuple[Example, str]:
+    example, text = draw_grounding(rng)
+    form = rng.choice(["<answer>{}</answer>"] * 6 + ["{}", "<answer>{}", "<answer>x</answer>{}"])
+    return example, "<think>a {[1, 2, 3, 4]}</think>" * rng.randint(0, 1) + form.replace("{}", text)
+
+
+def draw_counting(rng: random.Random) -> tuple[Example, str]:
+    gold = rng.choice([0, 1, 2, 3, 8, 12, 20, 21])
+    return make_example(gold), wrap(rng, draw_count(rng, gold))
+
+
+def draw_tagged_counting(rng: random.Random) -> tuple[Example, str]:
+    example, text = draw_counting(rng)
+    form = rng.choice(["<answer>{}</answer>"] * 6 + ["{}", "<answer>{}", "<answer>x</answer>{}"])
+    return example, form.replace("{}", text)
+
+
+def draw_reading(rng: random.Random, **meta: Any) -> tuple[Example, str]:
+    golds = [draw_gold_text(rng) for _ in range(rng.randint(1, 3))]
+    return make_example(golds, **meta), wrap(rng, draw_text(rng, rng.choice(golds)))
+
+
+def draw_annotated(rng: random.Random) -> tuple[Example, str]:
+    """Draw ten annotators' answers; the rows leave out empty ones."""
+    pool = [draw_word(rng) for _ in range(3)] + ["a"]
+    given = rng.choices(pool, k=10)
+    answers = [answer for answer in given if answer.strip()] or ["x"]
+    given = [*answers, *[""] * (10 - len(answers))]
+    gold = rng.choice(pool)
+    return make_example(answers, answers=10, given=given), wrap(rng, draw_text(rng, gold))
+
+
+def draw_ocrbench(rng: random.Random) -> tuple[Example, str]:
+    return draw_reading(rng, dataset_name=rng.choice(["IIIT5K", "HME100k"]))
+
+
+def draw_word_image(rng: random.Random) -> tuple[Example, str]:
+    gold = rng.choice([draw_gold_text(rng), "&", "24/7"])
+    return make_example([gold]), wrap(rng, draw_text(rng, gold))
+
+
+KINDS_V2 = (
+    ("text recognition en", None), ("text recognition en", "case sensitive"),
+    ("science QA en", "multiple choice"), ("cognition VQA cn", None),
+    ("reasoning VQA cn", "case sensitive"), ("formula recognition en", None),
+    ("formula recognition cn", None), ("text counting en", "regression"),
+    ("text counting en", "exact match"),
+)  # fmt: skip
+
+
+def draw_ocrbench_v2(rng: random.Random) -> tuple[Example, str]:
+    kind, rule = rng.choice(KINDS_V2)
+    if kind == "text counting en":
+        gold = str(rng.randint(1, 30))
+        text = rng.choice([draw_count(rng, int(gold)), "0" * 25 + gold, "9" * rng.randint(1, 30)])
+        return make_example([gold], type=kind, eval=rule), text
+    example, text = draw_reading(rng, type=kind, eval=rule)
+    if rule == "multiple choice" or kind.startswith("formula"):
+        gold = rng.choice(["B", "AB", r"\text{m} = 1", "x^{2}"])
+        return make_example([gold], type=kind, eval=rule), rng.choice([gold, f"({gold})", text])
+    return example, text
+
+
+def draw_scene(rng: random.Random, crowds: bool, most: int) -> tuple[Example, str]:
+    """Draw an image's gold objects, and its detections near them or anywhere."""
+    labels = ["cat", "red dog", "bus"]
+    golds = [(draw_box(rng), rng.choice(labels)) for _ in range(rng.randint(0, 4))]
+    regions = [(draw_box(rng), rng.choice(labels)) for _ in range(rng.randint(0, 2) * crowds)]
+    found = []
+    for box, label in [*golds, *regions] * rng.randint(1, 3):
+        x1, y1, x2, y2 = (round(v + rng.uniform(-2, 2), 1) for v in box)
+        found.append(((x1, y1, x2, y2), rng.choice([label] * 4 + labels)))
+    found += [(tuple(draw_box(rng)), rng.choice(labels)) for _ in range(rng.randint(0, most))]
+    rng.shuffle(found)
+    meta = {"crowd": to_answer(regions)} if regions else {}
+    text = json.dumps([{"bbox_2d": box, "label": label} for box, label in found])
+    return make_example(to_answer(golds), **meta), text
+
+
+def to_answer(objects: Sequence[tuple[Sequence[float], str]]) -> dict[str, list]:
+    return {"boxes": [list(b) for b, _ in objects], "labels": [label for _, label in objects]}

@@ -1,0 +1,206 @@
+"""Outputs scored as by the official scripts, where these read more or less than the rewards do."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.benchmarks.official import READERS, unwrap
+from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.types import Example, ImageRef
+
+BOX = {"boxes": [[0, 0, 10, 10]]}
+BOX_JSON = '{"bbox_2d": [0, 0, 10, 10]}'
+HALF_JSON = '{"bbox_2d": [0, 0, 20, 10]}'  # an IoU of exactly 0.5
+
+
+def make_example(answer: object, **meta: object) -> Example:
+    image = ImageRef(name="a", size=(1000, 1000), resized_size=(1000, 1000), data=b"")
+    return Example("a", (image,), "?", answer, meta)
+
+
+def compute_metric(benchmark: str, output: str, example: Example, frame: str = "original") -> float:
+    task = load_benchmark(benchmark).load_task(FRAMES[frame])
+    score = task.score(output, example)
+    return {**score.rewards, **score.metrics}[task.primary_metric]
+
+
+@pytest.mark.parametrize(
+    ("output", "gold", "expected"),
+    [
+        ("<answer> 8 </answer>", 8, 1),
+        ("<think>4</think><answer>\n8\n</answer>", 8, 1),
+        ("<answer>A. 8</answer>", 8, 0),  # the reward's parser reads 8
+        ("<answer>eight</answer>", 8, 0),
+        ("<answer>x</answer><answer>8</answer>", 8, 1),  # the first tags with digits alone
+        ("<answer>8", 8, 0),
+        ("8", 8, 0),  # the models were asked for tags
+    ],
+)
+def test_super_clevr_reads_digits_alone_in_tags(output, gold, expected):
+    assert compute_metric("super_clevr_200", output, make_example(gold)) == expected
+
+
+def test_super_clevr_without_tags_in_the_prompt_reads_digits():
+    task = load_benchmark("super_clevr_200").load_task(tags=False, thinking=False)
+    outputs = ["8", "<answer>8</answer>", "A. 8"]
+    assert [task.read(output, make_example(8)) for output in outputs] == [8, 8, None]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        (f"<answer>{BOX_JSON}</answer>", 1),
+        (f"<answer>{HALF_JSON}</answer>", 0),  # an IoU above 0.5 is required
+        ('<answer>{"bbox_2d": [0, 0, 10.0, 10]}</answer>', 0),  # integers only
+        ("<answer>[0, 0, 10, 10]</answer>", 0),  # braces are required
+        (f"<answer>[{HALF_JSON}, {BOX_JSON}]</answer>", 1),  # the last box
+        (f"<answer>[{BOX_JSON}, {HALF_JSON}]</answer>", 0),
+        (BOX_JSON, 0),  # no tags
+    ],
+)
+def test_lisa_grounding_reads_the_last_integer_box_in_tags(output, expected):
+    assert compute_metric("lisa_grounding", output, make_example(BOX)) == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "frame", "expected"),
+    [
+        (HALF_JSON, "original", 1),  # an IoU of at least 0.5
+        (f"[{BOX_JSON}, {BOX_JSON}]", "original", 1),
+        (f"[{BOX_JSON}, [500, 500, 600, 600]]", "original", 1),  # the first box
+        (f"The 2 dogs: {BOX_JSON}", "original", 1),
+        ('{"bbox_2d": [0, 0, 10, 10], "lab', "original", 1),
+        (f'{{"object": {BOX_JSON}}}', "original", 1),
+        (f"<answer>{BOX_JSON}</answer>", "original", 1),
+        (f"<think>[1, 2, 3, 4]</think>{BOX_JSON}", "original", 1),
+        ("[0 0 10 10]", "original", 0),
+        ("[10, 10, 0, 0]", "original", 0),
+        ("It is <|box_start|>(0,0),(10,10)<|box_end|>", "qwen2_vl", 1),
+        ("(0, 0), (10, 10)", "qwen2_vl", 0),  # Qwen-VL's pattern allows no blank between corners
+        ("(a), (0,0),(10,10)", "qwen2_vl", 0),  # and begins at the first parenthesis
+        ("<ref>cup</ref><box>[[0, 0, 10, 10]]</box>", "internvl", 1),
+        ("<loc0000><loc0000><loc0010><loc0010>", "paligemma", 1),
+        ("(0,0),(10,10)", "original", 0),
+    ],
+)
+def test_refcoco_reads_the_first_box_in_the_grammar_of_the_model(output, frame, expected):
+    assert compute_metric("refcoco", output, make_example(BOX), frame) == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "gold", "expected"),
+    [
+        ("7", 7, 1),
+        ("Seven", 7, 1),
+        ("none", 0, 1),
+        ("<answer>7</answer>", 7, 1),
+        ("7.", 7, 0),  # the reward's parser reads this and the next two
+        ("#7", 7, 0),
+        ("There are 7 apples", 7, 0),
+        ("07", 7, 0),
+        ("twenty-one", 21, 0),
+        ("9" * 5000, 7, 0),
+    ],
+)
+def test_tallyqa_reads_a_number_alone(output, gold, expected):
+    assert compute_metric("tallyqa", output, make_example(gold)) == expected
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "output", "golds", "meta", "expected"),
+    [
+        ("ocrbench", "<think>exit</think>no", ["EXIT"], {"dataset_name": "svt"}, 1),
+        ("ocrbench", "<think>exit", ["EXIT"], {"dataset_name": "svt"}, 1),
+        ("ocrbench", "x" * 20_000 + "exit", ["EXIT"], {"dataset_name": "svt"}, 1),
+        ("docvqa", "ab", ["ax"], {}, 0.5),  # a similarity of exactly 0.5 counts
+        ("stvqa", "ab", ["ax"], {}, 0.0),  # but not in the paper
+        ("docvqa", "ab" + 2 * " ", ["xy"], {}, 0.5),  # 2 edits, 4 characters with the blanks
+        ("docvqa", "a", ["ß"], {}, 0.5),  # 1 edit, 2 characters: ß is SS in upper case
+        ("docvqa", "<answer>ab</answer>", ["ab"], {}, 1),
+        ("stvqa", "cafe\u0301", ["café"], {}, 0.6),  # 2 edits of 5 code points, not composed
+        ("icdar2015", "", ["&"], {}, 1),  # neither has a letter or digit
+        ("ocrbench_v2", "0" * 25 + "8", ["8"],
+         {"type": "text counting en", "eval": "regression"}, 1),
+        # Without an article four of ten are empty, and three without one of the four.
+        ("textvqa", "the", ["a", "x", "x", "x", "x", "x", "x"], {"answers": 10}, 1),
+        ("textvqa", "yall'd've", ["y'all'd've"] * 10, {}, 1),
+        ("textvqa", "y'alld've", ["y'all'd've"] * 10, {}, 1),
+        ("textvqa", "y'all'dve", ["y'all'd've"] * 10, {}, 1),
+        ("textvqa", "'ows'at", ["'ow's'at"] * 10, {}, 0),
+        ("textvqa", "b" + 33 * ".", ["b"] * 10, {}, 0),  # the script removes 32 periods
+        ("textvqa", "b" + 32 * ".", ["b"] * 10, {}, 1),
+    ],
+)  # fmt: skip
+def test_texts_are_scored_as_by_the_scripts(benchmark, output, golds, meta, expected):
+    found = compute_metric(benchmark, output, make_example(golds, **meta))
+    assert found == pytest.approx(expected)
+
+
+def test_an_output_without_a_count_is_a_count_of_0_in_fsc_147():
+    task = load_benchmark("fsc147").load_task()
+    examples = [make_example(8), make_example(3)]
+    scores = [task.score(text, row) for text, row in zip(["8", "many"], examples, strict=True)]
+    assert [score.metrics["mae"] for score in scores] == [0, 3]
+    assert scores[1].metrics["absolute_error"] is None
+    corpus = task.corpus_metrics([score.answer for score in scores], examples)
+    assert corpus["rmse_all"] == pytest.approx((9 / 2) ** 0.5)  # 3² over two images
+    assert corpus["rmse"] == 0.0  # over the one with a count
+
+
+CUP = '{"bbox_2d": [0, 0, 10, 10], "label": "Cup"}'
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        f"[{', '.join([CUP] * 101)}]",
+        f'[{CUP}, {{"bbox_2d": [5, 5, 5, 9], "label": "cup"}}]',  # a box without area
+        f'[{CUP}, {{"bbox_2d": [20, 20, 30, 30]}}]',  # without a label
+        f'[{CUP}, {{"bbox_2d": [20, 20, 3',  # cut off
+        f"<answer>[{CUP}]</answer>",
+    ],
+)
+def test_one_bad_box_does_not_void_an_image(output):
+    task = load_benchmark("coco").load_task()
+    example = make_example({**BOX, "labels": ["cup"]})
+    assert task.corpus_metrics([task.read(output, example)], [example])["ap"] == pytest.approx(1)
+
+
+def test_no_objects_are_an_answer_and_words_are_none():
+    task = load_benchmark("coco").load_task()
+    example = make_example({**BOX, "labels": ["cup"]})
+    assert task.read("[]", example) == ()
+    assert task.read("I see a cup.", example) is None
+
+
+@pytest.mark.parametrize(
+    ("frame", "output"),
+    [
+        ("qwen2_vl",
+         "<|object_ref_start|>cup<|object_ref_end|><|box_start|>(0,0),(10,10)<|box_end|>"),
+        ("internvl", "<ref>cup</ref><box>[[0, 0, 10, 10]]</box>"),
+        ("paligemma", "<loc0000><loc0000><loc0010><loc0010> cup ; <loc0001>"),
+    ],
+)  # fmt: skip
+def test_objects_are_read_in_every_grammar(frame, output):
+    task = load_benchmark("coco").load_task(FRAMES[frame])
+    (found,) = task.read(f"{output} and more", make_example({**BOX, "labels": ["cup"]}))
+    assert found[1].startswith("cup")
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize(
+    "output",
+    ["", "\x00", "[" * 50_000, "(" * 50_000, "{" * 50_000, "<answer>" * 10_000, "9" * 50_000,
+     "<answer>" + "9" * 9_000 + "</answer>", f"[{'9' * 400}, 1, 2, 3]", "(nan,nan),(nan,nan)"],
+)  # fmt: skip
+def test_no_reader_raises(name, output):
+    for frame in FRAMES.values():
+        task = load_benchmark("refcoco").load_task(frame)
+        READERS[name].read(output, make_example(BOX), task)
+
+
+def test_the_answer_is_in_the_last_tags_or_after_the_thinking():
+    outputs = ["<answer>a</answer> <answer> b </answer>", "x</think> c ", " d", "<answer>e", "f "]
+    assert [unwrap(output) for output in outputs] == ["b", "c", " d", "<answer>e", "f "]

@@ -1,0 +1,182 @@
+"""Readers of outputs: the parsers of the official scripts of benchmarks.
+
+A published figure was made with its script's parser, which may accept more or less than the task's.
+Readers decide metrics of benchmarks only; rewards use the strict parser of the task. No reader
+raises, and all take linear time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vlm_grpo.coordinates import Box
+from vlm_grpo.parsing import LabeledBox, parse_boxes
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A parser of outputs.
+
+    Attributes:
+        read: maps ``(text, example, task)`` to an answer in the form of ``task.parse``, or to None.
+        description: what it reads, and the script whose rule it follows.
+    """
+
+    read: Callable[[str, Example, Task], Any | None]
+    description: str
+
+
+def unwrap(text: str) -> str:
+    """Return the text in the last ``<answer>`` tags, or after the thinking, or the full text.
+
+    >>> unwrap("<think>4?</think><answer> 3 </answer>"), unwrap("<think>4?</think> 3"), unwrap("3 ")
+    ('3', '3', '3 ')
+    """
+    inside, closed, _ = text.rpartition("</answer>")
+    _, opened, answer = inside.rpartition("<answer>")
+    if closed and opened:
+        return answer.strip()
+    _, thinking, rest = text.rpartition("</think>")
+    return rest.strip() if thinking else text
+
+
+def _get_first_tagged(text: str, task: Task) -> str | None:
+    """Return the text in the first ``<answer>`` tags, which scripts that ask for tags read.
+
+    If neither the prompt asks for tags nor the output has them, it is the full text.
+    """
+    if not task.tags and "<answer>" not in text:
+        return text
+    answer, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+    return answer if closed else None
+
+
+_NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen twenty"
+)
+_COUNTS = {word: number for number, word in enumerate(_NUMBER_WORDS.split())} | {"none": 0}
+_MAX_DIGITS = 4_000
+"""Python converts no more than 4,300 digits to an integer."""
+
+
+def _read_bare_count(text: str, example: Example, task: Task) -> int | None:
+    answer = unwrap(text).strip()
+    if re.fullmatch(r"0|[1-9][0-9]*", answer):  # the script compares texts: 03 is not 3
+        return int(answer[:_MAX_DIGITS])
+    return _COUNTS.get(answer.lower())
+
+
+def _read_tagged_count(text: str, example: Example, task: Task) -> int | None:
+    for answer in text.split("<answer>")[1:] if task.tags or "<answer>" in text else [text]:
+        digits, closed, _ = answer.partition("</answer>")
+        if (closed or answer is text) and re.fullmatch(r"\d+", digits := digits.strip()):
+            return int(digits[:_MAX_DIGITS])
+    return None
+
+
+_N = r"(-?\d+(?:\.\d+)?)"
+_BRACKETS = re.compile(rf"\[\s*{_N},\s*{_N},\s*{_N},\s*{_N}\s*\]")
+_INTEGERS = re.compile(r"\[(\d+),\s*(\d+),\s*(\d+),\s*(\d+)\]")
+_LOCATIONS = re.compile(r"<loc(\d{4})>" * 4)
+
+
+def _find_brackets(text: str) -> Sequence[str] | None:
+    found = _BRACKETS.search(text)
+    return found.groups() if found else None
+
+
+def _find_parentheses(text: str) -> Sequence[str] | None:
+    for line in text.split("\n"):
+        middle = line.find("),(", line.find("(") + 1)
+        if "(" in line and middle >= 0 and ")" in line[middle + 3 :]:
+            first, second = line[line.find("(") + 1 : middle], line[middle + 3 :].partition(")")[0]
+            pairs = [first.split(","), second.split(",")]
+            return [*pairs[0], *pairs[1]] if all(len(pair) == 2 for pair in pairs) else None
+    return None
+
+
+def _find_locations(text: str) -> Sequence[str] | None:
+    found = _LOCATIONS.search(text)
+    return None if found is None else [found[i] for i in (2, 1, 4, 3)]
+
+
+_FINDERS = {"qwen2_vl": _find_parentheses, "paligemma": _find_locations}
+"""The first box in the grammar of a frame; the others write brackets."""
+
+
+def _read_first_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
+    return _convert(_FINDERS.get(task.frame.name, _find_brackets)(unwrap(text)), example, task)
+
+
+def _read_last_integer_box(text: str, example: Example, task: Task) -> tuple[Box, ...] | None:
+    answer = _get_first_tagged(text, task) or ""
+    inside = answer[answer.find("{") + 1 : max(0, answer.rfind("}"))] if "{" in answer else ""
+    found = _INTEGERS.findall(inside)
+    return _convert(found[-1] if found else None, example, task)
+
+
+def _convert(numbers: Sequence[str] | None, example: Example, task: Task) -> tuple[Box, ...] | None:
+    """Return the box in original pixels; None if it is not four finite numbers."""
+    try:
+        x1, y1, x2, y2 = map(float, numbers or ())
+    except ValueError:
+        return None
+    image = example.images[0]
+    box = task.frame.to_pixels((x1, y1, x2, y2), image.size, image.resized_size)
+    return (box,) if all(map(math.isfinite, box)) else None
+
+
+_OBJECT = re.compile(
+    r"\{[^{}]*\}|<\|object_ref_start\|>[^<]*<\|object_ref_end\|>\s*<\|box_start\|>[^<]*<\|box_end\|>"
+    r"|<ref>[^<]*</ref>\s*<box>[^<]*</box>|(?:<loc\d{4}>){4}[^<;]*"
+)
+
+
+def _read_objects(text: str, example: Example, task: Task) -> Any | None:
+    answer = unwrap(text)
+    items = _OBJECT.findall(answer)
+    boxes: list[LabeledBox] = [box for item in items for box in parse_boxes(item) or ()]
+    named = [(box, " ".join(label.casefold().split())) for box, label in boxes if label]
+    image = example.images[0]
+    objects = [(task.frame.to_pixels(b, image.size, image.resized_size), n) for b, n in named]
+    return tuple(objects) if objects or parse_boxes(answer) == [] else None
+
+
+READERS: dict[str, Reader] = {
+    "full_text": Reader(
+        lambda text, example, task: text,
+        "the full output, with any thinking and tags (MultimodalOCR, example.py and eval.py)",
+    ),
+    "text": Reader(
+        lambda text, example, task: unwrap(text), "the output without thinking and tags"
+    ),
+    "bare_count": Reader(
+        _read_bare_count,
+        "a number or a word up to twenty, without any other text (big_vision, tallyqa.py)",
+    ),
+    "tagged_count": Reader(
+        _read_tagged_count,
+        "digits alone in answer tags (R1-V, test_qwen2vl_counting_superclevr.py)",
+    ),
+    "first_box": Reader(
+        _read_first_box,
+        "the first box in the model's grammar: [x1, y1, x2, y2] anywhere (lmms-eval, "
+        "refcoco/utils_rec.py) or (x1,y1),(x2,y2) (Qwen-VL, evaluate_grounding.py)",
+    ),
+    "last_integer_box": Reader(
+        _read_last_integer_box,
+        "the last [x1, y1, x2, y2] of integers inside braces in answer tags (VLM-R1, "
+        "test_rec_r1.py)",
+    ),
+    "objects": Reader(
+        _read_objects, "every object with a box and a label; those that cannot be read are left out"
+    ),
+}
+"""Readers by the name that a benchmark's ``reader`` gives."""
