@@ -111,7 +111,7 @@ def compare(
             theirs = official(text, example)
         total += theirs
         if ours is None or abs(ours - theirs) > 1e-9:
-            found[classify(text)] += 1
+            found["other" if task.tags else classify(text)] += 1
             logging.info("%s", (comparison.benchmark, text[-90:], example.answer, ours, theirs))
     return found, total / count
 
