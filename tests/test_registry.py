@@ -285,3 +285,29 @@ def test_a_task_without_a_weighted_reward_cannot_be_trained():
 
     with pytest.raises(UserError, match="no reward has a weight: set task_options"):
         check_trainable(load_task(task, weights=zeros))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("    tags: str = 'no'", "it declares the option tags, which every task has, with another"),
+        ("    more: Wrods = ()", "the type of an option cannot be read: name 'Wrods' is not def"),
+    ],
+)
+def test_an_option_with_a_wrong_annotation_is_refused(parity, line, message):
+    parity.write_text(PARITY.replace("    lenient: bool = False", line))
+    with pytest.raises(UserError, match=message):
+        load_task_class(str(parity))
+
+
+def test_an_option_of_every_task_may_have_another_default(parity):
+    parity.write_text(PARITY.replace("    lenient: bool = False", "    tags: bool = True"))
+    assert load_task(str(parity)).tags
+
+
+def test_attributes_that_the_library_sets_are_not_listed_as_options():
+    with pytest.raises(UserError, match="unknown option tagz") as caught:
+        load_task("counting", tagz=True)
+    options = str(caught.value).rpartition("it has ")[2].split(", ")
+    assert "tags" in options
+    assert not {"frame", "progress", "token_limit"} & {*options}

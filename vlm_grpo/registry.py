@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.config.base import simplify
-from vlm_grpo.config.sources import BUILT_IN, IN_SESSION, get_task_name
+from vlm_grpo.config.sources import BUILT_IN, IN_SESSION, SET_BY_LIBRARY, get_task_name
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import FAILURES, Task
 
@@ -151,7 +151,8 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
     ]
     if problems:
         raise UserError(
-            f"task {name} has wrong options:\n{bullets(problems)}\nit has {', '.join(known)}"
+            f"task {name} has wrong options:\n{bullets(problems)}\n"
+            f"it has {', '.join(option for option in known if option not in SET_BY_LIBRARY)}"
         )
     try:
         return task(**values)
@@ -208,6 +209,16 @@ def _check_class(task: type[Task], source: str) -> type[Task]:
         f"it defines no method {name}"
         for name in ("parse", "write")
         if getattr(task, name) is getattr(Task, name)
+    ]
+    try:
+        hints = typing.get_type_hints(task)
+    except FAILURES as error:  # an annotation may be any expression
+        raise UserError(f"task {source}: the type of an option cannot be read: {error}") from error
+    own_types = typing.get_type_hints(Task)
+    problems += [
+        f"it declares the option {field.name}, which every task has, with another type"
+        for field in dataclasses.fields(Task)
+        if hints[field.name] != own_types[field.name]
     ]
     if not task.rules("reward"):
         problems.append("no method is marked @reward")

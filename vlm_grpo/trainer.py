@@ -37,6 +37,7 @@ from vlm_grpo.tracking import (
     TrainResult,
     check_installed,
     describe_run,
+    lock_run,
     rollout_metrics,
     step_metrics,
 )
@@ -61,14 +62,15 @@ def train(settings: Settings) -> TrainResult:
     train_examples = load_examples(settings.data.train, task, settings.data, "train")
     held_out = load_held_out(settings, task, train_examples)
     accelerator = build_accelerator(settings)
-    checkpoint = find_checkpoint(settings, accelerator, train_examples)
-    set_seed(settings.seed)
-    policy = load_policy(settings, checkpoint)
-    trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
-    if checkpoint is not None:
-        trainer.restore(checkpoint)
-    with explain_disk_full(settings.run_dir), explain_lost_rank():
-        result = trainer.run(stop_request)
+    with lock_run(settings, accelerator):
+        checkpoint = find_checkpoint(settings, accelerator, train_examples)
+        set_seed(settings.seed)
+        policy = load_policy(settings, checkpoint)
+        trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        with explain_disk_full(settings.run_dir), explain_lost_rank():
+            result = trainer.run(stop_request)
     accelerator.print(result)
     return result
 
@@ -171,10 +173,15 @@ class Trainer:
 
         Raises:
             Stopped: the run was stopped on request, and its state was saved.
-            UserError: a step failed for a reason that the user can fix.
+            UserError: another process writes to the run's folder, or a step failed for a reason
+                that the user can fix.
         """
+        self.stop_request = stop_request or StopRequest(self.settings.checkpoint.max_hours)
+        with lock_run(self.settings, self.accelerator):
+            return self._run()
+
+    def _run(self) -> TrainResult:
         settings, last = self.settings, self.settings.optim.max_steps
-        self.stop_request = stop_request or StopRequest(settings.checkpoint.max_hours)
         with fail_together(self.accelerator):  # the main process reads the metrics so far
             self.run_dir.open(self.global_step)
         for line in describe_run(
@@ -206,8 +213,9 @@ class Trainer:
         checkpoint = self.checkpoints.path(self.state)
         if self.global_step < last:
             raise Stopped(
-                f"stopped by {self.stop_request.reason or 'another process'} {self._position()}; "
-                f"saved in {checkpoint}; continue with resume=true",
+                f"stopped by {self.stop_request.reason or 'another process'} "
+                f"{self.state.describe(settings)}; saved in {checkpoint}; "
+                "continue with resume=true",
                 self.stop_request.status,
             )
         return TrainResult(
@@ -229,14 +237,6 @@ class Trainer:
         """Raise ``StepInterrupted`` if a stop was requested."""
         if self._stop_requested():
             raise StepInterrupted
-
-    def _position(self) -> str:
-        """Describe the progress of the run."""
-        position = f"after step {self.global_step} of {self.settings.optim.max_steps}"
-        if self.partial is None:
-            return position
-        count, total = self.partial.updates.count, self.settings.objective.num_iterations
-        return f"{position} and {count} of {total} updates of the next step"
 
     # Evaluation.
 

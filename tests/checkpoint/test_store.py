@@ -87,7 +87,9 @@ def test_a_corrupt_file_is_named(tmp_path: Path, file: str, what: str) -> None:
     assert str(path / file) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", '{"files": {}'])
+@pytest.mark.parametrize(
+    "text", [None, "", "{}", '{"files": {}', "[]", '{"files": [1]}', '{"files": {"a": {}}}']
+)
 def test_a_manifest_without_files_is_corrupt(tmp_path: Path, text: str | None) -> None:
     path = write(tmp_path, CheckpointStep(1))
     (path / "manifest.json").unlink()
@@ -115,9 +117,16 @@ def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(
 def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path: Path) -> None:
     assert find_newest_checkpoint(tmp_path) is None
     for steps in (1, 2):
-        truncate(write(tmp_path, CheckpointStep(steps)) / "part" / "weights.bin")
-    with pytest.raises(UserError, match=r"step-2/part/weights\.bin has .*no other checkpoint"):
+        path = write(tmp_path, CheckpointStep(steps)) / "part" / "weights.bin"
+        size = path.stat().st_size
+        truncate(path)
+    with pytest.raises(UserError) as caught:
         find_newest_checkpoint(tmp_path)
+    assert str(caught.value) == (
+        f"{path} has {path.stat().st_size} bytes, and had {size} when it was written; no other "
+        f"checkpoint in {tmp_path} is intact: restore one from a backup, or start a new run with "
+        "another name=…"
+    )
     assert list_names(tmp_path) == ["step-1", "step-2"]
 
 

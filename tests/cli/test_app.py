@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from commands import fails, run
+from pydantic import ValidationError
+
+from vlm_grpo.cli.app import explain
+from vlm_grpo.config.run import DataSettings
+from vlm_grpo.errors import UserError
 
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "numpy", "scipy", "matplotlib"}
 
@@ -79,3 +86,69 @@ def test_debug_anywhere_shows_the_traceback(capsys, arguments):
 def test_an_unknown_option_or_command_is_one_message(capsys):
     assert "--foo" in fails(capsys, "train", "counting", "--foo")
     assert "fly" in fails(capsys, "fly")
+
+
+def test_output_that_nobody_reads_is_discarded():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "vlm_grpo.cli", "tasks"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_letters_that_the_output_cannot_encode_are_escaped(unbuffered):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": unbuffered}
+    program = (
+        "import sys; from vlm_grpo.cli import app\n"
+        "try: app.main(['tasks'])\n"
+        "except SystemExit: print('0 → 1'); print('é', file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert done.stdout.endswith("0 \\u2192 1\n"), done.stderr
+    assert done.stderr == "\\xe9\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError(2, "No such file", "/nowhere/x"), "/nowhere/x: No such file"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "a text file is not in UTF-8: 'utf-8'"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), "missing or broken: No module"),
+        (ImportError("`pip install num2words`"), "is missing or broken: `pip install num2words`"),
+        (UserError("do this"), "do this"),
+    ],
+)
+def test_errors_that_the_user_can_fix_have_a_message(error: Exception, message: str):
+    assert message in (explain(error) or "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("no file is named"),
+        ModuleNotFoundError("No module named 'vlm_grpo.x'", name="vlm_grpo.x"),
+        ValueError("a bug"),
+        RecursionError("a bug"),
+    ],
+)
+def test_other_errors_keep_their_traceback(error: Exception):
+    assert explain(error) is None
+
+
+def test_settings_built_in_python_are_explained_like_those_of_a_recipe():
+    values: Any = {"train": "a", "trian": "b"}
+    with pytest.raises(UserError) as caught:
+        DataSettings(**values)
+    assert str(caught.value) == (
+        "DataSettings has wrong settings:\n  - unknown key trian (did you mean train?)"
+    )
+    with pytest.raises(ValidationError) as invalid:
+        DataSettings.model_validate({"train": 3})
+    assert explain(invalid.value) == (
+        "train: Value error, should be text or a list of rows (mappings), a Dataset, or Examples"
+    )

@@ -68,3 +68,11 @@ def test_wrong_arguments_are_one_message(capsys, arguments, message):
     Path("text.png").write_text("not an image")
 
     assert message in fails(capsys, "predict", "embedded", "--question", "What?", *arguments)
+
+
+def test_a_missing_model_is_one_message(capsys):
+    given = ["--image", "a.png", "--question", "What?"]
+
+    assert fails(capsys, "predict", "./nowhere", *given) == (
+        "error: model ./nowhere: there is no such folder\n"
+    )

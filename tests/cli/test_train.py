@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import pytest
 from commands import fails, write_jsonl
+from fuzz_files import RECIPE
 
 
 def test_another_task_is_trained_and_its_bad_rows_are_named(capsys, write_letters, tmp_path):
@@ -14,3 +20,18 @@ def test_another_task_is_trained_and_its_bad_rows_are_named(capsys, write_letter
     message = fails(capsys, "train", "counting", *overrides, "--task", write_letters())
 
     assert f"{data}:1: image none.png is missing" in message
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_nobody_reads_is_finished(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    reader, writer = os.pipe()
+    os.close(reader)  # as "| head -1" does after the first line
+    command = [sys.executable, "-m", "vlm_grpo.cli", "train", "tiny.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=writer)
+    os.close(writer)
+
+    assert done.returncode == 0
+    run = tmp_path / "runs" / "tiny"
+    assert (run / "checkpoints" / "step-2" / "manifest.json").is_file()
+    assert (run / "report.html").is_file()

@@ -40,6 +40,14 @@ def test_merge_leaves_the_merged_values_unchanged():
     assert recipe == {"optim": {"lr": 1}}
 
 
+def test_merge_keeps_dots_inside_the_mapping_of_an_option():
+    target: dict[str, Any] = {"task_options": {"tags": True}}
+
+    merge(target, {"task_options.labels": {"a.b": {"c.d": 1}}, "task_options": {"x": {"y.z": 2}}})
+
+    assert target["task_options"] == {"tags": True, "labels": {"a.b": {"c.d": 1}}, "x": {"y.z": 2}}
+
+
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [
@@ -77,6 +85,9 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
         ("name=../up", 'name="../up" should match'),
         ("seed.x=1", 'seed={"x": 1} should be a whole number'),
         ("objective.loss_type=ppo", 'objective.loss_type="ppo" should be'),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] should have 2 items"),
+        ("optim.betas=[]", "optim.betas=[] should have 2 items"),
+        ("optim.betas=[0.9,0.99,1]", "optim.betas=[0.9, 0.99, 1] should have at most 2 items"),
     ],
 )
 def test_wrong_value_error_names_the_expected_type(override, expected):

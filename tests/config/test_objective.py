@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ from vlm_grpo.config.objective import ObjectiveSettings
     ],
 )
 def test_an_invalid_combination_is_refused_with_its_remedy(fields, remedy):
-    with pytest.raises(ValidationError, match=remedy):
+    with pytest.raises(UserError, match=remedy):
         ObjectiveSettings(**fields)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings, recipe_names
+from vlm_grpo.config.run import DataSettings
 from vlm_grpo.errors import UserError
 
 DATA = ["data.train=train.jsonl", "data.eval=test.jsonl"]
@@ -60,7 +61,14 @@ def test_unknown_recipe_error_suggests_the_nearest_and_lists_all():
     assert all(name in message for name in recipe_names())
 
 
-@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [1\n", "a: 1\na: 2\n", "3\n", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("- a\n- b\n", "a: [1\n", "a: 1\na: 2\n", "3\n", "", "a: 2026-13-45", f"a: {'9' * 5000}"),
+        f"a: {'[' * 1000}{']' * 1000}",
+    ],
+    ids=lambda text: text[:10],
+)
 def test_malformed_recipe_error_names_the_file(text, tmp_path):
     path = tmp_path / "broken.yaml"
     path.write_text(text)
@@ -73,6 +81,21 @@ def test_binary_recipe_error_names_the_file(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
 
     assert str(path) in get_error(recipe=str(path))
+
+
+def test_the_folder_of_a_run_is_answered_with_its_recipe(tmp_path):
+    (tmp_path / "config.yaml").touch()
+
+    assert get_error(recipe=str(tmp_path)) == (
+        f"{tmp_path} is the folder of a run: its recipe is {tmp_path}/config.yaml"
+    )
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 1000 + "]" * 1000, "[", "9" * 5000], ids=["deep", "cut", "long"]
+)
+def test_an_override_that_cannot_be_parsed_is_refused(value):
+    assert "recipe counting cannot be read: " in get_error(f"seed={value}")
 
 
 def test_override_without_a_key_is_refused():
@@ -124,6 +147,46 @@ def test_python_values_complete_a_recipe():
     assert (settings.data.train, settings.data.eval) == ("train.jsonl", "test.jsonl")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"data": DataSettings(train="a.jsonl")}, {"data.train": "a.jsonl"}, {"data": {"train": "a"}}],
+)
+def test_a_block_without_a_value_is_completed_from_python(tmp_path, values):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("task: counting\ndata: ???\n")
+
+    assert str(load_settings(recipe, values).data.train).startswith("a")
+    with pytest.raises(UserError, match="data has no value"):
+        load_settings(recipe)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values", "warmup"),
+    [
+        (["optim.max_steps=5"], {}, 5),
+        ([], {"optim": {"max_steps": 5}}, 5),
+        (["optim.max_steps=30"], {}, 20),
+        ([], {}, 20),
+    ],
+)
+def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_that_the_user_gives(
+    overrides, values, warmup, caplog
+):
+    settings = load_settings("counting", overrides, **values)
+
+    assert settings.optim.warmup_steps == warmup
+    note = "optim.warmup_steps=20 of the recipe is shortened to optim.max_steps=5"
+    assert (note in caplog.text) == (warmup == 5)
+
+
+def test_a_warmup_that_the_user_gives_is_not_shortened(tmp_path):
+    problem = "optim.warmup_steps=20 exceeds optim.max_steps=5: lower it too"
+    assert problem in get_error("optim.max_steps=5", "optim.warmup_steps=20")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("task: counting\noptim: {max_steps: 5, warmup_steps: 20}\ndata: {train: a}\n")
+    assert problem in get_error(recipe=str(recipe))
+
+
 @pytest.mark.parametrize("recipe", [None, {"task": "counting"}, load_settings("counting")])
 def test_a_recipe_of_another_type_is_refused(recipe: Any):
     with pytest.raises(UserError, match="recipe must be the name or the path of a recipe, not "):
@@ -146,7 +209,12 @@ class Opaque:
 
 
 @pytest.mark.parametrize(
-    ("values", "key"), [({"model": Opaque()}, "model"), ({"output_dir": Opaque()}, "output_dir")]
+    ("values", "key"),
+    [
+        ({"model": Opaque()}, "model"),
+        ({"output_dir": Opaque()}, "output_dir"),
+        ({"rollout": {"stop": ["a", Opaque()]}}, r"rollout\.stop"),
+    ],
 )
 def test_an_object_in_the_place_of_text_is_refused_by_its_type(values: dict[str, Any], key: str):
     with pytest.raises(UserError, match=f"^{key} must be text, not Opaque$"):

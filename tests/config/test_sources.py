@@ -155,14 +155,27 @@ def test_other_objects_are_not_tasks(task: Any) -> None:
         load_settings("counting", task=task)
 
 
-def test_options_that_json_cannot_hold_are_kept_and_saved_as_text(tmp_path: Path) -> None:
-    marker = object()
+def test_options_that_json_cannot_hold_are_kept_and_saved_as_a_text_without_addresses(
+    tmp_path: Path,
+) -> None:
+    marker, options = object(), {"words": ["a"]}
 
-    settings = load_settings("counting", task_options={"marker": marker, "words": ["a"]})
+    settings = load_settings("counting", task_options={"marker": marker, "more": [{"m": marker}]})
     settings.save(tmp_path / "config.yaml")
 
-    assert settings.task_options == {"marker": marker, "words": ["a"]}
-    assert load_settings(tmp_path / "config.yaml").task_options["marker"] == repr(marker)
+    assert settings.task_options == {"marker": marker, "more": [{"m": marker}]}
+    saved = load_settings(tmp_path / "config.yaml", task_options=options).task_options
+    assert saved == {"marker": "<object object>", "more": [{"m": "<object object>"}], **options}
+
+
+def test_the_options_of_a_recipe_are_not_those_of_a_task_object(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("task: counting\ntask_options: {tags: true}\ndata: {train: a.jsonl}\n")
+
+    assert load_settings(recipe, task=Counting()).task_options == {}
+    assert load_settings(recipe, task=Counting).task_options == {"tags": True}
+    given = load_settings(recipe, ["task_options.thinking=true"], task=Counting(tags=True))
+    assert given.task_options == {"tags": True, "thinking": True}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +236,7 @@ def test_other_objects_are_not_sources(source: Any) -> None:
 def test_the_remedy_for_a_common_other_source_is_named(source: Any, remedy: str) -> None:
     with pytest.raises(UserError, match=f"should be text or a list of rows .*{remedy}"):
         load_settings("counting", data={"train": source})
-    with pytest.raises(ValidationError, match=remedy):
+    with pytest.raises(UserError, match=remedy):
         DataSettings(train=source)
 
 

@@ -336,6 +336,8 @@ def test_a_prediction_uses_the_task_and_pixel_budget_of_the_run(
     ("arguments", "message"),
     [
         (["RUN", "HERE"], "exists already: name a new folder"),
+        (["RUN", "/proc/x"], "error: /proc/x cannot be created: No such file or directory\n"),
+        (["RUN", "/etc/passwd/x"], "/etc/passwd"),
         (["embedded", "out"], "there are no trained weights to export"),
         (
             ["RUN", "out", "--step", "7"],
@@ -376,5 +378,5 @@ def test_a_failed_export_leaves_no_files(
     monkeypatch.setattr("vlm_grpo.deploy.export.build_model_card", failing)
     checkpoint = exported["qwen2_vl", "full"].out.with_name("c-full")
     with pytest.raises(OSError, match="no space"):
-        export(str(checkpoint), tmp_path / "out")
+        export(str(checkpoint), tmp_path / "new" / "out")
     assert not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ from vlm_grpo.evaluation.evaluate import evaluate_policy
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
 
 
@@ -111,3 +112,17 @@ def test_a_parser_that_raises_is_named() -> None:
     )
     with pytest.raises(UserError, match=r"parser failed on .*KeyError\('oops'\)"):
         predict_embedded("counting", task="bad.py")
+
+
+def test_the_class_of_the_run_is_used_with_the_options_of_the_run() -> None:
+    Path("config.json").write_text("{}")
+    values = "task: counting\ntask_options: {tags: true, length_budget: 9}\ndata: {train: a}\n"
+    Path("config.yaml").write_text(values)
+
+    def options(task: Any) -> tuple[bool, int]:
+        loaded = vars(Predictor(".", task))["_task"]
+        return loaded.tags, loaded.length_budget
+
+    assert options(None) == options("counting") == options(Counting) == (True, 9)
+    assert options("ocr")[0] is True  # every task has it
+    assert options(Counting()) == (False, Counting().length_budget)  # an object has its own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,9 +36,19 @@ def test_a_hub_name_has_default_settings_and_no_checkpoint() -> None:
     ("model", "message"),
     [
         ("./nowhere", "model ./nowhere: there is no such folder"),
-        ("embeded", r"there is no model or run 'embeded' \(did you mean embedded\?\)"),
-        ("empty", "has no model, no adapter and no checkpoints"),
-        ("stopped", "has no complete checkpoint"),
+        ("a/b/c", "model a/b/c: there is no such folder"),
+        ("runs/stoped", "model runs/stoped: there is no such folder (did you mean runs/stopped?)"),
+        ("mine/tow", "model mine/tow: there is no such folder (did you mean mine/two?)"),
+        (
+            "embeded",
+            "there is no model or run 'embeded' (did you mean embedded?): give a hub name such as "
+            "Qwen/Qwen2.5-VL-3B-Instruct, a folder, or a run",
+        ),
+        ("empty", "empty has no model, no adapter and no checkpoints"),
+        (
+            "stopped",
+            "runs/stopped has no complete checkpoint: continue the run with resume=true",
+        ),
     ],
 )
 def test_a_name_without_a_model_is_refused(
@@ -45,5 +57,21 @@ def test_a_name_without_a_model_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("runs/stopped/checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match=message):
+    Path("mine/two").mkdir(parents=True)
+    Path("mine/two/config.yaml").touch()
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         resolve_model(model)
+
+
+def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("task: <class Mine>\ndata: {train: rows.jsonl}\n")
+    with pytest.raises(UserError, match=r"no checkpoint of .* was evaluated, so there is no best"):
+        resolve_model(str(tmp_path), step="best")
+    (tmp_path / "evaluation").mkdir()
+    (tmp_path / "evaluation" / "step-000001.jsonl").write_text("{}\n")
+    summary = {"headline": "exact", "lower_is_better": False, "metrics": {"exact": 0.5}}
+    (tmp_path / "evaluation" / "step-000001.json").write_text(json.dumps(summary))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/exact": 0.5}\n')
+    with pytest.raises(UserError, match=r"recipe .*step-1/config\.yaml"):  # the step was found
+        resolve_model(str(tmp_path), step="best")

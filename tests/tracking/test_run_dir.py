@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.run_dir import RunDir
+from vlm_grpo.tracking.run_dir import RunDir, lock_run
+from vlm_grpo.trainer import train
+from vlm_grpo.utils import folder_lock
 
 STEPS = 70
 
@@ -73,6 +80,64 @@ def test_an_alarm_is_logged_once(settings: Any, caplog: pytest.LogCaptureFixture
     (step,) = [alarm["step"] for alarm in alarms if alarm["name"] == "cut off"]
     assert f"step {step}: cut off:" in caplog.text
     assert caplog.text.count("cut off:") == 1
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from vlm_grpo.utils.folder_lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_in_use_is_refused_and_unchanged(settings: Any, resume: bool) -> None:
+    run = settings("run").model_copy(update={"resume": resume})
+    write_steps(run, 0, 2)
+    (run.run_dir / "checkpoints" / ".step-3.tmp").mkdir(parents=True)  # being written
+    (run.run_dir / "checkpoints" / "step-2").mkdir()  # corrupt: a resume would rename it
+    command = [sys.executable, "-c", HOLD, str(run.run_dir)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        before = sorted(run.run_dir.rglob("*"))
+        with pytest.raises(UserError, match=f"in use by process {holder.pid} on .* since 20"):
+            train(run)
+        assert sorted(run.run_dir.rglob("*")) == before
+        holder.communicate("")
+
+
+def test_a_run_that_lost_its_folder_ends_at_the_next_step(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.01)
+    task, run = load_task("counting"), settings("run")
+    with lock_run(run, Accelerator(cpu=True)):
+        run_dir = RunDir(run, task, task, is_main=True)
+        run_dir.open(0)
+        run_dir.write_metrics(0, make_row(0))
+        (run.run_dir / ".lock-1").unlink()
+        time.sleep(0.1)
+        with pytest.raises(UserError, match="another process has taken over"):
+            run_dir.write_metrics(1, make_row(1))
+        run_dir.trackers.finish()
+    assert [row["step"] for row in run_dir.metrics.read()] == [0]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(
+    settings: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for name, folder in (("run", tmp_path / "file"), ("x" * 300, tmp_path), ("file", tmp_path)):
+        run = settings(name).model_copy(update={"output_dir": folder})
+        with (
+            pytest.raises(UserError, match=r"the run's folder .* \(.*\): set output_dir or name"),
+            lock_run(run, Accelerator(cpu=True)),
+        ):
+            pass
 
 
 def test_other_ranks_write_nothing(settings: Any) -> None:

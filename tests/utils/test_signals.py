@@ -21,7 +21,7 @@ from vlm_grpo.errors import Stopped
 from vlm_grpo.trainer import train
 from vlm_grpo.utils.signals import StopRequest
 
-STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 """Exit status by signal: 128 + the signal's number, as in shells."""
 
 
@@ -140,3 +140,28 @@ def test_a_stop_request_stores_the_first_signal_and_raises_on_the_second() -> No
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_closed_terminal_sends_several_hangups_and_stops_the_run_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gone:
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with StopRequest() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert (stop.reason, stop.status) == ("SIGHUP", 129)
+
+
+def test_a_hangup_that_the_process_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

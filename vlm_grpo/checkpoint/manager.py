@@ -72,6 +72,14 @@ class RunState:
             return CheckpointStep(self.step)
         return CheckpointStep(self.step, self.partial.updates.count)
 
+    def describe(self, settings: Settings) -> str:
+        """Describe the progress of the run: ``after step 3 of 100``."""
+        position = f"after step {self.step} of {settings.optim.max_steps}"
+        if self.partial is None:
+            return position
+        count, total = self.partial.updates.count, settings.objective.num_iterations
+        return f"{position} and {count} of {total} updates of the next step"
+
 
 class CheckpointManager:
     """A manager that saves and restores the state of a run.

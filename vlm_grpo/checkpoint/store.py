@@ -34,6 +34,8 @@ INDEX = "model.safetensors.index.json"
 """transformers' index of a model in several files, which maps each weight to its file."""
 Checksums = dict[str, dict[str, Any]]
 """The ``size`` in bytes and the ``sha256`` of each file by name."""
+_WRONG_CONTENT = (ValueError, RecursionError, KeyError, TypeError, AttributeError)
+"""Errors of reading JSON of another form than the one that was written."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 
@@ -300,19 +302,20 @@ def verify_checkpoint(checkpoint: Path) -> None:
     """
     manifest = checkpoint / MANIFEST
     try:
-        files: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        files = {name: (file["size"], file["sha256"]) for name, file in listed.items()}
+    except (OSError, *_WRONG_CONTENT) as error:
         raise CorruptCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
-    for name, expected in files.items():
+    for name, (expected_size, digest) in files.items():
         path = checkpoint / name
         if not path.is_file():
             raise CorruptCheckpoint(f"{path} is missing")
         size = path.stat().st_size
-        if size != expected["size"]:
+        if size != expected_size:
             raise CorruptCheckpoint(
-                f"{path} has {size} bytes, and had {expected['size']} when it was written"
+                f"{path} has {size} bytes, and had {expected_size} when it was written"
             )
-        if _compute_checksum(path) != expected:
+        if _compute_checksum(path)["sha256"] != digest:
             raise CorruptCheckpoint(f"{path} differs from what was written")
 
 
@@ -325,11 +328,12 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STATE
     try:
         metadata = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        written = metadata["format"]
+    except (OSError, *_WRONG_CONTENT) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if metadata.get("format") != FORMAT:
+    if written != FORMAT:
         raise UserError(
-            f"{path} has format {metadata.get('format')}, this version reads format {FORMAT}: "
+            f"{path} has format {written}, this version reads format {FORMAT}: "
             "resume with the version that wrote it"
         )
     return metadata

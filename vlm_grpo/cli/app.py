@@ -7,12 +7,15 @@ import (numpy, scipy, torch, transformers) are imported inside the command's fun
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -74,6 +77,55 @@ class _CurrentStderr(logging.StreamHandler):
         super().emit(record)
 
 
+class _Output(io.FileIO):
+    """Standard output or error that discards what is written after its reader has gone.
+
+    A closed pipe (``| head``) or terminal must not end a run.
+    """
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def _make_safe(stream: Any) -> Any:
+    """Return a stream that survives its reader and escapes letters that its encoding lacks."""
+    raw = _Output(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),  # type: ignore[arg-type]
+        stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def explain(error: Exception) -> str | None:
+    """Return the message for an error that the user can fix; None for a bug of the program.
+
+    Files that cannot be read or written, text in another encoding, and packages that are not
+    installed may appear anywhere, so that no command has to catch them.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, ValidationError):
+        return "\n".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"a text file is not in UTF-8: {error}"
+    if isinstance(error, ImportError) and not (error.name or "").startswith("vlm_grpo"):
+        return f"a package is missing or broken: {error}"
+    return None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit: status 0, 2 for a user error, 130 if interrupted.
 
@@ -81,6 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: command-line arguments; None: ``sys.argv[1:]``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is not None and sys.stdout is sys.__stdout__:
+        sys.stdout = _make_safe(sys.stdout)
+    if sys.stderr is not None and sys.stderr is sys.__stderr__:
+        sys.stderr = _make_safe(sys.stderr)
     logging.basicConfig(
         level=logging.WARNING,
         format="%(levelname)s: %(message)s",
@@ -88,9 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     try:
         app(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
-    except (UserError, ValidationError) as error:
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
         if "--debug" in words:
             traceback.print_exc()
         else:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {message}", file=sys.stderr)
         sys.exit(2)

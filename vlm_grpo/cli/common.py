@@ -62,8 +62,8 @@ def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
         UserError: an option is not ``name=value``, or its value is not valid YAML.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+
+    from vlm_grpo.config.recipes import PARSE_ERRORS
 
     for option in options or []:
         if "=" not in option:
@@ -72,19 +72,23 @@ def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
             )
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(options or [])))
-    except (OmegaConfBaseException, YAMLError) as error:
+    except PARSE_ERRORS as error:
         raise UserError(f"the task's options cannot be parsed: {error}") from error
     return values
 
 
 @contextmanager
-def exit_when_stopped() -> Iterator[None]:
-    """Turn a requested stop into one printed line and its exit status."""
+def exit_when_stopped(remains: str) -> Iterator[None]:
+    """Turn a requested stop into one printed line and its exit status.
+
+    Args:
+        remains: what an interrupt leaves behind, for the line.
+    """
     try:
         yield
     except Stopped as stopped:
         typer.echo(str(stopped), err=True)
         raise typer.Exit(stopped.status) from None
     except KeyboardInterrupt:
-        typer.echo("interrupted; finished checkpoints are kept (resume=true)", err=True)
+        typer.echo(f"interrupted; {remains}", err=True)
         raise typer.Exit(130) from None

@@ -114,7 +114,7 @@ def evaluate(
         raise UserError("--predictions are scored without a model: leave out --checkpoint")
     settings = _benchmark_settings(recipe, data, None, ["model=none", *values])
     written_frame = None if frame is None else get_frame(frame)
-    with exit_when_stopped():
+    with exit_when_stopped("nothing was written"):
         from vlm_grpo.evaluation.evaluate import score_benchmark
 
         outputs = predictions if layout is None else (layout, predictions)
@@ -164,7 +164,7 @@ def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: Path | None)
     from vlm_grpo.config.recipes import load_settings
 
     settings = load_settings(recipe, overrides)
-    with exit_when_stopped():
+    with exit_when_stopped("nothing was written"):
         from vlm_grpo.distributed.launch import initialize_distributed
         from vlm_grpo.evaluation import evaluate
 
@@ -180,7 +180,7 @@ def _evaluate_benchmark(
     name: str, data: str, checkpoint: Path | None, overrides: list[str], split: str | None
 ) -> None:
     settings = _benchmark_settings(name, data, checkpoint, overrides)
-    with exit_when_stopped():
+    with exit_when_stopped("the same command continues it"):
         from vlm_grpo.evaluation import evaluate
 
         evaluate.evaluate_benchmark(name, settings, checkpoint, split)

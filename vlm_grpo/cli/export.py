@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
-
-from vlm_grpo.errors import UserError
 
 
 def export(
@@ -37,18 +35,6 @@ def export(
     vlm-grpo export runs/mine exported --step best --dtype bfloat16
     vlm-grpo export runs/mine/checkpoints/step-300 adapter --adapter
     """
-    weights_dtype: Literal["float32", "bfloat16"] | None = None
-    if dtype == "float32" or dtype == "bfloat16":
-        weights_dtype = dtype
-    elif dtype is not None:
-        raise UserError(f"--dtype is {dtype!r}; it is float32 or bfloat16")
-    which: int | Literal["best"] | None = None
-    if step == "best":
-        which = "best"
-    elif step is not None:
-        if not step.isdecimal():
-            raise UserError(f"--step is {step!r}; it is a number of steps, or best")
-        which = int(step)
     from vlm_grpo.deploy import export
 
-    typer.echo(f"model in {export.export(run, out, adapter, which, weights_dtype)}")
+    typer.echo(f"model in {export.export(run, out, adapter, step, dtype)}")

@@ -28,7 +28,7 @@ def train(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) 
     from vlm_grpo.config.recipes import load_settings
 
     settings = load_settings(recipe, add_task_override(overrides, task))
-    with exit_when_stopped():
+    with exit_when_stopped("finished checkpoints are kept (resume=true)"):
         from vlm_grpo import trainer
 
         trainer.train(settings)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vlm_grpo.errors import UserError, nearest
+from vlm_grpo.errors import UserError, bullets, nearest
 
 # Names of our settings in other trainers.
 ALIASES = {
@@ -44,8 +44,25 @@ _PLAIN_TERMS = {
 }
 
 
-class Frozen(BaseModel):
-    """A block of settings: immutable, without unknown keys, described by field docstrings."""
+class _Explained(type(BaseModel)):
+    """The class of settings' classes, whose calls name wrong settings as ``load_settings`` does."""
+
+    if not TYPE_CHECKING:  # type checkers then take the arguments from the fields
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                problems = bullets(describe_problems(error, cls))
+                raise UserError(f"{cls.__name__} has wrong settings:\n{problems}") from error
+
+
+class Frozen(BaseModel, metaclass=_Explained):
+    """A block of settings: immutable, without unknown keys, described by field docstrings.
+
+    Raises:
+        UserError: values given to the constructor are wrong; the message lists every problem.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
@@ -76,8 +93,15 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+def merge(target: dict[str, Any], values: Mapping[str, Any], inside: str = "") -> None:
     """Update nested values in place by others with nested or dotted keys, or models as blocks.
+
+    Dots in the keys of a mapping that is itself the value of a task's option have no meaning.
+
+    Args:
+        target: the values to update.
+        values: the new values.
+        inside: dotted key of ``target``.
 
     >>> settings = {"optim": {"lr": 1e-6, "eps": 1e-8}}
     >>> merge(settings, {"optim.lr": 1e-5, "policy": {"lora": {}}})
@@ -87,7 +111,9 @@ def merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if not isinstance(key, str):
             raise UserError(f"key {key!r} of the settings must be text, not {type(key).__name__}")
-        name, _, rest = key.partition(".")
+        name, rest = key, ""
+        if not inside.startswith("task_options."):
+            name, _, rest = key.partition(".")
         if rest:
             value = {rest: value}
         if isinstance(value, BaseModel):
@@ -95,7 +121,7 @@ def merge(target: dict[str, Any], values: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             held = target.get(name)
             target[name] = dict(held) if isinstance(held, Mapping) else {}
-            merge(target[name], value)
+            merge(target[name], value, f"{inside}.{name}".lstrip("."))
         else:
             target[name] = value
 
@@ -134,6 +160,10 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
         key = _key(problem["loc"], model)
         if problem["type"] == "extra_forbidden":
             texts = [f"unknown key {key}{_suggest(key, keys)}"]
+        elif problem["type"] == "missing" and isinstance(problem["loc"][-1], int):
+            count = problem["loc"][-1] + 1  # a list that is too short lacks each further item
+            expected[head := f"{key}={_short(problem['input'])}"] = [f"have {count} items"]
+            texts = [head]
         elif problem["type"] == "missing":
             # A missing block is reported by its required fields.
             inner = [k for k in _required_keys(model) if k.startswith(f"{key}.")]

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import numbers
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from vlm_grpo.config.base import describe_missing, describe_problems, flatten, m
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.sources import InMemoryRows, get_short_name, is_rows
 from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.task import Task
+
+logger = logging.getLogger(__name__)
+
+PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
+"""Errors of text that is not YAML, has a number of 5,000 digits, or is nested too deeply."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Settings as ``key=value``, or as a mapping of dotted or nested keys."""
@@ -53,8 +60,8 @@ def load_settings(recipe: str | Path, overrides: Overrides = (), **values: Any) 
     recipe = str(recipe)
     try:
         content = _read_recipe(recipe)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+    except (OSError, *PARSE_ERRORS) as error:
+        raise UserError(f"recipe {recipe} cannot be read: {_explain(error)}") from error
     return build_settings(recipe, content, overrides, values)
 
 
@@ -80,19 +87,30 @@ def build_settings(
     wrong = [text for text in texts if text.find("=") < 1]
     if wrong:
         raise UserError(f"{wrong[0]!r} is not an override: write key=value, such as optim.lr=1e-6")
+    if isinstance(python_values.get("task"), Task):  # the object has its own options
+        content = OmegaConf.merge(content, {"task_options": {}})
+        content.task_options = {}
     try:
-        changes = OmegaConf.from_dotlist(texts)
+        changes: Any = OmegaConf.from_dotlist(texts)
         merged = OmegaConf.merge(content, changes)
-        missing = sorted(set(OmegaConf.missing_keys(merged)) - flatten(python_values).keys())
+        given_keys = flatten(python_values)
+        missing = sorted(
+            key
+            for key in OmegaConf.missing_keys(merged)
+            if not any(given == key or given.startswith(f"{key}.") for given in given_keys)
+        )
         if missing:
             problems = bullets(map(describe_missing, missing))
             raise UserError(f"recipe {recipe} is incomplete:\n{problems}")
         given: Any = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+        texts_given: Any = OmegaConf.to_container(changes)
+        user_keys = {*given_keys, *flatten(texts_given)}
+    except PARSE_ERRORS as error:
+        raise UserError(f"recipe {recipe} cannot be read: {_explain(error)}") from error
     merge(given, python_values)
+    _shorten_warmup(given, user_keys)
     if given.get("name") is None:
-        is_other_task = "task" in changes or "task" in python_values
+        is_other_task = "task" in user_keys
         given["name"] = get_short_name(given["task"]) if is_other_task else Path(recipe).stem
     try:
         return _validate(given)
@@ -102,19 +120,35 @@ def build_settings(
         ) from error
 
 
+def _explain(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def _split_overrides(overrides: Any) -> tuple[list[str], dict[str, Any]]:
     """Return the overrides as texts and as nested values; one of the two is empty."""
-    values: dict[str, Any] = {}
     if isinstance(overrides, Mapping):
+        values: dict[str, Any] = {}
         merge(values, overrides)
         return [], values
-    is_list = isinstance(overrides, Iterable) and not isinstance(overrides, str)
-    texts: list[Any] = list(overrides) if is_list else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise UserError(
-            'overrides must be a list: ["optim.lr=1e-5"], or a mapping: {"optim.lr": 1e-5}'
+    if isinstance(overrides, Iterable) and not isinstance(overrides, str):
+        texts = list(overrides)
+        if all(isinstance(text, str) for text in texts):
+            return texts, {}
+    raise UserError('overrides must be a list: ["optim.lr=1e-5"], or a mapping: {"optim.lr": 1e-5}')
+
+
+def _shorten_warmup(given: dict[str, Any], user_keys: Collection[str]) -> None:
+    """Shorten a recipe's warmup to a number of steps that the user has lowered below it."""
+    optim = given.get("optim")
+    is_given = "optim.max_steps" in user_keys and "optim.warmup_steps" not in user_keys
+    if not is_given or not isinstance(optim, dict):
+        return
+    steps, warmup = optim["max_steps"], optim.get("warmup_steps", 0)
+    if isinstance(steps, int) and isinstance(warmup, int) and 0 < steps < warmup:
+        logger.warning(
+            "optim.warmup_steps=%d of the recipe is shortened to optim.max_steps=%d", warmup, steps
         )
-    return texts, values
+        optim["warmup_steps"] = steps
 
 
 def _validate(given: dict[str, Any]) -> Settings:
@@ -143,9 +177,15 @@ def _validate(given: dict[str, Any]) -> Settings:
     text = json.dumps(given, default=replace_object)
     settings = Settings.model_validate_json(text, strict=True, context=objects)
     for left in objects.values():  # the validators take out the objects of their settings
-        key = next((key for key, value in flatten(given).items() if value is left), "a setting")
+        flat = flatten(given)
+        found = (k for k in flat if any(item is left for item in _listed(flat[k])))
+        key = next(found, "a setting")
         raise UserError(f"{key} must be text, not {type(left).__name__}")
     return settings
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _read_recipe(recipe: str) -> Any:
@@ -156,16 +196,15 @@ def _read_recipe(recipe: str) -> Any:
         text = resources.files("vlm_grpo.configs").joinpath(f"{recipe}.yaml").read_text("utf-8")
     else:
         path = Path(recipe)
+        if (path / "config.yaml").is_file():
+            raise UserError(f"{recipe} is the folder of a run: its recipe is {path}/config.yaml")
         if not path.is_file():
             names = recipe_names()
             raise UserError(
                 f"there is no recipe {recipe!r}{nearest(recipe, names)}: "
                 f"give the path of a .yaml file or one of {', '.join(names)}"
             )
-        try:
-            text = path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"recipe {recipe} cannot be read: {error}") from error
+        text = path.read_text("utf-8")
     if not isinstance(yaml.safe_load(text), dict):
         raise UserError(f"recipe {recipe} has no settings: it must be a mapping of keys")
     return OmegaConf.create(text)

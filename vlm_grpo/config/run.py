@@ -26,10 +26,11 @@ from vlm_grpo.config.sources import (
     OptionalSource,
     Source,
     TaskSetting,
+    describe_object,
     get_options,
     get_short_name,
     get_task_name,
-    restore,
+    restore_nested,
 )
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
@@ -238,11 +239,11 @@ class Settings(Frozen):
     @field_validator("task_options")
     @classmethod
     def _restore_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        return {name: restore(value, info) for name, value in options.items()}
+        return restore_nested(options, info)
 
     @field_serializer("task_options", when_used="json")
     def _dump_options(self, options: dict[str, Any]) -> Any:
-        return to_jsonable_python(options, fallback=repr)
+        return to_jsonable_python(options, fallback=describe_object)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Settings:

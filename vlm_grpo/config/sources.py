@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ IN_MEMORY = "<in memory: "
 IN_SESSION = "<class "
 """Start of the text that replaces, in saved settings, a class that no other process can load."""
 
-_SET_BY_LIBRARY = ("frame", "progress", "token_limit")
+SET_BY_LIBRARY = ("frame", "progress", "token_limit")
 """Attributes of a task that are not options of a run."""
 _REMEDIES = {
     "DataFrame": 'give df.to_dict("records")',
@@ -79,6 +80,20 @@ def restore(value: Any, info: ValidationInfo) -> Any:
     return info.context.pop(value, value) if info.context and isinstance(value, str) else value
 
 
+def restore_nested(value: Any, info: ValidationInfo) -> Any:
+    """Restore the objects in mappings and lists at any depth."""
+    if isinstance(value, dict):
+        return {key: restore_nested(item, info) for key, item in value.items()}
+    if isinstance(value, list):
+        return [restore_nested(item, info) for item in value]
+    return restore(value, info)
+
+
+def describe_object(value: Any) -> str:
+    """Return a text for an object in saved settings, equal in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
 def get_task_name(task: type[Task]) -> str:
     """Return the name by which ``load_task`` finds a class in another process.
 
@@ -120,7 +135,7 @@ def get_options(task: Task) -> dict[str, Any]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         value = getattr(task, field.name)
-        if value != default and field.name not in _SET_BY_LIBRARY:
+        if value != default and field.name not in SET_BY_LIBRARY:
             found[field.name] = value
     return found
 

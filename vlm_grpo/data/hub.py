@@ -28,6 +28,8 @@ def read_hub(spec: str, split: str) -> tuple[Iterator[Row], Path | None]:
     """
     name, _, rest = spec.partition(":")
     split_name, _, config = rest.partition(":")
+    if not name:
+        raise UserError(f"hf:{spec} names no dataset: write hf:NAME[:SPLIT[:CONFIG]]")
     split_name = split_name or _DEFAULT_SPLITS[split]
     try:
         dataset = _load(name, split_name, config or None)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
 from jinja2 import Environment, StrictUndefined
-from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
@@ -24,8 +23,10 @@ from vlm_grpo.config.sources import get_short_name
 from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.loading import LoadedModel, get_model_source, load_model
+from vlm_grpo.model.loading import LoadedModel, load_model
+from vlm_grpo.planning.model_shape import load_config
 from vlm_grpo.report.run import Change, read_run
+from vlm_grpo.utils.atomic_io import create_folder
 
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
 PREPROCESSOR = "preprocessor_config.json"
@@ -35,8 +36,8 @@ def export(
     run: str | Path,
     out: str | Path,
     adapter: bool = False,
-    step: int | Literal["best"] | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    step: int | str | None = None,
+    dtype: str | None = None,
 ) -> Path:
     """Write a checkpoint as a model folder, completely or not at all.
 
@@ -76,16 +77,20 @@ def export(
         raise UserError("--dtype has no effect with --adapter, which writes the adapter as it is")
     tmp_dir = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(tmp_dir, ignore_errors=True)  # left by an interrupted export
-    tmp_dir.mkdir(parents=True)
-    try:
-        if adapter:
-            _write_adapter(trained, tmp_dir)
-        else:
-            _write_model(trained, tmp_dir, dtype)
-        (tmp_dir / "README.md").write_text(build_model_card(trained, adapter), encoding="utf-8")
-        tmp_dir.rename(out)
-    finally:
-        shutil.rmtree(tmp_dir, ignore_errors=True)
+    with create_folder(out.parent):
+        try:
+            tmp_dir.mkdir()
+        except OSError as error:
+            raise UserError(f"{out} cannot be created: {error.strerror}") from error
+        try:
+            if adapter:
+                _write_adapter(trained, tmp_dir)
+            else:
+                _write_model(trained, tmp_dir, dtype)
+            (tmp_dir / "README.md").write_text(build_model_card(trained, adapter), encoding="utf-8")
+            tmp_dir.rename(out)
+        finally:
+            shutil.rmtree(tmp_dir, ignore_errors=True)
     return out
 
 
@@ -99,20 +104,10 @@ def _write_model(trained: ResolvedModel, folder: Path, dtype: str | None) -> Non
     model: Any = loaded.model
     if loaded.adapters is not None:
         model = loaded.adapters.merge_and_unload()  # type: ignore[operator]
-    model.to(getattr(torch, dtype or _get_original_dtype(settings)))
+    original = str(load_config(settings).dtype or "float32").removeprefix("torch.")
+    model.to(getattr(torch, dtype or original))
     model.save_pretrained(folder)
     _write_processor(loaded, folder)
-
-
-def _get_original_dtype(settings: Settings) -> str:
-    """Return the dtype in the configuration of the model that was trained."""
-    source = get_model_source(settings.model)
-    config = AutoConfig.from_pretrained(
-        source,
-        trust_remote_code=settings.policy.trust_remote_code,
-        revision=settings.model_revision or "main",
-    )
-    return str(config.dtype or "float32").removeprefix("torch.")
 
 
 def _write_adapter(trained: ResolvedModel, folder: Path) -> None:

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.sources import get_task_name
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.deploy.resolve import NO_TASK, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed
@@ -153,8 +154,9 @@ def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task
         return PlainQuestion()
     if isinstance(task, Task):
         return task
-    if task is None or task == settings.task:
-        return load_task(settings.task, **settings.task_options)
+    name = get_task_name(task) if isinstance(task, type) else str(task)
+    if task is None or name == settings.task_name:
+        return load_task(task or settings.task, **settings.task_options)
     # Only these options exist in every task.
     common = {"tags", "thinking"} & set(settings.task_options)
     options = settings.task_options

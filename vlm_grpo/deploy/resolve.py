@@ -17,6 +17,7 @@ from vlm_grpo.config.recipes import Overrides, build_settings, load_settings
 from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.config.sources import IN_SESSION
 from vlm_grpo.errors import UserError, nearest
+from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.registry import load_task
 from vlm_grpo.report.run import read_run
 from vlm_grpo.utils.jsonl import read_rows
@@ -95,8 +96,7 @@ def _check_hub_name(name: str) -> None:
     Raises:
         UserError: the message suggests the nearest run.
     """
-    if name.startswith((".", "/", "~")):
-        raise UserError(f"model {name}: there is no such folder")
+    get_model_source(name)
     if "/" not in name and name != "embedded":
         runs = [path.name for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
         raise UserError(
@@ -146,8 +146,8 @@ def read_held_out_values(run: Path, metric: str) -> dict[int, float]:
 
 def _find_best_step(run: Path, steps: Sequence[int]) -> int:
     """Return the step with the best held-out primary metric, the later one of equal steps."""
-    settings = load_settings(str(run / "config.yaml"))
-    metric, lower_is_better = _get_primary_metric(run, settings)
+    found = _get_primary_metric(run, load_settings(str(run / "config.yaml")))
+    metric, lower_is_better = found or ("", False)
     values = read_held_out_values(run, metric)
     known = [step for step in steps if step in values]
     if not known:
@@ -159,10 +159,12 @@ def _find_best_step(run: Path, steps: Sequence[int]) -> int:
     return max(known, key=lambda step: (sign * values[step], step))
 
 
-def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool]:
-    """Return the name of the primary metric, and whether it is an error."""
-    evaluations = read_run(run).evaluations
-    if str(settings.task).startswith(IN_SESSION) and evaluations and evaluations[-1].primary_metric:
-        return evaluations[-1].primary_metric, evaluations[-1].lower_is_better
-    task = get_held_out_task(settings, load_task(settings.task, **settings.task_options))
-    return task.primary_metric, task.lower_is_better
+def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool] | None:
+    """Return the name of the primary metric, and whether it is an error; None if it is unknown."""
+    if not str(settings.task).startswith(IN_SESSION):
+        task = get_held_out_task(settings, load_task(settings.task, **settings.task_options))
+        return task.primary_metric, task.lower_is_better
+    for evaluation in reversed(read_run(run).evaluations):  # which the class itself has written
+        if evaluation.primary_metric is not None:
+            return evaluation.primary_metric, evaluation.lower_is_better
+    return None

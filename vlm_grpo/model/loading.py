@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.errors import UserError
+from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.families import Family, PixelBudget, find_part, load_family
 
 logger = logging.getLogger(__name__)
@@ -156,9 +156,21 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 def get_model_source(name: str) -> str:
-    """Return the folder or Hub name of the setting ``model``."""
+    """Return the folder or Hub name of the setting ``model``.
+
+    Raises:
+        UserError: it can only be a folder, because a Hub name is ``NAME`` or ``OWNER/NAME`` and
+            this one is longer or starts like a path, or ``OWNER`` is a folder of runs; and there
+            is no such folder.
+    """
     if name == "embedded":
         return str(resources.files("vlm_grpo") / "embedded" / EMBEDDED_MODEL)
+    folder = Path(name).parent
+    is_run = "/" in name and (folder == RUNS or any(folder.glob("*/config.yaml")))
+    is_path = is_run or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not Path(name).is_dir():
+        siblings = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
+        raise UserError(f"model {name}: there is no such folder{nearest(name, siblings)}")
     return name
 
 
@@ -186,8 +198,6 @@ def _load_pretrained(
     source: str, processor_source: str, settings: Settings, dtype: torch.dtype
 ) -> tuple[Any, Any]:
     """Load the model from ``source`` and the processor from ``processor_source``."""
-    if source.startswith((".", "/", "~")) and not Path(source).is_dir():
-        raise UserError(f"model {source}: there is no such folder")
     if settings.policy.trust_remote_code:
         logger.warning(
             "policy.trust_remote_code=true: running the Python code that comes with %s", source

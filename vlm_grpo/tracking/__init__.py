@@ -2,7 +2,7 @@
 
 from vlm_grpo.tracking.metrics import rollout_metrics, step_metrics
 from vlm_grpo.tracking.progress import Progress
-from vlm_grpo.tracking.run_dir import RunDir
+from vlm_grpo.tracking.run_dir import RunDir, lock_run
 from vlm_grpo.tracking.samples import HELD_OUT_SHOWN
 from vlm_grpo.tracking.summary import TrainResult, describe_run
 from vlm_grpo.tracking.trackers import check_installed
@@ -14,6 +14,7 @@ __all__ = [
     "TrainResult",
     "check_installed",
     "describe_run",
+    "lock_run",
     "rollout_metrics",
     "step_metrics",
 ]

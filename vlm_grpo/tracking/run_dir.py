@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
 
 from vlm_grpo.config.base import flatten
 from vlm_grpo.config.run import Settings
+from vlm_grpo.distributed.collectives import fail_together
+from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.evaluate import Evaluation, write_predictions, write_summary
 from vlm_grpo.report import build_report
 from vlm_grpo.task import Task
@@ -20,11 +24,34 @@ from vlm_grpo.tracking.metrics import StepLog
 from vlm_grpo.tracking.samples import THUMBNAIL_SIDE, draw_answers, write_held_out, write_samples
 from vlm_grpo.tracking.trackers import Trackers
 from vlm_grpo.types import Example, Group
+from vlm_grpo.utils.folder_lock import check_lock, lock_folder
 
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 60.0
 """Minimum time between two updates of the report during a run."""
+
+
+@contextmanager
+def lock_run(settings: Settings, accelerator: Accelerator) -> Iterator[None]:
+    """Lock the run's folder inside, whose files a second run at the same time would mix up.
+
+    The main process holds the lock. All ranks enter together.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written to.
+    """
+    with ExitStack() as stack:
+        with fail_together(accelerator):
+            if accelerator.is_main_process:
+                try:
+                    stack.enter_context(lock_folder(settings.run_dir))
+                except OSError as error:
+                    raise UserError(
+                        f"the run's folder {settings.run_dir} cannot be created or written to "
+                        f"({error.strerror}): set output_dir or name"
+                    ) from error
+        yield
 
 
 class RunDir:
@@ -78,9 +105,14 @@ class RunDir:
         self.trackers.start({key: str(value) for key, value in config.items()}, resume_at=step)
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics to the log and the trackers, and the alarms that they raise."""
+        """Write a step's metrics to the log and the trackers, and the alarms that they raise.
+
+        Raises:
+            UserError: another process has taken over the run's folder.
+        """
         if not self.is_main:
             return
+        check_lock(self.path)
         self.metrics.write(step, metrics)
         for alarm in self.monitor.update(step, metrics):
             row = {"name": alarm.name, "message": alarm.message, "remedy": alarm.remedy}

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vlm_grpo.errors import UserError
@@ -45,6 +45,23 @@ def append_durable(path: Path, content: bytes) -> None:
         except OSError:
             file.truncate(start)
             raise
+
+
+@contextmanager
+def create_folder(folder: Path) -> Iterator[None]:
+    """Create a folder with its parents; at the end, remove those created that are still empty.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in created:
+            with suppress(OSError):  # not empty
+                path.rmdir()
 
 
 @contextmanager

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TIME_LIMIT_STATUS = 75
 """Exit status after the time limit: EX_TEMPFAIL of sysexits.h."""
 
 
 class StopRequest:
-    """A request to stop: the first SIGINT or SIGTERM, or an expired time limit.
+    """A request to stop: the first SIGINT, SIGTERM or SIGHUP, or an expired time limit.
 
-    As a context manager it handles the signals; a second signal raises ``KeyboardInterrupt``.
-    Outside the main thread signals cannot be handled and only the time limit applies.
+    As a context manager it handles the signals; a second signal, other than SIGHUP, raises
+    ``KeyboardInterrupt``. A SIGHUP that the process ignores (``nohup``) stays ignored. Outside the
+    main thread signals cannot be handled and only the time limit applies.
 
     Args:
         max_hours: time limit in hours from now; None: no limit.
@@ -42,10 +44,10 @@ class StopRequest:
         return TIME_LIMIT_STATUS if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> StopRequest:
-        try:
-            self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
-        except ValueError:  # not the main thread
-            self._previous = {}
+        with contextlib.suppress(ValueError):  # not the main thread
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -54,10 +56,13 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
+            if number == signal.SIGHUP:  # a closed terminal sends several
+                return
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
-        print(
-            f"\n{self.signal.name}: finishing this update and saving; repeat to stop at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(
+                f"\n{self.signal.name}: finishing this update and saving; repeat to stop at once",
+                file=sys.stderr,
+                flush=True,
+            )
