@@ -78,7 +78,7 @@ function makePath(positions) {
   let pen = "M";
   return positions.map(([x, y]) => {
     if (y === null || !Number.isFinite(y)) { pen = "M"; return ""; }
-    const part = `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
+    const part = `${pen}${x.toFixed(1)} ${y.toFixed(1)}${pen === "M" ? "h.01" : ""}`; // a lone point is a dot
     pen = "L";
     return part;
   }).join("");
@@ -300,7 +300,7 @@ class Chart {
 
   drawLine(line, points, count) {
     const stroke = (positions, style) => {
-      const path = svg("path", { d: makePath(positions), fill: "none", "stroke-linejoin": "round", ...style });
+      const path = svg("path", { d: makePath(positions), fill: "none", "stroke-linejoin": "round", "stroke-linecap": "round", ...style });
       path.style.stroke = color(line.series);
       return path;
     };
