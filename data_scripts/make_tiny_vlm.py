@@ -272,7 +272,7 @@ def build_tiny_vlm(settings: WarmUpSettings, out: Path) -> dict[str, Any]:
         FileExistsError: ``out`` is a file, or a folder that is not empty.
     """
     with atomic_folder(out) as folder:
-        tasks = {name: load_task(name, frame=FRAMES["resized"]) for name in MAKERS}
+        tasks = {name: load_task(name, frame=FRAMES["resized"], instruction="") for name in MAKERS}
         texts = [
             text
             for name, task in tasks.items()

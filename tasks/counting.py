@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from PIL import Image
 
 from vlm_grpo.drawing import draw_points
-from vlm_grpo.parsing import parse_integer, parse_points
+from vlm_grpo.parsing import MAX_DIGITS, parse_integer, parse_points
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.types import Example
 
@@ -37,10 +37,10 @@ class Counting(Task):
     def parse(self, text: str, example: Example) -> int | Points | None:
         if not self.points:
             return parse_integer(text)
-        points = parse_points(text)
+        image = example.images[0]
+        points = parse_points(text, self.frame.describe_units(image.size))
         if points is None or len(set(points)) < len(points):
             return None
-        image = example.images[0]
         boxes = (
             self.frame.to_pixels((x, y, x, y), image.size, image.resized_size) for x, y in points
         )
@@ -57,6 +57,8 @@ class Counting(Task):
         answer = example.answer
         if not isinstance(answer, int) or isinstance(answer, bool) or answer < 0:
             raise ValueError(f"the answer {answer!r} must be an integer of at least 0")
+        if answer >= 10**MAX_DIGITS:
+            raise ValueError(f"the answer must be an integer of at most {MAX_DIGITS} digits")
         if self.points and not example.images:
             raise ValueError("there is no image to point into")
 

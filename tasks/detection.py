@@ -38,10 +38,10 @@ class Detection(Task):
         return f"Detect every {example.question}. Answer with a list of {box}, each with its label."
 
     def parse(self, text: str, example: Example) -> Objects | None:
-        boxes = parse_boxes(text)
+        image = example.images[0]
+        boxes = parse_boxes(text, self.frame.describe_units(image.size))
         if boxes is None or len(boxes) > self.max_boxes:
             return None
-        image = example.images[0]
         objects = [
             (self.frame.to_pixels(box, image.size, image.resized_size), _normalize_label(label))
             for box, label in boxes

@@ -27,7 +27,7 @@ class Grounding(Task):
     and an extra box each count as 0.
 
     Attributes:
-        several: ask for every such object; otherwise an answer with several boxes is invalid.
+        several: ask for every such object; otherwise an answer with different boxes is invalid.
         absent: allow the answer ``[]``, which states that there is no such object; otherwise it is
             invalid.
         max_boxes: largest number of boxes in a valid answer.
@@ -49,11 +49,16 @@ class Grounding(Task):
         return f"Locate {example.question}. Answer with its box as {box}{none}."
 
     def parse(self, text: str, example: Example) -> Boxes | None:
-        boxes = parse_boxes(text)
-        if boxes is None or not self._allows(len(boxes)):
-            return None
         image = example.images[0]
-        return tuple(self.frame.to_pixels(box, image.size, image.resized_size) for box, _ in boxes)
+        found = parse_boxes(text, self.frame.describe_units(image.size))
+        if found is None:
+            return None
+        boxes = [box for box, _ in found]
+        if not self.several:
+            boxes = list(dict.fromkeys(boxes))
+        if not self._allows(len(boxes)):
+            return None
+        return tuple(self.frame.to_pixels(box, image.size, image.resized_size) for box in boxes)
 
     def write(self, answer: Boxes, example: Example) -> str:
         image = example.images[0]

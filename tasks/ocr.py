@@ -14,10 +14,20 @@ from vlm_grpo.types import Example
 NORMALIZATIONS = ("case", "space", "nfkc", "punctuation")
 # Invisible marks of writing direction and joining, which models do not write.
 _INVISIBLE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2060\u2066-\u2069\ufeff]")
+# A text in quotes, alone or after words such as "The text in the image is".
+_QUOTED = re.compile(
+    r"(?:(?:the|this) (?:text|words?|sign|image)\b[^\"“”\n]{0,80}?\b(?:is|are|says?|reads?):?\s*)?"
+    r"[\"“]([^\"“”]+)[\"”]\.?",
+    re.IGNORECASE,
+)
 
 
 class OCR(Task):
     """Read text; the gold answer is a string or a list of accepted strings.
+
+    The prompt asks for the text alone. One other form is read: the text in double quotes, alone or
+    at the end of a sentence about it (``The text in the image is "EXIT".``), unless a gold answer
+    has this form. Any other word around the text is part of the answer.
 
     Before the comparison both sides are converted to Unicode's composed form (NFC) and stripped of
     invisible direction marks and of white space at both ends.
@@ -28,6 +38,7 @@ class OCR(Task):
     """
 
     primary_metric = "exact"
+    instruction: str = "Answer with the text alone."
     normalize: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -40,7 +51,12 @@ class OCR(Task):
             )
 
     def parse(self, text: str, example: Example) -> str | None:
-        return text if len(text) <= MAX_CHARACTERS else None
+        if len(text) > MAX_CHARACTERS:
+            return None
+        quoted = _QUOTED.fullmatch(text)
+        if quoted is None or any(map(_QUOTED.fullmatch, _accepted_strings(example.answer))):
+            return text
+        return quoted[1]
 
     def write(self, answer: str, example: Example) -> str:
         return answer

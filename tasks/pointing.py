@@ -24,7 +24,7 @@ class Pointing(Task):
     box accepts one point. Points are JSON in every frame, ``{"point_2d": [x, y]}``.
 
     Attributes:
-        several: ask for every such object; otherwise an answer with several points is invalid.
+        several: ask for every such object; otherwise an answer with different points is invalid.
         max_points: largest number of points in a valid answer.
     """
 
@@ -39,10 +39,12 @@ class Pointing(Task):
         return f"Point to {example.question}. Answer with {point}."
 
     def parse(self, text: str, example: Example) -> Points | None:
-        points = parse_points(text)
+        image = example.images[0]
+        points = parse_points(text, self.frame.describe_units(image.size))
+        if points is not None and not self.several:
+            points = list(dict.fromkeys(points))
         if points is None or not self._allows(len(points)):
             return None
-        image = example.images[0]
         boxes = (
             self.frame.to_pixels((x, y, x, y), image.size, image.resized_size) for x, y in points
         )

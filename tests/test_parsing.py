@@ -64,6 +64,11 @@ def test_number_words_are_parsed():
         "fifteen sixteen seventeen eighteen nineteen twenty"
     )
     assert [parse_integer(word) for word in words.split()] == list(range(21))
+    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    for join in ("-", " "):
+        compounds = [f"{ten}{join}{unit}" for ten in tens for unit in words.split()[1:10]]
+        expected = [10 * ten + unit for ten in range(2, 10) for unit in range(1, 10)]
+        assert [parse_integer(word) for word in compounds] == expected
 
 
 @given(st.integers(0, 10**18 - 1))
@@ -74,6 +79,20 @@ def test_written_integers_are_parsed(number: int):
     assert parse_integer(f"-{number}") is None
     assert parse_integer(f"{number}.5") is None
     assert parse_integer(f"{number} or {number + 1}") is None
+    assert parse_integer(f"{number}.0") == number
+    assert parse_integer(f"{number} ({number})") == number
+    for form in ("{} ({})", "{}: {}", "{}, {}", "{} {}", "{}; {}"):
+        assert parse_integer(form.format(number, number + 1)) is None
+
+
+@given(st.integers(1, 999), st.integers(1, 999), st.integers(0, 1998))
+def test_a_breakdown_must_add_up(first: int, second: int, total: int):
+    right = total == first + second or total == first == second
+    text = f"{total} dogs: {first} black and {second} white"
+    assert parse_integer(text) == (total if right else None)
+    total = first + second
+    assert parse_integer(f"{total} dogs, {first} black and {second} white") is None
+    assert parse_integer(f"{total} dogs ({first} black, {second} white)") == total
 
 
 COORDINATES = st.floats(-MAX_COORDINATE, MAX_COORDINATE, allow_nan=False).map(
@@ -90,6 +109,25 @@ def test_four_numbers_are_a_box_if_it_has_an_area(x1: float, y1: float, x2: floa
     token = f"<|box_start|>({plain[0]},{plain[1]}),({plain[2]},{plain[3]})<|box_end|>"
     assert parse_boxes(token) == expected
     assert parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
+@settings(deadline=None)
+def test_only_the_size_of_the_prompt_may_be_repeated(w: int, h: int, x: int, y: int):
+    units = f"in pixels of the {w}x{h} image"
+    parsed = parse_boxes(f"In the {x}x{y} image: [1, 2, 3, 4]", units)
+    assert parsed == ([((1, 2, 3, 4), None)] if (x, y) == (w, h) else None)
+    assert parse_boxes(f"In the {w} × {h} image: (1, 2, 3, 4)", units) == [((1, 2, 3, 4), None)]
+    assert parse_boxes(f"In the {w}x{h} image: (1, 2, 3, 4)") is None
+    assert parse_points(f"{w}x{h}: [1, 2]", units) == [(1, 2)]
+
+
+def test_repeated_boxes_must_agree():
+    box, labeled = "[1, 2, 3, 4]", '{"bbox_2d": [1, 2, 3, 4], "label": "cat"}'
+    assert parse_boxes(f"{box}, that is {labeled}") == [((1, 2, 3, 4), "cat")]
+    assert parse_boxes(f"{box} or {labeled}") is None
+    assert parse_boxes(f"{labeled} {labeled.replace('cat', 'dog')}") is None
+    assert parse_boxes(f"{box} [1, 2, 3, 5]") is None
 
 
 def test_boxes_truncated_at_any_length_are_rejected():
@@ -194,6 +232,14 @@ ADVERSARIAL = {
     "one character that expands to 18": "\ufdfa" * N,
     "separators": "1" + ",111" * 240,
     "number words": "three " * 160,
+    "numbers and spaces": "1 " * 500,
+    "numbers and brackets": "1 (" * 330,
+    "words that deny": "no " * 330 + "3",
+    "empty lists": "[] " * 6000,
+    "equal boxes": "[1,2,3,4] " * 1900,
+    "round brackets": "(1,2,3,4)" * 2000,
+    "open round brackets": "(1,2,3," * 2800,
+    "sizes": "640 x 480 " * 2000,
     "minus signs": "-" * 999,
 }
 

@@ -13,7 +13,7 @@ from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.parsing import parse_integer
 from vlm_grpo.rewards.scorer import RewardScorer
-from vlm_grpo.task import PlainQuestion, Task, metric, reward
+from vlm_grpo.task import PlainQuestion, Task, metric, reward, write_prompt
 from vlm_grpo.types import Example
 
 EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
@@ -236,6 +236,27 @@ def test_the_prompt_states_how_to_answer():
     assert "<answer> </answer>" in Sum(tags=True).prompt(EXAMPLE)
     assert "<think> </think>" in Sum(thinking=True).prompt(EXAMPLE)
     assert "<answer>" not in Sum(thinking=True).prompt(EXAMPLE)
+
+
+def test_an_instruction_stands_between_the_question_and_the_tags():
+    task = Sum(instruction="Count twice.", tags=True)
+    assert task.prompt(EXAMPLE).startswith("How many? Count twice. Give only the final answer in")
+
+
+@pytest.mark.parametrize("result", [None, 3, ["How many?"]])
+def test_a_prompt_that_is_no_text_is_named(result: Any):
+    for name in ("question", "prompt"):
+        task = type("Odd", (Sum,), {name: lambda self, example: result})(instruction="Count.")
+        with pytest.raises(ValueError, match=r"prompt.* returned .*, not text"):
+            write_prompt(task, EXAMPLE)
+
+
+def test_a_prompt_that_ends_the_program_is_an_error_of_its_example():
+    def question(self: Task, example: Example) -> str:
+        raise SystemExit(3)
+
+    with pytest.raises(ValueError, match="cannot write its prompt: SystemExit: 3"):
+        write_prompt(type("Ends", (Sum,), {"question": question})(), EXAMPLE)
 
 
 def test_defaults_of_a_task():

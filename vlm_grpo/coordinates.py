@@ -121,7 +121,11 @@ class CoordinateFrame:
         >>> PERMILLE.describe((640, 480))
         '{"bbox_2d": [x1, y1, x2, y2]} scaled to 0-1000'
         """
-        return f"{form or self.form} {self.units.format(width=size[0], height=size[1])}"
+        return f"{form or self.form} {self.describe_units(size)}"
+
+    def describe_units(self, size: Size) -> str:
+        """Return the description of the units in ``describe``, whose numbers answers may repeat."""
+        return self.units.format(width=size[0], height=size[1])
 
     def to_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
         """Convert a box from this frame's units to original pixels.

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 LabeledBox = tuple[tuple[float, float, float, float], str | None]
@@ -21,11 +21,14 @@ MAX_CHARACTERS = 20_000
 """Maximum length of an answer: enough for a page of text or 300 boxes."""
 MAX_COUNT_CHARACTERS = 1_000
 """Maximum length of an answer that contains one number."""
+MAX_DIGITS = 18
+"""Maximum number of digits of a count."""
 MAX_ITEMS = 500
 """Maximum number of boxes or points in an answer."""
 MAX_COORDINATE = 1e6
 """Largest coordinate: no image is this wide, and areas of larger boxes overflow."""
 
+_Rows = list[tuple[list[float], str | None]]
 _BOX_KEYS = ("bbox_2d", "bbox", "box")
 _POINT_KEYS = ("point_2d", "point")
 
@@ -63,43 +66,57 @@ def extract_answer(text: str, tags: bool) -> str | None:
     return text.strip() or None
 
 
-_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-    "fifteen sixteen seventeen eighteen nineteen twenty"
+_UNITS = (
+    "zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen"
+    "|sixteen|seventeen|eighteen|nineteen"
 )
-_NUMBER_WORDS = {word: number for number, word in enumerate(_WORDS.split())}
+_TENS = "twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+_NUMBER_WORDS = {word: number for number, word in enumerate(_UNITS.split("|"))} | {
+    word: 10 * number for number, word in enumerate(_TENS.split("|"), start=2)
+}
 _NUMBER = re.compile(
-    r"(?<![^\W_])(?:\d{1,3}(?:,\d{3})+|\d+)(?![\d_])|\b(?:" + "|".join(_NUMBER_WORDS) + r")\b"
+    r"(?<![^\W_])(\d{1,3}(?:,\d{3})+|\d+)(?:\.0+)?(?!\d)"
+    rf"|\b(?:({_TENS})(?:[ -](one|two|three|four|five|six|seven|eight|nine))?|({_UNITS}))\b"
 )
-# Words that make a number a choice, a bound or a guess, and words that change its value.
+# Words that make a number a choice, a bound, a guess or a denial, and words that change its value.
 _HEDGES = re.compile(
-    r"\b(?:or|nor|not|never|neither|between|least|most|more|less|fewer|than|approximately|approx"
-    r"|roughly|circa|nearly|almost|maybe|perhaps|possibly|probably|several|minus|negative|plus"
-    r"|up to|point|dozens?|hundreds?|thousands?|millions?"
-    r"|billions?|thirty|forty|fifty|sixty|seventy|eighty|ninety|percent)\b"
+    r"\b(?:or|nor|not|cannot|none|never|neither|between|least|most|more|less|fewer|than"
+    r"|approximately|approx|roughly|circa|nearly|almost|maybe|perhaps|possibly|probably|several"
+    r"|minus|negative|plus|up to|point|dozens?|hundreds?|thousands?|millions?|billions?|percent)\b"
+    r"|n['’]t\b"
 )
-_HEDGE_BEFORE = re.compile(r"\b(?:about|around|over|under|above|below)\s*\Z")
-_PART_AFTER = re.compile(r"[\s-]*(?:and\s+(?:a|one)\s+)?(?:half|halves|thirds?|quarters?|pairs?)\b")
 _HEDGE_SIGNS = frozenset("<>~≈±≤≥+?%/^")
-_MINUS_BEFORE = re.compile(r"[-‐‑‒–—−]\s*\Z")
-_MAX_DIGITS = 18
+_NO_COUNT_BEFORE = re.compile(
+    r"(?:\b(?:about|around|over|under|above|below|no) ?|[-‐‑‒–—−] ?|[.,])\Z"
+)
+_NO_COUNT_AFTER = re.compile(
+    r"[a-z_]|[.,]\d|-[a-z]|[ -]*(?:and (?:a|one) )?(?:half|halves|thirds?|quarters?|pairs?)\b"
+)
+_LONGEST_BEFORE = len("around ") + 1
+_STATED_ZERO = re.compile(r"\b(?:(there (?:are|were)) no(?= [a-z])|(there (?:is|was)) no one\b)")
+_EXPLANATION = re.compile(r"[:([]")
 
 
 def parse_integer(text: str) -> int | None:
-    """Parse the only number in an answer as a non-negative integer.
+    """Parse the number that an answer states as a non-negative integer.
 
-    Numbers are digits of any script, with or without commas between thousands, and the English
-    words zero to twenty, alone or in a phrase ("3 apples", "There are three.").
+    Numbers are digits of any script, with or without commas between thousands and a fraction of
+    zeros, and the English words zero to ninety-nine, alone or in a phrase ("3 apples", "There are
+    three."). "There are no apples" and "There is no one" state zero; no other text without a number
+    does, because a refusal to answer must not earn anything.
+
+    The rule for several numbers: all must be equal. Only what follows the first number after a
+    colon or an opening bracket may instead add up to it ("3 dogs: one black and two white").
 
     Args:
         text: the answer.
 
     Returns:
-        The integer; None for several numbers, hedges ("2 or 3", "at least 3"), and negative or
+        The integer; None for different numbers, hedges ("2 or 3", "at least 3"), and negative or
         fractional numbers.
 
-    >>> parse_integer("1,234 apples"), parse_integer("twelve"), parse_integer("2 or 3")
-    (1234, 12, None)
+    >>> parse_integer("1,234 apples"), parse_integer("Twenty-two (22)"), parse_integer("2 or 3")
+    (1234, 22, None)
     """
     if len(text) > MAX_COUNT_CHARACTERS:
         return None
@@ -107,33 +124,52 @@ def parse_integer(text: str) -> int | None:
     if any(unicodedata.category(character) in ("No", "Nl") for character in text):
         return None
     text = unicodedata.normalize("NFKC", text).lower()
+    text = " ".join(re.sub(r"\b_+|_+\b", " ", text).split())  # Markdown's emphasis
     if not _HEDGE_SIGNS.isdisjoint(text) or _HEDGES.search(text):
         return None
+    text = _STATED_ZERO.sub(r"\1\2 0", text)
     numbers = list(_NUMBER.finditer(text))
-    if len(numbers) != 1 or sum(map(str.isdecimal, text)) > _MAX_DIGITS:
+    # Digits outside the numbers belong to text such as "x3".
+    values = [value for number in numbers if (value := _read_number(number)) is not None]
+    if not values or len(values) < len(numbers) or re.search(r"\d", _NUMBER.sub("", text)):
         return None
-    number = numbers[0].group()
-    before, after = text[: numbers[0].start()], text[numbers[0].end() :]
-    # Digits that did not match belong to text such as "x3", "3.5", "1,23" or "3rd".
-    if re.search(r"\d", before + after) or re.match(r"[a-z]|[.,]\d", after):
-        return None
-    if _PART_AFTER.match(after):
-        return None
-    if _MINUS_BEFORE.search(before) or _HEDGE_BEFORE.search(before) or before.endswith((".", ",")):
-        return None
-    return _NUMBER_WORDS[number] if number in _NUMBER_WORDS else int(number.replace(",", ""))
+    explanation = _EXPLANATION.search(text, numbers[0].end())
+    end = len(text) if explanation is None else explanation.start()
+    stated = [value for value, number in zip(values, numbers, strict=True) if number.start() < end]
+    explained = values[len(stated) :]
+    is_breakdown = sum(explained) == values[0] and set(stated) == {values[0]}
+    return values[0] if len(set(values)) == 1 or is_breakdown else None
 
 
-def parse_boxes(text: str) -> list[LabeledBox] | None:
+def _read_number(match: re.Match[str]) -> int | None:
+    """Return the value of a number, or None if the text next to it makes it something else."""
+    text, start, end = match.string, match.start(), match.end()
+    before = text[max(0, start - _LONGEST_BEFORE) : start]
+    if _NO_COUNT_BEFORE.search(before) or _NO_COUNT_AFTER.match(text, end):
+        return None
+    digits, *words = match.groups()
+    if digits is None:
+        return sum(_NUMBER_WORDS[word] for word in words if word)
+    digits = digits.replace(",", "")
+    return int(digits) if len(digits) <= MAX_DIGITS else None
+
+
+def parse_boxes(text: str, units: str = "") -> list[LabeledBox] | None:
     """Parse all boxes in an answer.
 
     The accepted forms are JSON (an object with ``bbox_2d``, a list of four numbers, or a list of
-    either), with or without a code fence or words around it; Qwen2-VL's
-    ``<|box_start|>(x1,y1),(x2,y2)<|box_end|>``; InternVL's ``<box>[[x1,y1,x2,y2]]</box>``; and
-    PaliGemma's four ``<loc…>`` tokens in the order y1 x1 y2 x2. ``[]`` means that there are none.
+    either), with or without a code fence or words around it, and with round brackets around four
+    numbers; Qwen2-VL's ``<|box_start|>(x1,y1),(x2,y2)<|box_end|>``; InternVL's
+    ``<box>[[x1,y1,x2,y2]]</box>``; and PaliGemma's four ``<loc…>`` tokens in the order y1 x1 y2 x2.
+    Words may stand before the tokens of the last three. ``[]`` means that there are none.
+
+    The rule for everything else in the text: it must contain no number, which would be another
+    answer, except those of ``units``; and JSON that is repeated must be equal each time.
 
     Args:
         text: the answer.
+        units: the prompt's description of the units, whose numbers the answer may repeat
+            ("in pixels of the 640x480 image").
 
     Returns:
         Boxes as xyxy in the units that the model wrote, each with its label or None; None if any
@@ -145,23 +181,23 @@ def parse_boxes(text: str) -> list[LabeledBox] | None:
     if len(text) > MAX_CHARACTERS:
         return None
     text = " ".join(text.split())  # single spaces keep the patterns linear
-    if "<loc" in text:
-        return _parse_loc_boxes(text)
-    if "<box>" in text:
-        return _parse_tagged_boxes(text)
-    if "<|box_start|>" in text or text.startswith("("):
-        return _parse_token_boxes(text)
-    return _parse_json_boxes(text)
+    for marker, pattern, read in _TOKEN_GRAMMARS:
+        if (start := marker.search(text)) is not None:
+            words, tokens = text[: start.start()], text[start.start() :]
+            matches = None if _has_number(words, units) else _scan(pattern, tokens)
+            return _join(read(match) for match in matches) if matches else None
+    return _parse_json_boxes(_ROUND_BOX.sub(r"[\1]", text), units)
 
 
-def parse_points(text: str) -> list[tuple[float, float]] | None:
+def parse_points(text: str, units: str = "") -> list[tuple[float, float]] | None:
     """Parse all points in an answer.
 
     The accepted form is JSON: an object with ``point_2d``, a list of two numbers, or a list of
-    either.
+    either. The rule for the rest of the text is that of ``parse_boxes``.
 
     Args:
         text: the answer.
+        units: as in ``parse_boxes``.
 
     Returns:
         Points (x, y) in the units that the model wrote; None if any part of the answer is
@@ -170,37 +206,67 @@ def parse_points(text: str) -> list[tuple[float, float]] | None:
     >>> parse_points('[{"point_2d": [10, 20.5]}, [3, 4]]')
     [(10.0, 20.5), (3.0, 4.0)]
     """
-    rows = _parse_json_rows(text, _POINT_KEYS)
+    rows = _parse_json_rows(text, _POINT_KEYS, units)
     if rows is None or not all(len(row) == 2 and _in_range(row) for row, _ in rows):
         return None
     return [(row[0], row[1]) for row, _ in rows]
 
 
-def _parse_json_boxes(text: str) -> list[LabeledBox] | None:
-    rows = _parse_json_rows(text, _BOX_KEYS)
-    boxes = None if rows is None else [_make_box(row, label) for row, label in rows]
-    return None if boxes is None or None in boxes else boxes  # type: ignore[return-value]
+def _parse_json_boxes(text: str, units: str = "") -> list[LabeledBox] | None:
+    rows = _parse_json_rows(text, _BOX_KEYS, units)
+    return None if rows is None else _join(_make_box(row, label) for row, label in rows)
 
 
-def _parse_json_rows(text: str, keys: Sequence[str]) -> list[tuple[list[float], str | None]] | None:
-    """Return the lists of numbers, with labels, in the answer's JSON value, or None."""
+def _join(boxes: Iterable[LabeledBox | list[LabeledBox] | None]) -> list[LabeledBox] | None:
+    """Return boxes and lists of boxes as one list; None if one is None or there are too many."""
+    joined: list[LabeledBox] = []
+    for box in boxes:
+        if box is None:
+            return None
+        joined += box if isinstance(box, list) else [box]
+    return joined if len(joined) <= MAX_ITEMS else None
+
+
+def _has_number(words: str, units: str) -> bool:
+    """Return whether the text around an answer has a number that ``units`` does not have."""
+    words = re.sub(r" ?[x×] ?(?=\d)", "x", words)
+    for phrase in re.findall(r"\d+[x-]\d+", units):
+        words = re.sub(rf"(?<!\d){phrase}(?!\d)", "", words)
+    return any(map(str.isdecimal, words))
+
+
+def _parse_json_rows(text: str, keys: Sequence[str], units: str) -> _Rows | None:
+    """Return the lists of numbers, with labels, that the JSON in an answer states, or None."""
     if len(text) > MAX_CHARACTERS:
         return None
-    starts = [position for mark in "[{" if (position := text.find(mark)) >= 0]
-    end = max(text.rfind("]"), text.rfind("}")) + 1
-    if not starts or end <= min(starts):
+    values, words = _find_json(text)
+    if _has_number(words, units) or (len(values) > 1 and re.search(r"\bor\b", words)):
         return None
-    start = min(starts)
-    around = text[:start] + text[end:]
-    if any(map(str.isdecimal, around)):  # a number outside the JSON is another answer
+    statements = [rows for v in values if (rows := _parse_json_value(v, keys)) is not None]
+    return _merge(statements) if len(statements) == len(values) else None
+
+
+def _merge(statements: Sequence[_Rows]) -> _Rows | None:
+    """Return what all statements agree on, or None; one of them may leave out the labels."""
+    if not statements or any(
+        [numbers for numbers, _ in rows] != [numbers for numbers, _ in statements[0]]
+        for rows in statements
+    ):
         return None
-    value = _load_json(text[start:end])
+    labels = {tuple(label for _, label in rows) for rows in statements}
+    labels = {found for found in labels if any(found)} or labels
+    numbers = [numbers for numbers, _ in statements[0]]
+    return list(zip(numbers, labels.pop(), strict=True)) if len(labels) == 1 else None
+
+
+def _parse_json_value(value: Any, keys: Sequence[str]) -> _Rows | None:
+    """Return the lists of numbers, with labels, in a JSON value, or None."""
     if isinstance(value, dict) or (isinstance(value, list) and _are_numbers(*value[:1])):
         value = [value]
     if not isinstance(value, list) or len(value) > MAX_ITEMS:
         return None
-    rows = [_parse_json_row(item, keys) for item in value]
-    return None if None in rows else rows  # type: ignore[return-value]
+    rows = [row for item in value if (row := _parse_json_row(item, keys)) is not None]
+    return rows if len(rows) == len(value) else None
 
 
 def _parse_json_row(item: Any, keys: Sequence[str]) -> tuple[list[float], str | None] | None:
@@ -216,19 +282,24 @@ def _parse_json_row(item: Any, keys: Sequence[str]) -> tuple[list[float], str | 
     return item, label
 
 
-def _load_json(text: str) -> Any | None:
+def _find_json(text: str) -> tuple[list[Any], str]:
+    """Return the JSON lists and objects in a text, and the text outside them.
+
+    There are no values if one is malformed or there are more than ``MAX_ITEMS``.
+    """
     if '"' not in text:
         text = text.replace("'", '"')  # Python's quotes
-    try:
-        # As a float, a number of 10,000 digits is infinite; as an int it is an error.
-        return json.loads(
-            text,
-            parse_int=float,
-            parse_constant=_reject_constant,
-            object_pairs_hook=_unique_keys,
-        )
-    except (ValueError, RecursionError):
-        return None
+    values, words, position = [], [], 0
+    while (start := _JSON_START.search(text, position)) is not None:
+        words.append(text[position : start.start()])
+        if len(values) == MAX_ITEMS:
+            return [], text
+        try:
+            value, position = _JSON.raw_decode(text, start.start())
+        except (ValueError, RecursionError):
+            return [], text
+        values.append(value)
+    return values, " ".join([*words, text[position:]])
 
 
 def _reject_constant(word: str) -> float:
@@ -242,17 +313,28 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+_JSON_START = re.compile(r"[\[{]")
+_JSON = json.JSONDecoder(
+    # As a float, a number of 10,000 digits is infinite; as an int it is an error.
+    parse_int=float,
+    parse_constant=_reject_constant,
+    object_pairs_hook=_unique_keys,
+)
+
+
 def _are_numbers(*values: Any) -> bool:
     """Return whether there are values and all are JSON numbers, which booleans are not."""
     return bool(values) and all(isinstance(value, float) for value in values)
 
 
 _N = r"(-?\d{1,9}(?:\.\d{0,9})?)"
+_POINT_TOKEN = rf"\( ?{_N} ?, ?{_N} ?\)"
+_ROUND_BOX = re.compile(rf"\(( ?{_N} ?, ?{_N} ?, ?{_N} ?, ?{_N} ?)\)")
 _TOKEN_BOX = re.compile(
-    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)? ?(?:<\|box_start\|>)? ?"
-    rf"\( ?{_N} ?, ?{_N} ?\) ?, ?\( ?{_N} ?, ?{_N} ?\) ?(?:<\|box_end\|>)? ?[,;]? ?"
+    r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)? ?(<\|box_start\|>)? ?"
+    rf"{_POINT_TOKEN} ?, ?{_POINT_TOKEN} ?(<\|box_end\|>)? ?[,;.]? ?"
 )
-_TAGGED_BOXES = re.compile(r"(?:<ref>([^<]*)</ref>)? ?<box>([^<]*)</box> ?[,;]? ?")
+_TAGGED_BOXES = re.compile(r"(?:<ref>([^<]*)</ref>)? ?<box>([^<]*)</box> ?[,;.]? ?")
 _LOC_BOX = re.compile(r"<loc(\d{4})> ?<loc(\d{4})> ?<loc(\d{4})> ?<loc(\d{4})> ?([^<;]*)(?:; ?|\Z)")
 
 
@@ -268,30 +350,38 @@ def _scan(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
     return matches
 
 
-def _parse_token_boxes(text: str) -> list[LabeledBox] | None:
-    if text.count("<|box_start|>") != text.count("<|box_end|>"):
-        return None
-    boxes = [_make_box(m.groups()[1:], m.group(1)) for m in _scan(_TOKEN_BOX, text) or ()]
-    return None if not boxes or None in boxes else boxes  # type: ignore[return-value]
+def _read_token_box(match: re.Match[str]) -> LabeledBox | None:
+    label, opened, *numbers, closed = match.groups()
+    return _make_box(numbers, label) if bool(opened) == bool(closed) else None
 
 
-def _parse_tagged_boxes(text: str) -> list[LabeledBox] | None:
-    boxes: list[LabeledBox] = []
-    matches = _scan(_TAGGED_BOXES, text)
-    for match in matches or ():
-        inner = _parse_json_boxes(match.group(2))
-        if inner is None or len(boxes) + len(inner) > MAX_ITEMS:
-            return None
-        boxes += [(box, match.group(1)) for box, _ in inner]
-    return boxes if matches else None
+def _read_tagged_boxes(match: re.Match[str]) -> list[LabeledBox] | None:
+    inner = _parse_json_boxes(match[2])
+    return None if inner is None else [(box, match[1]) for box, _ in inner]
 
 
-def _parse_loc_boxes(text: str) -> list[LabeledBox] | None:
-    boxes = [
-        _make_box((m.group(2), m.group(1), m.group(4), m.group(3)), m.group(5).strip() or None)
-        for m in _scan(_LOC_BOX, text) or ()
-    ]
-    return None if not boxes or None in boxes else boxes  # type: ignore[return-value]
+def _read_loc_box(match: re.Match[str]) -> LabeledBox | None:
+    y1, x1, y2, x2, label = match.groups()
+    return _make_box((x1, y1, x2, y2), label.strip() or None)
+
+
+# By the text that begins a box: the pattern of a box, and its reader.
+_TOKEN_GRAMMARS: tuple[
+    tuple[
+        re.Pattern[str],
+        re.Pattern[str],
+        Callable[[re.Match[str]], LabeledBox | list[LabeledBox] | None],
+    ],
+    ...,
+] = (
+    (re.compile("<loc"), _LOC_BOX, _read_loc_box),
+    (re.compile("<ref>|<box>"), _TAGGED_BOXES, _read_tagged_boxes),
+    (
+        re.compile(rf"<\|(?:object_ref|box)_start\|>|{_POINT_TOKEN} ?, ?\("),
+        _TOKEN_BOX,
+        _read_token_box,
+    ),
+)
 
 
 def _make_box(numbers: Sequence[str | float], label: str | None) -> LabeledBox | None:

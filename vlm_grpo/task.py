@@ -59,6 +59,7 @@ class Task:
     Attributes:
         tags: request ``<answer>…</answer>`` and parse only the text inside it.
         thinking: request ``<think>…</think>`` before the answer; thinking is not scored.
+        instruction: sentence after the question that says how to answer; empty: none.
         frame: coordinate frame of the model's boxes; set from the model family.
         weights: reward weights by name, which override those in the code; 0 disables a reward.
         progress: progress of the training, 0 to 1; set by ``at``.
@@ -75,6 +76,7 @@ class Task:
 
     tags: bool = False
     thinking: bool = False
+    instruction: str = ""
     frame: CoordinateFrame = ORIGINAL
     weights: Mapping[str, float] = field(default_factory=dict)
     progress: float = 0.0
@@ -193,15 +195,15 @@ class Task:
         return replace(self, progress=progress)
 
     def prompt(self, example: Example) -> str:
-        """Return the user message: the question and the instruction on how to answer."""
+        """Return the user message: the question and the instructions on how to answer."""
         where = "inside <answer> </answer>" if self.tags else "after it"
+        how = "Give only the final answer inside <answer> </answer>." if self.tags else ""
         if self.thinking:
             how = f"First think inside <think> </think>, then give only the final answer {where}."
-        elif self.tags:
-            how = "Give only the final answer inside <answer> </answer>."
-        else:
-            return self.question(example)
-        return f"{self.question(example)} {how}"
+        question = self.question(example)
+        if not isinstance(question, str):
+            raise TypeError(f"question returned {question!r}, not text")
+        return " ".join([question, *(part for part in (self.instruction, how) if part)])
 
     def gold(self, example: Example) -> str:
         """Return the gold answer as a completion, which must earn ``gold_reward``."""
@@ -334,6 +336,22 @@ class Task:
     @cache
     def _all_rules(cls) -> dict[str, Rule]:
         return find_rules(cls)
+
+
+def write_prompt(task: Task, example: Example) -> str:
+    """Return the task's user message for an example.
+
+    Raises:
+        ValueError: the user's ``question`` raises or returns no text.
+    """
+    try:
+        prompt = task.prompt(example)
+    except FAILURES as error:  # a user's method may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the task cannot write its prompt: {reason}") from error
+    if not isinstance(prompt, str):
+        raise ValueError(f"the task's prompt returned {prompt!r}, not text")
+    return prompt
 
 
 def _accept_headline(task: type[Task]) -> None:
