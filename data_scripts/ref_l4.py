@@ -30,8 +30,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             )
 
 
-_SPLITS = {"all": 45_341, "val": None, "test": None}
-CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=_SPLITS)
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("all", "val", "test"))
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -1,7 +1,5 @@
 """Visual Genome: region descriptions as grounding phrases. It has no official splits.
 
-Many of its boxes extend beyond their image: without --allow-partial, nothing is written.
-
 --source: region_descriptions.json, or its folder. --images: the folder with VG_100K and VG_100K_2.
 """
 
@@ -33,7 +31,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             )
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits={"train": 5_408_689})
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("train",))
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

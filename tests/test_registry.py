@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vlm_grpo.config.sources import get_options, get_task_name
 from vlm_grpo.coordinates import PERMILLE
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import check_trainable, load_task, load_task_class, task_names
@@ -100,6 +101,28 @@ def test_one_of_several_tasks_in_a_file_is_selected_by_name(parity):
     assert "defines 2 task classes" in get_error(str(parity))
     assert load_task_class(f"{parity}:Other").__name__ == "Other"
     assert "no task class Othr (did you mean Other?)" in get_error(f"{parity}:Othr")
+
+
+def test_a_class_with_an_underscore_is_loaded_only_by_its_name(parity):
+    parity.write_text(PARITY + "\n\nclass _Hidden(Parity):\n    pass\n")
+
+    assert load_task_class(str(parity)).__name__ == "Parity"
+    hidden = load_task_class(f"{parity}:_Hidden")
+    assert load_task_class(get_task_name(hidden)).__name__ == "_Hidden"
+
+
+def test_fields_that_the_constructor_does_not_take_are_no_options(parity):
+    fields = "share: float = 0.5\n    total: float = field(init=False, default=1.0)"
+    parity.write_text(
+        PARITY.replace("share: float = 0.5", fields).replace(
+            "from vlm_grpo", "from dataclasses import field\n\nfrom vlm_grpo", 1
+        )
+    )
+    task = load_task(str(parity), share=0.25)
+
+    assert load_task(task, lenient=True).share == 0.25  # type: ignore[attr-defined]
+    assert get_options(task) == {"share": 0.25}
+    assert "unknown option total" in get_error(str(parity), total=2.0)
 
 
 def test_a_file_without_a_task_is_refused(parity):

@@ -52,11 +52,11 @@ def load_task(task: str | Path | type[Task] | Task, /, **options: Any) -> Task:
             option is unknown or of a wrong type.
     """
     if isinstance(task, Task):
-        own = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+        fields = (field.name for field in dataclasses.fields(task) if field.init)
+        own = {name: getattr(task, name) for name in fields}
         task, options = type(task), {**own, **options}
     task_class = load_task_class(task)
-    name = get_task_name(task) if isinstance(task, type) else str(task)
-    return build_task(task_class, name, options)
+    return build_task(task_class, get_task_name(task), options)
 
 
 def check_trainable(task: Task) -> Task:
@@ -128,7 +128,7 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
         UserError: options are unknown, missing or of a wrong type, and the message names all of
             them; or the constructor fails.
     """
-    fields = dataclasses.fields(task)
+    fields = [field for field in dataclasses.fields(task) if field.init]
     hints = typing.get_type_hints(task)
     known = {field.name: hints[field.name] for field in fields}
     values: dict[str, Any] = {}
@@ -146,7 +146,6 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
         f"task_options.{field.name} has no value: set task_options.{field.name}=…"
         for field in fields
         if field.default is field.default_factory is dataclasses.MISSING
-        and field.init
         and field.name not in options
     ]
     if problems:
@@ -175,14 +174,17 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _find_task(module: ModuleType, source: str, class_name: str = "") -> type[Task]:
-    """Return the task class that a module defines; imported classes do not count."""
+    """Return the task class that a module defines; imported classes do not count.
+
+    A class whose name starts with an underscore counts only if ``class_name`` names it.
+    """
     found = {
         name: member
         for name, member in vars(module).items()
         if inspect.isclass(member)
         and issubclass(member, Task)
         and member.__module__ == module.__name__
-        and not name.startswith("_")
+        and (name == class_name or not name.startswith("_"))
     }
     if class_name:
         if class_name not in found:

@@ -24,7 +24,6 @@ from vlm_grpo.grpo import (
     RolloutSampler,
     build_updater,
     compute_advantages,
-    drop_unusable_images,
     pack_step,
 )
 from vlm_grpo.model.policy import Counters, Policy, load_policy
@@ -108,8 +107,8 @@ class Trainer:
         skip = settings.data.on_bad_row == "skip"
         self.settings, self.policy, self.stopwatch = settings, policy, policy.stopwatch
         self.task = replace(task, frame=policy.frame, token_limit=limit)
-        usable = self.train_examples = drop_unusable_images(policy, train_examples, skip)
-        held_out = drop_unusable_images(policy, held_out, skip) if held_out else []
+        usable = self.train_examples = policy.prompts.select_usable(train_examples, self.task, skip)
+        held_out = policy.prompts.select_usable(held_out, self.task, skip)
         self.accelerator = accelerator or build_accelerator(settings)
         self.updater = build_updater(policy, settings, self.accelerator)
         self.strategy = self.updater.strategy
@@ -159,7 +158,8 @@ class Trainer:
         self.policy.clear_image_features()
         groups, advantages = partial.rollout.groups, partial.batch.advantages
         is_skipped = bool(metrics["skipped_updates"])
-        self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
+        if self.run_dir.samples_due(self.global_step) or is_skipped:
+            self.run_dir.write_samples(self.global_step, groups, advantages)
         self.nonfinite.check(self.global_step, is_skipped, groups, advantages)
         learning_rate = self.updater.scheduler.get_last_lr()[0]
         return {**metrics, **partial.metrics, "learning_rate": learning_rate}
@@ -187,8 +187,7 @@ class Trainer:
             settings, self.policy, self.task, self.train_examples, self.evaluator.examples
         ):
             self.accelerator.print(line)
-        before = self.run_dir.read_evaluation(0) if self.is_resumed else self._evaluate()
-        after = self.run_dir.read_evaluation(last) if self.global_step == last else None
+        before, after = None if self.is_resumed else self._evaluate(), None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
         progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
         with closing(self.sampler), self.stop_request, self.checkpoints.writing(), progress:

@@ -70,6 +70,7 @@ class Example:
         question: the question (for grounding, the expression to locate).
         answer: the gold answer in the task's form (boxes are xyxy in original pixels).
         meta: the row's other columns, for use by tasks and rewards.
+        location: where it was read ("train.jsonl:3"), for messages; empty: unknown.
     """
 
     id: str
@@ -77,6 +78,12 @@ class Example:
     question: str
     answer: Any
     meta: Mapping[str, Any] = field(default_factory=dict)
+    location: str = field(default="", compare=False)
+
+    @property
+    def name(self) -> str:
+        """Return the example's name in messages: its location, if known, and its id."""
+        return f"{self.location}: example {self.id}" if self.location else f"example {self.id}"
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,26 @@ def test_an_image_that_cannot_be_decoded_is_named(capsys, tmp_path):
     assert image.name in message
 
 
+def test_prompts_are_built_for_a_model(capsys, write_letters, letters_data):
+    given = ["validate", write_letters(), "--data", letters_data]
+
+    assert "not checked without --model" in run(capsys, *given)[1]
+    status, out, _ = run(capsys, *given, "--model", "embedded")
+    assert status == 0
+    assert "tokens per prompt" in out
+    message = fails(capsys, *given, "instruction=End with <|im_end|>", "--model", "embedded")
+    assert "2 prompts that cannot be built" in message
+    assert f"{letters_data}:1: example a: its prompt has the text <|im_end|>" in message
+
+
+def test_data_with_one_gold_answer_have_no_second_answer_to_hedge_with():
+    (example,) = make_shapes.draw_examples("counting", 1)
+    names = {exploit.name for exploit in build_exploits(load_task("counting"), example, example)}
+
+    assert "an empty text" in names
+    assert not any(name.startswith("two answers") for name in names)
+
+
 def test_exploits_of_a_tagged_task_have_the_gold_answer_outside_the_tags():
     first, second = make_shapes.draw_examples("counting", 2)
     exploits = build_exploits(load_task("counting", tags=True), first, second)

@@ -215,6 +215,15 @@ def test_the_contents_of_rows_are_neither_shown_nor_compared() -> None:
     assert hash(InMemoryRows(ROWS)) == hash(InMemoryRows(ROWS))
 
 
+def test_rows_in_memory_are_wrapped_once() -> None:
+    settings = load_settings("counting", data={"train": ROWS})
+
+    again = load_settings("counting", data={"train": settings.data.train})
+
+    assert again.data.train is settings.data.train
+    assert not is_rows(settings.data.train)
+
+
 @pytest.mark.parametrize("source", [3, ["a"], {"a": 1}, iter(ROWS), datasets.DatasetDict()])
 def test_other_objects_are_not_sources(source: Any) -> None:
     assert not is_rows(source)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from dataset_files import encode_image, write_files
-from PIL import Image
+from dataset_files import encode_image, photo, write_files
 
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data.checks import (
+    Overlap,
     check_source,
-    find_duplicates,
-    find_shared_images,
+    find_overlap,
     format_overlap,
     format_report,
-    hash_image,
     warn_about_shared_images,
 )
-from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.registry import load_task
+from vlm_grpo.task import Task
 from vlm_grpo.types import Example, ImageRef
-
-
-def photo(seed: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
-    """Return a smooth random image, like a photograph at a coarse scale."""
-    rng = np.random.default_rng(seed)
-    coarse = rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
 
 
 def rows(*images: str, answer: object = 1) -> list[dict]:
@@ -38,28 +28,6 @@ def rows(*images: str, answer: object = 1) -> list[dict]:
         {"id": f"r{i}", "images": [image], "question": "?", "answer": answer}
         for i, image in enumerate(images)
     ]
-
-
-def test_reencoded_and_resized_images_are_duplicates():
-    first = photo(0)
-    jpeg = Image.open(io.BytesIO(encode_image(first, "JPEG", quality=70)))
-    smaller = first.resize((80, 60), Image.Resampling.LANCZOS)
-    pictures = [first, photo(1), jpeg, photo(2), smaller]
-    assert find_duplicates([hash_image(picture) for picture in pictures]) == [[0, 2, 4]]
-
-
-def test_different_photographs_and_scenes_are_not_duplicates():
-    scenes = [row.images[0].load() for row in make_shapes.draw_examples("counting", 300, seed=5)]
-    hashes = [hash_image(picture) for picture in [*map(photo, range(300)), *scenes]]
-    assert find_duplicates(hashes) == []
-
-
-def test_images_that_differ_in_one_small_object_are_not_duplicates():
-    scene = Image.new("RGB", (84, 84), "white")
-    red, blue = scene.copy(), scene.copy()
-    red.paste("red", (30, 30, 44, 44))
-    blue.paste("blue", (30, 30, 44, 44))
-    assert find_duplicates([hash_image(picture) for picture in (scene, red, blue)]) == []
 
 
 @pytest.fixture
@@ -121,15 +89,20 @@ def test_image_tokens_are_counted():
     assert list(report.image_tokens) == [3] * 4  # scenes are 84 pixels wide
 
 
+def check_both(folder: Path) -> Overlap:
+    task = load_task("counting")
+    return find_overlap(
+        *(check_source(str(folder / f"{n}.jsonl"), task) for n in ("train", "test"))
+    )
+
+
 def test_images_and_ids_in_both_sources_are_reported(folder):
     write_files(folder, {"train.jsonl": rows("a.png", "b.png"), "test.jsonl": rows("copy.jpg")})
-    task = load_task("counting")
-    train, test = (check_source(str(folder / f"{n}.jsonl"), task) for n in ("train", "test"))
-    assert [(Path(a).name, Path(b).name) for a, b in find_shared_images(train, test)] == [
-        ("a.png", "copy.jpg")
-    ]
-    text = "\n".join(format_overlap(train, test))
+    overlap = check_both(folder)
+    assert [(Path(a).name, Path(b).name) for a, b, _ in overlap.images] == [("a.png", "copy.jpg")]
+    text = "\n".join(format_overlap(overlap))
     assert "1 IMAGES" in text
+    assert f"{folder / 'copy.jpg'} is {folder / 'a.png'} (0.0% of the pixels differ)" in text
     assert "1 IDS ARE IN BOTH: r0" in text
     assert "has seen test data" in text
 
@@ -138,10 +111,44 @@ def test_sources_without_shared_images_are_reported_as_such(folder):
     write_files(
         folder, {"train.jsonl": rows("a.png"), "test.jsonl": [{**rows("b.png")[0], "id": "t"}]}
     )
-    task = load_task("counting")
-    train, test = (check_source(str(folder / f"{n}.jsonl"), task) for n in ("train", "test"))
-    (line,) = format_overlap(train, test)
+    overlap = check_both(folder)
+    (line,) = format_overlap(overlap)
     assert "have no image and no id in common" in line
+    assert not overlap.found
+
+
+def test_ids_alone_are_an_overlap_unless_they_number_the_rows(folder):
+    write_files(folder, {"train.jsonl": rows("a.png"), "test.jsonl": rows("b.png")})
+    assert check_both(folder).found
+    for name, image in (("train", "a.png"), ("test", "b.png")):
+        (row,) = rows(image)
+        del row["id"]
+        write_files(folder, {f"{name}.jsonl": [row]})
+    assert not check_both(folder).found
+
+
+def test_an_empty_source_does_not_pass(folder):
+    write_files(folder, {"train.jsonl": []})
+    assert not check_source(str(folder / "train.jsonl"), load_task("counting")).passed
+
+
+def test_an_unreadable_image_is_reported_with_its_row(folder):
+    write_files(folder, {"train.jsonl": rows("a.png", "truncated.png")})
+    report = check_source(str(folder / "train.jsonl"), load_task("counting"))
+    (line,) = report.unreadable_images
+    assert line.startswith(f"{folder / 'train.jsonl'}:2: example r1: image truncated.png cannot be")
+
+
+def test_prompts_that_cannot_be_built_are_problems(folder):
+    def measure(examples: Sequence[Example], task: Task) -> tuple[list[int], list[str]]:
+        return [10 * len(e.images) for e in examples[1:]], [f"{examples[0].id} is bad"]
+
+    write_files(folder, {"train.jsonl": rows("a.png", "b.png", "truncated.png", "copy.jpg")})
+    source, task = str(folder / "train.jsonl"), load_task("counting")
+    report = check_source(source, task, measure_prompts=measure)
+    assert (report.prompt_tokens, report.bad_prompts) == ([10, 10], ["r0 is bad"])
+    assert "tokens per prompt            10 to 10" in "\n".join(format_report(report))
+    assert "not checked without --model" in "\n".join(format_report(check_source(source, task)))
 
 
 def test_held_out_images_in_the_training_data_are_warned_about(

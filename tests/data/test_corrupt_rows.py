@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[Callable[[int], bytes], str]] = {
     "NaN": (lambda n: row(n).replace(b": 3", b": NaN"), "it contains NaN"),
     "too deep": (lambda n: b'{"a":' * (40 + n) + b"1" + b"}" * (40 + n), "nested deeper"),
     "endless number": (lambda n: row(n).replace(b": 3", b": " + b"9" * 5000), "not JSON"),
-    "no id": (lambda n: row(n, id=...), "id must be non-empty text"),
+    "id is no text": (lambda n: row(n, id=[n]), "id must be non-empty text"),
     "empty id": (lambda n: row(n, id=""), "id must be non-empty text"),
     "same id": (lambda n: row(0), "is a duplicate of"),
     "no question": (lambda n: row(n, question=...), "it has no question"),

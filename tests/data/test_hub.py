@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import datasets
+import pytest
 from dataset_files import get_load_error
 from PIL import Image
 
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
 COUNTING = load_task("counting")
@@ -40,6 +42,14 @@ def test_a_missing_dataset_or_split_is_named(tmp_path: Path):
 
     assert "split nothing" in get_load_error(f"hf:{tmp_path / 'saved'}:nothing")
     assert str(tmp_path / "none") in get_load_error(f"hf:{tmp_path / 'none'}")
+
+
+def test_a_dataset_whose_columns_cannot_be_converted_is_named(monkeypatch):
+    dataset = datasets.Dataset.from_dict({"question": ["?"], "answer": [3]})
+    monkeypatch.setattr(datasets.Dataset, "cast", lambda *_: 1 / 0)
+
+    with pytest.raises(UserError, match="columns of the Dataset cannot be read: ZeroDivisionError"):
+        load_examples(dataset, COUNTING)
 
 
 def test_an_image_path_is_relative_to_the_dataset_folder(tmp_path: Path):

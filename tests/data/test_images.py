@@ -61,7 +61,7 @@ def test_each_file_is_opened_once(folder: Path):
         (make_row(images=[{"bytes": 5}]), "an image must be a path, encoded bytes or a PIL image"),
         (make_row(images=["none.png"]), "image none.png is missing"),
         (make_row(images=["broken.png"]), "image broken.png cannot be read: it is corrupt"),
-        (make_row(images=["text.png"]), "image text.png cannot be read: it is corrupt or of a f"),
+        (make_row(images=["text.png"]), "text.png cannot be read: it is corrupt or of a format"),
         (make_row(images=["."]), "image . is missing"),
         (make_row(images=["a\x00.png"]), "cannot be read"),
         (make_row(images=["../outside.png"]), "is outside the image folder"),
@@ -118,6 +118,13 @@ def test_a_pil_image_is_read_as_its_file_is():
     assert ImageReader(None, 100).read(image, "row 1").load().getpixel((0, 0)) == (255, 0, 0)
     with pytest.raises(ValueError, match="image row 1 cannot be read: it has 32 bits per channel"):
         ImageReader(None, 100).read(Image.new("F", (8, 6)), "row 1")
+
+
+def test_a_pil_image_over_the_limit_is_refused_before_it_is_encoded(monkeypatch):
+    monkeypatch.setattr("vlm_grpo.data.images._encode", lambda *_: pytest.fail("it was encoded"))
+
+    with pytest.raises(ValueError, match="image row 1 has 20x6 pixels, more than"):
+        ImageReader(None, 100).read(Image.new("RGB", (20, 6)), "row 1")
 
 
 def test_a_pil_image_without_pixels_is_a_bad_row():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import make_words
 from vlm_grpo.data_scripts.synthetic import write_examples
+from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
 COUNTING = load_task("counting")
@@ -54,6 +57,41 @@ def test_a_limit_keeps_the_first_good_rows(folder: Path):
     assert len(load_examples(source, COUNTING, settings, "eval")) == 5
 
 
+def test_an_example_names_the_line_that_it_was_read_from(folder: Path):
+    source = write_rows(folder, "", make_row())
+
+    (example,) = load_examples(source, COUNTING)
+
+    assert example.name == f"{source}:2: example a"
+    assert example == replace(example, location="")  # the location is for messages only
+
+
+@pytest.mark.parametrize(
+    ("question", "reason"),
+    [
+        (lambda self, example: example.meta["hint"], "KeyError: 'hint'"),
+        (lambda self, example: example.meta.get("hint"), "TypeError: question returned None, not"),
+    ],
+    ids=["raises", "returns None"],
+)
+def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(
+    folder: Path, question: Callable, reason: str
+):
+    task = type("Hinted", (type(COUNTING),), {"question": question})()
+    source = write_rows(folder, make_row(id="good", meta={"hint": "Look!"}), make_row())
+
+    with pytest.raises(UserError) as caught:
+        load_examples(source, task)
+
+    assert f"{source}:2: the task cannot write its prompt: {reason}" in str(caught.value)
+    assert "1 bad row (good rows: 1)" in str(caught.value)
+
+
+def test_a_value_that_is_no_source_is_a_user_error():
+    with pytest.raises(UserError, match=r"data source should be text or a list .*, not int"):
+        load_examples(5, COUNTING)  # type: ignore[arg-type]
+
+
 def test_evaluation_on_the_training_data_is_warned_about(
     folder: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -94,7 +132,11 @@ def test_skipping_keeps_the_good_rows_and_logs_the_others(
 def test_skipping_all_rows_is_an_error(folder: Path):
     source = write_rows(folder, make_row(answer="x"))
 
-    assert "1 bad row (good rows: 0)" in get_load_error(source, on_bad_row="skip")
+    for on_bad_row in ("skip", "error"):
+        message = get_load_error(source, on_bad_row=on_bad_row)
+        assert "1 bad row (good rows: 0)" in message
+        assert "on_bad_row" not in message  # no good row would be left
+    assert "on_bad_row=skip" in get_load_error(write_rows(folder, make_row(answer="x"), make_row()))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
@@ -109,7 +151,8 @@ def test_an_empty_dataset_is_an_error(folder: Path, content: bytes):
     ("source", "reason"),
     [
         ("none.jsonl", "there is no data file none.jsonl"),
-        ("rows.csv", "rows.csv is not a data source"),
+        ("rows.txt", "rows.txt is not a data source"),
+        ("none.csv", "there is no data file none.csv"),
         ("none.parquet", "there is no data file none.parquet"),
     ],
 )

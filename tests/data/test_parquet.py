@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from dataset_files import get_load_error, png, write_table
 
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.parquet import read_parquet
-from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
 COUNTING = load_task("counting")
@@ -69,5 +67,16 @@ def test_a_broken_file_is_named(tmp_path: Path):
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1 and then nothing")
 
-    with pytest.raises(UserError, match=r"rows\.parquet cannot be read"):
-        list(read_parquet(path))
+    assert f"data file {path} cannot be read" in get_load_error(str(path))
+
+
+def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path: Path):
+    rows = [{"question": "How many?", "answer": n if n != 99 else -1} for n in range(130)]
+    path = write_table(tmp_path / "rows.parquet", rows)
+
+    message = get_load_error(str(path))
+
+    assert "1 bad row (good rows: 129)" in message
+    assert f"{path} row 100: the answer -1 must be" in message
+    examples = load_examples(str(path), COUNTING, DataSettings(train=str(path), on_bad_row="skip"))
+    assert [examples[99].id, examples[99].name] == ["row-101", f"{path} row 101: example row-101"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from dataset_files import check_bad_row, get_load_error, make_row, write_rows
+from PIL import Image
 
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data import load_examples
@@ -29,6 +30,12 @@ def test_a_canonical_row_becomes_an_example(folder: Path):
     assert first.images[0].size == first.images[0].resized_size == (8, 6)
     assert first.images[0].load().getpixel((0, 0)) == (200, 10, 10)
     assert (second.id, second.images) == ("7", ())  # rows without an image are valid
+
+
+def test_a_row_without_an_id_gets_its_number(folder: Path):
+    source = write_rows(folder, make_row(), make_row(id=...), make_row(id=None))
+
+    assert [e.id for e in load_examples(source, COUNTING)] == ["a", "row-2", "row-3"]
 
 
 def test_a_row_may_have_several_images(folder: Path):
@@ -73,7 +80,9 @@ def test_columns_with_other_names_are_mapped(folder: Path):
 
     assert (example.id, example.question, example.answer) == ("x", "How many?", 3)
     assert [image.name for image in example.images] == ["a.png"]
-    with pytest.raises(ValueError, match="it has no asked; it has uid, ask, n, png"):
+    with pytest.raises(
+        ValueError, match=r"no asked \(did you mean ask\?\); it has uid, ask, n, png"
+    ):
         to_example(Row("row 1", 1, values), {"question": "asked"}, reader, COUNTING)
 
 
@@ -109,7 +118,8 @@ def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidate
         (make_row(answer=...), "it has no answer"),
         (make_row(question=...), "it has no question"),
         (make_row(question=5), "question must be text"),
-        (make_row(id=...), "id must be non-empty text"),
+        (make_row(question=..., qestion="?"), "it has no question (did you mean qestion?)"),
+        (make_row(id=[]), "id must be non-empty text"),
         (make_row(id=""), "id must be non-empty text"),
         (make_row(id=True), "id must be non-empty text"),
         (make_row(meta=[1]), "meta must be an object"),
@@ -120,6 +130,40 @@ def test_an_answer_of_another_toolkit_has_several_readings(value: Any, candidate
 )
 def test_a_bad_row_is_named_with_file_line_and_reason(folder: Path, bad: dict, reason: str):
     check_bad_row(folder, bad, reason)
+
+
+IMAGE_FILES = {"bytes": b"PNG", "path": None}
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("imgae", "a.png"),
+        ("imagess", [1]),
+        ("Image", None),
+        ("photo", "frames/a.JPG"),
+        ("photos", ["a.png", "b.png"]),
+        ("picture", IMAGE_FILES),
+        ("pixels", Image.new("RGB", (2, 2))),
+    ],
+)
+def test_a_misnamed_image_column_is_named_with_the_remedy(column: str, value: Any):
+    values = {"question": "How many?", "answer": 3, column: value}
+    reader = ImageReader(None, 100)
+
+    with pytest.raises(
+        ValueError, match=rf"column {column} .* rename it to images, set data\.colu"
+    ):
+        to_example(Row("row 1", 1, values), {}, reader, COUNTING)
+    assert to_example(Row("row 1", 1, {**values, "images": []}), {}, reader, COUNTING).images == ()
+
+
+def test_other_columns_of_a_row_without_images_are_meta():
+    values = {"question": "?", "answer": 3, "image_id": 7, "source": "a book", "tags": [], "n": 1}
+
+    example = to_example(Row("row 1", 1, values), {}, ImageReader(None, 100), COUNTING)
+
+    assert dict(example.meta) == {"image_id": 7, "source": "a book", "tags": [], "n": 1}
 
 
 def test_a_row_without_text_keys_is_a_bad_row():

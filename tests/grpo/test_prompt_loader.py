@@ -13,7 +13,7 @@ from tiny_models import noise_example, tiny_policy
 
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.prompt_loader import MAX_REPLACEMENTS, PromptLoader, drop_unusable_images
+from vlm_grpo.grpo.prompt_loader import MAX_REPLACEMENTS, PromptLoader
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example
@@ -123,25 +123,3 @@ def test_an_error_in_the_loading_thread_is_raised(policy: Policy) -> None:
         loader.prefetch([3])
         with pytest.raises(ZeroDivisionError, match="at 3"):
             loader.load([3])
-
-
-THIN = (2010, 10)
-"""An image of 201 : 1; the resize accepts 200 : 1."""
-
-
-def test_unusable_images_are_an_error_that_names_all_of_them(policy: Policy) -> None:
-    examples = [*make_examples(1), noise_example("thin", [THIN]), noise_example("low", [THIN])]
-    with pytest.raises(UserError, match=r"2 examples have images(.|\n)*- thin: (.|\n)*- low: "):
-        drop_unusable_images(policy, examples)
-
-
-def test_unusable_images_are_dropped_if_requested(
-    policy: Policy, caplog: pytest.LogCaptureFixture
-) -> None:
-    good = make_examples(2)
-    examples = [good[0], noise_example("thin", [(28, 28), THIN]), good[1]]
-    assert drop_unusable_images(policy, examples, skip=True) == good
-    assert "skipped 1 examples whose images the model cannot use" in caplog.text
-    assert drop_unusable_images(policy, good, skip=False) == good
-    with pytest.raises(UserError, match="1 examples have images that the model cannot use"):
-        drop_unusable_images(policy, [noise_example("thin", [THIN])], skip=True)

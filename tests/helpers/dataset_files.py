@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -31,6 +32,12 @@ def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes
 def png(width: int = 64, height: int = 48, shade: int = 200) -> bytes:
     """Return an encoded image of one color."""
     return encode_image(Image.new("RGB", (width, height), (shade, 10, 10)))
+
+
+def photo(seed: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
+    """Return a smooth random image, like a photograph at a coarse scale."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
 
 
 def png_with_claimed_size(width: int, height: int) -> bytes:

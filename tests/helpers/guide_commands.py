@@ -63,10 +63,9 @@ def run_command(line: str, step: int) -> None:
     arguments += next((more for word, more in SHORT.items() if word in command), [])
     if command in ("train", "plan", "evaluate"):
         arguments += HUB_MODEL if re.search(r"_\db\b|model=Qwen/", line) else []
+    arguments += ["--model", "embedded"] if "--model Qwen/" in line else []
     if command == "train":
         arguments += HELD_OUT
-    if "data_scripts" in line:  # the files are a part of a dataset
-        arguments += ["--allow-partial"]
     if launched:  # the guide shows several ways to start the same run
         arguments += [f"name={re.sub('[^a-z0-9]+', '-', launched[0])}"]
     if program == "vlm-grpo":

@@ -53,7 +53,7 @@ def test_the_prompt_estimate_counts_image_tokens_exactly() -> None:
     prompt = policy.build_prompt(example, PlainQuestion())
     image_tokens = prompt.token_ids.count(policy.model.config.image_token_id)
     text_tokens = len(PlainQuestion().prompt(example)) // 3
-    assert policy.estimate_prompt_tokens(example, PlainQuestion()) == image_tokens + text_tokens
+    assert policy.prompts.estimate_tokens(example, PlainQuestion()) == image_tokens + text_tokens
     assert image_tokens > 0
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import Stopped, UserError, nearest
+
+if TYPE_CHECKING:
+    from vlm_grpo.config.run import DataSettings
+    from vlm_grpo.model.prompts import PromptBuilder
 
 Recipe = Annotated[
     str,
@@ -35,6 +39,36 @@ ImageRoot = Annotated[
     Path | None,
     typer.Option(help="Folder of the images; default: the folder of the data file."),
 ]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Folder or Hub name of a model, or embedded: build every prompt for it, without its "
+        "weights.",
+    ),
+]
+MaxPixels = Annotated[
+    int | None,
+    typer.Option(min=1, help="Pixel budget of an image; default: that of the model."),
+]
+
+
+def load_prompts(
+    model: str | None, max_pixels: int | None, data: DataSettings
+) -> PromptBuilder | None:
+    """Load the builder of a model's prompts, without its weights; None without a model.
+
+    Raises:
+        UserError: the model cannot be loaded, or takes no pixel budget.
+    """
+    if model is None:
+        return None
+    from vlm_grpo.config.policy import PolicySettings
+    from vlm_grpo.config.run import Settings
+    from vlm_grpo.model.prompts import load_prompt_builder
+
+    policy = PolicySettings(max_pixels=max_pixels)
+    return load_prompt_builder(Settings(task="any", model=model, data=data, policy=policy))
 
 
 def add_task_override(overrides: Sequence[str] | None, task: str | None) -> list[str]:

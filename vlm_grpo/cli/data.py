@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vlm_grpo.cli.common import ImageRoot, MaxPixels, ModelName, load_prompts
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,15 +27,18 @@ def _data() -> None:
     """Keep the name of the command ``check``: typer drops the name of a single command."""
 
 
+_QWEN_MAX_PIXELS = 12_845_056
+"""Default pixel budget of Qwen2-VL and Qwen2.5-VL."""
+
 Source = Annotated[
-    str, typer.Argument(metavar="DATA", help="Examples: .jsonl, .parquet, hf:… or embedded:….")
+    str,
+    typer.Argument(
+        metavar="DATA", help="Examples: .jsonl, .json, .csv, .parquet, hf:… or embedded:…."
+    ),
 ]
 TaskOfRows = Annotated[str, typer.Option(help="Task of the rows: a name or a .py file.")]
 Against = Annotated[
-    str | None, typer.Option(help="Another source, which must share no image with DATA.")
-]
-ImageRoot = Annotated[
-    Path | None, typer.Option(help="Folder of the images; default: the folder of the data file.")
+    str | None, typer.Option(help="Another source, which must share no image and no id with DATA.")
 ]
 AgainstRoot = Annotated[
     Path | None, typer.Option(help="Folder of the images of --against; default: that of DATA.")
@@ -42,10 +46,11 @@ AgainstRoot = Annotated[
 Limit = Annotated[int | None, typer.Option(min=1, help="Number of rows to check; default: all.")]
 TokenSide = Annotated[
     int | None,
-    typer.Option(help="Pixels per side of an image token: 28 for Qwen2(.5)-VL, 32 for Qwen3-VL."),
-]
-MaxPixels = Annotated[
-    int, typer.Option(help="Pixel budget of the model, for counting image tokens.")
+    typer.Option(
+        min=1,
+        help="Count image tokens without a model: pixels per side of an image token, 28 for "
+        "Qwen2(.5)-VL, 32 for Qwen3-VL.",
+    ),
 ]
 
 
@@ -57,38 +62,41 @@ def check(
     image_root: ImageRoot = None,
     against_root: AgainstRoot = None,
     limit: Limit = None,
+    model: ModelName = None,
     token_side: TokenSide = None,
-    max_pixels: MaxPixels = 12_845_056,
+    max_pixels: MaxPixels = None,
 ) -> None:
     """Find bad rows, unreadable images, boxes outside the image, duplicates and shared images.
 
     \b
     vlm-grpo data check train.jsonl --task grounding --image-root train2014
     vlm-grpo data check train.jsonl --task grounding --against test.jsonl
-    vlm-grpo data check embedded:counting --task counting --token-side 28
+    vlm-grpo data check embedded:counting --task counting --model embedded
 
-    Exits with status 2 if something is wrong, or if DATA and --against share an image.
+    Exits with status 2 if something is wrong, or if DATA and --against share an image or an id.
     """
-    from vlm_grpo.data.checks import (
-        check_source,
-        find_shared_images,
-        format_overlap,
-        format_report,
-    )
+    from vlm_grpo.data.checks import check_source, find_overlap, format_overlap, format_report
     from vlm_grpo.registry import load_task
 
     loaded = load_task(task)
     tokens = None if token_side is None else _build_token_counter(token_side, max_pixels)
-    report = check_source(source, loaded, _data_settings(source, image_root, limit), tokens)
-    for line in format_report(report):
-        typer.echo(line)
-    passed = report.passed
+    prompts = load_prompts(model, max_pixels, _data_settings(source, None, limit))
+    measure = None if prompts is None else prompts.measure
+    roots = [(source, image_root)]
     if against is not None:
-        settings = _data_settings(against, against_root or image_root, limit)
-        other = check_source(against, loaded, settings, tokens)
-        for line in (*format_report(other), *format_overlap(report, other)):
+        roots.append((against, against_root or image_root))
+    reports = []
+    for name, root in roots:
+        settings = _data_settings(name, root, limit)
+        reports.append(check_source(name, loaded, settings, tokens, measure))
+        for line in format_report(reports[-1]):
             typer.echo(line)
-        passed = passed and other.passed and not find_shared_images(report, other)
+    passed = all(report.passed for report in reports)
+    if against is not None:
+        overlap = find_overlap(*reports)
+        for line in format_overlap(overlap):
+            typer.echo(line)
+        passed = passed and not overlap.found
     if not passed:
         raise UserError("the data are not sound: see above")
 
@@ -100,14 +108,15 @@ def _data_settings(source: str, image_root: Path | None, limit: int | None) -> D
     return DataSettings(train=source, eval=source, image_root=root, eval_limit=limit)
 
 
-def _build_token_counter(side: int, max_pixels: int) -> Callable[[tuple[int, int]], int]:
+def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[tuple[int, int]], int]:
     """Build a function from an image's size to its number of tokens under Qwen-VL's resize."""
+    most = max_pixels or _QWEN_MAX_PIXELS
     from qwen_vl_utils.vision_process import smart_resize
 
     def count(size: tuple[int, int]) -> int:
         width, height = size
         smallest = 4 * side * side
-        rows, columns = smart_resize(height, width, side, smallest, max(max_pixels, smallest))
+        rows, columns = smart_resize(height, width, side, smallest, max(most, smallest))
         return rows * columns // (side * side)
 
     return count

@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from vlm_grpo.cli.common import ImageRoot, TaskName, TaskOptions, parse_task_options
+from vlm_grpo.cli.common import (
+    ImageRoot,
+    MaxPixels,
+    ModelName,
+    TaskName,
+    TaskOptions,
+    load_prompts,
+    parse_task_options,
+)
 from vlm_grpo.errors import UserError
 
 
@@ -21,15 +29,19 @@ def validate(
         ),
     ] = None,
     image_root: ImageRoot = None,
+    model: ModelName = None,
+    max_pixels: MaxPixels = None,
 ) -> None:
-    """Check a task and its data without a model.
+    """Check a task and its data without a model, or with a model's processor.
 
-    Every row must be well-formed and every image readable; every gold answer must earn the full
-    reward, an empty text 0, and known exploits of a reward no more than their bound.
+    Every row must be well-formed, its prompt writable and every image readable; every gold answer
+    must earn the full reward, an empty text 0, and known exploits of a reward no more than their
+    bound. With --model, every prompt is built as in training, and must fit into the context.
 
     \b
     vlm-grpo validate counting
     vlm-grpo validate my_task.py tags=true --data train.jsonl
+    vlm-grpo validate grounding --data train.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct
     """
     from vlm_grpo.cli.validation import validate_task
     from vlm_grpo.config.run import DataSettings
@@ -40,5 +52,6 @@ def validate(
         raise UserError(f"task {task} has no embedded data: give its data by --data")
     source = data or f"embedded:{task}"
     settings = DataSettings(train=source, image_root=image_root)
-    for line in validate_task(loaded, source, settings):
+    prompts = load_prompts(model, max_pixels, settings)
+    for line in validate_task(loaded, source, settings, prompts):
         typer.echo(line)

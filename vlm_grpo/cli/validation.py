@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vlm_grpo.config.run import DataSettings
+from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
+from vlm_grpo.data.checks import describe_lengths
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.rewards.scorer import REWARD_TIMEOUT
 from vlm_grpo.task import FAILURES, Rule, Task
 from vlm_grpo.types import Example, ImageRef, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
+
+if TYPE_CHECKING:
+    from vlm_grpo.model.prompts import PromptBuilder
 
 _ROUNDING = 1e-6
 """Tolerance for floating-point rounding in a reward between 0 and 1."""
@@ -49,23 +54,34 @@ class Exploit:
     bound: float = 0.0
 
 
-def validate_task(task: Task, source: str, data: DataSettings) -> Iterator[str]:
+def validate_task(
+    task: Task, source: str, data: DataSettings, prompts: PromptBuilder | None = None
+) -> Iterator[str]:
     """Check a task on its data, and yield the lines of a report.
 
     Args:
         task: the task with its options.
         source: the examples, as for ``load_examples``.
         data: image root and limits.
+        prompts: builds every prompt as training does; None: only the images are decoded.
 
     Raises:
-        UserError: rows or images are bad, gold answers earn less than the full reward, an exploit
-            earns more than its bound, or the parser raises or is slow. The message lists all
-            problems of the first check that failed.
+        UserError: rows, images or prompts are bad, gold answers earn less than the full reward, an
+            exploit earns more than its bound, or the parser raises or is slow. The message lists
+            all problems of the first check that failed.
     """
     examples = load_examples(source, task, data)
-    images = {image.name: image for example in examples for image in example.images}
-    _raise("images that cannot be decoded", _find_undecodable(images.values()))
+    if prompts is None:
+        _raise("images that cannot be decoded", _find_undecodable(examples))
+        lengths = None
+    else:
+        task = replace(task, frame=FRAMES[prompts.family.frame])
+        lengths, problems = prompts.measure(examples, task)
+        _raise("prompts that cannot be built", problems)
+        examples = [prompts.with_resized_sizes(example) for example in examples]
+    images = {image.name for example in examples for image in example.images}
     yield f"{source}: {len(examples)} examples with {len(images)} images, all well-formed"
+    yield describe_lengths(lengths)
 
     written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
     wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
@@ -112,9 +128,12 @@ def build_exploits(task: Task, example: Example, other: Example) -> list[Exploit
         Exploit("empty tags", "<answer></answer>" if task.tags else "<think></think>"),
         Exploit("the answer inside the thinking", f"<think>{in_form(gold)}</think>"),
         Exploit("thinking that does not end", f"<think>{in_form(gold)}"),
-        Exploit("two answers with or between", in_form(f"{gold} or {hedge}"), _HEDGE_BOUND),
-        Exploit("two answers, listed", in_form(f"{hedge}, {gold}"), _HEDGE_BOUND),
     ]
+    if hedge != gold:  # the same answer twice is one answer
+        exploits += [
+            Exploit("two answers with or between", in_form(f"{gold} or {hedge}"), _HEDGE_BOUND),
+            Exploit("two answers, listed", in_form(f"{hedge}, {gold}"), _HEDGE_BOUND),
+        ]
     if task.tags:
         exploits += [
             Exploit("the answer without tags", gold),
@@ -228,13 +247,16 @@ def _find_parser_problems(task: Task, example: Example) -> list[str]:
     return problems
 
 
-def _find_undecodable(images: Iterable[ImageRef]) -> list[str]:
+def _find_undecodable(examples: Sequence[Example]) -> list[str]:
     problems = []
-    for image in images:
-        try:
-            image.load()
-        except ValueError as error:
-            problems.append(str(error))
+    seen: set[ImageRef] = set()
+    for example in examples:
+        for image in {*example.images} - seen:
+            seen.add(image)
+            try:
+                image.load()
+            except ValueError as error:
+                problems.append(f"{example.name}: {error}")
     return problems
 
 

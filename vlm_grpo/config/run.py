@@ -47,11 +47,11 @@ PILLOW_WARNS_AT = 89_478_485
 class DataSettings(Frozen):
     """The examples, and how bad rows are treated.
 
-    A source is a path to a ``.jsonl`` or ``.parquet`` file, ``hf:NAME[:SPLIT[:CONFIG]]`` (a
-    dataset on the Hugging Face hub or in a local folder), or ``embedded:counting``,
-    ``embedded:grounding`` or ``embedded:ocr`` (generated on the fly). In Python it may also be a
-    list of rows (mappings, as in a ``.jsonl`` file), a ``datasets.Dataset`` or a list of
-    ``Example``.
+    A source is a path to a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file,
+    ``hf:NAME[:SPLIT[:CONFIG]]`` (a dataset on the Hugging Face hub or in a local folder), or
+    ``embedded:counting``, ``embedded:grounding`` or ``embedded:ocr`` (generated on the fly). In
+    Python it may also be a list of rows (mappings, as in a ``.jsonl`` file), a ``datasets.Dataset``
+    or a list of ``Example``.
     """
 
     train: Source
@@ -224,7 +224,7 @@ class Settings(Frozen):
     @property
     def task_name(self) -> str:
         """The task as text: as given, or the name that loads its class."""
-        return get_task_name(self.task) if isinstance(self.task, type) else str(self.task)
+        return get_task_name(self.task)
 
     @model_validator(mode="after")
     def _split_task(self) -> Settings:

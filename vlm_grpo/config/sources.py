@@ -64,8 +64,11 @@ class InMemoryRows:
 
 
 def is_rows(value: Any) -> bool:
-    """Return whether a value is data in memory; only its first row is checked."""
-    if isinstance(value, str | Mapping):
+    """Return whether a value is data in memory, not yet as ``InMemoryRows``.
+
+    Only its first row is checked.
+    """
+    if isinstance(value, str | Mapping | InMemoryRows):
         return False
     try:
         if len(value) == 0 or hasattr(value, "cast_column"):  # a Dataset in any format
@@ -94,12 +97,15 @@ def describe_object(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def get_task_name(task: type[Task]) -> str:
-    """Return the name by which ``load_task`` finds a class in another process.
+def get_task_name(task: Any) -> str:
+    """Return the name by which ``load_task`` finds a task in another process.
 
-    It is a built-in task's name, ``package.module:Class`` or ``file.py:Class``; ``<class Name>``
-    for a class from a function or an interactive session, which no other process can load.
+    Of a class, it is a built-in task's name, ``package.module:Class`` or ``file.py:Class``;
+    ``<class Name>`` for a class from a function or an interactive session, which no other process
+    can load. Anything else is a name already.
     """
+    if not isinstance(task, type):
+        return str(task)
     module, name = sys.modules.get(task.__module__), task.__qualname__
     if getattr(getattr(module, name, None), "__qualname__", None) != name:
         return f"{IN_SESSION}{name}>"
@@ -135,7 +141,7 @@ def get_options(task: Task) -> dict[str, Any]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         value = getattr(task, field.name)
-        if value != default and field.name not in SET_BY_LIBRARY:
+        if field.init and value != default and field.name not in SET_BY_LIBRARY:
             found[field.name] = value
     return found
 
@@ -149,8 +155,12 @@ def _validate_task(value: Any, info: ValidationInfo) -> Any:
     raise ValueError("should be text, a subclass of Task or a task")
 
 
-def _validate_source(value: Any, info: ValidationInfo) -> Any:
-    value = restore(value, info)
+def to_source(value: Any) -> str | InMemoryRows:
+    """Return a data source by name, or rows in memory as ``InMemoryRows``.
+
+    Raises:
+        ValueError: the value is neither; the message names the remedy.
+    """
     if isinstance(value, str | Path):
         return str(value)
     if isinstance(value, InMemoryRows):
@@ -162,6 +172,10 @@ def _validate_source(value: Any, info: ValidationInfo) -> Any:
     raise ValueError(f"{problem}: {remedy}" if remedy else problem)
 
 
+def _validate_source(value: Any, info: ValidationInfo) -> Any:
+    return to_source(restore(value, info))
+
+
 def _validate_optional_source(value: Any, info: ValidationInfo) -> Any:
     return None if value is None else _validate_source(value, info)
 
@@ -170,14 +184,10 @@ def _dump_optional_source(source: Any) -> str | None:
     return None if source is None else str(source)
 
 
-def _dump_task(task: Any) -> str:
-    return get_task_name(task) if isinstance(task, type) else str(task)
-
-
 TaskSetting = Annotated[
     str | type[Task] | Task,
     PlainValidator(_validate_task),
-    PlainSerializer(_dump_task, return_type=str),
+    PlainSerializer(get_task_name, return_type=str),
 ]
 """A task by name, file or class. ``Settings`` replaces a task object with its class and options."""
 Source = Annotated[

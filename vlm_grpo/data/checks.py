@@ -4,51 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import Counter, defaultdict
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.coordinates import gold_boxes
-from vlm_grpo.data.images import ImageReader
-from vlm_grpo.data.loading import collect_examples, load_examples, open_source
+from vlm_grpo.data.duplicates import ImageHash, find_duplicates, hash_image, measure_difference
+from vlm_grpo.data.loading import read_examples
 from vlm_grpo.errors import bullets
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, ImageRef
 
 logger = logging.getLogger(__name__)
 
-_THUMBNAIL_SIZE = (16, 16)
-"""Size in pixels of the thumbnails that decide whether two images are duplicates."""
-_MEAN_DIFFERENCE, _MAX_DIFFERENCE = 3.0, 32
-"""Largest differences between thumbnails of duplicates, of 255: JPEG compression and resizing stay
-below them; a different object exceeds them."""
-_BANDS = 4
-"""Images that differ in fewer than this many of their 128 hash bits agree in at least one band."""
-_MAX_PAIRWISE = 5000
-"""Largest bucket that is compared pairwise; in larger ones only equal thumbnails are found."""
 _MAX_LISTED = 10
 """Problems listed under each heading of a report."""
-
-
-@dataclass(frozen=True)
-class ImageHash:
-    """A perceptual hash of an image.
-
-    Attributes:
-        bands: four parts of a difference hash of 128 bits.
-        thumbnail: (16, 16, 3) RGB values, uint8.
-    """
-
-    bands: tuple[bytes, ...]
-    thumbnail: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -64,6 +40,8 @@ class DataReport:
         duplicates: groups of names of images that show the same picture.
         answers: lines of statistics on the gold answers.
         image_tokens: number of image tokens of each example; empty without a token counter.
+        prompt_tokens: number of tokens of each prompt that could be built; None: not checked.
+        bad_prompts: problems of the others.
         hashes: the hash of every image that can be decoded, by the image's name.
     """
 
@@ -75,12 +53,46 @@ class DataReport:
     duplicates: Sequence[Sequence[str]]
     answers: Sequence[str]
     image_tokens: Sequence[int] = ()
+    prompt_tokens: Sequence[int] | None = None
+    bad_prompts: Sequence[str] = ()
     hashes: dict[str, ImageHash] = field(default_factory=dict, repr=False)
 
     @property
     def passed(self) -> bool:
         """Return whether nothing is wrong; duplicates within a source are allowed."""
-        return not (self.bad_rows or self.unreadable_images or self.boxes_outside)
+        return bool(self.examples) and not any(problems for _, problems in self.problems)
+
+    @property
+    def problems(self) -> list[tuple[str, Sequence[str]]]:
+        """The problems of each kind, with their name."""
+        return [
+            ("bad rows", self.bad_rows),
+            ("unreadable images", self.unreadable_images),
+            ("boxes outside their image", self.boxes_outside),
+            ("prompts that cannot be built", self.bad_prompts),
+        ]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What two sources have in common.
+
+    Attributes:
+        first, second: the sources' names.
+        images: names of images that show the same picture, one of each source, and the share of
+            pixels that differ. Every such image of the second source appears once.
+        ids: ids of examples of both, without ids that only number the rows of a source.
+    """
+
+    first: str
+    second: str
+    images: Sequence[tuple[str, str, float]]
+    ids: Sequence[str]
+
+    @property
+    def found(self) -> bool:
+        """Return whether they have anything in common."""
+        return bool(self.images or self.ids)
 
 
 def check_source(
@@ -88,6 +100,7 @@ def check_source(
     task: Task,
     data: DataSettings | None = None,
     count_tokens: Callable[[tuple[int, int]], int] | None = None,
+    measure_prompts: Callable[[Sequence[Example], Task], tuple[list[int], list[str]]] | None = None,
 ) -> DataReport:
     """Check every row and decode every image of a source.
 
@@ -96,50 +109,68 @@ def check_source(
         task: the task that checks the form of each answer.
         data: image root and limits; at most ``eval_limit`` examples are read.
         count_tokens: returns the number of image tokens for an image's width and height in pixels.
+        measure_prompts: returns the numbers of tokens of the prompts of some examples, and the
+            problems of those that cannot be built.
 
     Raises:
         UserError: the source cannot be read at all.
     """
     data = DataSettings(train=source) if data is None else data
-    examples, bad_rows = _read_examples(source, task, data)
-    images = {_get_name(image): image for example in examples for image in example.images}
+    examples, bad_rows = read_examples(source, task, data)
+    images = {
+        _get_name(image): (image, example) for example in examples for image in example.images
+    }
     hashes: dict[str, ImageHash] = {}
-    unreadable: list[str] = []
-    for name, image in images.items():
+    unreadable: dict[str, str] = {}
+    for name, (image, example) in images.items():
         try:
-            hashes[name] = hash_image(image.load())
+            hashes[name] = hash_image(image.load(), image.load)
         except ValueError as error:
-            unreadable.append(str(error))
+            unreadable[name] = f"{example.name}: {error}"
+    readable = [e for e in examples if not any(_get_name(i) in unreadable for i in e.images)]
+    lengths, bad_prompts = (
+        (None, []) if measure_prompts is None else measure_prompts(readable, task)
+    )
     names = list(hashes)
     groups = find_duplicates(list(hashes.values()))
     return DataReport(
         source=source,
         examples=examples,
         bad_rows=bad_rows,
-        unreadable_images=unreadable,
+        unreadable_images=list(unreadable.values()),
         boxes_outside=[line for example in examples for line in _find_boxes_outside(example)],
         duplicates=[[names[i] for i in group] for group in groups],
         answers=list(_describe_answers(examples)),
         image_tokens=[]
         if count_tokens is None
         else [sum(count_tokens(image.size) for image in e.images) for e in examples],
+        prompt_tokens=lengths,
+        bad_prompts=bad_prompts,
         hashes=hashes,
     )
 
 
-def find_shared_images(first: DataReport, second: DataReport) -> list[tuple[str, str]]:
-    """Return pairs of image names, one of each source, that show the same picture.
-
-    Every such image of the second source appears once, with one match in the first.
-    """
+def find_overlap(first: DataReport, second: DataReport) -> Overlap:
+    """Return the images and ids that two sources have in common."""
     names = [*first.hashes, *second.hashes]
-    pairs = []
-    for group in find_duplicates([*first.hashes.values(), *second.hashes.values()]):
-        in_first = [names[i] for i in group if i < len(first.hashes)]
-        in_second = [names[i] for i in group if i >= len(first.hashes)]
+    hashes = [*first.hashes.values(), *second.hashes.values()]
+    images = []
+    for group in find_duplicates(hashes):
+        in_first = [i for i in group if i < len(first.hashes)]
         if in_first:
-            pairs += [(in_first[0], name) for name in in_second]
-    return pairs
+            match = in_first[0]
+            images += [
+                (names[match], names[i], measure_difference(hashes[match], hashes[i]))
+                for i in group
+                if i >= len(first.hashes)
+            ]
+    ids = {example.id for example in first.examples} & {example.id for example in second.examples}
+    return Overlap(
+        first.source,
+        second.source,
+        images,
+        sorted(name for name in ids if not re.fullmatch(r"row-\d+", name)),
+    )
 
 
 def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Example]) -> None:
@@ -166,73 +197,11 @@ def _get_identity(image: ImageRef) -> Path | bytes:
     return hashlib.blake2b(image.data or b"").digest()
 
 
-def hash_image(image: Image.Image) -> ImageHash:
-    """Return the hash of a decoded image; re-encoding or resizing the image hardly changes it."""
-    gray = image.convert("L")
-    # A bit is set where the brightness rises from a cell to the next one in its row or column.
-    across = np.asarray(gray.resize((9, 8), Image.Resampling.BOX), np.int16)
-    down = np.asarray(gray.resize((8, 9), Image.Resampling.BOX), np.int16)
-    bits = np.concatenate(
-        [(np.diff(across, axis=1) > 0).ravel(), (np.diff(down, axis=0) > 0).ravel()]
-    )
-    bands = tuple(np.packbits(band).tobytes() for band in np.split(bits, _BANDS))
-    thumbnail = image.convert("RGB").resize(_THUMBNAIL_SIZE, Image.Resampling.BOX)
-    return ImageHash(bands, np.asarray(thumbnail))
-
-
-def find_duplicates(hashes: Sequence[ImageHash]) -> list[list[int]]:
-    """Return groups of two or more indices whose hashes are of the same picture, in order.
-
-    Hashes with a band in common are candidates; their thumbnails decide.
-    """
-    buckets: dict[tuple, list[int]] = defaultdict(list)
-    for index, image_hash in enumerate(hashes):
-        for number, band in enumerate(image_hash.bands):
-            buckets[number, band].append(index)
-    edges: set[tuple[int, int]] = set()
-    for indices in buckets.values():
-        edges |= _find_similar_pairs(indices, hashes)
-    if not edges:
-        return []
-    rows, columns = zip(*edges, strict=True)
-    graph = coo_array((np.ones(len(edges)), (rows, columns)), shape=(len(hashes), len(hashes)))
-    labels = connected_components(graph, directed=False)[1]
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index in sorted({*rows, *columns}):
-        groups[labels[index]].append(index)
-    return list(groups.values())
-
-
-def _find_similar_pairs(
-    indices: Sequence[int], hashes: Sequence[ImageHash]
-) -> set[tuple[int, int]]:
-    """Return the pairs of ``indices`` whose thumbnails are similar."""
-    if len(indices) < 2:
-        return set()
-    if len(indices) > _MAX_PAIRWISE:
-        first: dict[bytes, int] = {}
-        keys = [hashes[index].thumbnail.tobytes() for index in indices]
-        return {
-            (first[k], i) for k, i in zip(keys, indices, strict=True) if first.setdefault(k, i) != i
-        }
-    thumbnails = np.stack([hashes[index].thumbnail for index in indices]).astype(np.int16)
-    pairs: set[tuple[int, int]] = set()
-    for i in range(len(indices) - 1):
-        difference = np.abs(thumbnails[i + 1 :] - thumbnails[i]).reshape(len(indices) - i - 1, -1)
-        near = (difference.mean(1) <= _MEAN_DIFFERENCE) & (difference.max(1) <= _MAX_DIFFERENCE)
-        pairs |= {(indices[i], indices[i + 1 + j]) for j in np.flatnonzero(near).tolist()}
-    return pairs
-
-
 def format_report(report: DataReport) -> Iterator[str]:
     """Yield the lines that the command line prints for one source."""
     good_rows, readable = len(report.examples), len(report.hashes)
     yield f"{report.source}: {good_rows} good rows, {readable} readable images"
-    for name, problems in (
-        ("bad rows", report.bad_rows),
-        ("unreadable images", report.unreadable_images),
-        ("boxes outside their image", report.boxes_outside),
-    ):
+    for name, problems in report.problems:
         yield f"  {name:<28} {len(problems)}"
         if problems:
             yield bullets(problems, _MAX_LISTED)
@@ -245,32 +214,39 @@ def format_report(report: DataReport) -> Iterator[str]:
     if report.image_tokens:
         low, median, high = np.percentile(report.image_tokens, (0, 50, 100))
         yield f"  {'image tokens per example':<28} {low:.0f} to {high:.0f}, median {median:.0f}"
+    yield f"  {describe_lengths(report.prompt_tokens)}"
 
 
-def format_overlap(first: DataReport, second: DataReport) -> Iterator[str]:
+def describe_lengths(lengths: Sequence[int] | None) -> str:
+    """Return a line on the prompts' numbers of tokens; None: they were not counted."""
+    if lengths is None:
+        return (
+            "not checked without --model: control tokens in the text, the chat template, the "
+            "lengths of the prompts"
+        )
+    low, median, high = np.percentile(lengths or [0], (0, 50, 100))
+    return f"{'tokens per prompt':<28} {low:.0f} to {high:.0f}, median {median:.0f}"
+
+
+def format_overlap(overlap: Overlap) -> Iterator[str]:
     """Yield the lines that the command line prints about images and ids in both sources."""
-    pairs = find_shared_images(first, second)
-    ids = {example.id for example in first.examples} & {example.id for example in second.examples}
-    if not pairs and not ids:
-        yield f"{first.source} and {second.source} have no image and no id in common"
+    if not overlap.found:
+        yield f"{overlap.first} and {overlap.second} have no image and no id in common"
         return
     yield "!" * 78
-    if pairs:
-        yield f"{len(pairs)} IMAGES of {second.source} ARE ALSO IN {first.source}:"
-        yield bullets([f"{in_second} is {in_first}" for in_first, in_second in pairs], _MAX_LISTED)
-    if ids:
-        yield f"{len(ids)} IDS ARE IN BOTH: {', '.join(sorted(ids)[:_MAX_LISTED])}"
+    if overlap.images:
+        yield f"{len(overlap.images)} IMAGES of {overlap.second} ARE ALSO IN {overlap.first}:"
+        yield bullets(
+            [
+                f"{in_second} is {in_first} ({changed:.1%} of the pixels differ)"
+                for in_first, in_second, changed in overlap.images
+            ],
+            _MAX_LISTED,
+        )
+    if overlap.ids:
+        yield f"{len(overlap.ids)} IDS ARE IN BOTH: {', '.join(overlap.ids[:_MAX_LISTED])}"
     yield "A model trained on one and evaluated on the other has seen test data."
     yield "!" * 78
-
-
-def _read_examples(source: str, task: Task, data: DataSettings) -> tuple[list[Example], list[str]]:
-    """Return the good rows and the problems of the bad ones."""
-    if source.startswith("embedded:"):
-        return load_examples(source, task, data), []
-    rows, folder = open_source(source, "eval")
-    images = ImageReader(data.image_root or folder, data.max_image_pixels)
-    return collect_examples(rows, data, images, task, data.eval_limit)
 
 
 def _get_name(image: ImageRef) -> str:

@@ -33,12 +33,11 @@ def read_hub(spec: str, split: str) -> tuple[Iterator[Row], Path | None]:
     split_name = split_name or _DEFAULT_SPLITS[split]
     try:
         dataset = _load(name, split_name, config or None)
-        encoded = without_decoding(dataset)
     except Exception as error:  # the library raises many types for user mistakes
         raise UserError(
             f"dataset {name} (split {split_name}) cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _read_rows(encoded, spec), Path(name) if Path(name).is_dir() else None
+    return _read_rows(without_decoding(dataset), spec), Path(name) if Path(name).is_dir() else None
 
 
 def _load(name: str, split_name: str, config: str | None) -> datasets.Dataset:
@@ -58,11 +57,19 @@ def without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return a dataset that leaves images encoded: decoded, they would fill the memory.
 
     Its rows hold Python objects: a format such as "torch" is reset, a user's transform is kept.
+
+    Raises:
+        UserError: the columns cannot be converted.
     """
-    if dataset.format["type"] != "custom":
-        dataset = dataset.with_format(None)
-    features = {name: _as_encoded(feature) for name, feature in dataset.features.items()}
-    return dataset.cast(datasets.Features(features))
+    try:
+        if dataset.format["type"] != "custom":
+            dataset = dataset.with_format(None)
+        features = {name: _as_encoded(feature) for name, feature in dataset.features.items()}
+        return dataset.cast(datasets.Features(features))
+    except Exception as error:  # the library raises many types
+        raise UserError(
+            f"the columns of the Dataset cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _as_encoded(feature: Any) -> Any:

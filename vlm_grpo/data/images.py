@@ -52,6 +52,7 @@ class ImageReader:
         if isinstance(value, Path):
             value = str(value)
         if isinstance(value, Image.Image):
+            self._check_pixels(value.size, name)
             return self._from_bytes(_encode(value, name), name)
         if not isinstance(value, str) or not value:
             raise ValueError(
@@ -104,12 +105,15 @@ class ImageReader:
                 width, height = read_size(file)
         except ValueError as error:
             raise ValueError(f"image {name} cannot be read: {error}") from error
-        if width * height > self.max_pixels:
+        self._check_pixels((width, height), name)
+        return width, height
+
+    def _check_pixels(self, size: tuple[int, int], name: str) -> None:
+        if size[0] * size[1] > self.max_pixels:
             raise ValueError(
-                f"image {name} has {width}x{height} pixels, more than "
+                f"image {name} has {size[0]}x{size[1]} pixels, more than "
                 f"data.max_image_pixels={self.max_pixels}"
             )
-        return width, height
 
 
 def _encode(image: Image.Image, name: str) -> bytes:

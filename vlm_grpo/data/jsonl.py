@@ -52,21 +52,32 @@ def parse_object(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the line is not a JSON object or is nested too deeply.
     """
-    try:
-        text = line.decode("utf-8-sig")
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the line is not UTF-8: {error.reason}") from error
-    except RecursionError as error:
-        raise ValueError(f"the line is nested deeper than {MAX_DEPTH}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the line is not JSON: {error.msg} at column {error.colno}") from error
-    except ValueError as error:  # a refused constant, or a number with thousands of digits
-        raise ValueError(f"the line is not JSON: {error}") from error
-    if _depth(value) > MAX_DEPTH:
-        raise ValueError(f"the line is nested deeper than {MAX_DEPTH}")
+    value = parse_json(line, "the line")
     if not isinstance(value, dict):
         raise ValueError(f"the line must be a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def parse_json(data: bytes, what: str) -> Any:
+    """Parse a JSON value; ``what`` names it in messages.
+
+    Raises:
+        ValueError: it is not JSON or is nested too deeply.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested deeper than {MAX_DEPTH}") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, " * (error.lineno > 1) + f"column {error.colno}"
+        raise ValueError(f"{what} is not JSON: {error.msg} at {place}") from error
+    except ValueError as error:  # a refused constant, or a number with thousands of digits
+        raise ValueError(f"{what} is not JSON: {error}") from error
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(f"{what} is nested deeper than {MAX_DEPTH}")
     return value
 
 

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import numpy as np
 
 from vlm_grpo.config.run import DataSettings
-from vlm_grpo.config.sources import IN_MEMORY, InMemoryRows, Rows
+from vlm_grpo.config.sources import IN_MEMORY, InMemoryRows, Rows, to_source
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.data.rows import Row, select_valid, to_example
+from vlm_grpo.data.text_tables import read_csv, read_json_array
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
@@ -39,9 +40,10 @@ def load_examples(
     Only the headers of the images are read, not their pixels.
 
     Args:
-        source: path to a ``.jsonl`` or ``.parquet`` file, ``hf:NAME[:SPLIT[:CONFIG]]``,
-            ``embedded:NAME``, or rows in memory (mappings, a ``datasets.Dataset`` or ``Example``s).
-        task: the task that checks the form of each answer.
+        source: path to a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file,
+            ``hf:NAME[:SPLIT[:CONFIG]]``, ``embedded:NAME``, or rows in memory (mappings, a
+            ``datasets.Dataset`` or ``Example``s).
+        task: the task that checks the form of each answer and writes each prompt.
         data: image root, limits and the treatment of bad rows; None: the defaults.
         split: selects the limit, and the split of a source that has several.
 
@@ -49,24 +51,14 @@ def load_examples(
         UserError: the source cannot be read, has no examples, or has bad rows (all are named)
             while ``data.on_bad_row`` is "error".
     """
+    source = _to_source(source)
     data = DataSettings(train=source) if data is None else data
-    source = DataSettings(train=source).train  # wraps rows in memory
-    limit = data.train_limit if split == "train" else data.eval_limit
-    if str(source).startswith("embedded:"):
-        return _load_embedded(str(source).removeprefix("embedded:"), limit, split, task)
-    if split == "eval" and source == data.train and data.eval is not None:
-        logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
-    rows, folder = open_source(source, split)
-    root = data.image_root
-    if split == "eval" and data.eval_image_root is not None:
-        root = data.eval_image_root
-    images = ImageReader(root or folder, data.max_image_pixels)
-    examples, problems = collect_examples(rows, data, images, task, limit)
+    examples, problems = read_examples(source, task, data, split)
     if problems and (data.on_bad_row == "error" or not examples):
+        remedy = "fix them; training can skip them with data.on_bad_row=skip"
         raise UserError(
             f"{source} has {_count_bad_rows(problems)} (good rows: {len(examples)}):\n"
-            f"{bullets(problems, _MAX_LISTED)}\n"
-            "fix them; training can skip them with data.on_bad_row=skip"
+            f"{bullets(problems, _MAX_LISTED)}\n{remedy if examples else 'fix them'}"
         )
     if problems:
         logger.warning(
@@ -78,10 +70,24 @@ def load_examples(
     return examples
 
 
-def collect_examples(
-    rows: Iterable[Row], data: DataSettings, images: ImageReader, task: Task, limit: int | None
+def read_examples(
+    source: str | Path | Rows, task: Task, data: DataSettings, split: Split = "eval"
 ) -> tuple[list[Example], list[str]]:
-    """Convert rows to examples; return the examples and one problem for each bad row."""
+    """Read a source; return its good rows as examples, and one problem for each bad row.
+
+    Arguments and errors are those of ``load_examples``, but bad rows and an empty source are not
+    an error.
+    """
+    source = _to_source(source)
+    limit = data.train_limit if split == "train" else data.eval_limit
+    is_embedded = str(source).startswith("embedded:")
+    if split == "eval" and source == data.train and data.eval is not None and not is_embedded:
+        logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
+    rows, folder = _open_source(source, task, limit, split)
+    root = data.image_root
+    if split == "eval" and data.eval_image_root is not None:
+        root = data.eval_image_root
+    images = ImageReader(root or folder, data.max_image_pixels)
     examples: list[Example] = []
     problems: list[str] = []
     first_with_id: dict[str, str] = {}
@@ -101,11 +107,21 @@ def collect_examples(
     return examples, problems
 
 
-def open_source(source: str | Path | Rows, split: Split) -> tuple[Iterable[Row], Path | None]:
+def _to_source(source: Any) -> str | InMemoryRows:
+    try:
+        return to_source(source)
+    except ValueError as error:
+        raise UserError(f"the data source {error}, not {type(source).__name__}") from error
+
+
+def _open_source(
+    source: str | InMemoryRows, task: Task, limit: int | None, split: Split
+) -> tuple[Iterable[Row], Path | None]:
     """Return the rows of a source and the folder that its image paths are relative to."""
     if isinstance(source, InMemoryRows):
         return _read_memory(source.rows, split), Path()
-    source = str(source)
+    if source.startswith("embedded:"):
+        return _read_embedded(source, task, limit, split), None
     if source.startswith(IN_MEMORY):
         raise UserError(
             f"data.{split}={source}: these rows were in the memory of the Python program that "
@@ -118,11 +134,16 @@ def open_source(source: str | Path | Rows, split: Split) -> tuple[Iterable[Row],
 
         return read_hub(source.removeprefix("hf:"), split)
     path = Path(source).expanduser()
-    readers = {".jsonl": read_jsonl, ".parquet": _read_parquet}
+    readers = {
+        ".jsonl": read_jsonl,
+        ".json": read_json_array,
+        ".csv": read_csv,
+        ".parquet": _read_parquet,
+    }
     reader = readers.get(path.suffix)
     if reader is None:
         raise UserError(
-            f"{source} is not a data source: give a .jsonl or .parquet file, "
+            f"{source} is not a data source: give a {', '.join(readers)} file, "
             "hf:NAME[:SPLIT[:CONFIG]], or embedded:counting"
         )
     if not path.is_file():
@@ -156,8 +177,9 @@ def _read_parquet(path: Path) -> Iterable[Row]:
     return read_parquet(path)
 
 
-def _load_embedded(name: str, limit: int | None, split: Split, task: Task) -> list[Example]:
+def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> Iterator[Row]:
     """Generate the examples of an embedded dataset; the two splits share no random stream."""
+    name = source.removeprefix("embedded:")
     if name not in _EMBEDDED:
         raise UserError(
             f"there is no embedded dataset {name!r}{nearest(name, _EMBEDDED)}: "
@@ -170,8 +192,9 @@ def _load_embedded(name: str, limit: int | None, split: Split, task: Task) -> li
     try:
         select_valid(examples[:1], task)
     except ValueError as error:
-        raise UserError(f"embedded:{name} does not fit {type(task).__name__}: {error}") from error
-    return examples
+        raise UserError(f"{source} does not fit {type(task).__name__}: {error}") from error
+    for number, example in enumerate(examples, start=1):
+        yield Row(f"{source} row {number}", number, example=example)
 
 
 def _count_bad_rows(problems: Sequence[str]) -> str:

@@ -10,11 +10,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
+
+from PIL import Image
 
 from vlm_grpo.config.run import Column
 from vlm_grpo.data.images import ImageReader
-from vlm_grpo.task import Task
+from vlm_grpo.errors import nearest
+from vlm_grpo.task import Task, write_prompt
 from vlm_grpo.types import Example, ImageRef
 
 _NAMES: dict[Column, tuple[str, ...]] = {
@@ -25,6 +29,10 @@ _NAMES: dict[Column, tuple[str, ...]] = {
 }
 """Column names of each field, the canonical one first."""
 
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+_SIMILAR = 0.8
+"""Similarity from which a column's name counts as a misspelling ("imgae", but not "image_id")."""
+_NO_COLUMN = object()
 _REC_PREFIX = "Please provide the bounding box coordinate of the region this sentence describes:"
 """Text before the expression in VLM-R1's grounding questions; here the task adds its own."""
 
@@ -37,7 +45,7 @@ class Row:
         location: the row's name in messages (``train.jsonl:3``).
         number: position in the source, from 1.
         values: value of each column.
-        strict: require an id, and an answer in the task's own form.
+        strict: require an answer in the task's own form.
         problem: why the row could not be parsed; None if it could.
         example: an example given as the row, which is only checked; None: built from ``values``.
     """
@@ -73,8 +81,11 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
         question, answer = _parse_conversation(values.pop("conversations"))
     else:
         question, answer = _pop(values, "question", columns), _pop(values, "answer", columns)
-    example_id = _get_id(_pop(values, "id", columns, default=None), row, is_conversation)
-    row_images = _pop(values, "images", columns, default=())
+    example_id = _get_id(_pop(values, "id", columns, default=None), row)
+    row_images = _pop(values, "images", columns, default=_NO_COLUMN)
+    if row_images is _NO_COLUMN:
+        _refuse_misnamed_images(values)
+        row_images = ()
     if not isinstance(question, str):
         raise ValueError(f"question must be text, not {_short(question)}")
     meta = values.pop("meta", None) or {}
@@ -88,8 +99,9 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
     )
     is_canonical = row.strict and not is_conversation and not columns
     candidates = [answer] if is_canonical else get_answer_candidates(answer)
+    meta = {**values, **meta}
     return select_valid(
-        [Example(example_id, refs, question, c, {**values, **meta}) for c in candidates], task
+        [Example(example_id, refs, question, c, meta, row.location) for c in candidates], task
     )
 
 
@@ -164,14 +176,36 @@ def _pop(
     if present:
         return values.pop(present[0])
     if default is ... or name in columns:
+        found = list(map(str, values))
         raise ValueError(
-            f"it has no {names[0]}; it has {', '.join(map(str, values)) or 'no columns'}"
+            f"it has no {names[0]}{nearest(names[0], found)}; it has "
+            f"{', '.join(found) or 'no columns'}"
         )
     return default
 
 
-def _get_id(value: Any, row: Row, is_conversation: bool) -> str:
-    if value is None and (is_conversation or not row.strict):
+def _refuse_misnamed_images(values: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a row without images has a column that seems to hold them."""
+    for column, value in values.items():
+        likeness = max(SequenceMatcher(None, str(column), n).ratio() for n in _NAMES["images"])
+        if likeness >= _SIMILAR or _seems_image(value):
+            raise ValueError(
+                f"it has no images, but a column {column} that seems to hold them: rename it to "
+                f"images, set data.columns.images={column}, or give images: [] for a row of text"
+            )
+
+
+def _seems_image(value: Any) -> bool:
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    if isinstance(value, str):
+        return value.lower().endswith(_IMAGE_SUFFIXES)
+    is_encoded = isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes)
+    return is_encoded or isinstance(value, bytes | Image.Image)
+
+
+def _get_id(value: Any, row: Row) -> str:
+    if value is None:
         return f"row-{row.number}"
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -184,7 +218,8 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
     """Return the first of several readings of a row whose answer the task accepts.
 
     Raises:
-        ValueError: the task accepts none; the message is that for the first.
+        ValueError: the task accepts none, in which case the message is that for the first, or it
+            cannot write the prompt.
     """
     problems = []
     for example in examples:
@@ -198,6 +233,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
                 f"{type(error).__name__}: {error}"
             )
         else:
+            write_prompt(task, example)
             return example
     raise ValueError(problems[0])
 

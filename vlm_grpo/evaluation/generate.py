@@ -76,9 +76,13 @@ def generate_all(
 
     Returns:
         The examples with the resized sizes of their images, and one output per example.
+
+    Raises:
+        UserError: the model cannot use some examples, which are named before any is generated.
     """
     state = initialize_distributed()
-    resized = [policy.with_resized_sizes(example) for example in examples]
+    usable = policy.prompts.select_usable(examples, task)
+    resized = [policy.with_resized_sizes(example) for example in usable]
     todo = split_into_chunks(resized)
     outputs: dict[str, str] = {}
     if log is not None:

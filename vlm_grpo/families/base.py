@@ -135,13 +135,17 @@ class Family:
         found = (getattr(config, name, None) for name in (*names, "vision_end_token_id"))
         return tuple(sorted({token for token in found if token is not None}))
 
-    def decoder(self, tokenizer: Any) -> Callable[[Sequence[int]], str]:
-        """Return a function that decodes sampled tokens into the text passed to tasks."""
+    def control_tokens(self, tokenizer: Any) -> dict[int, str]:
+        """Return the special tokens that do not belong to an answer, by their ids."""
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         names = {
             i: tokenizer.convert_ids_to_tokens(i) for i in {*special, *tokenizer.all_special_ids}
         }
-        dropped = {i for i, name in names.items() if not re.fullmatch(self.answer_tokens, name)}
+        return {i: name for i, name in names.items() if not re.fullmatch(self.answer_tokens, name)}
+
+    def decoder(self, tokenizer: Any) -> Callable[[Sequence[int]], str]:
+        """Return a function that decodes sampled tokens into the text passed to tasks."""
+        dropped = self.control_tokens(tokenizer)
 
         def decode(tokens: Sequence[int]) -> str:
             kept = [token for token in tokens if token not in dropped]

@@ -4,7 +4,6 @@ from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages
 from vlm_grpo.grpo.batch import StepBatch, pack_step
 from vlm_grpo.grpo.memory import memory_metrics
 from vlm_grpo.grpo.nonfinite import NonfiniteGuard
-from vlm_grpo.grpo.prompt_loader import drop_unusable_images
 from vlm_grpo.grpo.rollout import Rollout, RolloutSampler, score_groups
 from vlm_grpo.grpo.update import Updater, build_updater
 
@@ -17,7 +16,6 @@ __all__ = [
     "Updater",
     "build_updater",
     "compute_advantages",
-    "drop_unusable_images",
     "memory_metrics",
     "pack_step",
     "score_groups",

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example, Prompt
+from vlm_grpo.types import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -91,39 +91,3 @@ class PromptLoader:
                 position += 1
             else:
                 return _Loaded(prompt, position > index)
-
-
-def drop_unusable_images(
-    policy: Policy, examples: Sequence[Example], skip: bool = False
-) -> list[Example]:
-    """Return the examples whose images the model can resize.
-
-    Args:
-        policy: defines the resizing.
-        examples: the examples.
-        skip: leave out the other examples with a warning; otherwise they are an error.
-
-    Raises:
-        UserError: some images are unusable and ``skip`` is False, or all examples have such images.
-            The message names all of them.
-    """
-    usable, problems = [], []
-    for example in examples:
-        try:
-            policy.with_resized_sizes(example)
-        except ValueError as error:
-            problems.append(f"{example.id}: {error}")
-        else:
-            usable.append(example)
-    if problems and not (skip and usable):
-        raise UserError(
-            f"{len(problems)} examples have images that the model cannot use:\n"
-            f"{bullets(problems)}\nremove them, or skip them with data.on_bad_row=skip"
-        )
-    if problems:
-        logger.warning(
-            "skipped %d examples whose images the model cannot use:\n%s",
-            len(problems),
-            bullets(problems, 5),
-        )
-    return usable

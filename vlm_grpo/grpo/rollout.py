@@ -148,7 +148,7 @@ class RolloutSampler:
         if self.world_size == 1:
             return list(range(start, start + count))
         examples = (self.stream[index] for index in range(start, start + count))
-        costs = [self.policy.estimate_prompt_tokens(example, self.task) for example in examples]
+        costs = [self.policy.prompts.estimate_tokens(example, self.task) for example in examples]
         return [start + place for place in balance_by_cost(costs, self.world_size)[self.rank]]
 
     def _make_groups(self, indices: list[int], progress: float) -> list[Group]:

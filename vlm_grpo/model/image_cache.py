@@ -29,12 +29,12 @@ class ImageCache:
             ValueError: the image cannot be read.
         """
         with self._lock:
-            image = self._images.pop(reference, None)
-        is_new = image is None
-        if is_new:
-            image = self.decode(reference)
+            if reference in self._images:
+                image = self._images[reference] = self._images.pop(reference)
+                return image, False
+        image = self.decode(reference)
         with self._lock:
             self._images[reference] = image
             if len(self._images) > self.size:
                 del self._images[next(iter(self._images))]
-        return image, is_new
+        return image, True

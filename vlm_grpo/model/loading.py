@@ -202,10 +202,35 @@ def _load_pretrained(
         logger.warning(
             "policy.trust_remote_code=true: running the Python code that comes with %s", source
         )
-    common: dict[str, Any] = {
-        "trust_remote_code": settings.policy.trust_remote_code,
-        "revision": settings.model_revision or "main",
-    }
+    config, processor = load_processor(source, processor_source, settings)
+    auto: Any = AutoModelForImageTextToText
+    try:
+        model, loaded = auto.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            use_safetensors=True,  # never unpickle weights
+            **_hub_arguments(settings),
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {source} cannot be loaded: {error}") from error
+    _check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
+    return model, processor
+
+
+def load_processor(source: str, processor_source: str, settings: Settings) -> tuple[Any, Any]:
+    """Load a model's configuration and its processor, but no weights.
+
+    Args:
+        source: folder or Hub name of the model.
+        processor_source: folder or Hub name of the processor.
+        settings: settings of the run.
+
+    Raises:
+        UserError: they cannot be loaded, or the model takes no images or has no chat template.
+    """
+    common = _hub_arguments(settings)
     try:
         config = AutoConfig.from_pretrained(source, **common)
         remote = getattr(config, "auto_map", None) or {}
@@ -215,17 +240,7 @@ def _load_pretrained(
                 f"model {source} is a {config.model_type} model, which takes no images: "
                 "choose an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
             )
-        auto: Any = AutoModelForImageTextToText
-        model, loaded = auto.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            use_safetensors=True,  # never unpickle weights
-            **common,
-        )
-        _check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
-        processor = AutoProcessor.from_pretrained(processor_source, **common)
+        processor: Any = AutoProcessor.from_pretrained(processor_source, **common)
     except (OSError, ValueError) as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error
     if not (processor.chat_template or processor.tokenizer.chat_template):
@@ -233,7 +248,14 @@ def _load_pretrained(
             f"model {source} has no chat template, so it is not tuned to follow instructions: "
             "choose its instruction-tuned version"
         )
-    return model, processor
+    return config, processor
+
+
+def _hub_arguments(settings: Settings) -> dict[str, Any]:
+    return {
+        "trust_remote_code": settings.policy.trust_remote_code,
+        "revision": settings.model_revision or "main",
+    }
 
 
 def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBudget | None:

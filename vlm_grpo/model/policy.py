@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,12 @@ from vlm_grpo.engine.sampling import (
 )
 from vlm_grpo.engine.shared import score_shared
 from vlm_grpo.engine.vision import ImageEncoder
-from vlm_grpo.errors import UserError
 from vlm_grpo.families import ImageFeatures, find_part
-from vlm_grpo.model.image_cache import ImageCache
 from vlm_grpo.model.loading import LoadedModel, load_model
+from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
 from vlm_grpo.utils.timing import Stopwatch
-
-RECENT_IMAGES = 64
-"""Number of decoded images kept for other examples that use them."""
 
 
 @dataclass
@@ -72,6 +68,7 @@ class Policy:
         capture: captures decode steps over shared prompts; None: steps run eagerly.
 
     Attributes:
+        prompts: builds the model's prompts.
         counters: work of the model; replace the object to reset it.
         stopwatch: seconds by phase of sampling and scoring.
         trains_vision: True if gradients flow into the vision tower.
@@ -95,7 +92,8 @@ class Policy:
         self.distribution, self.chunk_tokens, self.capture = distribution, chunk_tokens, capture
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)
-        self._images = ImageCache(self._load_image, RECENT_IMAGES)
+        limit = get_context_length(loaded.model.config)
+        self.prompts = PromptBuilder(self.processor, self.family, self.budget, limit)
         trained = {find_part(name) for name, _ in self.trainable_parameters()}
         self.trains_vision = not trained.isdisjoint(("vision", "projector"))
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
@@ -121,64 +119,11 @@ class Policy:
 
     def with_resized_sizes(self, example: Example) -> Example:
         """Return the example with the ``resized_size`` that this model gives each image."""
-        if self.budget is None:
-            return example
-        images = tuple(
-            replace(
-                image,
-                resized_size=self.family.resized_size(image.size, self.budget, self.processor),
-            )
-            for image in example.images
-        )
-        return replace(example, images=images)
-
-    def estimate_prompt_tokens(self, example: Example, task: Task) -> int:
-        """Estimate the number of tokens of the example's prompt, without reading its images.
-
-        Image tokens are exact where the family's resize is known; text is estimated at three
-        characters per token.
-        """
-        sizes = [image.resized_size for image in self.with_resized_sizes(example).images]
-        image_tokens = sum(self.family.image_tokens(size, self.processor) for size in sizes)
-        return image_tokens + len(task.prompt(example)) // 3
+        return self.prompts.with_resized_sizes(example)
 
     def build_prompt(self, example: Example, task: Task) -> Prompt:
-        """Build the model's prompt: decode and preprocess the images, tokenize the text.
-
-        Raises:
-            UserError: an image cannot be read, or the prompt exceeds the model's context.
-        """
-        content = [{"type": "image"} for _ in example.images]
-        content.append({"type": "text", "text": task.prompt(example)})
-        text = self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-        arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
-        images, decodes = self._load_images(example)
-        if images:
-            arguments |= {"images": images, **self.family.processor_kwargs(self.processor)}
-        inputs = dict(self.processor(**arguments))
-        token_ids = tuple(inputs.pop("input_ids")[0].tolist())
-        inputs.pop("attention_mask", None)
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and len(token_ids) >= limit:
-            raise UserError(
-                f"example {example.id}: its prompt has {len(token_ids)} tokens, but the "
-                f"model's context holds {limit}: lower policy.max_pixels or shorten the question"
-            )
-        return Prompt(example, text, token_ids, inputs, decodes)
-
-    def _load_images(self, example: Example) -> tuple[list[Any], int]:
-        """Return the example's resized images, and the number that had to be decoded."""
-        try:
-            loaded = [self._images.load(reference) for reference in example.images]
-        except ValueError as error:
-            raise UserError(f"example {example.id}: {error}") from error
-        return [image for image, _ in loaded], sum(is_new for _, is_new in loaded)
-
-    def _load_image(self, reference: ImageRef) -> Any:
-        image = reference.load()
-        return self.family.resize(image, self.budget, self.processor) if self.budget else image
+        """Build the model's prompt; arguments and errors as in ``PromptBuilder.build``."""
+        return self.prompts.build(example, task)
 
     # Sampling.
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vlm_grpo.engine.vision import ENCODER_PATCHES
-from vlm_grpo.model.policy import RECENT_IMAGES
+from vlm_grpo.model.prompts import RECENT_IMAGES
 from vlm_grpo.planning.model_shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.planning.workload import Workload
 

@@ -121,45 +121,6 @@ def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Imag
         return None
 
 
-def build_completion_rows(
-    task: Task, step: int, groups: Sequence[Group], advantages: Iterable[Sequence[float]]
-) -> list[dict[str, Any]]:
-    """Return a row per completion for a tracker's table, with both answers drawn on the image.
-
-    Args:
-        task: draws the answers.
-        step: number of steps that the policy had been trained for.
-        groups: the groups to show.
-        advantages: advantage of each completion, by group.
-    """
-    rows = []
-    for group, values in zip(groups, advantages, strict=True):
-        example = group.prompt.example
-        for completion, score, advantage in zip(
-            group.completions, group.scores, values, strict=True
-        ):
-            image = draw_answers(task, example, score.answer)
-            if image is not None:
-                image = image.convert("RGB")
-                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-            rows.append(
-                {
-                    "step": step,
-                    "id": example.id,
-                    "image": image,
-                    "prompt": group.prompt.text,
-                    "completion": completion.text,
-                    "gold": str(example.answer),
-                    **{f"rewards/{name}": value for name, value in score.rewards.items()},
-                    "reward": score.total,
-                    "advantage": advantage,
-                    "tokens": len(completion.token_ids),
-                    "truncated": completion.stop == "length",
-                }
-            )
-    return rows
-
-
 def write_samples(
     folder: Path,
     step: int,
@@ -212,14 +173,9 @@ def write_held_out(
         rows: ``Evaluation.rows``, one per example.
     """
     thumbnails = ThumbnailStore(folder)
-    weights = task.reward_weights()
     written = []
     for example, row in list(zip(examples, rows, strict=True))[:HELD_OUT_SHOWN]:
-        rewards = row["rewards"]
-        unscorable = any(value is None and weights[name] for name, value in rewards.items())
-        total = sum(weights[name] * (value or 0.0) for name, value in rewards.items())
-        total = None if unscorable else total
-        score = Score(row["answer"], row["rewards"], total, row["metrics"])
+        score = task.combine(row["answer"], {**row["metrics"], **row["rewards"]}, {})
         completion = {"text": row["output"], **_score_fields(thumbnails, task, example, score)}
         fields = _example_fields(thumbnails, task, example)
         written.append({"step": step, **fields, "completions": [completion]})

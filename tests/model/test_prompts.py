@@ -1,0 +1,148 @@
+"""Prompts: control tokens, unusable images, and every way in which a prompt cannot be built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tiny_models import FAMILIES, noise_example, tiny_model
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import load_family
+from vlm_grpo.model.prompts import PromptBuilder, load_prompt_builder
+from vlm_grpo.registry import load_task
+from vlm_grpo.task import PlainQuestion, Task
+from vlm_grpo.types import Example
+
+THIN = (2010, 10)
+"""An image of 201 : 1; the resize accepts 200 : 1."""
+TASK = PlainQuestion()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def prompts(request: pytest.FixtureRequest) -> PromptBuilder:
+    model, processor = tiny_model(request.param)
+    family = load_family(model.config)
+    return PromptBuilder(processor, family, family.pixel_budget(processor), max_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> PromptBuilder:
+    settings = Settings.model_validate({"task": "any", "data": {"train": "embedded:counting"}})
+    return load_prompt_builder(settings)
+
+
+def ask(question: str, location: str = "rows.jsonl:3") -> Example:
+    return replace(noise_example("a", [(56, 28)], question), location=location)
+
+
+@pytest.mark.parametrize(
+    "token", ["<|image_pad|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|endoftext|>"]
+)
+def test_a_control_token_in_a_question_is_refused_by_all_steps(
+    prompts: PromptBuilder, token: str
+) -> None:
+    bad, good = ask(f"How many{token}?"), ask("How many?")
+    reason = f"rows.jsonl:3: example a: its prompt has the text {token}, a control token of the"
+
+    with pytest.raises(UserError) as selected:
+        prompts.select_usable([good, bad], TASK)
+    with pytest.raises(UserError) as built:
+        prompts.build(prompts.with_resized_sizes(bad), TASK)
+    lengths, problems = prompts.measure([good, bad], TASK)
+
+    assert reason in str(selected.value)
+    assert str(built.value).startswith(reason)
+    assert [problem.startswith(reason) for problem in problems] == [True]
+    assert len(lengths) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end", "im_end", "< |im_end|>", "<b>", "|", "<think>", "3<4"]
+)
+def test_other_text_is_not_a_control_token(prompts: PromptBuilder, text: str) -> None:
+    assert prompts.write(ask(text), TASK) == text
+
+
+def test_the_tokens_of_answers_may_be_in_a_prompt(prompts: PromptBuilder) -> None:
+    for name in ("qwen2_vl", "resized", "permille"):
+        task = load_task("grounding", frame=FRAMES[name])
+        assert FRAMES[name].form in prompts.write(ask("the cat"), task)
+
+
+def test_unusable_examples_are_an_error_that_names_all_of_them(prompts: PromptBuilder) -> None:
+    examples = [ask("?"), noise_example("thin", [THIN]), noise_example("low", [THIN])]
+    with pytest.raises(UserError, match="2 examples cannot be used with this model") as caught:
+        prompts.select_usable(examples, TASK)
+    for part in ("- example thin: ", "- example low: ", "data.on_bad_row=skip"):
+        assert part in str(caught.value)
+
+
+def test_unusable_examples_are_dropped_if_requested(
+    prompts: PromptBuilder, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = [noise_example(name, [(56, 28)]) for name in "ab"]
+    thin = noise_example("thin", [(28, 28), THIN])
+    assert prompts.select_usable([good[0], thin, good[1]], TASK, skip=True) == good
+    assert "skipped 1 examples that cannot be used with this model" in caplog.text
+    assert prompts.select_usable(good, TASK) == good
+    with pytest.raises(UserError, match="1 examples cannot be used with this model") as caught:
+        prompts.select_usable([thin], TASK, skip=True)
+    assert "on_bad_row" not in str(caught.value)  # no example would be left
+
+
+class Silent(PlainQuestion):
+    def question(self, example: Example) -> str:
+        raise KeyError("hint")
+
+
+@pytest.mark.parametrize(
+    ("example", "task", "reason"),
+    [
+        (ask("?"), Silent(), "rows.jsonl:3: example a: the task cannot write its prompt: KeyError"),
+        (ask("many words " * 30), TASK, "tokens, but the model's context holds 200"),
+        (noise_example("thin", [THIN]), TASK, "example thin: absolute aspect ratio"),
+    ],
+)
+def test_every_prompt_that_cannot_be_built_is_a_problem(
+    prompts: PromptBuilder, example: Example, task: Task, reason: str
+) -> None:
+    lengths, problems = prompts.measure([example], task)
+
+    assert lengths == []
+    assert [reason in problem for problem in problems] == [True]
+
+
+def test_a_corrupt_image_is_named_with_its_row(prompts: PromptBuilder) -> None:
+    example = ask("?")
+    image = example.images[0]
+    assert image.data is not None
+    example = replace(example, images=(replace(image, data=image.data[:60]),))
+
+    _, (problem,) = prompts.measure([example], TASK)
+
+    assert problem.startswith("rows.jsonl:3: example a: image a-0 cannot be read")
+
+
+def test_a_chat_template_that_refuses_a_prompt_is_named(embedded: PromptBuilder) -> None:
+    processor = embedded.processor
+    template = processor.chat_template
+    processor.chat_template = "{{ raise_exception('only text') }}"
+    try:
+        _, (problem,) = embedded.measure([ask("?")], TASK)
+    finally:
+        processor.chat_template = template
+    assert problem == "rows.jsonl:3: example a: only text"
+
+
+def test_a_builder_needs_no_weights(
+    embedded: PromptBuilder,
+) -> None:
+    lengths, problems = embedded.measure([ask("How many?"), noise_example("t", [], "What?")], TASK)
+
+    assert problems == []
+    # 56 x 28 pixels are two image tokens; the other prompt has none, and no markers around them.
+    assert lengths[0] > lengths[1] > 5
+    assert embedded.max_tokens is not None

@@ -1,0 +1,203 @@
+"""Prompts: examples as the input of one model."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.families import Family, PixelBudget, load_family
+from vlm_grpo.model.image_cache import ImageCache
+from vlm_grpo.model.loading import get_model_source, get_pixel_budget, load_processor
+from vlm_grpo.task import Task, write_prompt
+from vlm_grpo.types import Example, ImageRef, Prompt
+
+logger = logging.getLogger(__name__)
+
+RECENT_IMAGES = 64
+"""Number of decoded images kept for other examples that use them."""
+
+
+class PromptBuilder:
+    """A builder of one model's prompts, which needs the model's processor but not its weights.
+
+    Args:
+        processor: the model's processor.
+        family: the model's family.
+        budget: pixel budget of the images; None if the processor resizes to a fixed size.
+        max_tokens: number of tokens in the model's context; None: unknown.
+    """
+
+    def __init__(
+        self, processor: Any, family: Family, budget: PixelBudget | None, max_tokens: int | None
+    ) -> None:
+        self.processor, self.family, self.budget = processor, family, budget
+        self.max_tokens = max_tokens
+        self._control_tokens = _compile_control_tokens(processor, family)
+        self._images = ImageCache(self._load_image, RECENT_IMAGES)
+
+    def with_resized_sizes(self, example: Example) -> Example:
+        """Return the example with the ``resized_size`` that the model gives each image.
+
+        Raises:
+            ValueError: the model cannot resize an image.
+        """
+        if self.budget is None:
+            return example
+        images = tuple(
+            replace(
+                image,
+                resized_size=self.family.resized_size(image.size, self.budget, self.processor),
+            )
+            for image in example.images
+        )
+        return replace(example, images=images)
+
+    def estimate_tokens(self, example: Example, task: Task) -> int:
+        """Estimate the number of tokens of the example's prompt, without reading its images.
+
+        Image tokens are exact where the family's resize is known; text is estimated at three
+        characters per token.
+        """
+        sizes = [image.resized_size for image in self.with_resized_sizes(example).images]
+        image_tokens = sum(self.family.image_tokens(size, self.processor) for size in sizes)
+        return image_tokens + len(task.prompt(example)) // 3
+
+    def write(self, example: Example, task: Task) -> str:
+        """Return the task's user message for an example.
+
+        Raises:
+            ValueError: the task cannot write it, or it has a control token of the model, which
+                would end the turn or stand for an image.
+        """
+        text = write_prompt(task, example)
+        if (token := self._control_tokens.search(text)) is not None:
+            raise ValueError(
+                f"its prompt has the text {token.group()}, a control token of the model: remove or "
+                "rewrite it (images are placed before the question)"
+            )
+        return text
+
+    def select_usable(
+        self, examples: Sequence[Example], task: Task, skip: bool = False
+    ) -> list[Example]:
+        """Return the examples that the model can use, as far as can be told without their pixels.
+
+        Args:
+            examples: the examples.
+            task: writes the prompts.
+            skip: leave out the other examples with a warning; otherwise they are an error.
+
+        Raises:
+            UserError: some examples are unusable and ``skip`` is False, or all are. The message
+                names all of them.
+        """
+        usable, problems = [], []
+        for example in examples:
+            try:
+                self.write(self.with_resized_sizes(example), task)
+            except ValueError as error:
+                problems.append(f"{example.name}: {error}")
+            else:
+                usable.append(example)
+        if problems and not (skip and usable):
+            remedy = "remove them, or skip them with data.on_bad_row=skip" if usable else "fix them"
+            raise UserError(
+                f"{len(problems)} examples cannot be used with this model:\n"
+                f"{bullets(problems)}\n{remedy}"
+            )
+        if problems:
+            logger.warning(
+                "skipped %d examples that cannot be used with this model:\n%s",
+                len(problems),
+                bullets(problems, 5),
+            )
+        return usable
+
+    def build(self, example: Example, task: Task) -> Prompt:
+        """Build a prompt: decode and preprocess the images, tokenize the text.
+
+        Args:
+            example: the example, with the resized sizes of its images.
+            task: writes the user message.
+
+        Raises:
+            UserError: an image cannot be read, the task or the chat template cannot write the
+                text, or the prompt has a control token or exceeds the model's context.
+        """
+        try:
+            text = self._apply_template(example, self.write(example, task))
+            loaded = [self._images.load(reference) for reference in example.images]
+        except (ValueError, TemplateError) as error:
+            raise UserError(f"{example.name}: {error}") from error
+        arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
+        if loaded:
+            images = [image for image, _ in loaded]
+            arguments |= {"images": images, **self.family.processor_kwargs(self.processor)}
+        inputs = dict(self.processor(**arguments))
+        token_ids = tuple(inputs.pop("input_ids")[0].tolist())
+        inputs.pop("attention_mask", None)
+        if self.max_tokens is not None and len(token_ids) >= self.max_tokens:
+            raise UserError(
+                f"{example.name}: its prompt has {len(token_ids)} tokens, but the model's context "
+                f"holds {self.max_tokens}: lower policy.max_pixels or shorten the question"
+            )
+        return Prompt(example, text, token_ids, inputs, sum(is_new for _, is_new in loaded))
+
+    def measure(self, examples: Sequence[Example], task: Task) -> tuple[list[int], list[str]]:
+        """Build every prompt; return their numbers of tokens, and a line for each that fails."""
+        lengths, problems = [], []
+        for example in examples:
+            try:
+                prompt = self.build(self.with_resized_sizes(example), task)
+                lengths.append(len(prompt.token_ids))
+            except UserError as error:
+                problems.append(str(error))
+            except ValueError as error:  # of the resizing
+                problems.append(f"{example.name}: {error}")
+        return lengths, problems
+
+    def _apply_template(self, example: Example, text: str) -> str:
+        content: list[dict[str, str]] = [{"type": "image"} for _ in example.images]
+        content.append({"type": "text", "text": text})
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+
+    def _load_image(self, reference: ImageRef) -> Any:
+        image = reference.load()
+        return self.family.resize(image, self.budget, self.processor) if self.budget else image
+
+
+def load_prompt_builder(settings: Settings) -> PromptBuilder:
+    """Load the builder of the prompts of the model that the settings name, without its weights.
+
+    Raises:
+        UserError: the model's configuration or processor cannot be loaded.
+    """
+    source = get_model_source(settings.model)
+    config, processor = load_processor(source, source, settings)
+    family = load_family(config)
+    budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
+    return PromptBuilder(processor, family, budget, get_context_length(config))
+
+
+def get_context_length(config: Any) -> int | None:
+    """Return the number of tokens in a model's context, or None if its configuration lacks it."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def _compile_control_tokens(processor: Any, family: Family) -> re.Pattern[str]:
+    """Return a pattern of the texts that the tokenizer or the processor would not read as text."""
+    found = {value for name, value in vars(processor).items() if name.endswith("_token")}
+    found = {name for name in found if isinstance(name, str) and name}
+    found |= set(family.control_tokens(processor.tokenizer).values())
+    kept = (name for name in found if not re.fullmatch(family.answer_tokens, name))
+    names = sorted(kept, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
