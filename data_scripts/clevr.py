@@ -1,8 +1,8 @@
 """CLEVR: its counting questions, or the number of objects in its scenes.
 
 --source: CLEVR_v1.0 (reads its questions) or one of its files. questions/CLEVR_val_questions.json
-gives the questions whose program ends in a count; scenes/CLEVR_val_scenes.json gives R1-V's
-CLEVR-70k question, how many items there are, for every scene.
+gives the questions that ask for a count; scenes/CLEVR_val_scenes.json gives R1-V's CLEVR-70k
+question, how many items there are, for every scene.
 --images: the folder of the split's images, CLEVR_v1.0/images/val. The test split has no answers.
 """
 
@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
 from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_json
 
+_SPLITS = {
+    "val": {"questions": 149_991, "scenes": 15_000},
+    "train": {"questions": 699_989, "scenes": 70_000},
+}
 _SCENE_QUESTION = "How many items are there in the image?"
 
 
@@ -32,16 +36,18 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
 
 
 def convert_question(row: RawRecord, split: str) -> ConvertedRow | RefusedRow:
-    """Convert a question in CLEVR's form; refuse it if it does not ask for a count."""
-    name = f"{split}-{row['question_index']}"
-    last = row["program"][-1]
-    if last.get("function", last.get("type")) != "count":
-        return RefusedRow(name, "it does not ask for a count")
+    """Convert a question in CLEVR's form; exclude it if it does not ask for a count.
+
+    In all files of this form, only the answer to a count is a number; programs are in some.
+    """
+    name, answer = f"{split}-{row['question_index']}", str(row["answer"])
+    if not answer.isdecimal():
+        return RefusedRow(name, "it does not ask for a count", kind="excluded")
     meta = {"question_family": row.get("question_family_index")}
-    return ConvertedRow(name, (row["image_filename"],), row["question"], int(row["answer"]), meta)
+    return ConvertedRow(name, (row["image_filename"],), row["question"], int(answer), meta)
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("val", "train"))
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -14,13 +14,31 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
-from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_coco, xywh_to_xyxy
+from vlm_grpo.data_scripts.readers import (
+    RawRecord,
+    find_file,
+    read_coco,
+    refuse_incomplete,
+    xywh_to_xyxy,
+)
+
+_IMAGES = {
+    "instances_val2017.json": 5_000,
+    "instances_val2014.json": 40_504,
+    "instances_train2017.json": 118_287,
+    "instances_train2014.json": 82_783,
+}
+_CATEGORIES = 80
+"""Number of COCO's categories: other datasets have files of the same names."""
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per image, including images without objects."""
     patterns = (f"**/instances_{request.split}*.json", f"{request.split}/_annotations.coco.json")
-    coco = read_coco(find_file(request.source, *patterns))
+    path = find_file(request.source, *patterns)
+    coco = read_coco(path)
+    if len(coco.categories) == _CATEGORIES and path.name in _IMAGES:
+        yield from refuse_incomplete(path.name, len(coco.images), _IMAGES[path.name])
     question = ", ".join(coco.categories.values())
     for image, regions in coco.group_by_image().items():
         objects = [a for a in regions if not a.get("iscrowd")]
@@ -46,7 +64,10 @@ def _to_answer(regions: Sequence[RawRecord], names: Mapping[int, str]) -> dict[s
 
 
 CONVERTER = Converter(
-    __doc__ or "", read, tasks=("detection",), splits=("val", "valid", "test", "train")
+    __doc__ or "",
+    read,
+    tasks=("detection",),
+    splits=dict.fromkeys(("val", "valid", "test", "train")),
 )
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The command line shared by all converters: row checks, resuming and atomic output.
+"""The command line shared by all converters: row checks, row counts, resuming, atomic output.
 
 A converter reads one dataset in its published form and yields a ``ConvertedRow`` or a
 ``RefusedRow`` for each source row. Everything else happens here. A row is written only if the
-toolkit's own loader accepts it.
+toolkit's own loader accepts it, and the output only if no row is missing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import heapq
+import io
 import json
-import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,19 +21,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from vlm_grpo.config.run import PILLOW_WARNS_AT
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
+from vlm_grpo.data_scripts.readers import expand_path
+from vlm_grpo.data_scripts.summary import ExpectedCounts, RefusedRow, Summary, select_counts
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
+from vlm_grpo.utils.atomic_io import write_atomic
+from vlm_grpo.utils.jsonl import read_complete_rows
 
-MAX_IMAGE_PIXELS = 2 * 89_478_485
-"""Largest image that Pillow decodes."""
 BOX_TOLERANCE = 1.0
 """Pixels by which a box may extend beyond its image. Annotations are rounded, and no official
 evaluation drops such boxes."""
-_LISTED_ROWS = 1000
-"""Number of refused rows that the summary file lists; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Request:
     @property
     def path(self) -> Path:
         """The source as a path."""
-        return Path(self.source).expanduser()
+        return expand_path(self.source)
 
 
 @dataclass(frozen=True)
@@ -80,47 +80,6 @@ class ConvertedRow:
 
 
 @dataclass(frozen=True)
-class RefusedRow:
-    """A row of the source that is not converted.
-
-    Attributes:
-        id: identifies the row.
-        reason: category of the problem; the summary counts rows by it.
-        detail: details of this row's problem.
-    """
-
-    id: str
-    reason: str
-    detail: str = ""
-
-
-@dataclass
-class Summary:
-    """Counts of the rows read, written and refused."""
-
-    read: int = 0
-    written: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    refused: list[RefusedRow] = field(default_factory=list)
-
-    def refuse(self, row: RefusedRow) -> None:
-        self.reasons[row.reason] += 1
-        if len(self.refused) < _LISTED_ROWS:
-            self.refused.append(row)
-
-    def format_lines(self) -> Iterator[str]:
-        """Yield the counts, then each reason with its first row, for printing."""
-        refused = sum(self.reasons.values())
-        left_out = self.read - self.written - refused
-        not_sampled = f", not sampled {left_out}" if left_out else ""
-        yield f"rows read {self.read}, written {self.written}, refused {refused}{not_sampled}"
-        for reason, count in self.reasons.most_common():
-            rows = [row for row in self.refused if row.reason == reason][:1]
-            first = [f" (first: {': '.join(filter(None, (r.id, r.detail)))})" for r in rows]
-            yield f"  {count} × {reason}{''.join(first)}"
-
-
-@dataclass(frozen=True)
 class Converter:
     """A dataset's converter and its command line.
 
@@ -128,25 +87,28 @@ class Converter:
         description: the module's docstring, shown by ``--help``.
         read: yields the rows of a request, always in the same order.
         tasks: tasks that it writes rows for; the first is the default.
-        splits: the dataset's splits; the first is the default.
+        splits: the published number of source rows by split, as ``select_counts`` accepts it; the
+            first split is the default.
         options: task options to check the rows with.
     """
 
     description: str
     read: Callable[[Request], Iterable[ConvertedRow | RefusedRow]]
     tasks: tuple[str, ...]
-    splits: tuple[str, ...]
+    splits: Mapping[str, int | ExpectedCounts | None]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the command line and return the process's exit status."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # a locale may be ASCII
         arguments = self._parser().parse_args(argv)
-        request = Request(arguments.source, arguments.images, arguments.split, arguments.task)
         try:
-            _Conversion(self, request, arguments.out, arguments.limit, arguments.seed).run()
+            _Conversion(self, arguments).run()
         except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
-            return 1
+            return 2
         except KeyboardInterrupt:
             print("interrupted: run the same command again to resume", file=sys.stderr)
             return 130
@@ -160,12 +122,15 @@ class Converter:
         parser.add_argument(
             "--images", type=Path, required=True, help="image folder; becomes data.image_root"
         )
-        parser.add_argument("--split", choices=self.splits, default=self.splits[0])
+        parser.add_argument("--split", choices=self.splits, default=next(iter(self.splits)))
         parser.add_argument("--out", type=Path, required=True, help="the .jsonl file to write")
         parser.add_argument(
             "--limit", type=_positive, help="number of rows to sample; default: all rows"
         )
         parser.add_argument("--seed", type=int, default=0, help="seed of the sampling by --limit")
+        parser.add_argument(
+            "--allow-partial", action="store_true", help="write the output if rows are missing"
+        )
         parser.add_argument(
             "--task", choices=self.tasks, default=self.tasks[0], help="task to convert the rows for"
         )
@@ -175,46 +140,71 @@ class Converter:
 class _Conversion:
     """One run of a converter. It writes to a partial file and renames it to ``out`` at the end."""
 
-    def __init__(
-        self, converter: Converter, request: Request, out: Path, limit: int | None, seed: int
-    ) -> None:
-        if out.suffix != ".jsonl":
-            raise UserError(f"--out {out} must end in .jsonl")
-        self.converter, self.request, self.out = converter, request, out
-        self.limit, self.seed = limit, seed
-        self.summary_path = out.with_suffix(".summary.json")
-        self.partial_path = out.with_name(f".{out.name}.{self._fingerprint()[:8]}.part")
+    def __init__(self, converter: Converter, arguments: argparse.Namespace) -> None:
+        self.out: Path = arguments.out
+        if self.out.suffix != ".jsonl":
+            raise UserError(f"--out {self.out} must end in .jsonl")
+        if self.out.is_dir():
+            raise UserError(f"--out {self.out} is a folder: name a file in it")
+        self.converter = converter
+        self.request = Request(arguments.source, arguments.images, arguments.split, arguments.task)
+        self.limit: int | None = arguments.limit
+        self.seed: int = arguments.seed
+        self.allow_partial: bool = arguments.allow_partial
+        self.summary_path = self.out.with_suffix(".summary.json")
+        self.partial_path = self.out.with_name(f".{self.out.name}.{self._fingerprint()[:8]}.part")
         self.summary = Summary()
         self.new_images: list[Path] = []
 
     def run(self) -> None:
         if self.out.exists():
             self._check_finished()
-            print(f"{self.out} is already complete; nothing to do")
+            print(f"{self.out} is already written; nothing to do")
             return
         task = load_task(self.request.task, **self.converter.options)
-        self.request.images.mkdir(parents=True, exist_ok=True)
-        self.out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UserError(f"--out {self.out}: {self.out.parent} is not a folder") from error
         try:
             self._write(task)
-            if not self.summary.written:
-                lines = "\n".join(self.summary.format_lines())
-                raise UserError(f"no row of {self.request.source} can be converted\n{lines}")
+            shortfall = self._check_rows()
         except UserError:  # a retry would fail on the same source, so nothing is kept for it
             for path in [self.partial_path, *self.new_images]:
                 path.unlink(missing_ok=True)
             raise
-        self.summary_path.write_text(json.dumps(self._summary(), indent=1, ensure_ascii=False))
-        os.replace(self.partial_path, self.out)
-        print("\n".join(self.summary.format_lines()))
+        content = json.dumps(self._summary(shortfall), indent=1)
+        write_atomic(self.summary_path, content.encode())
+        self.partial_path.replace(self.out)
+        print(shortfall or "\n".join(self.summary.format_lines()))
         print(f"wrote {self.out}; image paths are relative to {self.request.images}")
+
+    def _check_rows(self) -> str | None:
+        """Return what the output lacks if that is allowed.
+
+        Raises:
+            UserError: the output has no rows, or lacks rows and ``--allow-partial`` is not given.
+        """
+        request, lines = self.request, "\n".join(self.summary.format_lines())
+        if not self.summary.written:
+            raise UserError(f"no row of {request.source} can be converted\n{lines}")
+        counts = self.converter.splits[request.split]
+        expected = select_counts(counts, request.split, request.path)
+        shortfall = self.summary.find_shortfall(expected)
+        if shortfall is not None and not self.allow_partial:
+            raise UserError(
+                f"{request.source}, split {request.split}: {shortfall}\n"
+                "nothing is written: repair the source or the image folder, or add "
+                "--allow-partial to write the other rows"
+            )
+        return shortfall
 
     def _write(self, task: Task) -> None:
         done = self._resume()
-        with self.partial_path.open("a", encoding="utf-8") as file:
-            for row in self._valid_rows(task, done):
-                if row["id"] not in done:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        with self.partial_path.open("ab") as file:
+            for row_id, line in self._valid_rows(task, done):
+                if row_id not in done:
+                    file.write(line)
                     file.flush()
                 self.summary.written += 1
 
@@ -222,17 +212,17 @@ class _Conversion:
         """Return the ids an interrupted run has written, and truncate an incomplete last line."""
         if not self.partial_path.exists():
             return set()
-        content = self.partial_path.read_bytes()
-        complete = content[: content.rfind(b"\n") + 1]
-        with self.partial_path.open("r+b") as file:
-            file.truncate(len(complete))
-        ids = {json.loads(line)["id"] for line in complete.splitlines()}
-        print(f"resuming after {len(ids)} rows of an interrupted run")
+        ids = {row["id"] for row in read_complete_rows(self.partial_path, truncate=True)}
+        print(f"resuming after {len(ids):,} rows of an interrupted run")
         return ids
 
-    def _valid_rows(self, task: Task, done: set[str]) -> Iterator[dict[str, Any]]:
-        """Yield the rows to write in the source's order, with a progress bar in a terminal."""
-        reader = ImageReader(self.request.images, MAX_IMAGE_PIXELS)
+    def _valid_rows(self, task: Task, done: set[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield the id and line of each row to write, in the source's order.
+
+        A row that an interrupted run has written has an empty line. In a terminal, a progress bar
+        is shown.
+        """
+        reader = ImageReader(self.request.images, PILLOW_WARNS_AT)
         console = Console(stderr=True)
         columns = (TextColumn("rows"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -241,54 +231,54 @@ class _Conversion:
             if self.limit is None:
                 for item in converted:
                     if item.id in done:
-                        yield {"id": item.id}
-                    elif row := self._validate(item, task, reader):
-                        yield row
+                        yield item.id, b""
+                    elif line := self._validate(item, task, reader):
+                        yield item.id, line
             else:
                 yield from self._sample(converted, task, reader)
 
     def _sample(
         self, converted: Iterator[ConvertedRow], task: Task, reader: ImageReader
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[tuple[str, bytes]]:
         """Yield ``limit`` rows chosen by a hash of seed and id, independent of the source's order.
 
         Twice as many candidates are considered, since some may be refused.
         """
         limit = self.limit or 0
         keyed = ((self._sort_key(item.id), index, item) for index, item in enumerate(converted))
-        rows: list[tuple[int, dict[str, Any]]] = []
+        rows: list[tuple[int, str, bytes]] = []
         for _, index, item in heapq.nsmallest(2 * limit, keyed):
-            if len(rows) < limit and (row := self._validate(item, task, reader)):
-                rows.append((index, row))
-        yield from (row for _, row in sorted(rows, key=lambda pair: pair[0]))
+            if len(rows) < limit and (line := self._validate(item, task, reader)):
+                rows.append((index, item.id, line))
+        yield from ((row_id, line) for _, row_id, line in sorted(rows))
 
     def _sort_key(self, row_id: str) -> str:
-        return hashlib.sha256(f"{self.seed}/{row_id}".encode()).hexdigest()
+        text = f"{self.seed}/{row_id}"
+        return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
     def _unique_rows(self, advance: Callable[[], None]) -> Iterator[ConvertedRow]:
         """Yield the converter's rows with unique ids, and record its refused rows."""
         ids: set[str] = set()
         try:
             for item in self.converter.read(self.request):
-                self.summary.read += 1
                 advance()
-                if isinstance(item, RefusedRow):
+                is_refused = isinstance(item, RefusedRow)
+                self.summary.read += not (is_refused and item.kind == "source")
+                if is_refused:
                     self.summary.refuse(item)
                 elif item.id in ids:
                     self.summary.refuse(RefusedRow(item.id, "its id is used by an earlier row"))
                 else:
                     ids.add(item.id)
                     yield item
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise UserError(
                 f"{self.request.source} does not have the published layout of this dataset "
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def _validate(
-        self, item: ConvertedRow, task: Task, reader: ImageReader
-    ) -> dict[str, Any] | None:
-        """Return the row as JSON, or None if the loader would refuse it."""
+    def _validate(self, item: ConvertedRow, task: Task, reader: ImageReader) -> bytes | None:
+        """Return the row as a JSON line, or None if the loader would refuse it."""
         if None in item.images:
             self.summary.refuse(RefusedRow(item.id, "its image is missing in the source"))
             return None
@@ -304,39 +294,45 @@ class _Conversion:
         except ValueError as error:
             self.summary.refuse(RefusedRow(item.id, _categorize(str(error)), str(error)))
             return None
+        try:
+            line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        except (ValueError, TypeError) as error:  # NaN, half a surrogate pair, a date
+            self.summary.refuse(RefusedRow(item.id, "it cannot be written as JSON", str(error)))
+            return None
         size = example.images[0].size if example.images else (0, 0)
         boxes = item.answer.get("boxes", ()) if isinstance(item.answer, Mapping) else ()
         if outside := [box for box in boxes if _extends_beyond(box, size)]:
             detail = f"{outside[0]} in {size[0]}x{size[1]}"
             self.summary.refuse(RefusedRow(item.id, "a box extends beyond its image", detail))
             return None
-        return row
+        return line
 
     def _store_image(self, image: str | bytes | None, reader: ImageReader) -> str:
         """Return the image's path; write embedded bytes to a file named by their hash."""
+        root = self.request.images
         if isinstance(image, str):
+            if not root.is_dir():
+                raise UserError(f"--images {root} is not a folder: name the one with the images")
             return image
-        data = image or b""
-        reader.read(data, "the embedded image")  # raises if it is not an image
-        folder = self.request.images / self.out.stem
-        path = folder / f"{hashlib.sha256(data).hexdigest()[:20]}{_suffix(data)}"
+        if not isinstance(image, bytes):
+            raise ValueError(f"image must be a path or encoded bytes, not {image!r:.80}")
+        reader.read(image, "the embedded image")  # raises if it is not an image
+        path = root / self.out.stem / f"{hashlib.sha256(image).hexdigest()[:20]}{_suffix(image)}"
         if not path.exists():
-            folder.mkdir(exist_ok=True)
-            temporary = path.with_name(f".{path.name}")
-            temporary.write_bytes(data)
-            os.replace(temporary, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, image)
             self.new_images.append(path)
-        return path.relative_to(self.request.images).as_posix()
+        return path.relative_to(root).as_posix()
 
     def _fingerprint(self) -> str:
         """Return a hash that differs between commands that could write different rows.
 
         It covers the text of ``Request``: renaming a field invalidates every earlier output.
         """
-        source = Path(self.request.source).expanduser()
+        source = self.request.path
         stat = source.stat() if source.exists() else None
         version = (stat.st_size, stat.st_mtime_ns) if stat else ()
-        request = (str(self.request), self.limit, self.seed, version)
+        request = (str(self.request), self.limit, self.seed, self.allow_partial, version)
         return hashlib.sha256(repr(request).encode()).hexdigest()
 
     def _check_finished(self) -> None:
@@ -350,7 +346,7 @@ class _Conversion:
                 "delete it, or choose another --out"
             )
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self, shortfall: str | None) -> dict[str, Any]:
         summary = self.summary
         return {
             "made_by": self._fingerprint(),
@@ -361,6 +357,9 @@ class _Conversion:
             "seed": self.seed,
             "read": summary.read,
             "written": summary.written,
+            "left_out": summary.kinds["excluded"],
+            "lost": summary.kinds["lost"],
+            "missing": shortfall,
             "reasons": dict(summary.reasons),
             "refused": [vars(row) for row in summary.refused],
         }

@@ -1,6 +1,7 @@
 """CountBenchQA: 491 questions with counts from 2 to 10.
 
-Copies differ in the number of images that could still be downloaded: report n with a score.
+Copies differ in the number of images that could still be downloaded: convert one that lacks images
+with --allow-partial, and report n with a score.
 
 --source: hf:vikhyatk/CountBenchQA, or a folder with its parquet files.
 --images: a folder to write the images into.
@@ -23,7 +24,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         yield ConvertedRow(f"countbenchqa-{number}", (image,), row["question"], row["number"])
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test",))
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits={"test": 491})
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

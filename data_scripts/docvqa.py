@@ -41,7 +41,11 @@ def _convert_row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | Re
     return ConvertedRow(name, (image,), row["question"], answers, meta)
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("val", "train"))
+_SPLITS = {
+    "val": {"DocVQA": 5_349, "InfographicVQA": 2_801},
+    "train": {"DocVQA": 39_463, "InfographicVQA": 23_946},
+}
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -1,7 +1,8 @@
 """Flickr30k Entities: the phrases of five captions per image, each with its boxes.
 
 The answer to a phrase with several boxes is the box that contains them all, the "merged boxes"
-protocol of the literature; meta.boxes keeps the parts. Phrases without a box are refused.
+protocol of the literature; meta.boxes keeps the parts. Phrases without a box are left
+out.
 
 --source: the folder with Sentences, Annotations and val.txt, test.txt, train.txt.
 --images: flickr30k-images.
@@ -16,22 +17,26 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
-from vlm_grpo.data_scripts.readers import enclosing_box, read_text
+from vlm_grpo.data_scripts.readers import enclosing_box, read_text, refuse_incomplete
 from vlm_grpo.errors import UserError
 
+_IMAGES = {"val": 1_000, "test": 1_000, "train": 29_783}
+"""Number of images of each split; the number of their phrases is not published."""
 _PHRASE = re.compile(r"\[/EN#(\d+)/(\S+) ([^\]]*)\]")
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per phrase of each caption."""
-    for image in read_text(request.path / f"{request.split}.txt").split():
+    images = read_text(request.path / f"{request.split}.txt").split()
+    yield from refuse_incomplete(f"{request.split}.txt", len(images), _IMAGES[request.split])
+    for image in images:
         boxes = _read_boxes(request.path / "Annotations" / f"{image}.xml")
         sentences = read_text(request.path / "Sentences" / f"{image}.txt").splitlines()
         for i, sentence in enumerate(sentences):
             for j, (entity, kinds, phrase) in enumerate(_PHRASE.findall(sentence)):
                 name = f"{request.split}-{image}-{i}-{j}"
                 if entity not in boxes:
-                    yield RefusedRow(name, "its phrase has no box", phrase)
+                    yield RefusedRow(name, "its phrase has no box", phrase, kind="excluded")
                     continue
                 yield ConvertedRow(
                     id=name,
@@ -57,7 +62,7 @@ def _read_boxes(path: Path) -> dict[str, list[list[int]]]:
     return boxes
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("val", "test", "train"))
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=dict.fromkeys(_IMAGES))
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -31,7 +31,8 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         yield ConvertedRow(f"{request.split}-{image}", (image,), question, [word])
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test", "train"))
+_SPLITS = {"test": 2_077, "train": 4_468}
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -36,7 +36,8 @@ def _read_entries(path: Path, split: str) -> Any:
         raise UserError(f"{path} is corrupt, truncated or not a file of IIIT5K: {error}") from error
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test", "train"))
+_SPLITS = {"test": 3_000, "train": 2_000}
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

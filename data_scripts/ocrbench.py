@@ -16,24 +16,24 @@ from vlm_grpo.data_scripts.readers import RawRecord, get_image_bytes, read_json,
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per question; a single answer becomes a list of one."""
     if request.source.endswith(".json"):
+        names = ("answers", "dataset_name", "type")
         for row in read_json(request.path):
-            yield _convert_row(
-                row, row["id"], row["image_path"], ("answers", "dataset_name", "type")
-            )
+            # The file counts ids within each dataset.
+            yield _convert_row(row, f"{row['dataset_name']}-{row['id']}", row["image_path"], names)
     else:
         names = ("answer", "dataset", "question_type")
         columns = ("question", "image", *names)
         for number, row in enumerate(read_table(request.source, request.split, columns)):
-            yield _convert_row(row, number, get_image_bytes(row["image"]), names)
+            yield _convert_row(row, str(number), get_image_bytes(row["image"]), names)
 
 
 def _convert_row(
-    row: RawRecord, number: int, image: str | bytes | None, names: Sequence[str]
+    row: RawRecord, name: str, image: str | bytes | None, names: Sequence[str]
 ) -> ConvertedRow:
     answers, dataset, kind = (row[name] for name in names)
     accepted = answers if isinstance(answers, list) else [answers]
     return ConvertedRow(
-        id=f"ocrbench-{number}",
+        id=f"ocrbench-{name}",
         images=(image,),
         question=row["question"],
         answer=[str(answer) for answer in accepted],
@@ -41,7 +41,7 @@ def _convert_row(
     )
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("test",))
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits={"test": 1_000})
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -14,6 +14,18 @@ from collections.abc import Iterator
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
 from vlm_grpo.data_scripts.readers import find_file, read_coco, xywh_to_xyxy
 
+_IMAGES = {
+    "celebrity.json": 2_244,
+    "color.json": 1_170,
+    "landmark.json": 1_533,
+    "logo.json": 1_935,
+    "material.json": 2_124,
+    "negation.json": 1_858,
+    "position.json": 2_109,
+    "relationship.json": 2_169,
+}
+"""Number of images of each subset; the ninth is COCO's val2017."""
+
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per image; the question names present and absent labels."""
@@ -34,7 +46,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         )
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("detection",), splits=("test",))
+CONVERTER = Converter(__doc__ or "", read, tasks=("detection",), splits={"test": _IMAGES})
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -1,8 +1,9 @@
 """PixMo-Count: labels and counts of web images, given by URL and SHA-256 hash.
 
 Download the images first, each into a file named by its hash (image_sha256, any suffix). A row is
-refused if its image's bytes have another hash, because the image has changed since. Copies of the
-table that contain the images are supported too.
+refused if its image's bytes have another hash, because the image has changed since. Some links are
+dead, so that --allow-partial is needed. Copies of the table that contain the images are supported
+too.
 
 --source: hf:allenai/pixmo-count, or a folder with its parquet files.
 --images: the folder of the downloaded files.
@@ -37,7 +38,8 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         yield ConvertedRow(name, (image,), question, row["count"], {"label": row["label"]})
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "val", "train"))
+_SPLITS = {"test": 540, "val": 540, "train": 36_916}
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

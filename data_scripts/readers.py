@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.data_scripts.summary import RefusedRow
 from vlm_grpo.errors import UserError
 
 RawRecord = dict[str, Any]
 """One row, annotation or entry in the form of its source."""
+
+
+def expand_path(source: str) -> Path:
+    """Return a source as a path, with ``~`` replaced by the home folder."""
+    try:
+        return Path(source).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{source}: {error}") from error
 
 
 def find_file(source: str, *patterns: str) -> Path:
@@ -29,7 +39,7 @@ def find_file(source: str, *patterns: str) -> Path:
     Raises:
         UserError: no file matches, or a pattern matches several.
     """
-    path = Path(source).expanduser()
+    path = expand_path(source)
     if path.is_file():
         return path
     for pattern in patterns:
@@ -54,8 +64,13 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
 
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file."""
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str, path: Path) -> Any:
+    """Return the value in a file's text."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is corrupt or truncated: {error}") from error
 
@@ -116,9 +131,11 @@ def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[RawR
 
 
 def _table_rows(source: str, split: str) -> Iterator[Any]:
-    path = Path(source).expanduser()
+    path = expand_path(source)
     parts = [path] if path.is_file() else sorted(path.glob(f"**/{split}[-.]*parquet"))
     if parts:
+        if path.is_dir():
+            _check_all_parts(parts)
         from vlm_grpo.data.parquet import read_parquet  # slow to import
 
         for part in parts:
@@ -130,6 +147,18 @@ def _table_rows(source: str, split: str) -> Iterator[Any]:
     yield from read_hub(f"{name}:{rest or split}", "eval")[0]
 
 
+def _check_all_parts(parts: Sequence[Path]) -> None:
+    """Raise ``UserError`` if a part of a table is missing, by names like ``a-00001-of-00003``."""
+    found: dict[tuple[Path, str, int], int] = {}
+    for part in parts:
+        if name := re.fullmatch(r"(.*)-\d+-of-(\d+)\.parquet", part.name):
+            table = (part.parent, name[1], int(name[2]))
+            found[table] = found.get(table, 0) + 1
+    for (folder, name, total), count in found.items():
+        if count < total:
+            raise UserError(f"{folder} has {count} of the {total} parts of {name}: add the others")
+
+
 def get_image_bytes(value: Any) -> bytes | None:
     """Return the encoded image in a table's image column, or None if the cell is empty."""
     value = value.get("bytes") if isinstance(value, Mapping) else value
@@ -138,22 +167,22 @@ def get_image_bytes(value: Any) -> bytes | None:
 
 @dataclass(frozen=True)
 class CocoAnnotations:
-    """The content of a COCO annotation file, indexed by id.
+    """The content of a COCO annotation file; images and categories are indexed by id.
 
     Attributes:
         images: image entries, with ``file_name``.
-        annotations: annotation entries, with ``bbox`` as xywh in pixels.
+        annotations: annotation entries, with ``bbox`` as xywh in pixels; their ids may repeat.
         categories: category names.
     """
 
     images: Mapping[int, RawRecord]
-    annotations: Mapping[int, RawRecord]
+    annotations: Sequence[RawRecord]
     categories: Mapping[int, str]
 
     def group_by_image(self) -> dict[int, list[RawRecord]]:
         """Return the annotations of every image, an empty list for an image without any."""
         groups: dict[int, list[RawRecord]] = {image: [] for image in self.images}
-        for annotation in self.annotations.values():
+        for annotation in self.annotations:
             groups[annotation["image_id"]].append(annotation)
         return groups
 
@@ -165,10 +194,31 @@ def read_coco(path: Path) -> CocoAnnotations:
     if missing:
         raise UserError(f"{path} is not a COCO annotation file: it has no {', '.join(missing)}")
     return CocoAnnotations(
-        images={image["id"]: image for image in content["images"]},
-        annotations={annotation["id"]: annotation for annotation in content["annotations"]},
+        images=index_by_id(content["images"], path),
+        annotations=content["annotations"],
         categories={category["id"]: category["name"] for category in content["categories"]},
     )
+
+
+def index_by_id(entries: Sequence[RawRecord], path: Path) -> dict[int, RawRecord]:
+    """Return a file's entries by id.
+
+    Raises:
+        UserError: entries share an id, so that all but one would be lost.
+    """
+    indexed = {entry["id"]: entry for entry in entries}
+    if len(indexed) < len(entries):
+        raise UserError(
+            f"{path} is corrupt: {len(entries):,} entries have only {len(indexed):,} different ids"
+        )
+    return indexed
+
+
+def refuse_incomplete(name: str, found: int, expected: int) -> Iterator[RefusedRow]:
+    """Yield a refused row if a list or folder of images does not have the published number."""
+    if found != expected:
+        reason = "not the published number of images"
+        yield RefusedRow(name, reason, f"{found:,} instead of {expected:,}", kind="source")
 
 
 def xywh_to_xyxy(box: Sequence[float]) -> list[float]:

@@ -9,14 +9,22 @@ as --source. For VLM-R1's LISA-Grounding file see vlm_r1.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
-from vlm_grpo.data_scripts.readers import RawRecord, enclosing_box, read_text
+from vlm_grpo.data_scripts.readers import (
+    RawRecord,
+    enclosing_box,
+    parse_json,
+    read_text,
+    refuse_incomplete,
+)
 from vlm_grpo.errors import UserError
+
+_IMAGES = {"val": 200, "test": 779, "train": 239}
+"""Number of images of each split; an image has one or several questions."""
 
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
@@ -25,11 +33,12 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     files = sorted((folder or request.path).glob("*.json"))
     if not files:
         raise UserError(f"{request.source} holds no .json files of split {request.split}")
+    yield from refuse_incomplete(str(files[0].parent), len(files), _IMAGES[request.split])
     for path in files:
         content = _read_polygons(path)
         corners = [p for s in content["shapes"] if s["label"] == "target" for p in s["points"]]
         if not corners:
-            yield RefusedRow(path.name, "it has no target")
+            yield RefusedRow(path.name, "it has no target", kind="excluded")
             continue
         box = enclosing_box([[x, y, x, y] for x, y in corners])
         image = path.with_suffix(".jpg").relative_to(request.path).as_posix()
@@ -48,13 +57,10 @@ def _read_polygons(path: Path) -> RawRecord:
         text = read_text(path)
     except UserError:  # some of the published files are in Windows' encoding
         text = read_text(path, "cp1252")
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is corrupt or truncated: {error}") from error
+    return parse_json(text, path)
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("val", "test", "train"))
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=dict.fromkeys(_IMAGES))
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

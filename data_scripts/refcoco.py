@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
-from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_coco, read_pickle, xywh_to_xyxy
+from vlm_grpo.data_scripts.readers import (
+    RawRecord,
+    find_file,
+    index_by_id,
+    read_coco,
+    read_pickle,
+    xywh_to_xyxy,
+)
 from vlm_grpo.errors import UserError
 
 # In order of preference: results are published on these splits; Google's has no test set.
@@ -23,11 +30,12 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per sentence; the sentences of a region are separate questions."""
     pickle = find_file(request.source, *_PICKLES)
     coco = read_coco(find_file(str(pickle.parent / "instances.json"), "instances.json"))
+    annotations = index_by_id(coco.annotations, pickle.parent / "instances.json")
     refs = [ref for ref in read_pickle(pickle) if _is_in_split(ref, request.split)]
     if not refs:
         raise UserError(f"{pickle} has no regions of split {request.split}")
     for ref in refs:
-        annotation = coco.annotations.get(ref["ann_id"])
+        annotation = annotations.get(ref["ann_id"])
         for sentence in ref["sentences"]:
             name = f"{request.split}-{ref['ref_id']}-{sentence['sent_id']}"
             if annotation is None:
@@ -56,9 +64,24 @@ def _is_in_split(ref: RawRecord, split: str) -> bool:
     return ref["split"] == split
 
 
-CONVERTER = Converter(
-    __doc__ or "", read, tasks=("grounding",), splits=("val", "testA", "testB", "test", "train")
-)
+_SPLITS = {
+    "val": {
+        "RefCOCO": 10_834,
+        "RefCOCO+": 10_758,
+        "RefCOCOg": 4_896,
+        "RefCOCOg, Google's split": 9_536,
+    },
+    "testA": {"RefCOCO": 5_657, "RefCOCO+": 5_726},
+    "testB": {"RefCOCO": 5_095, "RefCOCO+": 4_889},
+    "test": {"RefCOCOg": 9_602},
+    "train": {
+        "RefCOCO": 120_624,
+        "RefCOCO+": 120_191,
+        "RefCOCOg": 80_512,
+        "RefCOCOg, Google's split": 85_474,
+    },
+}
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -25,7 +25,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         yield ConvertedRow(name, (row["file_path"],), row["question"], answers, meta)
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("train",))
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits={"train": None})
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -1,5 +1,8 @@
 """Super-CLEVR: the counting questions of its official files. For R1-V's 200 questions see r1_v.
 
+One file has the questions of all splits: train is the first 20,000 images, val the next 5,000, test
+the last 5,000.
+
 --source: superCLEVR_questions_30k.json, or its folder. --images: the folder of the images.
 """
 
@@ -12,15 +15,20 @@ from vlm_grpo.data_scripts.clevr import convert_question
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
 from vlm_grpo.data_scripts.readers import find_file, read_json
 
+_IMAGES = {"train": range(20_000), "val": range(20_000, 25_000), "test": range(25_000, 30_000)}
+"""Indices of each split's images; one file has the questions about all of them."""
+
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
-    """Yield one row per question whose program ends in a count."""
+    """Yield one row per question about an image of the split; leave out all but counts."""
     path = find_file(request.source, "superCLEVR_questions_30k.json", "superCLEVR_questions*.json")
+    images = _IMAGES[request.split]
     for row in read_json(path)["questions"]:
-        yield convert_question(row, request.split)
+        if row["image_index"] in images:
+            yield convert_question(row, request.split)
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("train", "test"))
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=dict.fromkeys(_IMAGES))
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -59,7 +59,7 @@ CONVERTER = Converter(
     __doc__ or "",
     read,
     tasks=("grounding", "counting", "ocr", "detection"),
-    splits=("train", "test", "val", "validation"),
+    splits=dict.fromkeys(("train", "test", "val", "validation")),
 )
 
 if __name__ == "__main__":

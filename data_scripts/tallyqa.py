@@ -19,15 +19,16 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
         simple = row.get("issimple")
         kind = "unknown" if simple is None else "simple" if simple else "complex"
         yield ConvertedRow(
-            id=f"{request.split}-{row['question_id']}",
+            id=f"{request.split}-{row['image_id']}-{row['question_id']}",
             images=(row["image"],),
             question=row["question"],
-            answer=row["answer"],
+            answer=int(row["answer"]),
             meta={"kind": kind, "data_source": row.get("data_source")},
         )
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=("test", "train"))
+_SPLITS = {"test": 38_589, "train": 249_318}
+CONVERTER = Converter(__doc__ or "", read, tasks=("counting",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow, Request
 from vlm_grpo.data_scripts.readers import (
@@ -26,7 +25,7 @@ _TABLE_SPLITS = {"val": "validation"}
 
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield one row per question with all ten answers, which VQA accuracy needs."""
-    folder = Path(request.source).expanduser()
+    folder = request.path
     if folder.suffix == ".json" or any(folder.glob("TextVQA_*.json")):
         path = find_file(request.source, f"TextVQA_*_{request.split}.json")
         for row in read_json(path)["data"]:
@@ -47,7 +46,8 @@ def _convert_row(row: RawRecord, image: str | bytes | None) -> ConvertedRow | Re
     return ConvertedRow(name, (image,), row["question"], answers, meta)
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=("val", "train"))
+_SPLITS = {"val": 5_000, "train": 34_602}
+CONVERTER = Converter(__doc__ or "", read, tasks=("ocr",), splits=_SPLITS)
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -1,5 +1,7 @@
 """Visual Genome: region descriptions as grounding phrases. It has no official splits.
 
+Many of its boxes extend beyond their image: without --allow-partial, nothing is written.
+
 --source: region_descriptions.json, or its folder. --images: the folder with VG_100K and VG_100K_2.
 """
 
@@ -31,7 +33,7 @@ def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
             )
 
 
-CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits=("train",))
+CONVERTER = Converter(__doc__ or "", read, tasks=("grounding",), splits={"train": 5_408_689})
 
 if __name__ == "__main__":
     sys.exit(CONVERTER.main())

@@ -23,6 +23,17 @@ from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_json_rows
 _REC_PREFIX = "Please provide the bounding box coordinate of the region this sentence describes:"
 
 
+_FILES = {
+    "refcoco_train.jsonl": 120_624,
+    "refcocop_train.jsonl": 120_191,
+    "refcocog_train.jsonl": 80_512,
+    "refcoco_val.json": 10_834,
+    "refcocop_val.json": 10_758,
+    "refcocog_val.json": 4_896,
+    "lisa_test.json": 1_658,
+}
+
+
 def read(request: Request) -> Iterator[ConvertedRow | RefusedRow]:
     """Yield the file's rows; a row without an id gets its number."""
     for number, row in enumerate(read_json_rows(find_file(request.source)), start=1):
@@ -60,7 +71,7 @@ CONVERTER = Converter(
     __doc__ or "",
     read,
     tasks=("grounding", "counting", "ocr", "detection"),
-    splits=("train", "val", "test"),
+    splits=dict.fromkeys(("train", "val", "test"), _FILES),
 )
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ class TestUnusableModels:
 def test_tensorboard_receives_metrics_with_trls_names_and_images(settings: Any) -> None:
     run = settings()
     train(run)
-    events = EventAccumulator(str(run.run_dir / "tensorboard"))
+    events = EventAccumulator(str(run.run_dir))
     events.Reload()
     names = {
         "reward", "reward_std", "frac_reward_zero_std", "rewards/letters/mean",

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.config.run import Settings
+    from vlm_grpo.deploy.evaluate import evaluate
     from vlm_grpo.deploy.export import export
     from vlm_grpo.deploy.predict import predict
     from vlm_grpo.errors import Stopped, UserError
-    from vlm_grpo.evaluation.evaluate import evaluate
     from vlm_grpo.model.policy import load_policy
     from vlm_grpo.planning.planner import plan
     from vlm_grpo.registry import load_task
@@ -55,7 +55,7 @@ _MODULES = {
     "TrainResult": "tracking.summary",
     "Trainer": "trainer",
     "UserError": "errors",
-    "evaluate": "evaluation.evaluate",
+    "evaluate": "deploy.evaluate",
     "export": "deploy.export",
     "load_policy": "model.policy",
     "load_settings": "config.recipes",

@@ -158,8 +158,7 @@ class Trainer:
         self.policy.clear_image_features()
         groups, advantages = partial.rollout.groups, partial.batch.advantages
         is_skipped = bool(metrics["skipped_updates"])
-        if self.run_dir.samples_due(self.global_step) or is_skipped:
-            self.run_dir.write_samples(self.global_step, groups, advantages)
+        self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
         self.nonfinite.check(self.global_step, is_skipped, groups, advantages)
         learning_rate = self.updater.scheduler.get_last_lr()[0]
         return {**metrics, **partial.metrics, "learning_rate": learning_rate}
@@ -187,7 +186,8 @@ class Trainer:
             settings, self.policy, self.task, self.train_examples, self.evaluator.examples
         ):
             self.accelerator.print(line)
-        before, after = None if self.is_resumed else self._evaluate(), None
+        before = self.run_dir.read_evaluation(0) if self.is_resumed else self._evaluate()
+        after = self.run_dir.read_evaluation(last) if self.global_step == last else None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
         progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
         with closing(self.sampler), self.stop_request, self.checkpoints.writing(), progress:

@@ -24,6 +24,12 @@ def test_a_run_is_found_by_name_and_by_path() -> None:
         find_run_dir("countin")
 
 
+def test_a_sweep_takes_several_runs_and_two_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "needs several runs" in fails(capsys, "report", "--sweep", "optim.lr", "counting")
+    three = [word for key in ("optim.lr", "seed", "name") for word in ("--sweep", key)]
+    assert "at most two settings" in fails(capsys, "report", *three, "counting", "counting")
+
+
 @pytest.mark.parametrize("runs", [["countin"], ["counting", "countin"]])
 def test_a_missing_run_is_one_message(capsys: pytest.CaptureFixture[str], runs: list[str]) -> None:
     assert "runs/ has counting" in fails(capsys, "report", *runs)

@@ -104,6 +104,30 @@ def test_a_coco_annotation_of_an_unknown_image_is_an_error(convert_with_error, t
     )
 
 
+def test_a_part_of_coco_is_an_error_but_not_another_dataset_of_the_same_name(
+    convert, convert_with_error, tmp_path
+):
+    name, categories = "instances_val2017.json", [{"id": i, "name": str(i)} for i in range(80)]
+    write_files(tmp_path, {name: COCO | {"categories": categories}} | COCO_IMAGES)
+    error = convert_with_error("coco_detection", tmp_path, tmp_path / "val2017")
+    assert f"not the published number of images (first: {name}: 2 instead of 5,000)" in error
+    write_files(tmp_path, {name: COCO})
+    assert len(convert("coco_detection", tmp_path, tmp_path / "val2017").rows) == 2
+
+
+def test_coco_annotations_of_one_id_are_all_kept_and_images_of_one_id_an_error(
+    convert, convert_with_error, tmp_path
+):
+    twins = [{**COCO["annotations"][0], "bbox": [0, 0, side, side]} for side in (5, 9)]
+    write_files(tmp_path, {"ann.json": COCO | {"annotations": twins}} | COCO_IMAGES)
+    result = convert("coco_detection", tmp_path / "ann.json", tmp_path / "val2017")
+    assert result.answers["val-1"]["boxes"] == [[0, 0, 5, 5], [0, 0, 9, 9]]
+    write_files(tmp_path, {"twins.json": COCO | {"images": [COCO["images"][0]] * 2}})
+    assert "twins.json is corrupt: 2 entries have only 1 different ids" in convert_with_error(
+        "coco_detection", tmp_path / "twins.json", tmp_path / "val2017"
+    )
+
+
 def make_ref_l4_row(number: str, **more: object) -> dict:
     row = {"id": number, "caption": f"thing {number}", "bbox": [10.0, 5.0, 20.0, 30.0]}
     row |= {"file_name": "a.jpg", "ori_category_id": "o365_1", "is_rewrite": False}
@@ -143,7 +167,8 @@ def test_reason_seg_returns_the_box_around_all_targets(convert, tmp_path):
     result = convert("reason_seg", tmp_path, tmp_path, split="val")
     assert [row["answer"]["boxes"] for row in result.rows] == [[[10, 5, 40, 40]]] * 2
     assert [row["images"] for row in result.rows] == [["val/1.jpg"]] * 2
-    assert result.reasons == {"it has no target": 1}
+    assert result.reasons == {"it has no target": 1, "not the published number of images": 1}
+    assert "val: 2 instead of 200)" in result.output
 
 
 def test_reason_seg_reads_files_in_windows_encoding(convert, tmp_path):
@@ -216,7 +241,8 @@ def test_flickr30k_merges_the_boxes_of_a_phrase(convert, tmp_path):
     ]
     assert result.rows[0]["meta"]["boxes"] == [[10, 5, 20, 15], [30, 8, 40, 40]]
     assert result.rows[1]["meta"]["kind"] == "clothing"
-    assert result.reasons == {"its phrase has no box": 1}
+    assert result.reasons == {"its phrase has no box": 1, "not the published number of images": 1}
+    assert "(first: val.txt: 1 instead of 1,000)" in result.output
 
 
 def test_a_truncated_flickr30k_annotation_is_an_error(convert_with_error, tmp_path):

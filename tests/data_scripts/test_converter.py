@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
-from dataset_files import png, write_files
+from dataset_files import png, png_with_claimed_size, write_files
 
+from vlm_grpo.config.run import DataSettings
 from vlm_grpo.data_scripts.converter import ConvertedRow, Converter, RefusedRow
 
 
@@ -20,7 +24,7 @@ def make_converter(count: int, stop_after: int | None = None) -> Converter:
                 raise KeyboardInterrupt
             yield ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i)
 
-    return Converter("rows", read, tasks=("counting",), splits=("test", "train"))
+    return Converter("rows", read, tasks=("counting",), splits={"test": None, "train": None})
 
 
 @pytest.fixture
@@ -61,14 +65,16 @@ def test_a_complete_output_is_not_written_again(tmp_path, argv, capsys):
     before = (tmp_path / "out" / "set.jsonl").stat().st_mtime_ns
     capsys.readouterr()
     assert make_converter(5).main(argv) == 0
-    assert "is already complete; nothing to do" in capsys.readouterr().out
+    assert "is already written; nothing to do" in capsys.readouterr().out
     assert (tmp_path / "out" / "set.jsonl").stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("change", [["--split", "train"], ["--limit", "2"], ["--seed", "3"]])
+@pytest.mark.parametrize(
+    "change", [["--split", "train"], ["--limit", "2"], ["--seed", "3"], ["--allow-partial"]]
+)
 def test_an_output_of_another_command_is_an_error(argv, capsys, change):
     assert make_converter(3).main(argv) == 0
-    assert make_converter(3).main([*argv, *change]) == 1
+    assert make_converter(3).main([*argv, *change]) == 2
     assert "was made by another command or from another source" in capsys.readouterr().err
 
 
@@ -92,8 +98,9 @@ def test_limit_replaces_bad_rows(tmp_path, argv):
             image = None if i % 3 == 0 else png(shade=i)
             yield ConvertedRow(f"row-{i}", (image,), "How many?", i)
 
-    converter = Converter("rows", read, tasks=("counting",), splits=("test",))
-    assert converter.main([*argv, "--limit", "10"]) == 0
+    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    assert converter.main([*argv, "--limit", "10"]) == 2, "a row of the sample has no image"
+    assert converter.main([*argv, "--limit", "10", "--allow-partial"]) == 0
     assert len(read_rows(tmp_path)) == 10
 
 
@@ -111,15 +118,19 @@ def read_bad_rows(request):
     yield ConvertedRow(
         "outside", ("../secret.png",), "q", {"boxes": [[1, 2, 3, 4]], "labels": ["q"]}
     )
-    yield RefusedRow("skipped", "it has no use")
+    box = {"boxes": [[1, 2, 3, 4]], "labels": ["q"]}
+    yield ConvertedRow("half a pair", (png(),), "\ud83d", box)
+    yield ConvertedRow("no number", (png(),), "q", box, {"score": float("nan")})
+    yield ConvertedRow("dated", (png(),), "q", box, {"day": date(2024, 1, 1)})
+    yield RefusedRow("skipped", "it has no use", kind="excluded")
 
 
 def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
-    converter = Converter("rows", read_bad_rows, tasks=("grounding",), splits=("test",))
-    assert converter.main(argv) == 0
+    converter = Converter("rows", read_bad_rows, tasks=("grounding",), splits={"test": None})
+    assert converter.main([*argv, "--allow-partial"]) == 0
     assert [row["id"] for row in read_rows(tmp_path)] == ["good", "rounded"]
     output = capsys.readouterr().out
-    assert "rows read 10, written 2, refused 8" in output
+    assert "rows read 13, written 2, left out 1, refused 10" in output
     summary = json.loads((tmp_path / "out" / "set.summary.json").read_text())
     # The image is 64x48: "xywh" ends at x = 70, as a box does whose width was read as an edge.
     assert {row["id"]: row["reason"] for row in summary["refused"]} == {
@@ -130,6 +141,9 @@ def test_every_bad_row_is_refused_with_its_reason(tmp_path, argv, capsys):
         "lost": "its image is missing in the source",
         "rotten": "its image cannot be used",
         "outside": "its image cannot be used",
+        "half a pair": "it cannot be written as JSON",
+        "no number": "it cannot be written as JSON",
+        "dated": "it cannot be written as JSON",
         "skipped": "it has no use",
     }
 
@@ -138,8 +152,8 @@ def test_a_source_without_a_valid_row_gives_no_output(tmp_path, argv, capsys):
     def read(request):
         yield ConvertedRow("lost", (None,), "How many?", 1)
 
-    converter = Converter("rows", read, tasks=("counting",), splits=("test",))
-    assert converter.main(argv) == 1
+    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    assert converter.main(argv) == 2
     error = capsys.readouterr().err
     assert "no row of" in error
     assert "can be converted" in error
@@ -152,8 +166,8 @@ def test_a_layout_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys):
         yield ConvertedRow("first", (png(),), "How many?", 1)
         yield ConvertedRow("second", (png(),), {}["question"], 1)
 
-    converter = Converter("rows", read, tasks=("counting",), splits=("test",))
-    assert converter.main(argv) == 1
+    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    assert converter.main(argv) == 2
     assert "does not have the published layout of this dataset (KeyError: 'question')" in (
         capsys.readouterr().err
     )
@@ -162,7 +176,7 @@ def test_a_layout_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys):
 
 
 def test_out_must_be_jsonl(tmp_path, argv, capsys):
-    assert make_converter(1).main([*argv[:-1], str(tmp_path / "set.json")]) == 1
+    assert make_converter(1).main([*argv[:-1], str(tmp_path / "set.json")]) == 2
     assert "must end in .jsonl" in capsys.readouterr().err
 
 
@@ -171,7 +185,125 @@ def test_image_paths_are_kept_and_no_image_is_copied(tmp_path, argv):
         yield ConvertedRow("one", ("deep/a.png", "b.png"), "How many?", 1)
 
     write_files(tmp_path / "images", {"deep/a.png": png(), "b.png": png()})
-    converter = Converter("rows", read, tasks=("counting",), splits=("test",))
+    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
     assert converter.main(argv) == 0
     assert read_rows(tmp_path)[0]["images"] == ["deep/a.png", "b.png"]
     assert len(list((tmp_path / "images").rglob("*.png"))) == 2
+
+
+def make_short_converter(expected: Any, *, lost: int = 0, excluded: int = 0) -> Converter:
+    """Return a converter of 7 good rows, lost rows and excluded rows."""
+
+    def read(request):
+        yield from (ConvertedRow(f"row-{i}", (png(shade=i),), "How many?", i) for i in range(7))
+        yield from (ConvertedRow("row-0", (png(),), "How many?", 1) for _ in range(lost))
+        yield from (RefusedRow(f"no-{i}", "no count", kind="excluded") for i in range(excluded))
+
+    return Converter("rows", read, tasks=("counting",), splits={"test": expected})
+
+
+@pytest.mark.parametrize(
+    ("converter", "problem"),
+    [
+        (make_short_converter(8), "expected 8 (test), found 7, dropped 0"),
+        (make_short_converter(6), "expected 6 (test), found 7, dropped 0"),
+        (make_short_converter(7, excluded=1), "expected 7 (test), found 8, dropped 0"),
+        (make_short_converter(9, lost=2), "expected 9 (test), found 9, dropped 2"),
+        (make_short_converter(None, lost=1), "expected every row, found 8, dropped 1"),
+        (make_short_converter({"A": 8, "B": 9}), "expected 8 (A) or 9 (B), found 7, dropped 0"),
+        (make_short_converter({"source.json": 8}), "expected 8 (source.json), found 7, dropped 0"),
+    ],
+)
+def test_missing_rows_are_an_error_unless_allowed(tmp_path, argv, capsys, converter, problem):
+    """The error names the numbers and leaves nothing; the option writes the rows and says so."""
+    assert converter.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert f"source.json, split test: rows are missing: {problem}\n" in error
+    assert ("× its id is used by an earlier row" in error) != problem.endswith("dropped 0")
+    assert "--allow-partial" in error
+    assert list((tmp_path / "out").iterdir()) == []
+    assert [path for path in (tmp_path / "images").rglob("*") if path.is_file()] == []
+
+    assert converter.main([*argv, "--allow-partial"]) == 0
+    assert f"rows are missing: {problem}\n" in capsys.readouterr().out
+    assert len(read_rows(tmp_path)) == 7
+    summary = json.loads((tmp_path / "out" / "set.summary.json").read_text())
+    assert summary["missing"].startswith(f"rows are missing: {problem}")
+
+
+@pytest.mark.parametrize(
+    "converter",
+    [
+        make_short_converter(7),
+        make_short_converter(9, excluded=2),
+        make_short_converter({"A": 8, "B": 7}),
+        make_short_converter({"other.json": 8}),
+        make_short_converter(None, excluded=1),
+    ],
+)
+def test_a_complete_conversion_needs_no_option(tmp_path, argv, converter):
+    assert converter.main(argv) == 0
+    assert len(read_rows(tmp_path)) == 7
+    summary = json.loads((tmp_path / "out" / "set.summary.json").read_text())
+    assert (summary["missing"], summary["lost"]) == (None, 0)
+
+
+def test_a_sample_of_a_source_with_missing_rows_is_an_error(argv, capsys):
+    assert make_short_converter(8).main([*argv, "--limit", "2"]) == 2
+    assert "expected 8 (test), found 7, dropped 0" in capsys.readouterr().err
+
+
+def test_images_are_limited_as_by_the_loader(tmp_path, argv, capsys):
+    """One image has a pixel more than the loader allows, the other nearly as many as it allows."""
+    side, limit = 2**10, DataSettings.model_fields["max_image_pixels"].default
+    images = [png_with_claimed_size(side, limit // side), png_with_claimed_size(1, limit + 1)]
+    rows = [ConvertedRow(f"{i}", (image,), "How many?", 1) for i, image in enumerate(images)]
+    converter = Converter("r", lambda _: rows, tasks=("counting",), splits={"test": None})
+    assert converter.main([*argv, "--allow-partial"]) == 0
+    assert [row["id"] for row in read_rows(tmp_path)] == ["0"]
+    assert "its image cannot be used (first: 1: image" in capsys.readouterr().out
+
+
+BAD_PATHS = [
+    ("--out", "file.jsonl/set.jsonl", "file.jsonl is not a folder"),
+    ("--out", "file.jsonl/deep/set.jsonl", "Not a directory"),
+    ("--out", "folder.jsonl", "is a folder: name a file in it"),
+    ("--out", "locked/set.jsonl", "Permission denied"),
+    ("--images", "file.jsonl", "file.jsonl is not a folder"),
+    ("--images", "nowhere", "nowhere is not a folder"),
+    ("--source", "~nobody-at-all/x.json", "home directory"),
+    ("--source", "x" * 300, "File name too long"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "message"), BAD_PATHS)
+def test_a_bad_path_is_one_message(tmp_path, argv, capsys, option, value, message):
+    if "locked" in value and os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    write_files(tmp_path, {"file.jsonl": "", "folder.jsonl/x": ""})
+    (tmp_path / "locked").mkdir(mode=0o500)
+
+    def read(request):
+        request.path.exists()
+        yield ConvertedRow("one", ("a.png",), "How many?", 1)
+
+    converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
+    before = sorted(tmp_path.rglob("*"))
+    path = value if option == "--source" else str(tmp_path / value)
+    assert converter.main([*argv, option, path]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if path not in before and path.is_file()
+    ] == []
+
+
+def test_a_damaged_partial_file_is_one_message(tmp_path, argv, capsys):
+    assert make_converter(20, stop_after=9).main(argv) == 130
+    (part,) = (tmp_path / "out").glob(".set.jsonl.*.part")
+    part.write_bytes(b"\x00\n" + part.read_bytes())
+    assert make_converter(20).main(argv) == 2
+    assert f"{part}:1 is not a JSON object" in capsys.readouterr().err

@@ -30,6 +30,8 @@ def test_clevr_keeps_the_questions_that_end_in_a_count(convert, tmp_path):
         make_clevr_question(1, "exist", "yes"),
         # This question does not ask for a count.
         make_clevr_question(2, "query_size", "large"),
+        # The sample in Super-CLEVR's repository has typed answers and no programs.
+        {**make_clevr_question(4, "exist", ""), "answer": True},
         make_clevr_question(3, "count", "0"),
     ]
     files = {
@@ -39,7 +41,7 @@ def test_clevr_keeps_the_questions_that_end_in_a_count(convert, tmp_path):
     source = write_files(tmp_path / "CLEVR_v1.0", files)
     result = convert("clevr", source, source / "images" / "val")
     assert result.answers == {"val-0": 3, "val-3": 0}
-    assert result.reasons == {"it does not ask for a count": 2}
+    assert result.reasons == {"it does not ask for a count": 3}
     assert result.rows[0]["meta"] == {"question_family": 3}
 
 
@@ -100,25 +102,29 @@ def test_tallyqa_rows_are_simple_or_complex(convert, tmp_path):
     rows = [make_tallyqa_row(1, issimple=True), make_tallyqa_row(2, issimple=False, answer=0)]
     source = write_files(tmp_path, {"test.json": rows, "images/VG_100K/1.jpg": png()})
     result = convert("tallyqa", source, tmp_path / "images")
-    assert result.answers == {"test-1": 2, "test-2": 0}
+    assert result.answers == {"test-1-1": 2, "test-1-2": 0}
     assert [row["meta"]["kind"] for row in result.rows] == ["simple", "complex"]
 
 
 def test_tallyqa_in_another_layout_is_an_error(convert_with_error, tmp_path):
     write_files(tmp_path, {"test.json": [{"question": "How many?"}]})
     message = convert_with_error("tallyqa", tmp_path, tmp_path / "images")
-    assert "does not have the published layout of this dataset (KeyError: 'question_id')" in message
+    assert "does not have the published layout of this dataset (KeyError: 'image_id')" in message
 
 
-def test_super_clevr_reads_its_counting_questions(convert, tmp_path):
-    question: dict[str, Any] = make_clevr_question(4, "count", "7") | {
-        "image_filename": "superCLEVR_new_000000.png"
-    }
-    question["program"][-1] = {"type": "count", "inputs": [0]}
-    files = {"superCLEVR_questions_30k.json": {"questions": [question]}}
-    write_files(tmp_path, files | {"images/superCLEVR_new_000000.png": png()})
-    result = convert("super_clevr", tmp_path, tmp_path / "images")
-    assert result.answers == {"train-4": 7}
+def test_super_clevr_reads_the_counting_questions_of_a_split(convert, tmp_path):
+    """The indices are the last of train's and val's images, and the first of test's."""
+    questions: list[dict[str, Any]] = []
+    for number, image in enumerate([19_999, 24_999, 25_000]):
+        question = make_clevr_question(number, "count", "") | {"answer": 7 + number}
+        del question["program"]
+        questions.append(question | {"image_index": image, "image_filename": "a.png"})
+    files = {"superCLEVR_questions_30k.json": {"questions": questions}, "images/a.png": png()}
+    write_files(tmp_path, files)
+    for split, answer in [("train", 7), ("val", 8), ("test", 9)]:
+        result = convert("super_clevr", tmp_path, tmp_path / "images", split=split)
+        assert list(result.answers.values()) == [answer]
+        (tmp_path / "out" / "super_clevr.jsonl").unlink()
 
 
 def test_countbenchqa_refuses_missing_images(convert, tmp_path):

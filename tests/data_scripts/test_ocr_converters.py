@@ -18,9 +18,15 @@ def make_ocrbench_row(number: int, answers: object, **more: object) -> dict:
 
 def test_ocrbench_answers_are_strings_or_lists(convert, tmp_path):
     rows = [make_ocrbench_row(0, "CENTRE"), make_ocrbench_row(1, ["$5", "5 dollars"])]
+    # The file counts ids within each dataset.
+    rows.append(make_ocrbench_row(0, "STOP", dataset_name="svt"))
     write_files(tmp_path, {"OCRBench.json": rows, "images/IIIT5K/1.png": png()})
     result = convert("ocrbench", tmp_path / "OCRBench.json", tmp_path / "images")
-    assert result.answers == {"ocrbench-0": ["CENTRE"], "ocrbench-1": ["$5", "5 dollars"]}
+    assert result.answers == {
+        "ocrbench-IIIT5K-0": ["CENTRE"],
+        "ocrbench-IIIT5K-1": ["$5", "5 dollars"],
+        "ocrbench-svt-0": ["STOP"],
+    }
     assert result.rows[0]["meta"] == {"dataset_name": "IIIT5K", "type": "Regular Text Recognition"}
 
 

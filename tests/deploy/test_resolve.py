@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from vlm_grpo.deploy.resolve import NO_TASK, read_held_out_values, resolve_model
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.deploy.resolve import (
+    NO_TASK,
+    find_checkpoint,
+    read_held_out_values,
+    resolve_model,
+)
 from vlm_grpo.errors import UserError
 
 ROWS = '{"step": 0, "eval/exact": 0.25}\n{"step": 1, "eval/exact": NaN}\n{"step": 2}\n'
@@ -75,3 +81,15 @@ def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path: Path) 
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/exact": 0.5}\n')
     with pytest.raises(UserError, match=r"recipe .*step-1/config\.yaml"):  # the step was found
         resolve_model(str(tmp_path), step="best")
+
+
+def test_a_run_stands_for_its_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    newest = Path("runs/mine/checkpoints/step-10")
+    for folder in (newest, newest.with_name("step-2")):
+        load_settings("counting").save(folder / "config.yaml")
+    assert [find_checkpoint(name) for name in ("mine", "runs/mine", newest)] == [newest] * 3
+    assert find_checkpoint(None) is None
+    assert find_checkpoint("other") == Path("other")  # whoever loads it refuses it

@@ -63,6 +63,26 @@ def test_ocrbench_is_in_points_of_a_thousand():
     assert any("Qwen2.5-VL-3B-Instruct" in line and "not verified" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "split", "warning"),
+    [
+        ("super_clevr_200", None, "its test has 200 examples; this is a part"),
+        ("fsc147", "val", "its val has 1286 examples; this is a part"),
+        ("fsc147", None, "its test has 1190, val has 1286 examples; this is a part"),
+        ("clevr", None, None),  # its number of examples is not published
+    ],
+)
+def test_a_report_warns_of_missing_rows_with_and_without_a_split(name, split, warning):
+    report = make_report(name, make_examples([1, 2]), ["1", "2"])
+    text = "\n".join(format_report(report, split))
+    assert warning in text if warning else "this is a part" not in text
+
+
+def test_a_report_of_all_rows_has_no_warning():
+    report = make_report("super_clevr_200", make_examples([1] * 200), ["1"] * 200)
+    assert "this is a part" not in "\n".join(format_report(report))
+
+
 def test_ocrbench_v2_is_a_mean_of_category_means():
     kinds = ["science QA en"] * 3 + ["text recognition en"]
     categories = ["knowledge reasoning"] * 3 + ["text recognition"]

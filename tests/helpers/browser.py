@@ -143,7 +143,7 @@ class Browser:
                 raise RuntimeError(json.load(error)["value"]["message"]) from error
 
 
-_CODES = {"ArrowLeft": 37, "ArrowRight": 39}
+_CODES = {"ArrowLeft": 37, "ArrowRight": 39, "Enter": 13, "+": 187, "0": 48}
 
 
 def wait_until(browser: Browser, condition: str, seconds: float = 5.0) -> None:

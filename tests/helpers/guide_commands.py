@@ -66,6 +66,8 @@ def run_command(line: str, step: int) -> None:
     arguments += ["--model", "embedded"] if "--model Qwen/" in line else []
     if command == "train":
         arguments += HELD_OUT
+    if "data_scripts" in line:  # the files are a part of a dataset
+        arguments += ["--allow-partial"]
     if launched:  # the guide shows several ways to start the same run
         arguments += [f"name={re.sub('[^a-z0-9]+', '-', launched[0])}"]
     if program == "vlm-grpo":

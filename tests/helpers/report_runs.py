@@ -20,7 +20,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.evaluate import summarize, write_predictions, write_summary
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.metrics import StepLog, group_metrics
+from vlm_grpo.tracking.metrics import StepLog, group_metrics, rollout_distributions
 from vlm_grpo.tracking.samples import write_held_out, write_samples
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
@@ -60,6 +60,7 @@ def make_run(
     examples = load_few_examples(task_name, task, held_out, "eval")
     policy, generator = policy or write_completion, random.Random(seed)
     log = StepLog(settings.run_dir / "metrics.jsonl")
+    distributions = StepLog(settings.run_dir / "distributions.jsonl")
     samples = settings.run_dir / "samples"
     for step in range(steps + 1):
         current = skill[0] + (skill[1] - skill[0]) * step / steps
@@ -77,6 +78,7 @@ def make_run(
             write_samples(samples, step, groups, advantages, task)
         sampled = group_metrics(groups).values(empty=math.nan)
         log.write(step, sampled | _simulate_metrics(groups, step, generator))
+        distributions.write(step, rollout_distributions(groups))
     return settings.run_dir
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, DRIVER, Browser, wait_until
-from report_runs import TASKS, load_few_examples, make_group, make_run, write_alarms
+from browser import Browser, wait_until
+from report_page import (
+    NEEDS_BROWSER,
+    get_entries,
+    get_position,
+    read_last_evaluation,
+    set_filter,
+)
+from report_runs import TASKS, load_few_examples, make_group, write_alarms
 
 from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report, compare_runs
 from vlm_grpo.tracking.samples import write_samples
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="needs Chromium and its driver (Debian: apt-get install chromium chromium-driver)",
-)
+pytestmark = NEEDS_BROWSER
 
 HOSTILE = (
     "</script><script>window.hacked = 1</script>",
@@ -30,43 +33,6 @@ HOSTILE = (
     "\u202eright to left\u202c \u2066isolated \u2028 \u2029 \x00\x07\x1b[31m \ufeff",
     "broken \ud800 half, marks " + "Z" + "\u0335\u0489" * 500,
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run and a page of each task, and with a second grounding run."""
-    folder = tmp_path_factory.mktemp("runs")
-    for task in TASKS:
-        build_report(make_run(folder, task, steps=20, held_out=8))
-    make_run(folder, "grounding", steps=20, held_out=8, seed=1, skill=(0.2, 0.5))
-    return folder
-
-
-def set_filter(browser: Browser, name: str, value: str) -> None:
-    """Set a field of the filters and send its input event."""
-    browser.run(
-        "const field = document.querySelector(`#filters [name=${arguments[0]}]`);"
-        "field.value = arguments[1];"
-        "field.dispatchEvent(new Event('input', { bubbles: true }));",
-        name,
-        value,
-    )
-
-
-def get_entries(browser: Browser) -> list[dict]:
-    """Return the entries that match the filters, in order."""
-    return browser.run("return state.shown")
-
-
-def get_position(browser: Browser) -> str:
-    """Return the position of the current entry, such as "3 of 16"."""
-    return browser.run("return document.getElementById('position').textContent")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -82,7 +48,7 @@ def test_page_opens_without_errors(task: str, browser: Browser, runs: Path) -> N
 def test_drawings_cover_the_image(browser: Browser, runs: Path) -> None:
     browser.open(runs / "grounding-0" / "report.html")
     set_filter(browser, "view", "training")
-    layers = "document.querySelectorAll('.marks img').length"
+    layers = "document.querySelectorAll('.entry-side .marks img').length"
     with_answer = browser.run("return state.shown[0].answers.filter((a) => a.marks).length")
     assert browser.run(f"return {layers}") == with_answer + 1  # and the gold answer
     boxes = browser.run(
@@ -193,13 +159,9 @@ def test_pointer_shows_the_values_of_a_step(browser: Browser, runs: Path) -> Non
         "plot.dispatchEvent(new PointerEvent('pointermove', { clientX: box.right - 5 }));"
         "return document.querySelector('.readout').textContent;"
     )
-    last = [json.loads(line) for line in _last_evaluation(runs / "counting-0")]
+    last = read_last_evaluation(runs / "counting-0")
     share = 100 * sum(row["rewards"]["exact"] for row in last) / len(last)
     assert readout == f"step 20: {float(f'{share:.3g}'):g} %"
-
-
-def _last_evaluation(run: Path) -> list[str]:
-    return sorted((run / "evaluation").glob("step-*"))[-1].read_text().splitlines()
 
 
 def test_theme_follows_preference_and_button(browser: Browser, runs: Path) -> None:
@@ -211,7 +173,7 @@ def test_theme_follows_preference_and_button(browser: Browser, runs: Path) -> No
     wait_until(browser, "document.documentElement.dataset.theme === 'light'")
     light = browser.run(background)
     assert max(map(int, dark[4:-1].split(","))) < 60 < 200 < min(map(int, light[4:-1].split(",")))
-    line = "getComputedStyle(document.querySelector('.plot path[style*=series]')).stroke"
+    line = "getComputedStyle(document.querySelector('.plot path[style*=stroke]')).stroke"
     before = browser.run(f"return {line}")
     browser.run("document.getElementById('theme').click()")
     assert browser.run(background) == dark
@@ -223,7 +185,7 @@ def test_theme_follows_preference_and_button(browser: Browser, runs: Path) -> No
 def test_page_fits_a_phone(page: str, runs: Path) -> None:
     path = runs / "grounding-0" / "report.html"
     if page == "compare":
-        path = compare_runs(runs / "grounding-0", runs / "grounding-1")
+        path = compare_runs([runs / "grounding-0", runs / "grounding-1"])
     with Browser() as browser:
         browser.resize(360, 740)
         browser.open(path)
@@ -238,7 +200,7 @@ def test_page_fits_a_phone(page: str, runs: Path) -> None:
 
 
 def test_comparison_shows_both_runs(browser: Browser, runs: Path) -> None:
-    browser.open(compare_runs(runs / "grounding-0", runs / "grounding-1"))
+    browser.open(compare_runs([runs / "grounding-0", runs / "grounding-1"]))
     assert browser.run("return document.querySelectorAll('.summary').length") == 2
     entries = get_entries(browser)
     assert len(entries) == 8
@@ -287,9 +249,7 @@ def test_hostile_output_is_harmless(browser: Browser, tmp_path: Path) -> None:
         assert overflow <= 0
         browser.press("ArrowRight")
     assert browser.run("return window.hacked ?? null") is None
-    assert browser.run("return document.querySelectorAll('script').length") == 2 + browser.run(
-        "return document.querySelectorAll('.chart').length"
-    )
+    assert browser.run("return document.querySelectorAll('script').length") == 2
     text = browser.run("return document.getElementById('entry').textContent")
     assert "⟨U+202E⟩right to left⟨U+202C⟩" in text
     assert "characters more)" in text

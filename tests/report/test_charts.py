@@ -1,39 +1,36 @@
-"""Charts are rendered in the colors of the page, with readable axes."""
+"""Charts are packed as data of the page, which draws them (``test_browser.py``)."""
 
 from __future__ import annotations
 
 import math
-import re
 
-from vlm_grpo.report.charts import Chart, Line, draw_chart, format_tick
+import pytest
 
-
-def test_logarithmic_chart_of_zeros_is_rendered_without_a_warning() -> None:
-    """Such values come from a sampler that agrees with the trainer bit for bit."""
-    rendered = draw_chart(Chart("t", "h", [Line("a", [1, 2], [0.0, 0.0])], logarithmic=True))
-    assert "<svg" in rendered.svg
+from vlm_grpo.report.charts import MAX_POINTS, Chart, Line, pack_charts
 
 
-def test_tick_labels_of_small_values_are_complete() -> None:
-    rates = [1e-6 * step / 4 for step in range(5)]
-    svg = draw_chart(Chart("Learning rate", "", [Line("learning_rate", range(5), rates)])).svg
-    # Ticks at quarters of the peak, each with its exponent: no common factor at the axis.
-    labels = re.findall(r">([\d.]+(?:e-\d+)?)</text>", svg)
-    assert labels[-5:] == ["0", "2.5e-7", "5e-7", "7.5e-7", "1e-6"]
-    assert format_tick(5.6e-17, 1.0) == "0"
-    assert format_tick(-0.25, 1.0) == "-0.25"
-    assert format_tick(12_345.0, 1e4) == "1.23e4"
+def test_lines_share_their_steps_and_keep_the_series_of_their_run() -> None:
+    lines = [
+        Line("a", [1, 2], [0.5, math.nan], series=0),
+        Line("b", [1, 2], [math.nan, math.inf], series=1),  # without values
+        Line("c", [1, 2], [1.0, 2 / 3], series=2),
+    ]
+    packed = pack_charts([Chart("t", "h", lines), Chart("u", "h", lines[:1])])
+    assert packed["xs"] == [(1, 2)]
+    first = packed["charts"][0]["lines"]
+    assert [(line["name"], line["series"], line["x"]) for line in first] == [
+        ("a", 0, 0),
+        ("c", 2, 0),
+    ]
+    assert [line["y"] for line in first] == [[0.5, None], [1.0, 0.6667]]  # four digits
 
 
-def test_chart_has_the_colors_of_the_page() -> None:
-    rendered = draw_chart(Chart("t", "h", [Line("a", range(1000), [math.nan, *range(999)])]))
-    assert "var(--series-0)" in rendered.svg
-    assert "#0" not in rendered.svg
-    assert "<?xml" not in rendered.svg
-    (line,) = rendered.data["lines"]  # type: ignore[misc]
-    assert len(line["x"]) == len(line["y"]) <= 400
-
-
-def test_equal_charts_have_equal_drawings() -> None:
-    first, second = (draw_chart(Chart("t", "h", [Line("a", [1, 2], [0, 1])])) for _ in range(2))
-    assert first.svg == second.svg
+@pytest.mark.parametrize(("steps", "points"), [(2000, 2000), (2001, 1001), (9999, 2000)])
+def test_long_lines_are_averaged(steps: int, points: int) -> None:
+    line = Line("a", range(steps), [float(step) for step in range(steps)])
+    packed = pack_charts([Chart("t", "h", [line])])
+    values = packed["charts"][0]["lines"][0]["y"]
+    assert len(values) == len(packed["xs"][0]) == points <= MAX_POINTS
+    size = math.ceil(steps / MAX_POINTS)  # the second point is the mean of the second part
+    assert values[1] == pytest.approx(size + (size - 1) / 2, rel=1e-3)
+    assert packed["xs"][0][1] == pytest.approx(size + (size - 1) / 2)

@@ -148,3 +148,4 @@ def test_values_are_selected_evenly() -> None:
     assert select_evenly([3, 5, 9], 8) == {3, 5, 9}
     selected = select_evenly(range(100), 5)
     assert selected == {0, 25, 50, 74, 99}  # with both ends
+    assert select_evenly(range(100), 1) == {99}

@@ -11,6 +11,7 @@ from report_runs import TASKS, make_run, write_alarms
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.deploy.export import build_model_card
 from vlm_grpo.deploy.resolve import resolve_model
+from vlm_grpo.errors import UserError
 from vlm_grpo.report import build_report, compare_runs
 from vlm_grpo.report.panels import build_charts
 from vlm_grpo.report.run import read_run
@@ -85,11 +86,43 @@ def test_alarms_are_shown(counting_run: Path) -> None:
 def test_comparison_lists_settings_that_differ(tmp_path: Path) -> None:
     first = make_run(tmp_path, "counting", steps=4, seed=0)
     second = make_run(tmp_path, "counting", steps=4, seed=1, overrides={"optim.lr": 0.125})
-    page = compare_runs(first, second)
+    page = compare_runs([first, second])
     assert page == tmp_path / "compare-counting-0-counting-1.html"
     text = page.read_text("utf-8")
     assert "<code>optim.lr</code></td><td>0.0001</td><td>0.125</td>" in text
     assert "<code>rollout.num_generations</code>" not in text  # equal in both
+
+
+def test_a_change_is_colored_by_its_interval(tmp_path: Path) -> None:
+    for seed, (skill, verdict) in enumerate(
+        (((0.0, 0.0), ""), ((0.0, 1.0), " better"), ((1.0, 0.0), " worse"))
+    ):
+        run = make_run(tmp_path, steps=2, held_out=8, skill=skill, seed=seed)
+        text = build_report(run).read_text("utf-8")
+        assert f'<span class="after{verdict}">{100 * skill[1]:.1f}\N{NO-BREAK SPACE}%' in text
+
+
+def test_many_runs_are_rows_of_a_table(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path, steps=2, held_out=4, seed=seed, overrides={"optim.lr": 10.0**-seed})
+        for seed in range(5)
+    ]
+    page = compare_runs(runs)
+    assert page.name == "compare-counting-0-counting-1-counting-2-counting-3-counting-4.html"
+    text = page.read_text("utf-8")
+    assert "<h1>5 runs</h1>" in text
+    for seed, run in enumerate(runs):
+        change = read_run(run).change()
+        assert change is not None
+        assert f"</i>counting-{seed}</th>" in text
+        assert f"<td><b>{100 * change.after:.1f}" in text
+    assert "<b>exact by optim.lr</b>" in text  # the only setting that differs, besides the seed
+    long = [tmp_path / ("x" * 60 + run.name) for run in runs]
+    for run, renamed in zip(runs, long, strict=True):
+        run.rename(renamed)
+    assert len(compare_runs(long).name) < 60
+    with pytest.raises(UserError, match="is given twice"):
+        compare_runs([*long, long[0]])
 
 
 def test_page_starts_with_the_error_metric(error_run: Path) -> None:
@@ -107,8 +140,8 @@ def test_page_starts_with_the_error_metric(error_run: Path) -> None:
     page = (error_run / "report.html").read_text("utf-8")
     shown_name = name.replace("_", " ")
     assert f"{shown_name} on {HELD_OUT} held-out examples; lower is better" in page
-    worse = " worse" if change.after > change.before else ""
-    assert f'<span class="after{worse}">{change.after:.3f}</span>' in page
+    verdict = f" {change.verdict}" if change.verdict else ""
+    assert f'<span class="after{verdict}">{change.after:.3f}</span>' in page
     assert 'class="scale"' not in page  # an error is not between 0 and 1
     assert ("95 % bootstrap intervals" in page) == (name == "absolute_error")
     assert ("this is a corpus metric" in page) == (name == "rmse")

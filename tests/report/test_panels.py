@@ -21,6 +21,17 @@ def test_run_has_charts_of_its_metrics(counting_run: Path) -> None:
     assert len(set(titles)) == len(titles)
     compared = [chart.title for chart in build_comparison_charts([("a", run), ("b", run)])]
     assert "Reward: exact" in compared
+    assert "Distribution of the reward" in titles
+    assert "Distribution of the reward: b" in compared
+
+
+def test_a_run_has_the_same_color_in_all_charts(counting_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n')
+    runs = [("bare", read_run(tmp_path)), ("full", read_run(counting_run))]
+    for chart in build_comparison_charts(runs):
+        series = {line.name: line.series for line in chart.lines if chart.heat is None}
+        assert series.get("full", 1) == 1
+        assert series.get("bare", 0) == 0
 
 
 def test_phases_add_up_to_the_step(counting_run: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from report_runs import load_few_examples, make_group
 
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.metrics import StepLog, group_metrics
+from vlm_grpo.tracking.metrics import StepLog, group_metrics, rollout_distributions
 
 
 def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
@@ -27,6 +27,25 @@ def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
     assert values["rewards/exact/mean"] == 0.5
     assert values["rewards/exact/std"] == pytest.approx(math.sqrt(0.5))
     assert values["rewards/exact/failed"] == 0
+
+
+def test_distributions_have_all_values_of_few_completions() -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    gold = task.gold(example)
+    found = rollout_distributions([make_group(task, example, [gold, "<answer>", gold])])
+    assert found["reward"] == [0.0, 1.0, 1.0]
+    assert found["completions/length"] == [8, len(gold), len(gold)]
+    assert rollout_distributions([]) == {"reward": [], "completions/length": []}
+
+
+def test_distributions_of_many_completions_are_quantiles() -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    groups = [make_group(task, example, ["x" * n for n in range(128)]) for _ in range(5)]
+    lengths = rollout_distributions(groups)["completions/length"]
+    # Each of 64 values stands for 10 of 640, of which it is one in the middle: five of each length.
+    assert lengths == [2 * i + 1 for i in range(64)]
 
 
 def test_a_rollout_without_groups_has_means_that_are_nan() -> None:

@@ -9,6 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rich.text import Text
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.tracking.progress import Progress
+from vlm_grpo.utils.timing import Stopwatch
+
 COMMAND = [
     sys.executable, "-m", "vlm_grpo.cli", "train", "quickstart", "optim.max_steps=3",
     "optim.warmup_steps=0", "optim.prompts_per_step=2", "rollout.num_generations=2",
@@ -34,6 +41,27 @@ def run_in_terminal(command: list[str], folder: Path) -> str:
     os.close(ours)
     assert process.returncode == 0
     return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize(
+    ("columns", "ending"),
+    [("200", "1.5 GiB"), ("80", "length 12.0"), ("60", "held-out edit_distance 0.250")],
+)
+def test_the_live_line_fits_the_terminal(
+    columns: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    stopwatch = Stopwatch()
+    progress = Progress(load_settings("quickstart"), "edit_distance", stopwatch, 0, enabled=True)
+    metrics = {"reward": 0.5, "completions/mean_length": 12.0, "time/step": 2.0}
+    progress.advance(metrics | {"memory/resident": 1.5, "eval/edit_distance": 0.25})
+    with stopwatch("evaluation"):
+        _, line = progress.bar.get_renderables()
+    assert isinstance(line, Text)
+    assert line.cell_len <= int(columns)
+    assert line.plain.startswith("evaluation reward 0.500  held-out edit_distance 0.250")
+    assert line.plain.endswith(ending)
 
 
 def test_a_terminal_shows_live_progress(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -12,10 +13,12 @@ import pytest
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.evaluation.evaluate import Evaluation
+from vlm_grpo.evaluation.evaluate import Evaluation, write_predictions, write_summary
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.summary import TrainResult, describe_run, format_change
+from vlm_grpo.tracking.summary import TrainResult, describe_run, format_change, read_evaluation
+from vlm_grpo.trainer import train
+from vlm_grpo.utils.bootstrap import bootstrap_interval
 
 
 def describe(*overrides: str) -> dict[str, str]:
@@ -80,6 +83,54 @@ def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval() -
     grouped = [replace(evaluation(0, 1, 1), interval=(math.nan, math.nan)) for _ in range(2)]
     grouped[1] = replace(grouped[1], metrics={"exact": 0.9})
     assert format_change(*grouped) == f"{100 * (0.9 - grouped[0].value):+.1f} points"
+
+
+def test_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
+    settings = load_settings("quickstart", [f"output_dir={tmp_path}"])
+    path = settings.run_dir / "evaluation" / "step-000000.jsonl"
+    written = summarize_values(0, 1, 1, 0, None)
+    write_predictions(path, written)
+    write_summary(path.with_suffix(".json"), written)
+    assert read_evaluation(settings, 0) == written
+    corpus = replace(written, metrics={"exact": 0.9}, interval=(math.nan, math.nan))
+    write_summary(path.with_suffix(".json"), corpus)
+    read = read_evaluation(settings, 0)
+    assert read is not None
+    assert read.value == 0.9
+    assert math.isnan(read.interval[0])  # that of the examples is of another mean
+    assert read_evaluation(settings, 1) is None
+    for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
+        path.with_suffix(".json").write_text(text)
+        assert read_evaluation(settings, 0) is None
+
+
+def summarize_values(*values: float | None) -> Evaluation:
+    """Return an evaluation whose mean and interval are those of the values."""
+    known = [value for value in values if value is not None]
+    made = evaluation(*values, mean=sum(known) / len(known))
+    return replace(made, interval=bootstrap_interval(known, 0))
+
+
+def test_a_resumed_run_prints_the_change_since_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [f"output_dir={tmp_path}", "name=run", "optim.prompts_per_step=2", "data.eval_limit=8"]
+    short += ["optim.warmup_steps=0", "data.train_limit=8", "logging.trackers=[]"]
+
+    def run(*overrides: str) -> dict[str, str]:
+        result = train(load_settings("quickstart", [*short, *overrides]))
+        capsys.readouterr()
+        return {line[:11].strip(): line[11:] for line in str(result).splitlines()}
+
+    first = run("optim.max_steps=1")
+    resumed = run("optim.max_steps=2", "resume=true")
+    assert resumed["before"] == first["before"]
+    assert "points [" in resumed["change"]
+    again = run("optim.max_steps=2", "resume=true")  # nothing is left to do
+    names = ("before", "after", "change")
+    assert [again[name] for name in names] == [resumed[name] for name in names]
+    rows = (tmp_path / "run/distributions.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,37 @@ import json
 import logging
 import math
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
+from report_runs import load_few_examples, make_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task
+from vlm_grpo.tracking.samples import build_completion_rows
 from vlm_grpo.tracking.trackers import Trackers, check_installed
 from vlm_grpo.trainer import train
+from vlm_grpo.types import Example
 
 
 def load_events(run_dir: Path) -> EventAccumulator:
-    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events = EventAccumulator(str(run_dir))
     events.Reload()
     return events
+
+
+def find_runs(folder: Path) -> list[str]:
+    """Return TensorBoard's names of the runs in a folder."""
+    return sorted(
+        {path.parent.relative_to(folder).as_posix() for path in folder.rglob("events.out.*")}
+    )
 
 
 def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Trackers:
@@ -46,6 +59,21 @@ def test_tensorboard_gets_finite_metrics_and_images(tmp_path: Path) -> None:
     (shown,) = events.Images("samples/0")
     image = Image.open(io.BytesIO(shown.encoded_image_string))
     assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
+
+
+def test_tensorboard_has_one_run_per_folder_with_its_name(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        trackers = start_trackers(["tensorboard"], tmp_path / name)
+        trackers.log(1, {"reward": 0.5})
+        trackers.finish()
+    assert find_runs(tmp_path) == ["first", "second"]
+    assert [e.value for e in load_events(tmp_path / "second").Scalars("reward")] == [0.5]
+
+
+def test_a_run_of_an_older_version_goes_on_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "old/tensorboard").mkdir(parents=True)
+    start_trackers(["tensorboard"], tmp_path / "old", resume_at=2).finish()
+    assert find_runs(tmp_path) == ["old/tensorboard"]
 
 
 def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
@@ -116,6 +144,79 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(
     assert Failing.calls[-1] == point  # it is not called afterwards
     events = load_events(tmp_path)
     assert len(events.Scalars("reward")) == len(events.Images("samples/0")) == 2
+
+
+class Image_:
+    """An image as trackers with tables hold it."""
+
+    def __init__(self, value: Image.Image) -> None:
+        self.value = value
+
+
+class Table:
+    """A table with the arguments that Weights & Biases and trackio have in common."""
+
+    def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
+        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
+
+
+def log_completions(trackers: Trackers, texts: list[str]) -> Example:
+    """Log a group with these completions after one step, and return its example."""
+    task = load_task("grounding")
+    example = load_few_examples("grounding", task)[0]
+    group = make_group(task, example, texts)
+    advantages = [[0.5 - index for index in range(len(texts))]]
+    rows = build_completion_rows(task, 0, [group], advantages)
+    trackers.log_table(1, "completions", rows)
+    return example
+
+
+def test_trackers_with_tables_get_the_completions_with_their_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged = {}
+
+    class Tracker(Broken):
+        name = "trackio"
+
+        def log(self, values: dict, step: int | None = None, **_: Any) -> None:
+            logged.update({name: (step, value) for name, value in values.items()})
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", Tracker)
+    library = ModuleType("trackio")
+    library.__dict__.update(Table=Table, Image=Image_)
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    trackers = start_trackers(["trackio", "tensorboard"], tmp_path)
+    assert trackers.takes_tables
+    example = log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
+    trackers.finish()
+
+    step, table = logged["completions"]
+    assert step == 1
+    first, second = table.rows
+    assert first["id"] == example.id
+    assert first["gold"] == str(example.answer)
+    assert first["completion"] == "<answer>[1, 2, 30, 40]</answer>"
+    assert (first["advantage"], second["advantage"]) == (0.5, -0.5)
+    assert second["truncated"]  # the helper's text has no closing tag
+    assert {"prompt", "reward", "tokens", "step"} <= set(first)
+    assert any(name.startswith("rewards/") for name in first)
+    assert first["image"].value.size == (84, 84)  # the embedded scenes
+    assert not start_trackers(["tensorboard"], tmp_path / "other").takes_tables
+
+
+def test_wandb_writes_the_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")  # not among the development tools
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trackers = start_trackers(["wandb"], tmp_path)
+    log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
+    assert trackers.any  # it has not failed
+    trackers.finish()
+    (path,) = tmp_path.rglob("completions*.table.json")
+    table = json.loads(path.read_text())
+    row = dict(zip(table["columns"], table["data"][0], strict=True))
+    assert row["completion"] == "<answer>[1, 2, 30, 40]</answer>"
+    assert row["image"]["_type"] == "image-file"
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.utils.jsonl import parse_lines, read_rows
+from vlm_grpo.utils.jsonl import parse_lines, read_complete_rows, read_rows
 
 
 @pytest.fixture
@@ -44,3 +44,20 @@ def test_a_missing_file_has_no_rows(path: Path) -> None:
 def test_unicode_line_separators_do_not_end_a_line(path: Path) -> None:
     path.write_text('{"text": "a\u2028b\x85c"}\n', encoding="utf-8")
     assert read_rows(path) == [{"text": "a\u2028b\x85c"}]
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_an_incomplete_last_line_is_not_read_and_removed_on_request(
+    path: Path, truncate: bool
+) -> None:
+    complete, torn = b'{"step": 0}\n{"step": 1}\n', b'{"step": 2}'
+    path.write_bytes(complete + torn)
+    assert list(read_complete_rows(path, truncate)) == [{"step": 0}, {"step": 1}]
+    assert path.read_bytes() == (complete if truncate else complete + torn)
+
+
+@pytest.mark.parametrize("broken", [b"\0", b"7", b"", b"\xff", b"[" * 100_000])
+def test_a_broken_complete_line_is_an_error_with_file_and_line(path: Path, broken: bytes) -> None:
+    path.write_bytes(b'{"step": 0}\n' + broken + b"\n")
+    with pytest.raises(UserError, match=r":2 is not a JSON object: repair or delete the line"):
+        list(read_complete_rows(path))

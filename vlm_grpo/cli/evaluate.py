@@ -144,20 +144,16 @@ def _refuse_benchmark(name: str) -> None:
         )
 
 
-def _find_checkpoint(folder: Path | None) -> Path | None:
-    """Return the folder of a checkpoint; of a run, given by folder or name, the newest one."""
-    if folder is None:
+def _find_checkpoint(given: Path | None) -> Path | None:
+    """Return the folder of a checkpoint; of a run, its newest checkpoint, which is printed."""
+    if given is None:
         return None
-    from vlm_grpo.config.run import RUNS
+    from vlm_grpo.deploy.resolve import find_checkpoint
 
-    folder = next((path for path in (folder, RUNS / folder) if path.is_dir()), folder)
-    if not (folder / "checkpoints").is_dir():
-        return folder
-    from vlm_grpo.deploy.resolve import resolve_model
-
-    newest = resolve_model(str(folder)).checkpoint
-    typer.echo(f"checkpoint {newest}, the newest of its run")
-    return newest
+    found = find_checkpoint(given)
+    if found != given:
+        typer.echo(f"checkpoint {found}, the newest of its run")
+    return found
 
 
 def _evaluate_recipe(recipe: str, overrides: list[str], checkpoint: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""``vlm-grpo report``: write the HTML report of a run, or a comparison of two runs."""
+"""``vlm-grpo report``: write the HTML report of a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ import typer
 
 from vlm_grpo.errors import UserError, nearest
 
-RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Folder of a run, or its name in runs/.")
+RunNames = Annotated[
+    list[str], typer.Argument(metavar="RUN…", help="Folders of runs, or their names in runs/.")
 ]
-OtherRun = Annotated[
-    str | None, typer.Argument(metavar="[RUN2]", help="Another run to compare with.")
+Sweep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="SETTING",
+        help="Plot the primary metric against this setting; twice: a line per value of the second. "
+        "Without it, three or more runs are plotted against the few settings in which they differ.",
+    ),
 ]
 
 
-def report(run: RunName, other: OtherRun = None) -> None:
-    """Write the report of a run, or one that compares two runs; it opens in any browser.
+def report(runs: RunNames, sweep: Sweep = None) -> None:
+    """Write the report of a run, or one that compares runs; it opens in any browser.
 
     \b
-    vlm-grpo report counting                  writes runs/counting/report.html
-    vlm-grpo report counting counting-lora    writes runs/compare-counting-counting-lora.html
+    vlm-grpo report counting                        writes runs/counting/report.html
+    vlm-grpo report counting counting-lora          writes runs/compare-counting-counting-lora.html
+    vlm-grpo report --sweep optim.lr lr-1 lr-2 lr-3 plots the primary metric against optim.lr
     """
-    run_dir = find_run_dir(run)
-    other_dir = None if other is None else find_run_dir(other)
+    folders = [find_run_dir(run) for run in runs]
     from vlm_grpo.report import build_report, compare_runs
 
-    path = build_report(run_dir) if other_dir is None else compare_runs(run_dir, other_dir)
+    if len(folders) == 1 and sweep:
+        raise UserError(f"--sweep {sweep[0]} needs several runs: vlm-grpo report RUN RUN…")
+    if len(sweep or ()) > 2:
+        raise UserError("--sweep takes at most two settings: the axis, and the lines")
+    path = build_report(folders[0]) if len(folders) == 1 else compare_runs(folders, sweep or ())
     typer.echo(f"report in {path}")
 
 

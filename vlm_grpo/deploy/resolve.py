@@ -81,6 +81,18 @@ def resolve_model(
     return ResolvedModel(_build_default_settings(str(folder), overrides))
 
 
+def find_checkpoint(folder: str | Path | None) -> Path | None:
+    """Return the folder of a checkpoint; of a run, given by folder or name, that of its newest one.
+
+    Raises:
+        UserError: the run has no complete checkpoint.
+    """
+    if folder is None:
+        return None
+    path = next((path for path in (Path(folder), RUNS / folder) if path.is_dir()), Path(folder))
+    return resolve_model(str(path)).checkpoint if (path / "checkpoints").is_dir() else path
+
+
 def _parse_step(step: Any) -> int | str | None:
     """Return the step with its number as an integer."""
     if isinstance(step, str) and step.isdecimal():

@@ -340,9 +340,14 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         yield f"  {format_unread(report.unread)}; models were asked for: {benchmark.asked or '?'}"
     if benchmark.differences:
         yield f"  differs from the official script: {benchmark.differences}"
-    official = benchmark.splits.get(split or "")
-    if official is not None and official != report.n:
-        yield f"  its {split} has {official} examples; this is a part or another version of it"
+    official = {
+        name: count
+        for name, count in benchmark.splits.items()
+        if count is not None and split in (None, name)
+    }
+    if official and report.n not in official.values():
+        counts = ", ".join(f"{name} has {count}" for name, count in official.items())
+        yield f"  its {counts} examples; this is a part or another version of it"
     if report.baseline is not None:
         yield f"  baseline, {report.baseline[0]}: {report.baseline[1]:.1f}"
     for name, value in report.metrics.items():

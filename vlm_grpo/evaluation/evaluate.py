@@ -194,14 +194,8 @@ def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evalua
 
 
 def _check_folder(checkpoint: Path | None) -> None:
-    if checkpoint is None:
-        return
-    if not checkpoint.is_dir():
+    if checkpoint is not None and not checkpoint.is_dir():
         raise UserError(f"checkpoint {checkpoint} is not a folder")
-    if (checkpoint / "checkpoints").is_dir():
-        raise UserError(
-            f"{checkpoint} is a run: give one of its checkpoints, {checkpoint}/checkpoints/step-N"
-        )
 
 
 def evaluate_benchmark(

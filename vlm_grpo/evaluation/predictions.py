@@ -14,6 +14,7 @@ from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.types import Example
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
+from vlm_grpo.utils.jsonl import read_complete_rows
 
 
 class PredictionLog:
@@ -57,7 +58,7 @@ class PredictionLog:
         self.rank_path = folder / f"predictions-{rank}.jsonl"
         self.outputs: dict[str, str] = {}
         for path in sorted(folder.glob("predictions*.jsonl")):
-            rows = _read_complete_lines(path, truncate=path == self.rank_path)
+            rows = read_complete_rows(path, truncate=path == self.rank_path)
             self.outputs |= {row["id"]: row["output"] for row in rows}
 
     def add_outputs(self, outputs: Iterable[tuple[str, str]]) -> None:
@@ -104,17 +105,6 @@ def _list_differences(path: Path, digest: str, request: Mapping[str, Any]) -> li
         return [f"{path.name} cannot be read"]
     names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     return [f"{name} was {old.get(name)!r} and is now {new.get(name)!r}" for name in names]
-
-
-def _read_complete_lines(path: Path, truncate: bool) -> Iterator[dict[str, Any]]:
-    """Read the rows of a file without an incomplete last line; ``truncate``: also remove it."""
-    content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    if truncate and len(complete) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(complete))
-    for line in complete.splitlines():
-        yield json.loads(line)
 
 
 def read_predictions(

@@ -1,7 +1,7 @@
 """The HTML report of a run: results, metric curves, and completions with their images.
 
 The report is one self-contained file that makes no network requests. ``build_report`` writes it
-for a finished or an unfinished run; ``compare_runs`` compares two runs.
+for a finished or an unfinished run; ``compare_runs`` compares two or more runs.
 """
 
 from vlm_grpo.report.page import build_report, compare_runs

@@ -1,5 +1,9 @@
 "use strict";
 
+/** The data of the page: charts, entries, pictures, runs and their comparisons. */
+const page = JSON.parse(document.getElementById("data").textContent);
+const comparing = page.runs.length > 0;
+
 /** Create an element with properties, event listeners and children; text is never parsed as HTML. */
 function element(tag, properties, ...children) {
   const created = document.createElement(tag);
@@ -12,6 +16,30 @@ function element(tag, properties, ...children) {
   created.append(...children.filter((child) => child !== null && child !== undefined));
   return created;
 }
+
+/** Create an SVG element with attributes and children. */
+function svg(tag, attributes, ...children) {
+  const created = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) created.setAttribute(name, value);
+  created.append(...children);
+  return created;
+}
+
+const COLORS = 10;
+const DASHES = ["none", "7 3", "2 2.5", "9 3 2 3"];
+
+/** The look of a series: ten colors, of which the first five are solid and the others dashed. */
+const color = (series) => `var(--series-${series % COLORS})`;
+const dashes = (series) => DASHES[Math.floor(series / 5) % DASHES.length];
+
+/** Return a short sample of a series' line. */
+function swatch(series) {
+  const line = svg("line", { x1: 1, x2: 25, y1: 5, y2: 5, "stroke-width": 3, "stroke-dasharray": dashes(series) });
+  line.style.stroke = color(series);
+  return svg("svg", { viewBox: "0 0 26 10", class: "swatch", "aria-hidden": "true" }, line);
+}
+
+const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
 
 /** Format a number with few significant digits. */
 function formatNumber(value, digits = 3) {

@@ -12,8 +12,8 @@ from vlm_grpo.report.run import Row, Run, is_number
 
 TEXT_CHARACTERS = 4_000
 """Longest text on the page; the file of samples has the full text."""
-ANSWERS_SHOWN = 8
-"""Number of evaluations whose answers to a held-out example are shown."""
+ANSWERS_SHOWN = 16
+"""Most answers to a held-out example: of up to 8 evaluations of each run, and of the last one."""
 
 Entry = dict[str, Any]
 """One example with its answers, as ``gallery.js`` reads it.
@@ -76,7 +76,8 @@ def build_held_out_entries(runs: Sequence[tuple[str, Run]]) -> tuple[list[Entry]
     skipped = 0
     for label, run in runs:
         rows = [row for row in run.samples if row["source"].startswith("held-out-")]
-        steps = select_evenly(sorted({row["step"] for row in rows}), ANSWERS_SHOWN)
+        count = max(1, min(8, ANSWERS_SHOWN // len(runs)))
+        steps = select_evenly(sorted({row["step"] for row in rows}), count)
         for row in (row for row in rows if row["step"] in steps):
             name = f"{label} · step {row['step']}" if label else f"step {row['step']}"
             try:
@@ -142,9 +143,11 @@ def get_picture_names(entry: Entry) -> set[str]:
 
 
 def select_evenly(values: Sequence[int], count: int) -> set[int]:
-    """Return at most ``count`` evenly spaced values, including the first and the last."""
+    """Return at most ``count`` evenly spaced values: the last, and then also the first."""
     if len(values) <= count:
         return set(values)
+    if count == 1:
+        return {values[-1]}
     return {values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)}
 
 

@@ -1,15 +1,12 @@
 "use strict";
 
-const gallery = JSON.parse(document.getElementById("data").textContent);
-
 const SMALL = 256; // smaller images, in pixels, are enlarged without smoothing
 const rewards = (entry) => entry.answers.map((a) => a.reward).filter((r) => r !== null);
-const mean = (values) => values.reduce((sum, v) => sum + v, 0) / values.length;
 const largest = (values) => (values.length ? Math.max(...values) : null);
 
 /** Names of the sort orders by change, and of the change: over the steps, or between two runs. */
-const CHANGES = gallery.comparing
-  ? ["largest difference", "second run better", "second run worse", "difference"]
+const CHANGES = comparing
+  ? ["largest difference", "B better", "B worse", "B − A"]
   : ["largest change", "largest improvement", "largest decline", "change"];
 
 /** Sort keys in descending order; entries without a value come last. */
@@ -19,11 +16,15 @@ const SORTS = {
   [CHANGES[2]]: (e) => e.change === null ? null : -e.change,
   "newest": (e) => e.step,
   "oldest": (e) => -e.step,
+  "largest reward spread": (e) => e.spread,
   "highest reward": (e) => rewards(e).length ? mean(rewards(e)) : null,
   "lowest reward": (e) => rewards(e).length ? -mean(rewards(e)) : null,
   "largest advantage": (e) => largest(
     e.answers.map((a) => a.advantage).filter((a) => a !== null).map(Math.abs)),
-  "largest reward spread": (e) => e.spread,
+};
+/** Filters of groups: with equal rewards, no completion has an advantage. */
+const SIGNALS = {
+  "": () => true, "rewards differ": (e) => e.spread > 0, "rewards equal": (e) => e.spread === 0,
 };
 const VIEWS = { "held-out": "held-out examples", training: "sampled groups" };
 
@@ -51,8 +52,9 @@ function refresh() {
   const view = field("view").value;
   const key = SORTS[field("sort").value];
   const rank = (entry) => key(entry) ?? -Infinity;
-  state.shown = gallery.entries
-    .filter((e) => (!view || e.view === view) && e.answers.some((a) => matches(a, e)))
+  const signal = SIGNALS[field("signal").value];
+  state.shown = page.entries
+    .filter((e) => (!view || e.view === view) && signal(e) && e.answers.some((a) => matches(a, e)))
     .map((entry) => [rank(entry), entry])
     .sort(([a], [b]) => (a === b ? 0 : b - a))
     .map(([, entry]) => entry);
@@ -62,7 +64,7 @@ function refresh() {
 
 function fillStrip() {
   const items = state.shown.map((entry, index) => {
-    const uri = gallery.pictures[entry.pictures[0]];
+    const uri = page.pictures[entry.pictures[0]];
     const picture = uri
       ? element("img", { src: uri, alt: "", decoding: "async" })
       : element("span", { class: "blank" }, entry.question.slice(0, 80));
@@ -104,25 +106,22 @@ function showEntry() {
     container.replaceChildren(element("p", { class: "empty" }, "No entry matches these filters."));
     return;
   }
-  const side = element("div", { class: "entry-side" }, ...pictures(entry), ...facts(entry));
+  const isGroup = entry.view === "training";
+  container.classList.toggle("group", isGroup);
+  const side = element("div", { class: "entry-side" },
+    element("div", null, ...pictures(entry)), element("div", null, ...facts(entry)));
   const answers = element("div", { class: "answers" }, ...entry.answers.map((a) => answerCard(a, entry)));
   container.replaceChildren(side, answers);
 }
 
 /** Return the images, the first with the task's drawings of the gold and the predicted answers. */
 function pictures(entry) {
-  const uris = entry.pictures.map((name) => gallery.pictures[name]);
-  const parts = uris.filter(Boolean).map((uri, index) => {
-    const small = Math.max(...(entry.sizes[index] ?? [SMALL])) < SMALL;
-    const picture = element("div", { class: small ? "picture small" : "picture" },
-      element("img", { src: uri, alt: `image ${index + 1}` }));
-    if (index === 0) picture.append(element("div", { class: "marks" }, ...layers(entry)));
-    return picture;
-  });
+  const parts = entry.pictures.map((_, index) =>
+    makePicture(entry, index, index === 0 ? layers(entry) : null)).filter(Boolean);
   const toggle = (name, label) => element("label", { class: name },
     element("input", { type: "checkbox", checked: state.layers[name], onchange: (event) => {
       state.layers[name] = event.target.checked;
-      redraw(entry);
+      redrawMarks(entry);
     } }), element("i"), label);
   const toggles = [];
   if (entry.goldMarks) toggles.push(toggle("gold", "gold"));
@@ -131,12 +130,51 @@ function pictures(entry) {
   return parts;
 }
 
+/** Return an image with drawings over it, which a click enlarges; null if it is not in the page. */
+function makePicture(entry, index, marks) {
+  const uri = page.pictures[entry.pictures[index]];
+  if (!uri) return null;
+  const size = entry.sizes[index] ?? [SMALL, SMALL];
+  const picture = element("div", { class: Math.max(...size) < SMALL ? "picture small" : "picture",
+    tabIndex: 0, role: "button", "aria-label": `Enlarge image ${index + 1}`,
+    onclick: (event) => { event.stopPropagation(); enlarge(picture, size); },
+    onkeydown: (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      event.stopPropagation();
+      enlarge(picture, size);
+    } }, element("img", { src: uri, alt: `image ${index + 1}` }));
+  if (marks) picture.append(element("div", { class: "marks" }, ...marks));
+  return picture;
+}
+
+/** Return the first image of an entry with one answer and the gold answer drawn on it. */
+function drawAnswer(entry, answer) {
+  const marks = [markImage(answer?.marks, ""), markImage(entry.goldMarks, answer?.marks ? "striped" : "")];
+  return makePicture(entry, 0, marks.filter(Boolean));
+}
+
+function markImage(name, kind) {
+  const uri = page.pictures[name];
+  return uri ? element("img", { src: uri, alt: "", class: kind }) : null;
+}
+
+/** Show a picture as large as the window allows; Escape or a click closes it. */
+function enlarge(picture, [width, height]) {
+  const copy = picture.cloneNode(true);
+  copy.removeAttribute("tabindex");
+  copy.removeAttribute("role");
+  copy.style.width = `min(94vw, ${(88 * width) / height}vh)`;
+  const dialog = element("dialog", { class: "lightbox", "aria-label": "Enlarged image",
+    onclick: () => dialog.close(), onclose: () => dialog.remove() },
+  element("button", { type: "button", class: "quiet", "aria-label": "Close" }, "×"), copy);
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
 function layers(entry) {
   const images = [];
-  const add = (name, kind) => {
-    const uri = gallery.pictures[name];
-    if (uri) images.push(element("img", { src: uri, alt: "", class: kind }));
-  };
+  const add = (name, kind) => images.push(...[markImage(name, kind)].filter(Boolean));
   if (state.layers.predicted) {
     // Of the answers at successive evaluations, the last one is highlighted.
     const last = entry.view === "held-out" ? entry.answers.at(-1) : null;
@@ -150,10 +188,10 @@ function layers(entry) {
 }
 
 /** Update the drawings and highlight the selected answer. */
-function redraw(entry) {
-  document.querySelector(".marks")?.replaceChildren(...layers(entry));
+function redrawMarks(entry) {
+  document.querySelector(".entry-side .marks")?.replaceChildren(...layers(entry));
   entry.answers.forEach((answer, index) => {
-    const card = document.querySelector(".answers").children[index];
+    const card = document.querySelector("#entry .answers").children[index];
     card.classList.toggle("selected", answer === state.answer);
   });
 }
@@ -164,6 +202,7 @@ function facts(entry) {
     ["gold", untrusted("dd", "gold-answer", entry.gold)],
     entry.change === null ? null : [CHANGES[3], element("dd", null, formatSigned(entry.change))],
     ["step", element("dd", null, String(entry.step))],
+    entry.view === "training" ? ["rewards", element("dd", null, describeGroup(entry))] : null,
     entry.sizes.length ? ["image size", element("dd", null, entry.sizes.map(size).join(", "))] : null,
     entry.resizedSizes.length ? ["resized to", element("dd", null, entry.resizedSizes.map(size).join(", "))] : null,
     ["id", untrusted("dd", "", entry.id)],
@@ -176,23 +215,32 @@ function facts(entry) {
   ];
 }
 
+/** Describe the rewards of a group, from which its advantages are computed. */
+function describeGroup(entry) {
+  const known = rewards(entry);
+  if (!known.length) return "none could be scored";
+  const average = mean(known);
+  const deviation = Math.sqrt(known.reduce((sum, r) => sum + (r - average) ** 2, 0) / Math.max(1, known.length - 1));
+  const range = `mean ${formatNumber(average)}, deviation ${formatNumber(deviation)}, from ${
+    formatNumber(Math.min(...known))} to ${formatNumber(Math.max(...known))}`;
+  return entry.spread === 0 ? `${range}: all equal, no learning signal` : range;
+}
+
 /** Create an element with text of a model or a dataset, isolated from the layout around it. */
 function untrusted(tag, kind, text) {
   return element(tag, { class: `untrusted ${kind}`, dir: "auto" }, text);
 }
 
 function answerCard(answer, entry) {
-  const run = gallery.comparing ? runNumber(answer.run) : "";
-  const head = element("header", null,
-    element("b", { class: run }, answer.label),
+  const name = element("b", null, answer.label);
+  if (comparing) name.style.color = color(page.runs.indexOf(answer.run));
+  const head = element("header", null, name,
     element("span", { class: `badge ${answer.kind.replace(" ", "-")}` }, answer.kind),
     element("span", { class: "spacer" }),
     element("span", { class: "total" }, `reward ${formatNumber(answer.reward)}`),
-    answer.advantage === null ? null : element("span",
-      { class: answer.advantage > 0 ? "up" : answer.advantage < 0 ? "down" : "" },
-      `advantage ${formatSigned(answer.advantage)}`),
-    answer.stop === null ? null : element("span", null,
-      `${answer.tokens ?? "?"} tokens, stop reason: ${answer.stop}`));
+    answer.advantage === null ? null : advantageBar(answer.advantage, entry),
+    answer.stop === null ? null : element("span", null, `${answer.tokens ?? "?"} tokens, `,
+      answer.stop === "length" ? element("b", { class: "cut" }, "truncated") : `stop reason: ${answer.stop}`));
   const hasParts = answer.parts.some(([part]) => part !== "answer");
   const parts = answer.parts.flatMap(([part, text]) => [
     hasParts ? element("span", { class: "part-name" }, part) : null,
@@ -205,11 +253,13 @@ function answerCard(answer, entry) {
       untrusted("div", "part", message)));
   const select = () => {
     state.answer = state.answer === answer ? null : answer;
-    redraw(entry);
+    redrawMarks(entry);
   };
+  const isGroup = entry.view === "training";
+  const picture = isGroup && answer.marks ? drawAnswer(entry, answer) : null;
   const card = element("section", { tabIndex: 0, onclick: select, onkeydown: (event) => {
     if (event.key === "Enter") select();
-  } }, head, ...parts.filter(Boolean), element("div", { class: "rewards" },
+  } }, head, picture, ...parts.filter(Boolean), element("div", { class: "rewards" },
     ...values(answer.rewards, "reward"), ...values(answer.metrics, "metric"), parsed), ...failures);
   card.className = matches(answer, entry) ? "answer" : "answer dim";
   return card;
@@ -226,24 +276,30 @@ function values(named, kind) {
   });
 }
 
-function runNumber(run) {
-  const names = [...new Set(gallery.entries.flatMap((e) => e.answers.map((a) => a.run)))];
-  return `run-${names.indexOf(run)}`;
+/** Return the advantage, with a bar that is longest for the largest one of the group. */
+function advantageBar(advantage, entry) {
+  const most = largest(entry.answers.map((a) => Math.abs(a.advantage ?? 0))) || 1;
+  const bar = element("i", { class: advantage < 0 ? "negative" : "" });
+  bar.style.width = `${(50 * Math.abs(advantage)) / most}%`;
+  return element("span", { class: `advantage ${advantage > 0 ? "up" : advantage < 0 ? "down" : ""}` },
+    `advantage ${formatSigned(advantage)}`, element("span", { class: "balance" }, bar));
 }
 
 /** Fill the filters with the values that occur in the data. */
 function fillFilters() {
   const present = (list) => [...new Set(list)];
-  const answers = gallery.entries.flatMap((e) => e.answers);
-  const sorts = Object.keys(SORTS).filter((name) => gallery.entries.some((e) => SORTS[name](e) !== null));
+  const answers = page.entries.flatMap((e) => e.answers);
+  const sorts = Object.keys(SORTS).filter((name) => page.entries.some((e) => SORTS[name](e) !== null));
   field("sort").append(...sorts.map((name) => new Option(name, name)));
-  const views = present(gallery.entries.map((e) => e.view));
+  const views = present(page.entries.map((e) => e.view));
   form.querySelector("[data-for=view]").hidden = views.length < 2;
   if (views.length > 1) field("view").append(new Option("everything", ""));
   field("view").append(...views.map((name) => new Option(VIEWS[name], name)));
+  field("signal").append(...Object.keys(SIGNALS).map((name) => new Option(name || "all", name)));
+  form.querySelector("[data-for=signal]").hidden = !views.includes("training");
   const steps = present(answers.map((a) => a.step)).sort((a, b) => a - b);
   field("step").append(new Option("all", ""), ...steps.map((step) => new Option(step, step)));
-  const chips = gallery.kinds.map((kind) => {
+  const chips = page.kinds.map((kind) => {
     const count = answers.filter((a) => a.kind === kind).length;
     return element("button", { type: "button", class: "chip", "aria-pressed": "false", disabled: !count,
       onclick: (event) => {
@@ -277,5 +333,3 @@ function startGallery() {
   });
   refresh();
 }
-
-if (gallery.entries.length) startGallery();

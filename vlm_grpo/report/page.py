@@ -14,17 +14,29 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from vlm_grpo.config.base import flatten
 from vlm_grpo.config.sources import get_short_name
 from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
-from vlm_grpo.report.charts import draw_chart
+from vlm_grpo.errors import UserError
+from vlm_grpo.report.charts import Chart, pack_charts
+from vlm_grpo.report.comparison import Pair, build_pairs
 from vlm_grpo.report.entries import KINDS, display_text, to_script_json
 from vlm_grpo.report.gallery import GALLERY_BYTES, Gallery, build_gallery
 from vlm_grpo.report.panels import build_charts, build_comparison_charts
 from vlm_grpo.report.run import Change, Run, is_number, read_run
+from vlm_grpo.report.sweep import (
+    IDENTITY,
+    Difference,
+    build_sweep_charts,
+    choose_swept,
+    list_differences,
+)
 from vlm_grpo.utils.atomic_io import write_atomic
 
-SCRIPTS = ("base.js", "charts.js", "gallery.js")
+SCRIPTS = ("base.js", "charts.js", "gallery.js", "comparison.js")
+MAX_CARDS = 3
+"""Most runs that have a card each; more are rows of a table."""
+MAX_COLUMNS = 4
+"""Most differing settings in that table."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,27 @@ class Tile:
     label: str
     value: str
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a page, besides the summaries and the gallery.
+
+    Attributes:
+        title: title of the page.
+        charts: charts of metrics over the steps.
+        sweeps: charts of the primary metric against settings.
+        differences: settings that differ between the runs.
+        pairs: comparisons of two runs each.
+        settings: text of the settings of a single run.
+    """
+
+    title: str
+    charts: Sequence[Chart]
+    sweeps: Sequence[Chart] = ()
+    differences: Sequence[Difference] = ()
+    pairs: Sequence[Pair] = ()
+    settings: str = ""
 
 
 def build_report(run_dir: Path, limit: int = GALLERY_BYTES) -> Path:
@@ -47,43 +80,64 @@ def build_report(run_dir: Path, limit: int = GALLERY_BYTES) -> Path:
         UserError: the folder is not that of a run.
     """
     run = read_run(run_dir)
-    values = {
-        "title": f"{run.name} · {run.task}",
-        "summaries": [_summarize_run("", run)],
-        "charts": [draw_chart(chart) for chart in build_charts(run)],
-        "differences": [],
-        "settings": display_text(run.config_text, 50_000),
-    }
-    return _write(run_dir / "report.html", values, [run], build_gallery([("", run)], limit))
+    content = Content(
+        title=f"{run.name} · {run.task}",
+        charts=build_charts(run),
+        settings=display_text(run.config_text, 50_000),
+    )
+    return _write(run_dir / "report.html", content, [("", run)], build_gallery([("", run)], limit))
 
 
-def compare_runs(a: Path, b: Path, limit: int = GALLERY_BYTES) -> Path:
-    """Write a page that compares two runs, next to the first run's folder.
+def compare_runs(
+    folders: Sequence[Path], sweep: Sequence[str] = (), limit: int = GALLERY_BYTES
+) -> Path:
+    """Write a page that compares runs, next to the first run's folder.
 
     Args:
-        a, b: the runs' folders.
+        folders: the runs' folders, at least two.
+        sweep: settings to plot the primary metric against: one, or two for a line per value of the
+            second; none: chosen automatically if the runs differ in few settings.
         limit: most bytes of the gallery.
 
     Raises:
-        UserError: one of the folders is not that of a run.
+        UserError: a folder is not that of a run or is given twice, or a setting of the sweep is the
+            same in all runs.
     """
-    runs = [read_run(a), read_run(b)]
-    names = [run.name for run in runs]
-    if names[0] == names[1]:
-        names = [str(folder) for folder in (a, b)]
-    labeled = list(zip(names, runs, strict=True))
-    values = {
-        "title": f"{names[0]} and {names[1]}",
-        "summaries": [_summarize_run(name, run) for name, run in labeled],
-        "charts": [draw_chart(chart) for chart in build_comparison_charts(labeled)],
-        "differences": _compare_settings(runs),
-        "settings": "",
-    }
-    path = a.resolve().parent / f"compare-{runs[0].name}-{runs[1].name}.html"
-    return _write(path, values, runs, build_gallery(labeled, limit))
+    repeated = [f for i, f in enumerate(folders) if f.resolve() in _resolve(folders[:i])]
+    if repeated:
+        raise UserError(f"the run {repeated[0]} is given twice: a comparison needs different runs")
+    runs = list(zip(_name_runs(folders), map(read_run, folders), strict=True))
+    swept = choose_swept([run for _, run in runs], sweep)
+    names = [run.name for _, run in runs]
+    title = " and ".join(names) if len(runs) == 2 else f"{len(runs)} runs"
+    content = Content(
+        title=title,
+        charts=build_comparison_charts(runs),
+        sweeps=list(build_sweep_charts(runs, swept, together=bool(sweep))),
+        differences=list_differences([run for _, run in runs]),
+        pairs=build_pairs(runs),
+    )
+    joined = "-".join(names)
+    if len(joined) > 100:  # a file name has at most 255 bytes
+        digest = hashlib.sha256("\n".join(names).encode("utf-8", "replace")).hexdigest()[:8]
+        joined = f"{len(runs)}-runs-{digest}"
+    path = folders[0].resolve().parent / f"compare-{joined}.html"
+    return _write(path, content, runs, build_gallery(runs, limit))
 
 
-def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], gallery: Gallery) -> Path:
+def _resolve(folders: Sequence[Path]) -> list[Path]:
+    return [folder.resolve() for folder in folders]
+
+
+def _name_runs(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' names, or their paths if two of them have the same name."""
+    names = [folder.name for folder in _resolve(folders)]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    return [display_text(name, 200) for name in names]
+
+
+def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], gallery: Gallery) -> Path:
     files = resources.files("vlm_grpo.report")
     script = "\n".join(files.joinpath(name).read_text("utf-8") for name in SCRIPTS)
     environment = Environment(
@@ -94,17 +148,24 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], gallery: 
         lstrip_blocks=True,
     )
     environment.filters["format_value"] = format_value
+    summaries = [_summarize_run(label, run) for label, run in runs]
     data = {
         "entries": gallery.entries,
         "pictures": gallery.pictures,
         "kinds": KINDS,
-        "comparing": len(runs) > 1,
+        "runs": [summary["label"] for summary in summaries] if len(runs) > 1 else [],
+        "pairs": content.pairs,
+        **pack_charts([*content.sweeps, *content.charts]),
     }
     html = environment.get_template("page.html.j2").render(
-        **values,
-        alarms=[_escape_alarm(row, run) for run in runs for row in run.alarms],
+        content=content,
+        summaries=summaries,
+        few=len(runs) <= MAX_CARDS,
+        tile_labels=list(dict.fromkeys(t.label for s in summaries for t in s["tiles"])),
+        columns=[d for d in content.differences if d.key not in IDENTITY][:MAX_COLUMNS],
+        alarms=[_escape_alarm(row, run) for _, run in runs for row in run.alarms],
         comparing=len(runs) > 1,
-        unreadable=sum(run.unreadable for run in runs) + gallery.skipped,
+        unreadable=sum(run.unreadable for _, run in runs) + gallery.skipped,
         omitted=gallery.omitted,
         entries=len(gallery.entries),
         gold_color=GOLD_COLOR,
@@ -114,8 +175,6 @@ def _write(path: Path, values: Mapping[str, Any], runs: Sequence[Run], gallery: 
         script=Markup(script),
         style=Markup(files.joinpath("page.css").read_text("utf-8")),
         data=Markup(to_script_json(data)),
-        to_script_json=lambda value: Markup(to_script_json(value)),
-        markup=Markup,
     )
     # A folder's name may contain a lone surrogate, which UTF-8 cannot encode.
     write_atomic(path, html.encode("utf-8", errors="replace"))
@@ -135,7 +194,7 @@ def _summarize_run(label: str, run: Run) -> dict[str, Any]:
         "primary_metric": (run.primary_metric or "").replace("_", " "),
         "change": change,
         "significance": _describe_significance(change),
-        "worse": change is not None and change.worse,
+        "verdict": "" if change is None else change.verdict,
         "has_intervals": change is not None and not math.isnan(change.before_interval[0]),
         "is_share": change is not None and _is_share(change),
         "tiles": _build_tiles(run),
@@ -149,15 +208,9 @@ def _is_share(change: Change) -> bool:
 
 def _describe_significance(change: Change | None) -> str:
     """Describe the change by the interval of the paired difference; "" if there is none."""
-    if change is None:
+    if change is None or math.isnan(change.difference_interval[0]):
         return ""
-    low, high = change.difference_interval
-    if math.isnan(low):
-        return ""
-    if low <= 0.0 <= high:
-        return "no significant change"
-    better = (low > 0.0) != change.lower_is_better
-    return f"significantly {'better' if better else 'worse'}"
+    return f"significantly {change.verdict}" if change.verdict else "no significant change"
 
 
 def _build_tiles(run: Run) -> list[Tile]:
@@ -188,22 +241,6 @@ def _escape_alarm(row: Mapping[str, Any], run: Run) -> dict[str, str]:
     limits = {"step": 20, "name": 2_000, "message": 2_000, "remedy": 2_000}
     texts = {key: display_text(str(row.get(key, "")), limit) for key, limit in limits.items()}
     return {**texts, "run": run.name}
-
-
-def _compare_settings(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
-    """Return the settings that differ: the dotted key, and its value in each of the two runs."""
-    first, second = (
-        {key: str(value) for key, value in flatten(run.config).items()} for run in runs
-    )
-    differing = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
-    return [
-        (
-            display_text(key, 200),
-            display_text(first.get(key, "–"), 300),
-            display_text(second.get(key, "–"), 300),
-        )
-        for key in differing
-    ]
 
 
 def format_value(value: float, is_error: bool = False) -> str:

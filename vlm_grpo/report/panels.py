@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vlm_grpo.report.charts import Chart, Line
+from vlm_grpo.report.distributions import build_distribution_charts
 from vlm_grpo.report.entries import display_text
 from vlm_grpo.report.run import HeldOutEvaluation, Run, is_number
 
 OUTER_PHASES = ("step", "rollout", "evaluation")
 """Phases that contain other phases, or that are not part of a step."""
 MAX_SUBSETS = 8
-"""Most lines in a chart of a metric's subsets: the number of colors."""
+"""Most lines in a chart of a metric's subsets."""
+MAX_HEAT_MAPS = 4
+"""Most runs in a comparison whose distributions are shown."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,14 @@ PANELS = (
 def build_charts(run: Run) -> list[Chart]:
     """Return the charts of one run that have values."""
     panels = (_build_panel_chart(panel, run) for panel in PANELS)
-    charts = [*_build_held_out_charts([("", run)]), *panels, _build_phase_chart(run)]
+    distributions = build_distribution_charts(run)
+    charts = [*_build_held_out_charts([("", run)]), *panels, *distributions]
+    charts.append(_build_phase_chart(run))
     return [chart for chart in charts if _is_informative(chart)]
 
 
 def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
-    """Return one chart per metric, with a line per labeled run."""
+    """Return one chart per metric, with a line per labeled run, and few runs' distributions."""
     charts = list(_build_held_out_charts(runs))
     names = sorted({name for _, run in runs for name in _get_metric_names(run)})
     for panel in PANELS:
@@ -151,7 +156,16 @@ def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
             )
     lines = [_build_line(label, "time/step", run) for label, run in runs]
     charts.append(Chart("Time per step", "In seconds, without evaluation.", lines))
+    charts = [_number_lines(chart) for chart in charts]
+    for number, (label, run) in enumerate(runs[:MAX_HEAT_MAPS]):
+        charts += build_distribution_charts(run, number, display_text(label, 60))
     return [chart for chart in charts if _is_informative(chart)]
+
+
+def _number_lines(chart: Chart) -> Chart:
+    """Return the chart with a run's line in the color of the run, whichever runs have values."""
+    lines = [replace(line, series=number) for number, line in enumerate(chart.lines)]
+    return replace(chart, lines=lines)
 
 
 def _build_held_out_charts(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:

@@ -84,9 +84,12 @@ class Change:
     lower_is_better: bool = False
 
     @property
-    def worse(self) -> bool:
-        """Whether the metric got worse, by any amount."""
-        return self.after > self.before if self.lower_is_better else self.after < self.before
+    def verdict(self) -> str:
+        """Whether the change is "better" or "worse"; "" if its interval contains 0 or is NaN."""
+        low, high = self.difference_interval
+        if not (low > 0.0 or high < 0.0):
+            return ""
+        return "better" if (low > 0.0) != self.lower_is_better else "worse"
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Run:
         evaluations: the evaluations during training, by step.
         samples: rows of sampled groups and of held-out answers.
         unreadable: number of lines that are not a JSON object.
+        distributions: rows with a sample of the values of each distribution, by step.
     """
 
     folder: Path
@@ -112,6 +116,7 @@ class Run:
     evaluations: tuple[HeldOutEvaluation, ...]
     samples: tuple[Row, ...]
     unreadable: int
+    distributions: tuple[Row, ...] = ()
 
     @property
     def name(self) -> str:
@@ -192,7 +197,10 @@ def read_run(folder: Path) -> Run:
     config_path = folder / "config.yaml"
     text = config_path.read_text("utf-8", errors="replace") if config_path.is_file() else ""
     reader = _Reader()
-    metrics = [row for row in reader.read(folder / "metrics.jsonl") if _has_step(row)]
+    metrics, distributions = (
+        sorted(filter(_has_step, reader.read(folder / name)), key=lambda row: row["step"])
+        for name in ("metrics.jsonl", "distributions.jsonl")
+    )
     samples = [
         {**row, "source": path.name}
         for path in sorted((folder / "samples").glob("*.jsonl"))
@@ -207,12 +215,19 @@ def read_run(folder: Path) -> Run:
         folder=folder,
         config=_parse_mapping(text),
         config_text=text,
-        metrics=tuple(sorted(metrics, key=lambda row: row["step"])),
+        metrics=tuple(metrics),
         alarms=tuple(reader.read(folder / "alarms.jsonl")),
         evaluations=tuple(_read_evaluations(folder / "evaluation", reader)),
         samples=tuple(samples),
         unreadable=reader.unreadable,
+        distributions=tuple(distributions),
     )
+
+
+def read_outputs(run: Run, step: int) -> dict[str, str]:
+    """Return the text of every held-out answer of an evaluation, by example id."""
+    path = run.folder / "evaluation" / f"step-{step:06d}.jsonl"
+    return {str(row.get("id")): str(row.get("output", "")) for row in _Reader().read(path)}
 
 
 class _Reader:

@@ -18,6 +18,9 @@ from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
 from vlm_grpo.utils.jsonl import read_rows
 
+DISTRIBUTION_VALUES = 64
+"""Most values that are recorded of a distribution at each step."""
+
 
 class StepLog:
     """A JSON Lines file with one object per step, such as ``metrics.jsonl``.
@@ -102,6 +105,34 @@ def group_metrics(groups: Sequence[Group]) -> MetricAccumulator:
     minima = {"completions/min_length": min(lengths)} if lengths else {}
     maxima = {"completions/max_length": max(lengths)} if lengths else {}
     return MetricAccumulator(means, minima, maxima, sums, samples)
+
+
+def rollout_distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """Return samples of a step's rewards and lengths in tokens. All ranks must call it.
+
+    Each has the values of all ranks' completions in ascending order; of more than 64, evenly spaced
+    ones are kept, each of which stands for the same share of the completions.
+
+    Args:
+        groups: this rank's groups.
+    """
+    rewards = [s.total for group in groups for s in group.scores if s.total is not None]
+    lengths = [len(c.token_ids) for group in groups for c in group.completions]
+    parts = gather_object([(rewards, lengths)])
+    names = ("reward", "completions/length")
+    return {
+        name: _select_quantiles(value for part in values for value in part)
+        for name, values in zip(names, zip(*parts, strict=True), strict=True)
+    }
+
+
+def _select_quantiles(values: Iterable[float]) -> list[float]:
+    """Return at most 64 of the values, at the middles of equal shares of their order."""
+    ordered = sorted(values)
+    count = min(len(ordered), DISTRIBUTION_VALUES)
+    return [
+        float(f"{ordered[(2 * i + 1) * len(ordered) // (2 * count)]:.4g}") for i in range(count)
+    ]
 
 
 def _sum_and_count(values: Iterable[float | None]) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -49,7 +49,8 @@ class Progress:
         self.completions = settings.optim.prompts_per_step * settings.rollout.num_generations
         self.primary_metric, self.stopwatch, self.enabled = primary_metric, stopwatch, enabled
         self.started = self.last_line = time.monotonic()
-        self.note, self.held_out = "", ""
+        self.fields: tuple[str, ...] = ()
+        self.held_out: tuple[str, ...] = ()
         console = Console(stderr=True)
         self.bar = _TwoLines(self, console, disable=not (enabled and console.is_terminal))
         self.row = self.bar.add_task("train", total=self.total, completed=done)
@@ -65,12 +66,13 @@ class Progress:
         """Advance by one step and show its metrics."""
         self.done += 1
         if (value := metrics.get(f"eval/{self.primary_metric}")) is not None:
-            self.held_out = f"  held-out {self.primary_metric} {value:.3f}"
-        self.note = (
-            f"reward {metrics['reward']:.3f}{self.held_out}"
-            f"  length {metrics['completions/mean_length']:.1f}"
-            f"  {self.completions / metrics['time/step']:.3g} samples/s"
-            f"  {self._memory(metrics)}"
+            self.held_out = (f"held-out {self.primary_metric} {value:.3f}",)
+        self.fields = (
+            f"reward {metrics['reward']:.3f}",
+            *self.held_out,
+            f"length {metrics['completions/mean_length']:.1f}",
+            f"{self.completions / metrics['time/step']:.3g} samples/s",
+            self._memory(metrics),
         )
         if not self.bar.disable:
             self.bar.update(self.row, completed=self.done)
@@ -79,7 +81,7 @@ class Progress:
         if self.enabled and (now - self.last_line > PLAIN_SECONDS or self.done == self.total):
             self.last_line = now
             left = (now - self.started) / (self.done - self.first) * (self.total - self.done)
-            line = f"step {self.done}/{self.total}  {self.note}  {left:.0f} s left"
+            line = "  ".join((f"step {self.done}/{self.total}", *self.fields, f"{left:.0f} s left"))
             print(line, file=sys.stderr, flush=True)
 
     def _memory(self, metrics: Mapping[str, float]) -> str:
@@ -92,7 +94,7 @@ class _TwoLines(Bar):
     """The bar, and below it the phase and the last step's metrics."""
 
     def __init__(self, progress: Progress, console: Console, disable: bool) -> None:
-        self.progress = progress
+        self.progress, self.terminal = progress, console
         super().__init__(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -107,4 +109,20 @@ class _TwoLines(Bar):
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         phase = self.progress.stopwatch.phase or ""
-        yield Text(f"{phase:<10} {self.progress.note}", no_wrap=True, overflow="ellipsis")
+        line = f"{phase:<10} {fit_fields(self.progress.fields, self.terminal.width - 11)}"
+        yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+def fit_fields(fields: Sequence[str], width: int) -> str:
+    """Join as many of the first fields as fit into the width; the most important come first.
+
+    >>> fit_fields(["reward 0.5", "length 12", "1.5 GiB"], width=22)
+    'reward 0.5  length 12'
+    """
+    shown = ""
+    for number, field in enumerate(fields):
+        longer = f"{shown}  {field}" if number else field
+        if number and len(longer) > width:
+            break
+        shown = longer
+    return shown

@@ -20,8 +20,15 @@ from vlm_grpo.evaluation.evaluate import Evaluation, write_predictions, write_su
 from vlm_grpo.report import build_report
 from vlm_grpo.task import Task
 from vlm_grpo.tracking.alarms import AlarmContext, AlarmMonitor
-from vlm_grpo.tracking.metrics import StepLog
-from vlm_grpo.tracking.samples import THUMBNAIL_SIDE, draw_answers, write_held_out, write_samples
+from vlm_grpo.tracking.metrics import StepLog, rollout_distributions
+from vlm_grpo.tracking.samples import (
+    THUMBNAIL_SIDE,
+    build_completion_rows,
+    draw_answers,
+    write_held_out,
+    write_samples,
+)
+from vlm_grpo.tracking.summary import read_evaluation
 from vlm_grpo.tracking.trackers import Trackers
 from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.folder_lock import check_lock, lock_folder
@@ -77,6 +84,7 @@ class RunDir:
         self.monitored = held_out_task if is_sampled else task
         self.metrics = StepLog(self.path / "metrics.jsonl")
         self.alarms = StepLog(self.path / "alarms.jsonl")
+        self.distributions = StepLog(self.path / "distributions.jsonl")
         self.monitor = AlarmMonitor(
             AlarmContext(
                 task.reward_weights(),
@@ -99,6 +107,7 @@ class RunDir:
         self.settings.save(self.path / "config.yaml")
         self.metrics.truncate(step)
         self.alarms.truncate(step)
+        self.distributions.truncate(step)
         for row in self.metrics.read():  # active alarms must not be raised again
             self.monitor.update(row["step"], row)
         config = flatten(self.settings.model_dump())
@@ -126,25 +135,33 @@ class RunDir:
         if self.is_main:
             self.trackers.finish()
 
-    def samples_due(self, step: int) -> bool:
-        """Return whether the samples of this step are to be written."""
-        every = self.settings.logging.samples_every
-        return bool(every) and step % every == 0
-
-    def write_samples(self, step: int, groups: Sequence[Group], advantages: Tensor) -> None:
-        """Write the first groups of a step.
+    def write_groups(
+        self, step: int, groups: Sequence[Group], advantages: Tensor, is_skipped: bool
+    ) -> None:
+        """Write a step's distributions, and its first groups if they are due. All ranks call it.
 
         Args:
             advantages: (n,) of all groups' completions.
+            is_skipped: whether an update was skipped, which makes the groups due.
         """
+        distributions = rollout_distributions(groups)
         if not self.is_main:
             return
+        self.distributions.write(step, distributions)
+        every = self.settings.logging.samples_every
+        if is_skipped or (every and step % every == 0):
+            self._write_samples(step, groups, advantages)
+
+    def _write_samples(self, step: int, groups: Sequence[Group], advantages: Tensor) -> None:
         shown = groups[: self.settings.logging.samples_per_step]
         sizes = [len(group.completions) for group in groups]
         parts = [part.tolist() for part in advantages.split(sizes)][: len(shown)]
         write_samples(self.path / "samples", step, shown, parts, self.task)
         if self.trackers.any:
             self.trackers.log_images(step + 1, dict(self._draw_samples(shown)))
+        if self.trackers.takes_tables:
+            rows = build_completion_rows(self.task, step, shown, parts)
+            self.trackers.log_table(step + 1, "completions", rows)
 
     def _draw_samples(self, groups: Sequence[Group]) -> Iterator[tuple[str, Image.Image]]:
         """Draw each group's gold answer and first completion on its image, by name."""
@@ -170,6 +187,10 @@ class RunDir:
         write_predictions(path, evaluation)
         write_summary(path.with_suffix(".json"), evaluation)
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
+
+    def read_evaluation(self, step: int) -> Evaluation | None:
+        """Load the evaluation after ``step`` steps, which an earlier process has written."""
+        return read_evaluation(self.settings, step)
 
     def refresh_report(self, now: bool = False) -> None:
         """Rebuild ``report.html`` if the last one is older than a minute, or if ``now`` is True."""

@@ -121,6 +121,45 @@ def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Imag
         return None
 
 
+def build_completion_rows(
+    task: Task, step: int, groups: Sequence[Group], advantages: Iterable[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """Return a row per completion for a tracker's table, with both answers drawn on the image.
+
+    Args:
+        task: draws the answers.
+        step: number of steps that the policy had been trained for.
+        groups: the groups to show.
+        advantages: advantage of each completion, by group.
+    """
+    rows = []
+    for group, values in zip(groups, advantages, strict=True):
+        example = group.prompt.example
+        for completion, score, advantage in zip(
+            group.completions, group.scores, values, strict=True
+        ):
+            image = draw_answers(task, example, score.answer)
+            if image is not None:
+                image = image.convert("RGB")
+                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+            rows.append(
+                {
+                    "step": step,
+                    "id": example.id,
+                    "image": image,
+                    "prompt": group.prompt.text,
+                    "completion": completion.text,
+                    "gold": str(example.answer),
+                    **{f"rewards/{name}": value for name, value in score.rewards.items()},
+                    "reward": score.total,
+                    "advantage": advantage,
+                    "tokens": len(completion.token_ids),
+                    "truncated": completion.stop == "length",
+                }
+            )
+    return rows
+
+
 def write_samples(
     folder: Path,
     step: int,

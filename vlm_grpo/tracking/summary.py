@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.bootstrap import bootstrap_interval
+from vlm_grpo.utils.jsonl import parse_lines
 
 COUNTED_EXAMPLES = 64
 """Number of examples whose image tokens are counted before the first step."""
@@ -130,12 +133,38 @@ class TrainResult:
         return f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
 
 
+def read_evaluation(settings: Settings, step: int) -> Evaluation | None:
+    """Load the run's evaluation after ``step`` steps, which an earlier process has written.
+
+    Returns:
+        None if it is missing or damaged; a resumed run goes on without it.
+    """
+    path = settings.run_dir / "evaluation" / f"step-{step:06d}.json"
+    rows = tuple(row for _, row in parse_lines(path.with_suffix(".jsonl")) if row is not None)
+    try:
+        summary = json.loads(path.read_text("utf-8"))
+        name, n, metrics = summary["headline"], summary["n"], {**summary["metrics"]}
+        lower_is_better = bool(summary["lower_is_better"])
+        values = [v for row in rows if (v := _get_value(row, name)) is not None]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if len(rows) != n:
+        return None
+    value = metrics.setdefault(name, math.nan)
+    if not values or not math.isclose(statistics.fmean(values), value, abs_tol=1e-9):
+        values = []  # a metric of the full set
+    interval = bootstrap_interval(values, settings.seed)
+    return Evaluation(name, n, metrics, interval, rows, lower_is_better)
+
+
 def format_change(before: Evaluation, after: Evaluation) -> str:
     """Format the primary metric's mean change with its 95 % interval, paired by example.
 
     A metric of the full set has no interval, because single examples have no value.
     """
     first = {row["id"]: _get_value(row, before.primary_metric) for row in before.rows}
+    if not any(row["id"] in first for row in after.rows):  # data.eval may change on a resume
+        return "unknown: the evaluations have no example in common"
     pairs = [(first.get(row["id"]), _get_value(row, after.primary_metric)) for row in after.rows]
     changes = [b - a for a, b in pairs if a is not None and b is not None]
     if math.isnan(after.interval[0]):  # a metric of the full set, even if examples have values

@@ -1,4 +1,4 @@
-"""Trackers of a run's metrics and images: TensorBoard, Weights & Biases, trackio and MLflow.
+"""Trackers of metrics, images and completions: TensorBoard, Weights & Biases, trackio and MLflow.
 
 They are Accelerate's trackers. A tracker that fails is reported once and dropped, because a
 dashboard must not end a run.
@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 PROJECT = "vlm-grpo"
 """Project in Weights & Biases, trackio and MLflow, unless their environment variables name one."""
 
+TABLE_TRACKERS = ("wandb", "trackio")
+"""Trackers with tables that may hold images; their classes ``Table`` and ``Image`` agree."""
+
 
 def check_installed(names: Sequence[str]) -> None:
     """Check that the libraries of these trackers are installed.
@@ -46,7 +49,8 @@ class Trackers:
 
     Args:
         names: names as in ``logging.trackers``.
-        run_dir: the run's folder; its ``tensorboard`` holds TensorBoard's events.
+        run_dir: the run's folder, which also holds TensorBoard's events: TensorBoard names a run
+            after the folder of its events.
     """
 
     def __init__(self, names: Sequence[str], run_dir: Path) -> None:
@@ -64,7 +68,7 @@ class Trackers:
             arguments = _get_arguments(name, self.run_dir, resume_at)
             self._active.append(LOGGER_TYPE_TO_CLASS[name](**arguments))
         self._call_all(lambda tracker: tracker.start())
-        self._call_all(lambda tracker: tracker.store_init_configuration(dict(config)))
+        self._call_all(lambda tracker: _store_config(tracker, dict(config)))
 
     @property
     def any(self) -> bool:
@@ -82,6 +86,30 @@ class Trackers:
         def show(tracker: Any) -> None:
             for name, image in images.items():
                 _SHOW[tracker.name](tracker, name, image.convert("RGB"), step)
+
+        self._call_all(show)
+
+    @property
+    def takes_tables(self) -> bool:
+        """True if any active tracker has tables."""
+        return any(tracker.name in TABLE_TRACKERS for tracker in self._active)
+
+    def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log rows as a table after ``step`` steps, where there are tables.
+
+        Args:
+            rows: values by column, with the same columns in each row; images are PIL images.
+        """
+
+        def show(tracker: Any) -> None:
+            if tracker.name in TABLE_TRACKERS and rows:
+                library = importlib.import_module(tracker.name)
+                data = [
+                    [library.Image(v) if isinstance(v, Image.Image) else v for v in row.values()]
+                    for row in rows
+                ]
+                table = library.Table(columns=list(rows[0]), data=data)
+                tracker.log({name: table}, step=step)
 
         self._call_all(show)
 
@@ -107,13 +135,22 @@ def _get_arguments(name: str, run_dir: Path, resume_at: int) -> dict[str, Any]:
     """Return the constructor arguments of Accelerate's tracker."""
     if name == "tensorboard":
         purge = {"purge_step": resume_at + 1} if resume_at else {}
-        return {"run_name": "tensorboard", "logging_dir": run_dir, **purge}
+        is_old = (run_dir / "tensorboard").is_dir()  # a run started with 0.1.0 goes on there
+        return {"run_name": "tensorboard" if is_old else "", "logging_dir": run_dir, **purge}
     if name == "wandb":
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         return {"run_name": project, "name": run_dir.name, "dir": str(run_dir)}
     if name == "trackio":
         return {"run_name": os.environ.get("TRACKIO_PROJECT", PROJECT), "name": run_dir.name}
     return {"experiment_name": PROJECT, "run_name": run_dir.name}
+
+
+def _store_config(tracker: Any, config: dict[str, Any]) -> None:
+    """Store the settings next to the curves."""
+    if tracker.name == "tensorboard":  # Accelerate's method adds another run, named after the time
+        tracker.writer.add_hparams(config, {}, run_name=".")
+    else:
+        tracker.store_init_configuration(config)
 
 
 def _show_tensorboard(tracker: Any, name: str, image: Image.Image, step: int) -> None:

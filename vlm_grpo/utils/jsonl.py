@@ -43,3 +43,28 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path}:{number} is not a JSON object: repair or delete the line")
         rows.append(row)
     return rows
+
+
+def read_complete_rows(path: Path, truncate: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file that was appended to line by line, up to the last line break.
+
+    Args:
+        path: the file.
+        truncate: also remove an incomplete last line from the file.
+
+    Raises:
+        UserError: a complete line is not a JSON object.
+    """
+    content = path.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    if truncate and len(complete) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(complete))
+    for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}:{number} is not a JSON object: repair or delete the line")
+        yield row

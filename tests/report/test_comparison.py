@@ -1,0 +1,105 @@
+"""Runs are compared pairwise on the examples that both have answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_runs import make_run
+
+from vlm_grpo.report.comparison import build_pairs
+from vlm_grpo.report.run import Run, read_run
+from vlm_grpo.utils.paired_test import mcnemar_p_value
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Run]]:
+    """Three counting runs of rising skill on the same 24 held-out examples."""
+    folder = tmp_path_factory.mktemp("runs")
+    return [
+        (name, read_run(make_run(folder, "counting", steps=4, seed=seed, skill=(0.2, skill))))
+        for seed, (name, skill) in enumerate((("low", 0.3), ("middle", 0.6), ("high", 0.95)))
+    ]
+
+
+def last_values(run: Run, name: str = "exact") -> dict[str, float]:
+    path = sorted((run.folder / "evaluation").glob("step-*.jsonl"))[-1]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {row["id"]: row["rewards"][name] for row in rows}
+
+
+def test_flips_and_test_are_those_of_the_evaluations(runs: list[tuple[str, Run]]) -> None:
+    pairs = build_pairs(runs)
+    assert [(pair["a"], pair["b"]) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
+    for pair in pairs:
+        a, b = (last_values(runs[pair[side]][1]) for side in "ab")
+        gained = {i for i in a if b[i] > a[i]}
+        lost = {i for i in a if b[i] < a[i]}
+        assert {flip["id"] for flip in pair["flips"] if flip["better"]} == gained
+        assert {flip["id"] for flip in pair["flips"] if not flip["better"]} == lost
+        test = pair["tests"][0]
+        assert (test["name"], test["test"], test["n"]) == ("exact", "McNemar", 24)
+        assert test["p_value"] == mcnemar_p_value(len(gained), len(lost))
+        assert (pair["better"], pair["worse"]) == (len(gained), len(lost))
+        assert (pair["onlyA"], pair["onlyB"], pair["changed"]) == (0, 0, 0)
+    error = next(test for test in pairs[1]["tests"] if test["name"] == "absolute_error")
+    assert error["test"] == "sign flips"
+    assert pairs[1]["better"] > pairs[1]["worse"]  # 0.3 against 0.95
+    # Holm: three times the smallest p-value.
+    first = min(pairs, key=lambda pair: pair["tests"][0]["p_value"])["tests"][0]
+    assert first["adjusted"] == pytest.approx(min(1.0, 3 * first["p_value"]))
+
+
+def test_flips_have_both_outputs(runs: list[tuple[str, Run]]) -> None:
+    (_, a), (_, b) = runs[0], runs[2]
+    for flip in build_pairs([runs[0], runs[2]])[0]["flips"]:
+        values = (flip["a"], flip["b"])
+        for run, output, value in zip((a, b), flip["outputs"], values, strict=True):
+            assert last_values(run)[flip["id"]] == value
+            (sample,) = [
+                row["completions"][0]["text"]
+                for row in run.samples
+                if row["id"] == flip["id"] and row["source"] == "held-out-000004.jsonl"
+            ]
+            assert sample.startswith(output.partition(" …")[0])
+
+
+def edit(run: Run, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Run:
+    """Change the rows of a run's evaluations and samples, and read it again."""
+    for path in (*run.folder.glob("evaluation/*.jsonl"), *run.folder.glob("samples/held*.jsonl")):
+        rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows if row is not None))
+    return read_run(run.folder)
+
+
+def test_examples_that_do_not_match_are_left_out_and_counted(tmp_path: Path) -> None:
+    a = read_run(make_run(tmp_path, steps=2, held_out=8, seed=0))
+    b = read_run(make_run(tmp_path, steps=2, held_out=8, seed=1))
+    ids = sorted(last_values(a))
+
+    def change(row: dict[str, Any]) -> dict[str, Any] | None:
+        if row["id"] == ids[0]:
+            return None
+        if row["id"] == ids[1]:
+            return {**row, "id": "other"}
+        return {**row, "question": "Another?"} if row["id"] == ids[2] else row
+
+    (pair,) = build_pairs([("a", a), ("b", edit(b, change))])
+    assert (pair["onlyA"], pair["onlyB"], pair["changed"], pair["n"]) == (2, 1, 1, 5)
+    assert pair["tests"][0]["n"] == 5
+    assert not {ids[0], ids[1], ids[2], "other"} & {flip["id"] for flip in pair["flips"]}
+
+
+def test_runs_without_a_common_example_have_no_test(tmp_path: Path) -> None:
+    a = read_run(make_run(tmp_path, steps=2, held_out=4, seed=0))
+    b = read_run(make_run(tmp_path, steps=2, held_out=4, seed=1))
+    b = edit(b, lambda row: {**row, "id": f"other {row['id']}"})
+    (pair,) = build_pairs([("a", a), ("b", b)])
+    assert (pair["n"], pair["tests"], pair["flips"]) == (0, [], [])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.yaml").write_text("task: counting\n")
+    assert build_pairs([("a", a), ("bare", read_run(bare))]) == []  # nothing was evaluated
