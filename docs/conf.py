@@ -26,7 +26,7 @@ extensions = [
     "offline",
     "reference_pages",
 ]
-exclude_patterns = ["_extensions", "examples", "plots", "requirements*"]
+exclude_patterns = ["_extensions", "examples", "plots"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

@@ -73,6 +73,7 @@ def make_settings(folder: Path, task: Any = Brightness, **optim: Any) -> Setting
         {
             "name": "run",
             "task": task,
+            "model": "embedded",
             "output_dir": folder,
             "data": {"train": ROWS, "eval": HELD_OUT},
             "policy": {"dtype": "float32"},

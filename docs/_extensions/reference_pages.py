@@ -6,22 +6,18 @@ the help of every command.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 import typer
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from sphinx.application import Sphinx
 
 from vlm_grpo.cli.app import app as program
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.reference import SettingReference, list_settings
 
 
 class SettingsDirective(Directive):
@@ -30,53 +26,23 @@ class SettingsDirective(Directive):
     optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        fields = list_fields(self.arguments[0] if self.arguments else "")
-        items = [self._describe(key, field) for key, field in fields]
-        return [nodes.definition_list("", *items)]
+        block = self.arguments[0] if self.arguments else ""
+        found = [s for s in list_settings() if s.key.partition(".")[0] == block]
+        if not block:
+            found = [setting for setting in list_settings() if "." not in setting.key]
+        return [nodes.definition_list("", *map(self._describe, found))]
 
-    def _describe(self, key: str, field: FieldInfo) -> nodes.definition_list_item:
-        if field.description is None:
-            raise self.error(f"the setting {key} has no docstring")
-        default = "required" if field.is_required() else f"default {show_default(field)}"
-        term = nodes.term("", "", nodes.literal(text=key), ids=[f"setting-{key}"])
+    def _describe(self, setting: SettingReference) -> nodes.definition_list_item:
+        default = "required" if setting.default is None else f"default {setting.default}"
+        term = nodes.term("", "", nodes.literal(text=setting.key), ids=[f"setting-{setting.key}"])
         term += nodes.Text(" ")
-        term += nodes.emphasis(text=f"{show_type(field.annotation)}, {default}")
+        term += nodes.emphasis(text=f"{setting.type}, {default}")
         definition = nodes.definition()
-        lines = StringList(field.description.splitlines(), "settings")
-        self.state.nested_parse(lines, 0, definition)
+        lines = setting.description.splitlines()
+        if setting.other_names:
+            lines += ["", f"Elsewhere: {', '.join(setting.other_names)}."]
+        self.state.nested_parse(StringList(lines, "settings"), 0, definition)
         return nodes.definition_list_item("", term, definition)
-
-
-def list_fields(block: str) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield the key and the field of every setting of a block and of the blocks inside it."""
-    model: type[BaseModel] = Settings
-    for part in filter(None, block.split(".")):
-        (model,) = get_blocks(model.model_fields[part])
-    for name, field in model.model_fields.items():
-        key = f"{block}.{name}" if block else name
-        is_block = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        if not is_block:
-            yield key, field
-        if block and get_blocks(field):
-            yield from list_fields(key)
-
-
-def get_blocks(field: FieldInfo) -> list[type[BaseModel]]:
-    """Return the block that a field holds, also if the field may be None; empty for a value."""
-    types = [field.annotation, *get_args(field.annotation)]
-    return [kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)]
-
-
-def show_default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    return str(value) if isinstance(value, Path) else repr(value)
-
-
-def show_type(annotation: Any) -> str:
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])", "", text)
-    literal = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace(", ", " | "), text)
-    return literal.replace("NoneType", "None")
 
 
 class CommandsDirective(Directive):

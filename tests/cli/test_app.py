@@ -37,6 +37,7 @@ def test_help_shows_examples(capsys):
         "plan",
         "export",
         "doctor",
+        "settings",
         "new-task",
         "validate",
         "score",
@@ -69,7 +70,7 @@ def test_an_unknown_setting_is_one_message(capsys, command):
     message = fails(capsys, command, "counting", "optim.learning_rate=1")
 
     assert message.startswith("error: recipe counting has wrong settings:")
-    assert "did you mean optim.lr?" in message
+    assert "TRL's learning_rate is optim.lr here" in message
 
 
 @pytest.mark.parametrize(

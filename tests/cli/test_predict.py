@@ -39,6 +39,15 @@ def test_an_existing_picture_is_not_overwritten(capsys):
     assert all(Path(line.split()[-1]).is_file() for line in pictures)
 
 
+def test_a_question_without_an_image_is_answered_without_a_picture(capsys):
+    given = ["embedded", "--task", "counting", "--question", "How many red circles are there?"]
+    status, out, _ = run(capsys, "predict", *given)
+
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["output", "answer"]
+    assert "--out needs an image" in fails(capsys, "predict", *given, "--out", "b.png")
+
+
 def test_a_truncated_output_is_reported(capsys):
     given = ["embedded", "--image", "a.png", "--task", "grounding", "--question", "the red circle"]
     _, out, _ = run(capsys, "predict", *given, "rollout.max_completion_length=2")

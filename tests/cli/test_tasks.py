@@ -13,3 +13,4 @@ def test_every_task_and_recipe_is_listed(capsys):
 
     assert all(name in out for name in (*task_names(), *recipe_names()))
     assert "Count the named objects in one image" in out
+    assert "Referring expressions (RefCOCO) with Qwen2.5-VL-3B" in out

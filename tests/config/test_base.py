@@ -51,10 +51,9 @@ def test_merge_keeps_dots_inside_the_mapping_of_an_option():
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [
-        ("num_generations=4", "rollout.num_generations"),  # TRL's flat name
-        ("learning_rate=1e-6", "optim.lr"),  # TRL's name of it
+        ("cuda_graphs=true", "rollout.cuda_graphs"),  # without its block
         ("rollout.num_generation=4", "rollout.num_generations"),
-        ("policy.lora.rank=3", "policy.lora.r"),
+        ("policy.lora.rnk=3", "policy.lora.r"),
         ("optm={}", "optim"),
         ("zebra=1", None),
     ],
@@ -68,6 +67,19 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
         if suggestion
         else ("did you mean" not in message)
     )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("num_generations=4", "TRL's num_generations is rollout.num_generations here"),
+        ("optim.learning_rate=1e-6", "TRL's learning_rate is optim.lr here"),
+        ("policy.lora.rank=3", "EasyR1's worker.actor.model.lora.rank is policy.lora.r here"),
+        ("load_in_4bit=true", "TRL's load_in_4bit has no equivalent here: base weights are"),
+    ],
+)
+def test_a_setting_of_another_trainer_is_explained(override, expected):
+    assert f"unknown key {override.partition('=')[0]}: {expected}" in get_error(override)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_all_missing_values_of_a_recipe_are_named():
 
 def test_a_task_file_is_a_recipe_without_data():
     assert "data.train has no value" in get_error(recipe="my/parity.py")
-    settings = load_settings("my/parity.py", ["data.train=a.jsonl"])
+    settings = load_settings("my/parity.py", ["data.train=a.jsonl", "model=a/b"])
     assert (settings.task, settings.name) == ("my/parity.py", "parity")
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vlm_grpo.config.recipes import load_settings, recipe_names
-from vlm_grpo.config.run import DataSettings, Settings, check_settings
+from vlm_grpo.config.run import EMBEDDED_TASKS, DataSettings, Settings, check_settings
 from vlm_grpo.errors import UserError
 
 DATA = ["data.train=train.jsonl", "data.eval=test.jsonl"]
@@ -37,6 +37,20 @@ def test_every_recipe_is_equal_after_saving_and_loading(recipe, tmp_path):
 
     assert load_settings(str(path)) == settings
     assert settings.name == recipe
+
+
+def test_a_task_that_the_embedded_model_has_not_learned_must_name_a_model():
+    data = {"train": "rows.jsonl"}
+    for task in ("detection", "my/clock.py"):
+        with pytest.raises(ValidationError, match=r"model has no value.*learned only counting, gr"):
+            Settings.model_validate({"task": task, "data": data})
+        given = Settings.model_validate({"task": task, "data": data, "model": "embedded"})
+        assert given.exceeds_embedded_model
+    with pytest.raises(UserError, match="model has no value: add model="):
+        load_settings("my/clock.py", ["data.train=rows.jsonl"])
+    for task in EMBEDDED_TASKS:
+        settings = Settings.model_validate({"task": task, "data": data})
+        assert (settings.model, settings.exceeds_embedded_model) == ("embedded", False)
 
 
 def test_text_with_a_meaning_in_yaml_or_omegaconf_is_saved_literally(tmp_path):

@@ -46,7 +46,9 @@ class Parity(Task):
 
 
 def make_settings(task: Any, train: Any = "embedded:counting", **values: Any) -> Settings:
-    return Settings.model_validate({"task": task, "data": {"train": train}, **values})
+    return Settings.model_validate(
+        {"task": task, "model": "embedded", "data": {"train": train}, **values}
+    )
 
 
 def write_module(folder: Path, name: str) -> None:

@@ -10,10 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from vlm_grpo.config.run import EMBEDDED_TASKS
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_tiny_vlm
 from vlm_grpo.data_scripts.make_tiny_vlm import (
+    BAND,
     MAKERS,
+    OutOfBand,
     WarmUpSettings,
     build_prompts,
     build_tiny_vlm,
@@ -25,8 +28,6 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
 from vlm_grpo.registry import load_task
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
-BAND = (0.25, 0.65)
-"""Range of held-out accuracies in which most groups hold right and wrong completions."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,10 @@ def test_gold_answers_score_one_and_fit(processor, name):
         assert len(ids) <= make_tiny_vlm.MAX_ANSWER_TOKENS
 
 
+def test_the_tasks_are_those_for_which_the_model_is_the_default():
+    assert sorted(MAKERS) == list(EMBEDDED_TASKS)
+
+
 def test_recorded_accuracies_are_in_the_band(report):
     assert len(report["tests"]) == 2
     for test in report["tests"]:
@@ -151,9 +156,23 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_zero():
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
+def test_a_model_outside_of_the_band_is_not_written(tmp_path, monkeypatch, capsys):
+    with pytest.raises(OutOfBand, match=r"ocr 0\.000 \(seed 1\)"):
+        build_tiny_vlm(WarmUpSettings(max_steps=1, test_size=4), tmp_path / "tiny")
+    monkeypatch.setattr(make_tiny_vlm, "build_tiny_vlm", build_too_good)
+    assert make_tiny_vlm.main(["--out", str(tmp_path / "tiny")]) == 1
+    assert "outside of 0.25 to 0.65: ocr 0.660 (seed 3)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def build_too_good(settings, out):
+    accuracies = {"ocr": 0.66, "counting": 0.25, "grounding": 0.65}
+    make_tiny_vlm.check_band([{"seed": 3, "greedy": accuracies}], settings.band)
+
+
 def test_three_steps_write_a_folder_that_loads(tmp_path):
     out = tmp_path / "tiny"
-    build_tiny_vlm(WarmUpSettings(seed=5, max_steps=3, test_size=4), out)
+    build_tiny_vlm(WarmUpSettings(seed=5, max_steps=3, test_size=4, band=(0.0, 1.0)), out)
     report = json.loads((out / "warmup.json").read_text())
     assert (report["steps"], report["settings"]["seed"]) == (3, 5)
     AutoProcessor.from_pretrained(out, local_files_only=True)

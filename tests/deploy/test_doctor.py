@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from transformers.utils.logging import enable_progress_bar
 
 from vlm_grpo.deploy.doctor import diagnose
+from vlm_grpo.families import Family
 from vlm_grpo.families.qwen import Qwen25VL
+from vlm_grpo.model import loading
 
 
 def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:
@@ -29,6 +32,22 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:
         (difference,) = map(float, re.findall(r"\d\.\de[+-]\d+", line))
         assert difference < 1e-3
     assert lines[-1].endswith("one prompt pass per group of 4 (policy.engine=auto)")
+
+
+def test_no_progress_bar_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    enable_progress_bar()
+
+    next(iter(diagnose("embedded")))
+
+    assert capsys.readouterr().err == ""
+
+
+def test_a_model_of_no_known_family_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_family", lambda config: Family())
+
+    lines = list(diagnose("embedded"))
+
+    assert lines[1].startswith("family       none of the known ones, coordinate frame")
 
 
 def test_a_model_without_a_shared_form_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

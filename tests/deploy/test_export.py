@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from tiny_models import FAMILIES, noise_example, tiny_model
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data.loading import load_examples
-from vlm_grpo.deploy.export import PREPROCESSOR, export
+from vlm_grpo.data_scripts.make_shapes import draw_examples
+from vlm_grpo.deploy.export import PREPROCESSOR, build_model_card, export
 from vlm_grpo.deploy.predict import predict
 from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
@@ -266,6 +269,7 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
     assert not (out / "model.safetensors").exists()
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
     picture = predict(out, tmp_path / "a.png", QUESTION).picture
+    assert picture is not None
     assert picture.height > 64  # the output is written below the image
 
 
@@ -304,6 +308,45 @@ def test_the_model_card_has_the_results_of_the_exported_step(
     assert f"after step {expected}" in text
     assert "n = 40" in text or "On 40 held-out examples" in text
     assert "LoRA, r 8" in text
+
+
+def test_the_program_of_the_card_answers_as_the_policy(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = export(str(finished), tmp_path / "out", dtype="float32")
+    settings = load_settings(str(finished / "config.yaml"), ["data.eval_limit=1"])
+    (example,) = load_examples("embedded:counting", load_task("counting"), settings.data, "eval")
+    example.images[0].load().save(tmp_path / "a.png")
+    card = (out / "README.md").read_text()
+    program = "".join(re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE))
+    assert program.count("QUESTION") == 1
+    for placeholder, value in (
+        ("THIS FOLDER", str(out)),
+        ("IMAGE.png", str(tmp_path / "a.png")),
+        ("QUESTION", example.question),
+    ):
+        program = program.replace(placeholder, value)
+    exec(compile(program, "README.md", "exec"), {})
+    prediction = predict(finished, tmp_path / "a.png", example.question)
+    assert capsys.readouterr().out == prediction.text + "\n"
+
+
+def test_the_card_has_the_prompt_of_the_training(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for config in run.rglob("config.yaml"):
+        settings = load_settings(str(config), ["task=grounding", "task_options.tags=true"])
+        settings.save(config)
+    card = build_model_card(resolve_model(str(run)), adapter=False)
+    task = load_task("grounding", tags=True, frame=FRAMES["resized"])
+    (example,) = draw_examples("grounding", 1)
+    prompt = task.prompt(replace(example, question="QUESTION"))
+    assert f'"text": {json.dumps(prompt)}' in card
+    for config in run.rglob("config.yaml"):
+        load_settings(str(config), ["task=gone.py"]).save(config)
+    card = build_model_card(resolve_model(str(run)), adapter=False)
+    assert '"text": "QUESTION"' in card
+    assert "a plain prompt" in card
 
 
 def test_the_best_step_of_an_error_metric_is_the_lowest(finished: Path, tmp_path: Path) -> None:

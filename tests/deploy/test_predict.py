@@ -58,6 +58,7 @@ def test_without_a_task_the_output_is_written_below_the_image() -> None:
 
     assert not prediction.has_task
     with Image.open("counting.png") as original:
+        assert prediction.picture is not None
         assert prediction.picture.height > original.height
 
 

@@ -22,6 +22,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "only changes the reader's shell",
     "pip install --constraint constraints.txt .": "tests/test_package.py installs the wheel",
     "python -m pytest tests/tasks/test_reward_hacking.py -s": "run as one of the tests",
+    "python -m vlm_grpo.data_scripts.make_tiny_vlm --out tiny-vlm": "trains for half an hour",
 }
 """Commands that do not run here, with the reason."""
 

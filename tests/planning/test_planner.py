@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import fails, run
@@ -10,9 +12,9 @@ from commands import fails, run
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import get_model_source
-from vlm_grpo.planning import Planner
-from vlm_grpo.planning.devices import Device, find_device
-from vlm_grpo.planning.planner import with_changes
+from vlm_grpo.planning import Planner, plan
+from vlm_grpo.planning.changes import SHARDING, with_changes
+from vlm_grpo.planning.devices import GIB, Device, find_device
 
 
 def test_the_largest_group_fits_and_one_more_does_not(planner: Planner) -> None:
@@ -29,7 +31,7 @@ def test_changes_are_valid_and_make_the_recipe_fit(planner: Planner) -> None:
     tight = Planner(load_settings("counting", overrides), Device("small", 210 << 20, is_cpu=True))
     assert not tight.fits(tight.settings)
     peaks = []
-    for text, step in tight.suggest_changes():
+    for text, step in tight.plan().changes:
         overrides += text.split()
         assert load_settings("counting", overrides) == step.settings
         peaks.append(step.memory.peak)
@@ -40,8 +42,75 @@ def test_changes_are_valid_and_make_the_recipe_fit(planner: Planner) -> None:
 
 def test_no_change_makes_a_tiny_device_fit(planner: Planner) -> None:
     tiny = Planner(planner.settings, Device("tiny", 1 << 20, is_cpu=True))
-    assert "not even then" in str(tiny.plan()).splitlines()[-1]
+    tiny_plan = tiny.plan()
+    assert "not even then" in str(tiny_plan).splitlines()[-1]
+    assert "--devices 8" in str(tiny_plan).splitlines()[-1]
+    assert (tiny_plan.largest_group, tiny_plan.largest_batch) == (0, 0)
     assert tiny.find_largest_group() == 0
+
+
+@pytest.fixture(scope="module")
+def seven_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of Qwen2.5-VL-7B and the embedded model's processor."""
+    folder = tmp_path_factory.mktemp("model")
+    for path in Path(get_model_source("embedded")).iterdir():
+        if path.suffix != ".safetensors":
+            (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "tie_word_embeddings": False, "layer_types": ["full_attention"] * 28,
+    }  # fmt: skip
+    config["vision_config"] |= {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return folder
+
+
+def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion: Path) -> None:
+    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    settings = load_settings("counting", overrides)
+    text = str(plan(settings, "H100", devices=8))
+    assert "8,292,166,656 weights" in text  # of Qwen2.5-VL-7B
+    assert f"  {SHARDING}" in text
+    assert "fsdp2.yaml --num_processes 8 -m vlm_grpo.cli train" in text
+    assert "policy.lora" not in text
+    small = str(plan(settings, "24GB", devices=8))
+    assert "policy.lora.r=64 optim.lr=1e-5, without FSDP2" in small
+    assert "fsdp2.yaml" not in small
+    alone = str(plan(settings, "H100"))
+    assert SHARDING not in alone
+    assert "policy.lora.r=64" in alone
+
+
+def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Path) -> None:
+    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    settings = load_settings("counting", overrides)
+    planner = Planner(settings, Device("GPU", 80 * GIB), 8)
+    shape = planner.estimate_step(settings).shape
+    memory = planner.estimate_step(settings, sharded=True).memory
+    n = shape.num_weights
+    h = n - shape.text.layers * shape.text.layer_weights
+    rollout = memory.weights + memory.optimizer + memory.folded
+    # The guide has 2 N of casts; exactly, the embedding is not one of the linear modules.
+    assert rollout == pytest.approx(2 * shape.num_linear + 4 * h + 12 * n / 8, rel=1e-6)
+    layers = 2 * shape.text.layer_weights * 2
+    update = memory.weights + memory.optimizer + memory.gradients + 2 * h + layers
+    assert update == pytest.approx(10 * h + 16 * n / 8 + layers, rel=1e-6)
+
+
+@pytest.mark.parametrize("devices", [0, -1, "2", 1.5, True])
+def test_a_wrong_number_of_devices_is_an_error(planner: Planner, devices: Any) -> None:
+    with pytest.raises(UserError, match="devices must be a whole number of at least 1"):
+        plan(planner.settings, "24GB", devices)
+
+
+def test_more_devices_than_prompts_are_an_error(planner: Planner) -> None:
+    with pytest.raises(UserError, match=r"optim\.prompts_per_step=32 is less than"):
+        plan(planner.settings, "24GB", 33)
 
 
 def test_the_repeated_form_is_an_error() -> None:
@@ -72,4 +141,14 @@ def test_the_plan_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_an_unknown_gpu_or_model_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not in the table" in fails(capsys, "plan", "counting", "--gpu", "X9")
     missing = fails(capsys, "plan", "counting", "model=./nowhere", "data.train_limit=2")
-    assert "model ./nowhere cannot be loaded" in missing
+    assert "model ./nowhere: there is no such folder" in missing
+    assert "a folder with the model's config.json" in missing
+
+
+def test_a_folder_without_a_processor_is_one_message(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = Path(get_model_source("embedded")) / "config.json"
+    (tmp_path / "config.json").write_bytes(source.read_bytes())
+    message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
+    assert "its tokenizer and processor suffices" in message

@@ -21,6 +21,7 @@ import typer
 from pydantic import ValidationError
 
 from vlm_grpo.cli import data
+from vlm_grpo.cli.common import SettingsCommand
 from vlm_grpo.cli.doctor import doctor
 from vlm_grpo.cli.evaluate import evaluate
 from vlm_grpo.cli.export import export
@@ -29,6 +30,7 @@ from vlm_grpo.cli.plan import plan
 from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
 from vlm_grpo.cli.score import score
+from vlm_grpo.cli.settings import settings
 from vlm_grpo.cli.tasks import tasks
 from vlm_grpo.cli.train import train
 from vlm_grpo.cli.validate import validate
@@ -40,6 +42,7 @@ app = typer.Typer(
     \b
     vlm-grpo train quickstart                      a first run, on any machine, in minutes
     vlm-grpo tasks                                 the tasks and recipes that are installed
+    vlm-grpo settings                              the settings of a run, and what they do
     vlm-grpo validate my_task.py --data d.jsonl    check a task and its data, without a model
 
     The --help of a command has examples. --debug, anywhere, shows the traceback of an error.
@@ -51,9 +54,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(data.app, name="data")
-for command in (train, evaluate, predict, report, plan, export, doctor):
-    app.command()(command)
-for command in (tasks, new_task, validate, score):
+for command in (train, evaluate, predict, plan):
+    app.command(cls=SettingsCommand)(command)
+for command in (report, export, doctor, tasks, settings, new_task, validate, score):
     app.command()(command)
 
 

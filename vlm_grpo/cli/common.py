@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import Stopped, UserError, nearest
@@ -69,6 +70,38 @@ def load_prompts(
 
     policy = PolicySettings(max_pixels=max_pixels)
     return load_prompt_builder(Settings(task="any", model=model, data=data, policy=policy))
+
+
+class SettingsCommand(TyperCommand):
+    """A command whose settings are written ``KEY=VALUE``, and which explains ``--KEY VALUE``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments.
+
+        Raises:
+            UserError: an unknown option is a setting, here or in another trainer.
+        """
+        known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        for word in args:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known:
+                _explain_option(option)
+        return super().parse_args(ctx, args)
+
+
+def _explain_option(option: str) -> None:
+    """Raise a UserError if the option is a setting; others are left to the parser."""
+    from vlm_grpo.config.base import known_keys
+    from vlm_grpo.config.other_trainers import find_other_setting
+    from vlm_grpo.config.run import Settings
+
+    name = option[2:].replace("-", "_")
+    keys = list(known_keys(Settings))
+    if name not in keys and (other := find_other_setting(name)) is not None:
+        raise UserError(f"there is no option {option}: {other}; settings are written KEY=VALUE")
+    same = [name] if name in keys else [key for key in keys if key.rpartition(".")[2] == name]
+    if same:
+        raise UserError(f"there is no option {option}: settings have no dashes, {same[0]}=VALUE")
 
 
 def add_task_override(overrides: Sequence[str] | None, task: str | None) -> list[str]:

@@ -9,6 +9,9 @@ import typer
 
 from vlm_grpo.cli.task_template import write_task
 
+EXAMPLE_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
+"""A model that fits on one GPU with adapters."""
+
 
 def new_task(
     name: Annotated[
@@ -26,4 +29,6 @@ def new_task(
     typer.echo(f"wrote {file} and {test}; next:")
     typer.echo(f"  python -m pytest {test}")
     typer.echo(f"  vlm-grpo validate {file} --data YOUR.jsonl")
-    typer.echo(f"  vlm-grpo train {file} data.train=YOUR.jsonl data.eval=HELD_OUT.jsonl")
+    typer.echo(f"  vlm-grpo train {file} model={EXAMPLE_MODEL} \\")
+    typer.echo("      data.train=YOUR.jsonl data.eval=HELD_OUT.jsonl \\")
+    typer.echo("      policy.lora.r=64 optim.lr=1e-5")

@@ -19,7 +19,9 @@ def predict(
     question: Annotated[
         str, typer.Option(help="The question; for grounding, the object's description.")
     ],
-    image: Annotated[list[Path], typer.Option(help="An image; repeat it for several images.")],
+    image: Annotated[
+        list[Path] | None, typer.Option(help="An image; repeat it for several images.")
+    ] = None,
     overrides: Overrides = None,
     task: Annotated[
         str | None,
@@ -31,7 +33,7 @@ def predict(
         Path | None, typer.Option(help="Image file to write; default: IMAGE-answer.png here.")
     ] = None,
 ) -> None:
-    """Answer one question about an image; print the answer and draw it on the image.
+    """Answer one question; print the answer and draw it on the image, if there is one.
 
     A checkpoint is run as it was trained: with its adapter, pixel budget, task and prompt.
 
@@ -42,11 +44,13 @@ def predict(
     vlm-grpo predict runs/mine/checkpoints/step-300 evaluation.temperature=0.7 seed=1 \\
         --image a.jpg --question "How many cups?"
     """
-    picture = _choose_file(out, image[0])
+    images = image or []
+    if out is not None and not images:
+        raise UserError("--out needs an image to draw on: add --image")
+    picture = _choose_file(out, images[0]) if images else None
     from vlm_grpo.deploy import predict
 
-    prediction = predict.predict(model, image, question, task, overrides or ())
-    prediction.picture.save(picture)
+    prediction = predict.predict(model, images, question, task, overrides or ())
     completion = prediction.completion
     typer.echo(f"output   {completion.text}")
     if completion.stop == "length":
@@ -57,7 +61,9 @@ def predict(
     if prediction.has_task:
         answer = prediction.answer
         typer.echo(f"answer   {'none: the output holds no answer' if answer is None else answer}")
-    typer.echo(f"picture  {picture}")
+    if picture is not None and prediction.picture is not None:
+        prediction.picture.save(picture)
+        typer.echo(f"picture  {picture}")
 
 
 def _choose_file(out: Path | None, image: Path) -> Path:

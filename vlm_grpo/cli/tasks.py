@@ -9,7 +9,7 @@ from vlm_grpo.errors import UserError
 
 def tasks() -> None:
     """List the installed tasks and recipes."""
-    from vlm_grpo.config.recipes import recipe_names
+    from vlm_grpo.config.recipes import describe_recipe, recipe_names
     from vlm_grpo.registry import load_task_class, task_names
 
     typer.echo("Tasks (or give the path of your own .py file):")
@@ -21,4 +21,4 @@ def tasks() -> None:
         typer.echo(f"  {name:<12} {summary}")
     typer.echo("\nRecipes, for vlm-grpo train:")
     for name in recipe_names():
-        typer.echo(f"  {name}")
+        typer.echo(f"  {name:<24} {describe_recipe(name)}")

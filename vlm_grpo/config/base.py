@@ -9,27 +9,8 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from vlm_grpo.config.other_trainers import find_other_setting
 from vlm_grpo.errors import UserError, bullets, nearest
-
-# Names of our settings in other trainers.
-ALIASES = {
-    "learning_rate": "optim.lr",
-    "lr_scheduler_type": "optim.schedule",
-    "per_device_train_batch_size": "optim.prompts_per_step",
-    "adam_epsilon": "optim.eps",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep_last",
-    "eval_steps": "evaluation.every",
-    "report_to": "logging.trackers",
-    "dataset_name": "data.train",
-    "model_name_or_path": "model",
-    "bf16": "policy.dtype",
-    "lora_r": "policy.lora.r",
-    "lora_alpha": "policy.lora.alpha",
-    "lora_dropout": "policy.lora.dropout",
-    "lora_target_modules": "policy.lora.target",
-    "freeze_vision_modules": "policy.freeze",
-}
 
 # Pydantic uses JSON's terms; recipes are written in YAML.
 _PLAIN_TERMS = {
@@ -73,7 +54,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Yield every dotted key of a settings model, each block before its fields."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for block in _blocks(field.annotation):
+        for block in get_blocks(field.annotation):
             yield from known_keys(block, f"{prefix}{name}.")
 
 
@@ -147,7 +128,7 @@ def _required_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         if field.is_required():
             yield prefix + name
-            for block in _blocks(field.annotation):
+            for block in get_blocks(field.annotation):
                 yield from _required_keys(block, f"{prefix}{name}.")
 
 
@@ -159,7 +140,7 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
     for problem in error.errors(include_url=False):
         key = _key(problem["loc"], model)
         if problem["type"] == "extra_forbidden":
-            texts = [f"unknown key {key}{_suggest(key, keys)}"]
+            texts = [f"unknown key {key}{suggest_key(key, keys)}"]
         elif problem["type"] == "missing" and isinstance(problem["loc"][-1], int):
             count = problem["loc"][-1] + 1  # a list that is too short lacks each further item
             expected[head := f"{key}={_short(problem['input'])}"] = [f"have {count} items"]
@@ -191,7 +172,7 @@ def _key(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
     for part in location:
         fields = [block.model_fields[part] for block in blocks if part in block.model_fields]
         if fields:
-            blocks = [block for field in fields for block in _blocks(field.annotation)]
+            blocks = [block for field in fields for block in get_blocks(field.annotation)]
             parts.append(str(part))
         elif blocks and isinstance(part, str) and part not in {b.__name__ for b in blocks}:
             parts.append(part)
@@ -199,12 +180,14 @@ def _key(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
     return ".".join(parts)
 
 
-def _suggest(key: str, keys: Sequence[str]) -> str:
-    """Return a hint at the known key that an unknown key probably means."""
+def suggest_key(key: str, keys: Sequence[str]) -> str:
+    """Return a hint at the known key that an unknown key probably means, or an empty string."""
+    if (other := find_other_setting(key)) is not None:
+        return f": {other}"
     last = key.rpartition(".")[2]
     same_leaf = [known for known in keys if known.rpartition(".")[2] == last]
-    if last in ALIASES or len(same_leaf) == 1:
-        return f" (did you mean {ALIASES.get(last) or same_leaf[0]}?)"
+    if len(same_leaf) == 1:
+        return f" (did you mean {same_leaf[0]}?)"
     if hint := nearest(key, keys):
         return hint
     leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
@@ -213,12 +196,12 @@ def _suggest(key: str, keys: Sequence[str]) -> str:
     return f" (did you mean {leaves[leaf]}?)" if hint else ""
 
 
-def _blocks(annotation: Any) -> list[type[BaseModel]]:
+def get_blocks(annotation: Any) -> list[type[BaseModel]]:
     """Return the settings models in an annotation such as ``LoraSettings | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, UnionType):
-        return [block for part in get_args(annotation) for block in _blocks(part)]
+        return [block for part in get_args(annotation) for block in get_blocks(part)]
     return []
 
 

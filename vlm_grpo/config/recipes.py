@@ -41,6 +41,15 @@ def recipe_names() -> list[str]:
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name[-5:] == ".yaml")
 
 
+def describe_recipe(name: str) -> str:
+    """Return the first comment of one of the package's recipes."""
+    return _read_package_recipe(name).partition("\n")[0].removeprefix("# ")
+
+
+def _read_package_recipe(name: str) -> str:
+    return resources.files("vlm_grpo.configs").joinpath(f"{name}.yaml").read_text("utf-8")
+
+
 def load_settings(recipe: str | Path, overrides: Overrides = (), **values: Any) -> Settings:
     """Load the settings of a run.
 
@@ -193,7 +202,7 @@ def _read_recipe(recipe: str) -> Any:
     if recipe.endswith(".py"):
         return OmegaConf.create({"task": recipe})
     if recipe in recipe_names():
-        text = resources.files("vlm_grpo.configs").joinpath(f"{recipe}.yaml").read_text("utf-8")
+        text = _read_package_recipe(recipe)
     else:
         path = Path(recipe)
         if (path / "config.yaml").is_file():

@@ -38,6 +38,10 @@ from vlm_grpo.utils.atomic_io import write_atomic
 
 Column = Literal["id", "images", "question", "answer"]
 
+EMBEDDED = "embedded"
+"""The setting ``model`` of the package's tiny model."""
+EMBEDDED_TASKS = ("counting", "grounding", "ocr")
+"""The tasks that the tiny model has learned, on synthetic images."""
 RUNS = Path("runs")
 """Default of ``output_dir``."""
 PILLOW_WARNS_AT = 89_478_485
@@ -197,8 +201,10 @@ class Settings(Frozen):
     """Task: its name, the path to its ``.py`` file, ``package.module:Class``, or its class."""
     task_options: dict[str, Any] = Field(default_factory=dict)
     """Options of the task, such as ``tags``, ``thinking`` and ``weights``."""
-    model: str = "embedded"
-    """Folder or Hugging Face hub name of the model; ``embedded``: the package's tiny model."""
+    model: str = EMBEDDED
+    """Folder or Hugging Face hub name of the model. ``embedded``: the package's tiny model, which
+    is the default of the tasks that it has learned (counting, grounding and ocr); other tasks must
+    name a model."""
     model_revision: str | None = None
     """Commit, tag or branch on the hub; None: the default branch."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -245,9 +251,20 @@ class Settings(Frozen):
     def _dump_options(self, options: dict[str, Any]) -> Any:
         return to_jsonable_python(options, fallback=describe_object)
 
+    @property
+    def exceeds_embedded_model(self) -> bool:
+        """Whether the tiny model is used for a task that it has not learned."""
+        return self.model == EMBEDDED and self.task_name not in EMBEDDED_TASKS
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Settings:
         problems = []
+        if self.exceeds_embedded_model and "model" not in self.model_fields_set:
+            problems.append(
+                "model has no value: add model=… with a hub name such as "
+                "Qwen/Qwen2.5-VL-3B-Instruct or a folder; the embedded model has learned only "
+                f"{', '.join(EMBEDDED_TASKS)} (model=embedded uses it all the same)"
+            )
         if self.data.eval is None and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")
         if self.data.eval is None and self.evaluation.benchmark is not None:
@@ -260,7 +277,7 @@ class Settings(Frozen):
             problems.append("checkpoint.sharded and checkpoint.asynchronous exclude each other")
         if self.checkpoint.sharded and self.policy.lora is not None:
             problems.append("checkpoint.sharded has no effect on adapters, which are not sharded")
-        if self.model == "embedded" and self.model_revision is not None:
+        if self.model == EMBEDDED and self.model_revision is not None:
             problems.append("model_revision has no effect on the embedded model")
         problems += self._overlong_problems()
         try:

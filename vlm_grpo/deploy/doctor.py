@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import PILLOW_WARNS_AT, Settings
 from vlm_grpo.data.images import ImageReader
@@ -19,6 +20,7 @@ from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_distribution
 from vlm_grpo.errors import UserError
+from vlm_grpo.families import Family
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
@@ -50,6 +52,7 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
     Raises:
         UserError: the model or the image cannot be loaded.
     """
+    disable_progress_bar()
     settings = Settings.model_validate(
         {
             "task": "doctor",
@@ -66,7 +69,9 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
     config = loaded.model.config
     weights = sum(weight.numel() for weight in loaded.model.parameters())
     yield f"model        {model}: {config.model_type}, {weights:,} weights, {dtype}"
-    yield f"family       {type(loaded.family).__name__}, coordinate frame {policy.frame.name!r}"
+    family = type(loaded.family)
+    name = "none of the known ones" if family is Family else family.__name__
+    yield f"family       {name}, coordinate frame {policy.frame.name!r}"
     if loaded.budget is not None:
         low, high = loaded.budget.min_pixels, loaded.budget.max_pixels
         yield f"pixel budget {low:,} to {high:,} pixels per image"

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -20,12 +20,17 @@ from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.sources import get_short_name
+from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
+from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.planning.model_shape import load_config
+from vlm_grpo.registry import load_task
 from vlm_grpo.report.run import Change, read_run
+from vlm_grpo.task import FAILURES
+from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_folder
 
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
@@ -168,6 +173,7 @@ def build_model_card(trained: ResolvedModel, adapter: bool) -> str:
     if results.change is not None:
         front["model-index"] = [_build_model_index(settings, results)]
     template = files("vlm_grpo").joinpath("templates/model_card.md.j2").read_text("utf-8")
+    prompt = _build_example_prompt(settings)
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
@@ -179,7 +185,24 @@ def build_model_card(trained: ResolvedModel, adapter: bool) -> str:
         intervals=results.change is not None and not math.isnan(results.change.before_interval[0]),
         versions={name: version(name) for name in LIBRARIES},
         has_task=settings.task != NO_TASK,
+        trained_prompt=prompt is not None,
+        prompt=json.dumps(prompt or "QUESTION", ensure_ascii=False),
     )
+
+
+def _build_example_prompt(settings: Settings) -> str | None:
+    """Return the training's user message for the question "QUESTION", or None if there is no task
+    or the message depends on the image or the answer."""
+    if settings.task == NO_TASK:
+        return None
+    frame = FRAMES[load_family(load_config(settings)).frame]
+    try:
+        task = replace(load_task(settings.task, **settings.task_options), frame=frame)
+        images = [ImageRef("image", size, size, data=b"") for size in ((640, 480), (480, 640))]
+        prompts = {task.prompt(Example("card", (image,), "QUESTION", None)) for image in images}
+    except FAILURES:  # a user's task may read the image or the answer, or be gone
+        return None
+    return prompts.pop() if len(prompts) == 1 else None
 
 
 def _build_model_index(settings: Settings, results: _Results) -> Mapping[str, Any]:

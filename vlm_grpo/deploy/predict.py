@@ -38,14 +38,14 @@ class Prediction:
         has_task: a task parsed the answer; False: the text itself is the answer.
         answer: the parsed answer; None if the text contains none.
         resized_sizes: width and height of each image after the model's resize.
-        picture: a copy of the first image with the answer drawn on it.
+        picture: a copy of the first image with the answer drawn on it; None without an image.
     """
 
     completion: Completion
     has_task: bool
     answer: Any
     resized_sizes: tuple[tuple[int, int], ...]
-    picture: Image.Image
+    picture: Image.Image | None
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ class Predictor:
         """Answer a question, sampled at ``evaluation.temperature``.
 
         Args:
-            images: one image or several; the answer is drawn on the first.
+            images: one image, several, or ``()`` for text alone; the answer is drawn on the first.
             question: the question; for grounding, only the object's description.
 
         Raises:
@@ -107,8 +107,6 @@ class Predictor:
             images = [images]
         limit = self.settings.data.max_image_pixels
         references = tuple(_read_image(image, limit) for image in images)
-        if not references:
-            raise UserError("there is no image: give at least one")
         try:
             example = self.policy.with_resized_sizes(
                 Example("question", references, question, None)
@@ -130,7 +128,7 @@ class Predictor:
             not isinstance(self.task, PlainQuestion),
             answer,
             tuple(image.resized_size for image in example.images),
-            _draw(self.task, example, answer, completion.text),
+            _draw(self.task, example, answer, completion.text) if references else None,
         )
 
 

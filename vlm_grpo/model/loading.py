@@ -27,6 +27,7 @@ from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.families import Family, PixelBudget, find_part, load_family
+from vlm_grpo.model.hub import check_reachable
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +233,7 @@ def load_processor(source: str, processor_source: str, settings: Settings) -> tu
     """
     common = _hub_arguments(settings)
     try:
+        check_reachable(source, common["revision"])
         config = AutoConfig.from_pretrained(source, **common)
         remote = getattr(config, "auto_map", None) or {}
         supported = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

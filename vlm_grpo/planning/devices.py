@@ -51,6 +51,10 @@ class Device:
             return self.memory
         return int(self.memory * (1 - FRAGMENTATION)) - CONTEXT
 
+    def holds(self, size: int) -> bool:
+        """Return whether a run can use this number of bytes."""
+        return size <= self.usable
+
 
 # Memory in GiB as PyTorch reports it; dense TFLOP/s in float32 (without TF32) and in bfloat16 with
 # float32 accumulation; memory bandwidth in GB/s. The rates are those of the vendors' data sheets as

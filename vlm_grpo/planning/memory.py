@@ -23,7 +23,7 @@ A peak adds short-lived tensors: the temporaries of one layer or the logits of o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_grpo.engine.vision import ENCODER_PATCHES
 from vlm_grpo.model.prompts import RECENT_IMAGES
@@ -126,6 +126,41 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         activations=count_activation_bytes(model, work, on_cpu),
         update=_count_update_bytes(model, work, on_cpu),
     )
+
+
+def shard_memory(memory: Memory, model: ModelShape, devices: int) -> Memory:
+    """Return the memory per device if FSDP2 shards the weights and streams the layers.
+
+    Each device keeps a part of the weights, their gradients and the optimizer's moments. What is
+    outside the language model's layers stays gathered; the layers are gathered for the rollout,
+    and two of them at once in the update (docs/scaling.md has the formulas). Adapters are not
+    sharded.
+
+    Args:
+        memory: the memory of the same step with replicated weights.
+        model: the model's shape.
+        devices: number of devices.
+    """
+    layers = model.text.layers * model.text.layer_weights
+    outside = model.num_weights - layers
+    changed = {
+        "weights": model.weight_bytes * (outside + model.num_weights // devices),
+        "update": memory.update + 2 * model.text.layer_weights * model.value_bytes,
+    }
+    if model.lora_rank:
+        changed["weights"] += 4 * model.num_trained
+    else:
+        trained_outside = min(outside, model.num_trained)
+        changed["optimizer"] = memory.optimizer // devices
+        changed["reference"] = memory.reference // devices
+        changed["gradients"] = 4 * (trained_outside + model.num_trained // devices)
+    if model.precision == "autocast":  # layers are gathered in bfloat16 and hold no casts
+        changed["update"] += 2 * outside
+        casts = 0 if model.checkpointing else model.text.layers * count_cast_bytes(model)
+        changed["activations"] = memory.activations - casts
+    else:
+        changed["folded"] = memory.folded + layers * model.value_bytes
+    return replace(memory, **changed)
 
 
 def _get_compute_dtype(model: ModelShape) -> str:

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
+from vlm_grpo.model.hub import check_reachable
 from vlm_grpo.model.loading import apply_lora_or_freeze, get_model_source
 
 Precision = Literal["float32", "bfloat16", "autocast"]
@@ -131,11 +132,24 @@ def load_config(settings: Settings) -> Any:
     Raises:
         UserError: the configuration cannot be loaded.
     """
+    return _load(AutoConfig, settings)
+
+
+def load_processor(settings: Settings) -> Any:
+    """Load the model's processor from its folder or the hub.
+
+    Raises:
+        UserError: the processor cannot be loaded.
+    """
+    return _load(AutoProcessor, settings)
+
+
+def _load(kind: Any, settings: Settings) -> Any:
+    source, revision = get_model_source(settings.model), settings.model_revision or "main"
     try:
-        return AutoConfig.from_pretrained(
-            get_model_source(settings.model),
-            trust_remote_code=settings.policy.trust_remote_code,
-            revision=settings.model_revision or "main",
+        check_reachable(source, revision)
+        return kind.from_pretrained(
+            source, trust_remote_code=settings.policy.trust_remote_code, revision=revision
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model {settings.model} cannot be loaded: {error}") from error

@@ -1,0 +1,61 @@
+"""``vlm-grpo settings``, and settings that are written as options."""
+
+from __future__ import annotations
+
+import pytest
+from commands import fails, run
+
+from vlm_grpo.config.base import known_keys
+from vlm_grpo.config.reference import list_blocks
+from vlm_grpo.config.run import Settings
+
+
+def test_all_settings_are_listed_with_their_defaults(capsys):
+    status, out, _ = run(capsys, "settings")
+
+    assert status == 0
+    lines = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    assert {words[0] for words in lines} == set(known_keys(Settings)) - set(list_blocks())
+    assert ["rollout.num_generations", "8"] in lines
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("optim.lr", "optim.lr: float ≥ 0, default 1e-06\n    Peak learning rate."),
+        ("checkpoint", "checkpoint.keep_last: int ≥ 0, default 2\n    Number of newest"),
+        ("policy.lora", "policy.lora.r: int ≥ 1, default 64"),
+        ("learning_rate", "TRL's learning_rate is optim.lr here.\noptim.lr: float"),
+        ("use_vllm", "TRL's use_vllm has no equivalent here: the policy generates"),
+    ],
+)
+def test_a_setting_a_block_or_a_foreign_name_is_explained(capsys, key, expected):
+    status, out, _ = run(capsys, "settings", key)
+
+    assert status == 0
+    assert expected in out
+
+
+def test_an_unknown_setting_suggests_the_nearest(capsys):
+    assert "did you mean optim.lr?" in fails(capsys, "settings", "optim.rl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--learning_rate", "1e-6"], "TRL's learning_rate is optim.lr here"),
+        (["--load-in-4bit=true"], "TRL's load_in_4bit has no equivalent here"),
+        (["--optim.lr", "1e-6"], "settings have no dashes, optim.lr=VALUE"),
+        (["--model=x"], "settings have no dashes, model=VALUE"),
+        (["use_vllm=true"], "unknown key use_vllm: TRL's use_vllm has no equivalent here"),
+        (["system_prompt=x"], "unknown key system_prompt: Unsloth's system_prompt has no"),
+        (["per_device_train_batch_size=8"], "is optim.prompts_per_step (in prompts"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "plan", "evaluate"])
+def test_settings_of_other_trainers_are_explained(capsys, command, arguments, expected):
+    assert expected in fails(capsys, command, "counting", *arguments)
+
+
+def test_other_unknown_options_are_left_to_the_parser(capsys):
+    assert "No such option: --device" in fails(capsys, "plan", "counting", "--device", "8")

@@ -1,0 +1,78 @@
+"""Names of other trainers' settings: every equivalent exists, and the guide lists the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from trl.trainer.grpo_config import GRPOConfig
+
+from vlm_grpo.config.base import known_keys
+from vlm_grpo.config.other_trainers import OTHER_SETTINGS, find_other_setting
+from vlm_grpo.config.run import Settings
+
+KEYS = {*known_keys(Settings), "task_options.weights", "data.columns.question"}
+KEYS |= {"data.columns.answer", "data.columns.images"}
+GUIDE = Path(__file__).parents[2] / "docs/coming-from.md"
+ELSEWHERE = {"reward_funcs", "use_peft", "model_name_or_path", "dataset_name", "torch_dtype"}
+ELSEWHERE |= {"dataset_train_split", "dataset_test_split", "lora_target_modules", "load_in_4bit"}
+ELSEWHERE |= {"load_in_8bit", "max_prompt_length", "attn_implementation", "lora_r", "lora_alpha"}
+ELSEWHERE |= {"lora_dropout", "dtype", "warmup_ratio", "vllm_importance_sampling_cap"}
+"""Names in TRL's other classes (ScriptArguments, ModelConfig) or in earlier versions of it."""
+
+NOT_SETTINGS = {"od_ap", "odLength", "weighted_sum", "all_match", "scripts", "swift"}
+NOT_SETTINGS |= {"get_peft_model", "model.save_lora", "model.save_pretrained"}
+"""Values, programs and functions in the first columns of the guide."""
+
+
+def test_every_equivalent_is_a_setting() -> None:
+    assert {key for other in OTHER_SETTINGS for key in other.keys} <= KEYS
+
+
+def test_a_setting_without_an_equivalent_has_a_reason() -> None:
+    for other in OTHER_SETTINGS:
+        assert other.keys or len(other.equivalent.removeprefix("none: ").split()) > 2
+
+
+def test_trls_names_are_those_of_its_config() -> None:
+    fields = {field.name for field in dataclasses.fields(GRPOConfig)}
+    named = {other.name for other in OTHER_SETTINGS if other.trainer == "TRL"}
+    assert named - fields == ELSEWHERE - fields
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("learning_rate", "TRL's learning_rate is optim.lr here"),
+        ("optim.learning_rate", "TRL's learning_rate is optim.lr here"),
+        ("worker.rollout.n", "EasyR1's worker.rollout.n is rollout.num_generations here"),
+        ("rollout_batch_size", "EasyR1's data.rollout_batch_size is optim.prompts_per_step (in"),
+        ("load_in_4bit", "has no equivalent here: base weights are bfloat16 or float32"),
+        ("system", "ms-swift's system has no equivalent here"),
+    ],
+)
+def test_a_name_is_found_with_or_without_its_block(key: str, expected: str) -> None:
+    assert expected in str(find_other_setting(key))
+
+
+def test_an_unknown_name_is_not_found() -> None:
+    assert find_other_setting("zebra") is None
+
+
+def test_the_guide_explains_every_name() -> None:
+    """Each name in a table's first column has, in the second, the equivalent of our table."""
+    text = GUIDE.read_text("utf-8").partition("\n## Score")[0]
+    rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| `")]
+    missing, different = [], []
+    for first, second in ((row[0], row[1]) for row in rows):
+        for name in re.findall(r"`(?:--)?([a-z][a-zA-Z_0-9.]+\w)", first):
+            other = find_other_setting(name)
+            if name in second or name in NOT_SETTINGS:  # our setting may have the same name
+                continue
+            if other is None:
+                missing.append(name)
+            elif not any(key in second for key in [*other.keys, "as for TRL"]) and other.keys:
+                different.append(name)
+    assert (missing, different) == ([], [])

@@ -1,0 +1,43 @@
+"""A model that is neither local nor cached is refused at once if the hub cannot be reached."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model import hub
+from vlm_grpo.model.loading import load_model
+from vlm_grpo.planning.model_shape import load_processor
+
+
+@pytest.fixture(autouse=True)
+def _unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point the hub to a port of this machine on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.urllib.request, "getproxies", dict)
+
+
+def test_an_unreachable_hub_is_an_error_before_any_retry() -> None:
+    settings = load_settings("counting", ["model=nobody/nothing"])
+    for load in (load_model, load_processor):
+        with pytest.raises(UserError, match=r"neither a folder nor in the hub's cache.*127"):
+            load(settings)
+
+
+def test_local_folders_and_other_names_are_left_to_the_loader(tmp_path: Path) -> None:
+    for source in (str(tmp_path), "not/a/hub/name"):
+        hub.check_reachable(source)
+
+
+def test_a_reachable_hub_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        hub.check_reachable("nobody/nothing")

@@ -1,0 +1,128 @@
+"""Changes that let a recipe fit on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from vlm_grpo.config.policy import LoraSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.families import PixelBudget
+
+if TYPE_CHECKING:
+    from vlm_grpo.planning.planner import Planner, StepEstimate
+
+MIN_PIXELS = 128 * 28 * 28
+"""Smallest pixel budget that is suggested; below it images lose too much detail."""
+SHARDING = "weights sharded over the devices (FSDP2)"
+"""The change that is not a setting but another launch."""
+
+Change = tuple[str, "StepEstimate"]
+"""Settings as they are written on the command line, and the step with them."""
+
+
+def suggest_changes(planner: Planner, step: StepEstimate) -> Iterator[Change]:
+    """Yield cumulative changes with the resulting steps, until a step fits."""
+    for change in _CHANGES:
+        changed = change(planner, step)
+        if changed is not None:
+            yield changed
+            step = changed[1]
+            if planner.device.holds(step.memory.peak):
+                return
+
+
+def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
+    """Return the settings with changed values in one block."""
+    return settings.model_copy(update={block: getattr(settings, block).model_copy(update=values)})
+
+
+def _change(planner: Planner, step: StepEstimate, block: str, **values: Any) -> Change:
+    texts = [f"{block}.{name}={str(value).lower()}" for name, value in values.items()]
+    changed = with_changes(step.settings, block, **values)
+    return " ".join(texts), planner.estimate_step(changed, step.sharded)
+
+
+def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
+    work = step.work
+    tokens = work.prompt_tokens + work.num_generations * (work.completion_tokens - 1)
+    if tokens >= step.settings.optim.max_tokens_per_batch:
+        return None
+    return _change(planner, step, "optim", max_tokens_per_batch=tokens)
+
+
+def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
+    work = step.work
+    tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
+    is_small = tokens >= step.settings.rollout.max_tokens_per_batch
+    if is_small or planner.device.holds(step.memory.rollout):
+        return None
+    return _change(planner, step, "rollout", max_tokens_per_batch=tokens)
+
+
+def _reduce_chunks(planner: Planner, step: StepEstimate) -> Change | None:
+    if 0 < step.settings.policy.head_chunk_tokens <= 256:
+        return None
+    return _change(planner, step, "policy", head_chunk_tokens=256)
+
+
+def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
+    if step.settings.policy.gradient_checkpointing:
+        return None
+    return _change(planner, step, "policy", gradient_checkpointing=True)
+
+
+def _shard(planner: Planner, step: StepEstimate) -> Change | None:
+    if planner.num_devices == 1:
+        return None
+    return SHARDING, planner.estimate_step(step.settings, sharded=True)
+
+
+def _use_bfloat16(planner: Planner, step: StepEstimate) -> Change | None:
+    if step.settings.policy.dtype == "bfloat16":
+        return None
+    return _change(planner, step, "policy", dtype="bfloat16")
+
+
+def _drop_reference(planner: Planner, step: StepEstimate) -> Change | None:
+    if not step.settings.objective.needs_reference:
+        return None
+    return _change(planner, step, "objective", beta=0.0, reference_refresh_every=1)
+
+
+def _use_adapters(planner: Planner, step: StepEstimate) -> Change | None:
+    if step.settings.policy.lora is not None:
+        return None
+    new = with_changes(step.settings, "policy", lora=LoraSettings(), freeze=())
+    new = with_changes(new, "optim", lr=1e-5)
+    # The rollout needs the full base weights on each device, so that sharding them saves little.
+    text = "policy.lora.r=64 optim.lr=1e-5" + (", without FSDP2" if step.sharded else "")
+    return text, planner.estimate_step(new)
+
+
+def _halve_pixels(planner: Planner, step: StepEstimate) -> Change | None:
+    policy = step.settings.policy
+    largest = max(size.pixels for size in step.prompts)
+    images = max(1, max(len(example.images) for example in planner.prompts.examples))
+    pixels = largest // images // 2
+    if pixels < MIN_PIXELS or pixels < (policy.min_pixels or 0):
+        return None
+    default = planner.default_budget or PixelBudget(1, 1)
+    min_pixels = min(policy.min_pixels or default.min_pixels, pixels)
+    new = with_changes(step.settings, "policy", max_pixels=pixels, min_pixels=min_pixels)
+    return f"policy.max_pixels={pixels}", planner.estimate_step(new, step.sharded)
+
+
+# In this order: free changes, changes that cost time, changes of the training, smaller images.
+_CHANGES: tuple[Callable[[Planner, StepEstimate], Change | None], ...] = (
+    _reduce_batches,
+    _reduce_rollouts,
+    _reduce_chunks,
+    _use_checkpointing,
+    _shard,
+    _use_bfloat16,
+    _drop_reference,
+    _use_adapters,
+    _halve_pixels,
+    _halve_pixels,
+)

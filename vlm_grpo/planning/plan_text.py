@@ -1,0 +1,102 @@
+"""The text of a plan, which ``vlm-grpo plan`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from vlm_grpo.planning.devices import GIB, Device
+from vlm_grpo.planning.step_time import PhaseCosts
+
+if TYPE_CHECKING:
+    from vlm_grpo.planning.planner import Plan, StepEstimate
+
+MAX_GENERATIONS = 1024
+"""The largest group that is tried."""
+
+_DESCRIPTIONS = {
+    "weights": "model and adapters",
+    "optimizer": "AdamW's moments",
+    "reference": "reference policy",
+    "libraries": "libraries, besides tensors",
+    "features": "outputs of the frozen vision tower",
+    "folded": "rollout: copies of weights for faster decoding",
+    "cache": "rollout: keys and values",
+    "sampling": "rollout: short-lived tensors",
+    "gradients": "update: gradients",
+    "activations": "update: saved for the backward pass",
+    "update": "update: short-lived tensors",
+}
+
+
+def format_plan(plan: Plan) -> Iterator[str]:
+    """Yield the lines of the plan."""
+    step, device = plan.step, plan.device
+    shape, sizes = step.shape, step.prompts
+    trained = f"{'LoRA, ' if shape.lora_rank else ''}{shape.num_trained:,} trained"
+    yield f"model      {step.settings.model}: {shape.name}, {trained}, {shape.precision}"
+    yield f"data       {plan.rows:,} rows, {len(sizes):,} counted"
+    for name, values in (
+        ("image", sorted(size.image_tokens for size in sizes)),
+        ("prompt", [size.tokens for size in sizes]),
+    ):
+        shown = (values[0], values[len(values) // 2], values[-1])
+        yield f"{name:<10} {' / '.join(f'{v:,}' for v in shown)} tokens (min / median / max)"
+    work = step.work
+    yield (
+        f"step       {work.num_prompts} prompts × {work.num_generations} completions of "
+        f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
+        f"{work.num_micro_batches} micro-batches"
+    )
+    yield from _format_memory(step, device)
+    if step.seconds is not None:
+        yield from _format_time(step.seconds, device)
+    yield from _format_advice(plan)
+
+
+def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
+    memory = step.memory
+    yield "memory     GiB, if every prompt is as long as the longest"
+    for name, description in _DESCRIPTIONS.items():
+        if value := getattr(memory, name):
+            yield f"  {name:<12} {value / GIB:8.2f}  {description}"
+    yield f"  rollout      {memory.rollout / GIB:8.2f}  peak while sampling"
+    yield f"  update       {memory.backward / GIB:8.2f}  peak in the update"
+    yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable"
+
+
+def _format_time(seconds: PhaseCosts, device: Device) -> Iterator[str]:
+    parts = ", ".join(f"{name} {value:.3g} s" for name, value in vars(seconds).items())
+    yield f"time       {seconds.total:.3g} s per step: {parts}"
+    yield (
+        f"           an estimate for median prompts, completions of full length and "
+        f"{device.efficiency:.0%} of the matmul rate"
+    )
+
+
+def _format_advice(plan: Plan) -> Iterator[str]:
+    if plan.fits:
+        free = (plan.device.usable - plan.step.memory.peak) / GIB
+        yield f"fits       yes, with {free:.1f} GiB to spare"
+        more = "at least " if plan.largest_group == MAX_GENERATIONS else ""
+        yield f"largest    rollout.num_generations: {more}{plan.largest_group:,}"
+        yield f"           optim.max_tokens_per_batch: {plan.largest_batch:,}"
+        return
+    missing = (plan.step.memory.peak - plan.device.usable) / GIB
+    yield f"fits       no: {missing:.1f} GiB too large. Change in this order:"
+    for text, step in plan.changes:
+        yield f"  {text:<54} {step.memory.peak / GIB:8.2f} GiB"
+    if plan.largest_batch == 0:
+        more = "a larger device or a smaller model"
+        if plan.num_devices == 1:
+            more += ", or several devices: --devices 8 plans their sharing of the weights (FSDP2)"
+        yield f"           not even then: use {more}"
+        return
+    yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
+    if plan.changes[-1][1].sharded:
+        yield (
+            f"           FSDP2: accelerate launch --config_file FOLDER/fsdp2.yaml --num_processes "
+            f"{plan.num_devices} -m vlm_grpo.cli train …"
+        )
+        yield f"           FOLDER is {files('vlm_grpo.configs') / 'accelerate'}"
