@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from PIL import Image
 from report_runs import load_few_examples, make_group
@@ -41,6 +42,7 @@ def find_runs(folder: Path) -> list[str]:
 
 
 def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Trackers:
+    PartialState()  # Accelerate's trackers need it to log
     trackers = Trackers(names, run_dir)
     trackers.start({"optim.lr": "0.1"}, resume_at)
     return trackers
@@ -208,15 +210,18 @@ def test_trackers_with_tables_get_the_completions_with_their_image(
 def test_wandb_writes_the_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")  # not among the development tools
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     trackers = start_trackers(["wandb"], tmp_path)
     log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
     assert trackers.any  # it has not failed
     trackers.finish()
     (path,) = tmp_path.rglob("completions*.table.json")
     table = json.loads(path.read_text())
-    row = dict(zip(table["columns"], table["data"][0], strict=True))
-    assert row["completion"] == "<answer>[1, 2, 30, 40]</answer>"
-    assert row["image"]["_type"] == "image-file"
+    texts = [row[table["columns"].index("completion")] for row in table["data"]]
+    assert texts == ["<answer>[1, 2, 30, 40]</answer>", "nothing"]
+    files = [path.read_bytes() for path in (tmp_path / "data/artifacts/staging").iterdir()]
+    images = [Image.open(io.BytesIO(data)) for data in files if data.startswith(b"\x89PNG")]
+    assert [image.size for image in images] == [(84, 84)] * 2  # one per completion
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_the_command() -> None:

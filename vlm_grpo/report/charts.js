@@ -248,10 +248,10 @@ class Chart {
     const known = values.filter((v) => v !== null && (!this.isLog || v > 0));
     let [low, high] = known.length ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))] : [0, 1];
     if (this.isLog) return low === high ? [low / 2, high * 2] : [low / 1.2, high * 1.2];
-    const zoomed = zooms.has(this.data.axis);
-    if (share && !zoomed) return [0, high > 0.45 ? 1.03 : Math.max(0.05, 1.15 * high)];
+    const whole = this.data.axis === "step" && !zooms.has("step");
+    if (share && whole) return [0, high > 0.45 ? 1.03 : Math.max(0.05, 1.15 * high)];
     const margin = 0.06 * (high - low) || Math.abs(high) * 0.06 || 1;
-    if (low >= 0 && !zoomed) return [0, high + margin];
+    if (low >= 0 && whole) return [0, high + margin];
     [low, high] = [low - margin, high + margin];
     return share ? [Math.max(0, low), Math.min(1.03, high)] : [low, high];
   }
