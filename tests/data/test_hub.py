@@ -10,6 +10,7 @@ from dataset_files import get_load_error
 from PIL import Image
 
 from vlm_grpo.data import load_examples
+from vlm_grpo.data.hub import read_hub
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
 
@@ -34,6 +35,17 @@ def test_image_columns_are_read_without_decoding(tmp_path: Path):
 
     assert example.images[0].load().size == (8, 6)
     assert example.meta["more"][0]["bytes"].startswith(b"\x89PNG")
+
+
+def test_loading_writes_no_progress_bars_into_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.enable_progress_bars()
+    (tmp_path / "train.jsonl").write_text('{"id": "a", "question": "q", "answer": "x"}\n')
+    rows, _ = read_hub(str(tmp_path), "train")
+    assert len(list(rows)) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_a_missing_dataset_or_split_is_named(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def read_hub(spec: str, split: str) -> tuple[Iterator[Row], Path | None]:
     if not name:
         raise UserError(f"hf:{spec} names no dataset: write hf:NAME[:SPLIT[:CONFIG]]")
     split_name = split_name or _DEFAULT_SPLITS[split]
+    if not sys.stderr.isatty():  # in a log, each refresh of a progress bar would be a line
+        datasets.disable_progress_bars()
     try:
         dataset = _load(name, split_name, config or None)
     except Exception as error:  # the library raises many types for user mistakes
