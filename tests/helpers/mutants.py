@@ -6,394 +6,171 @@
     python tests/helpers/mutants.py --list
 
 Mutants are changed operators, constants, conditions, calls and statements in function bodies, a
-fixed share of all that are possible, chosen by a hash of their names; and ``WRITTEN``, changes to
-the wiring between functions. Each runs in a copy of the checkout against the test files of its
-module, fastest first, until a test fails (killed) or all pass (survived). A mutant that exceeds the
-time limit is killed.
+fixed share of all that are possible, chosen by a hash of their names; and some written by hand, to
+the wiring between functions (``mutations.py``). The library and its tests are imported once. Each
+mutant is a fork, in which the function's code is replaced and the tests of its module run, its own
+test file first, until one fails (killed) or all pass (survived). A mutant that exceeds the time
+limit is killed. Processes that a test starts run the library without the mutant.
 
-Why not cosmic-ray or mutmut: cosmic-ray starts a process per mutant, which would spend most of its
-time on importing torch, transformers and TRL; here they are imported once and each mutant is a
-fork. mutmut forks too, but replaces each function by a wrapper of all its mutated copies, which
-then meets the import hook that checks tensor shapes in tests. Neither runs mutants that a person
-has written.
+Why not cosmic-ray or mutmut: cosmic-ray starts pytest for each mutant, which spends more time on
+importing torch, transformers and TRL than most mutants live. mutmut forks, but replaces each
+function by a wrapper of all its mutated copies, which then meets the import hook that checks tensor
+shapes in tests. Neither runs mutants that a person has written.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import hashlib
-import importlib
+import gc
 import json
 import os
 import resource
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any, TextIO
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+import pytest
+from mutations import ROOT, TARGETS, Mutant, find_mutants
 
-ROOT = Path(__file__).parents[2]
-COPIED = ("vlm_grpo", "tests", "tasks", "configs", "data_scripts", "pyproject.toml", "docs")
 RESULTS = ROOT / "build" / "mutants.jsonl"
 CPU_LIMIT, LIMIT = 400, 1200
 """Seconds of processor time, and of time, after which a mutant's tests are ended."""
-LIBRARIES = (
-    "accelerate", "datasets", "hypothesis", "peft", "pytest", "tensorboard",
-    "torch.distributed.fsdp", "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "trl.trainer.grpo_trainer",
-)  # fmt: skip
-"""What takes long to import, and is imported once; nothing of the checkout."""
-
-RANKS = "tests/distributed/test_strategy.py::test_two_processes_make_the_steps_of_one"
-WIRING = ("tests/test_wiring.py", "tests/grpo", "tests/test_trainer.py", RANKS)
-TARGETS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "grpo/update.py": (0.5, ("tests/grpo/test_update.py", *WIRING)),
-    "grpo/batch.py": (0.6, ("tests/grpo/test_batch.py", *WIRING)),
-    "grpo/advantages.py": (0.6, ("tests/grpo/test_advantages.py", *WIRING)),
-    "grpo/rollout.py": (0.3, ("tests/grpo/test_rollout.py", *WIRING)),
-    "grpo/memory.py": (0.4, ("tests/grpo/test_memory.py", *WIRING)),
-    "grpo/reference.py": (0.5, ("tests/grpo/test_reference.py", *WIRING)),
-    "grpo/nonfinite.py": (0.4, ("tests/grpo/test_nonfinite.py", *WIRING)),
-    "objective/advantages.py": (0.2, ("tests/objective", "tests/grpo/test_advantages.py")),
-    "objective/batch.py": (0.5, ("tests/objective",)),
-    "objective/diagnostics.py": (0.2, ("tests/objective", "tests/test_trainer.py")),
-    "objective/kl.py": (0.6, ("tests/objective",)),
-    "objective/losses.py": (0.25, ("tests/objective", "tests/test_wiring.py")),
-    "engine/attention.py": (0.2, ("tests/engine",)),
-    "engine/batch.py": (
-        0.3,
-        ("tests/engine/test_batch.py", "tests/engine/test_shared.py", *WIRING),
-    ),
-    "engine/decode.py": (0.08, ("tests/engine/test_decode.py", "tests/engine")),
-    "engine/linear.py": (0.08, ("tests/engine/test_linear.py", "tests/engine", *WIRING)),
-    "engine/logprobs.py": (0.3, ("tests/engine/test_logprobs.py", "tests/engine", *WIRING)),
-    "engine/repeated.py": (0.12, ("tests/engine/test_repeated.py", "tests/engine")),
-    "engine/sampling.py": (0.2, ("tests/engine/test_sampling.py", "tests/engine", *WIRING)),
-    "engine/shared.py": (0.3, ("tests/engine/test_shared.py", "tests/test_wiring.py")),
-    "engine/vision.py": (0.2, ("tests/engine/test_vision.py", "tests/engine", *WIRING)),
-    "rewards/scorer.py": (0.2, ("tests/rewards", "tests/grpo/test_rollout.py")),
-    "checkpoint/manager.py": (0.12, ("tests/checkpoint", "tests/test_trainer.py")),
-    "checkpoint/partial_step.py": (0.25, ("tests/checkpoint/test_partial_step.py",)),
-    "checkpoint/store.py": (0.08, ("tests/checkpoint", "tests/test_trainer.py")),
-    "checkpoint/compatibility.py": (0.12, ("tests/checkpoint",)),
-    "distributed/optimizer.py": (
-        0.4,
-        ("tests/distributed/test_optimizer.py", "tests/test_wiring.py", "tests/checkpoint"),
-    ),
-    "distributed/base.py": (0.7, ("tests/distributed/test_base.py", "tests/test_wiring.py", RANKS)),
-    "trainer.py": (0.12, ("tests/test_wiring.py", "tests/test_trainer.py", "tests/checkpoint")),
-}
-"""The share of each module's mutants to run, and its test files."""
-
-WRITTEN: list[tuple[str, str, str]] = [
-    ("grpo/update.py", "advantages=batch.advantages[rows]", "advantages=-batch.advantages[rows]"),
-    ("grpo/update.py", "None if first else old)", "None)"),
-    ("grpo/update.py", "if first and objective.needs", "if objective.needs"),
-    ("grpo/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
-    ("grpo/update.py", "and updates.skipped < updates.count", ""),
-    ("grpo/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
-    (
-        "grpo/update.py",
-        "logprobs=scores.logprobs,",
-        "logprobs=torch.cat([torch.cat([part[:-1], part[-1:].detach()]) for part in "
-        "scores.logprobs.split(lengths.tolist())]),",
-    ),
-    ("grpo/update.py", "flatten(reference) if reference else None", "None"),
-    ("grpo/update.py", "entropies=scores.entropies", "entropies=None"),
-    ("grpo/update.py", "self.reference.refresh(step)", "pass"),
-    ("grpo/update.py", "self.reference.in_place(), ", ""),
-    ("grpo/update.py", "objective.beta * penalties", "penalties"),
-    ("grpo/batch.py", "if settings.objective.mask_truncated_completions:", "if False:"),
-    ("grpo/batch.py", "int(sums[1])", "int(lengths.sum())"),
-    ("grpo/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
-    ("grpo/advantages.py", "rewards @ weights", "rewards.sum(1)"),
-    ("grpo/reference.py", "due = step % self.every == 0", "due = True"),
-    ("grpo/reference.py", "due = step % self.every == 0", "due = False"),
-    ("distributed/base.py", "self.max_norm)", "math.inf)"),
-    ("distributed/base.py", "if math.isfinite(norm):", "if True:"),
-    ("engine/sampling.py", "/ (self.temperature or 1.0)", "/ 1.0"),
-    ("objective/losses.py", "return active / tokens", "return torch.ones_like(active) / tokens"),
-    ("objective/losses.py", "(batch.entropies * batch.active_tokens)", "batch.entropies"),
-]
-"""Module, text and replacement: the signs, constants and data that join the parts of a step."""
-
-SWAPS: dict[type[ast.AST], str] = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
-    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
-    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
-    ast.Pow: "*", ast.BitOr: "&", ast.BitAnd: "|", ast.And: "or", ast.Or: "and",
-}  # fmt: skip
-NAMES = {
-    "min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum",
-    "maximum": "minimum", "amin": "amax", "amax": "amin", "zeros_like": "ones_like",
-    "ones": "zeros", "new_zeros": "new_ones", "sum": "mean",
-}  # fmt: skip
-DROPPED_CALLS = {"detach", "clone", "clamp", "abs", "exp", "sorted", "reversed"}
-QUIET = {"logger", "warnings"}
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A change of one module: ``new`` replaces the bytes from ``start`` to ``stop``."""
+def apply(mutant: Mutant) -> None:
+    """Replace the code of the mutant's function, or of the one that contains it.
 
-    module: str
-    name: str
-    start: int
-    stop: int
-    new: str
-
-
-class Finder(ast.NodeVisitor):
-    """A finder of the possible mutants of a module."""
-
-    def __init__(self, module: str, source: bytes) -> None:
-        self.module, self.source = module, source
-        lines = source.splitlines(keepends=True)
-        self.offsets = [0]
-        for line in lines:
-            self.offsets.append(self.offsets[-1] + len(line))
-        self.scope: list[str] = []
-        self.found: list[Mutant] = []
-
-    def _span(self, node: Any) -> tuple[int, int]:
-        start = self.offsets[node.lineno - 1] + node.col_offset
-        return start, self.offsets[node.end_lineno - 1] + node.end_col_offset
-
-    def _text(self, node: Any) -> str:
-        start, stop = self._span(node)
-        return self.source[start:stop].decode()
-
-    def _add(self, node: Any, new: str) -> None:
-        """Replace a node in a function; the mutant's name shows its line, or the node if longer."""
-        if not self.scope or not self.scope[-1].islower():
-            return
-        start, stop = self._span(node)
-        first, last = start, stop
-        if node.lineno == node.end_lineno:
-            first, last = self.offsets[node.lineno - 1], self.offsets[node.lineno]
-        before, after = self.source[first:start].decode(), self.source[stop:last].decode()
-        texts = (" ".join(f"{before}{text}{after}".split()) for text in (self._text(node), new))
-        name = f"{self.module} {'.'.join(self.scope)}: {' → '.join(texts)}"
-        count = sum(known.name.partition(" #")[0] == name for known in self.found)
-        name += f" #{count + 1}" if count else ""
-        self.found.append(Mutant(self.module, name, start, stop, new))
-
-    def _swap(self, node: Any, left: Any, operator: ast.AST, right: Any) -> None:
-        """Replace the operator between two operands of a node."""
-        if type(operator) in SWAPS:
-            stop, start = self._span(left)[1], self._span(right)[0]
-            between = self.source[stop:start].decode()
-            symbol = between.strip("() \n\\")
-            self._add(
-                node, self._replace(node, stop, start, between, symbol, SWAPS[type(operator)])
-            )
-
-    def _replace(self, node: Any, start: int, stop: int, between: str, old: str, new: str) -> str:
-        first, last = self._span(node)
-        middle = between.replace(old, new, 1)
-        return (self.source[first:start] + middle.encode() + self.source[stop:last]).decode()
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.scope.append(node.name)
-        for child in node.body:
-            if isinstance(child, ast.FunctionDef):
-                self.visit(child)
-        self.scope.pop()
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.scope.append(node.name.strip("_").lower() or node.name)
-        for child in node.body:
-            self.visit(child)
-        self.scope.pop()
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit(node.value)
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        """Messages are not mutated."""
-
-    visit_JoinedStr = visit_Assert = visit_Raise  # type: ignore[assignment]
-
-    def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call):
-            root: ast.AST = node.value.func
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and root.id in QUIET:
-                return
-            self._add(node, "pass")
-        self.generic_visit(node)
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        operands = [node.left, *node.comparators]
-        for left, operator, right in zip(operands, node.ops, operands[1:], strict=False):
-            self._swap(node, left, operator, right)
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> None:
-        texts = (ast.List, ast.JoinedStr)  # no operator but + and * would even run
-        if not isinstance(node.left, texts) and not isinstance(node.right, texts):
-            self._swap(node, node.left, node.op, node.right)
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._swap(node, node.values[0], node.op, node.values[1])
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
-        if not isinstance(node.operand, ast.Constant):
-            self._add(node, self._text(node.operand))
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self._add(node, "pass")
-        self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, bool):
-            self._add(node, str(not node.value))
-        elif isinstance(node.value, (int, float)):
-            self._add(node, str(node.value + 1))
-
-    def visit_keyword(self, node: ast.keyword) -> None:
-        if node.arg != "strict":  # a check of the arguments
-            self.generic_visit(node)
-
-    def visit_If(self, node: ast.If | ast.IfExp) -> None:
-        if "cuda" in self._text(node.test):  # not reached by tests without a GPU
-            return
-        if not isinstance(node.test, (ast.Compare, ast.UnaryOp)):  # these are changed themselves
-            self._add(node.test, f"not ({self._text(node.test)})")
-        self.generic_visit(node)
-
-    visit_IfExp = visit_If
-
-    def visit_Call(self, node: ast.Call) -> None:
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-        if name in NAMES and (name != "sum" or isinstance(function, ast.Attribute)):
-            start, stop = self._span(function)
-            text = self.source[start:stop].decode().removesuffix(name) + NAMES[name]
-            self._add(function, text)
-        if name in DROPPED_CALLS:
-            kept = function.value if isinstance(function, ast.Attribute) else node.args[0]
-            self._add(node, self._text(kept))
-        self.generic_visit(node)
+    Raises:
+        LookupError: the function is in no module that the tests import.
+    """
+    path = ROOT / "vlm_grpo" / mutant.module
+    source = path.read_bytes()
+    changed = source[: mutant.start] + mutant.new.encode() + source[mutant.stop :]
+    line = source[: mutant.start].count(b"\n") + 1
+    old = next(c for c in _functions(compile(source, path, "exec")) if line in _lines(c))
+    (new,) = (
+        code
+        for code in _functions(compile(changed, path, "exec"))
+        if (code.co_qualname, code.co_firstlineno) == (old.co_qualname, old.co_firstlineno)
+    )
+    found = [
+        function
+        for function in gc.get_objects()
+        if type(function) is FunctionType
+        and function.__code__.co_filename == str(path)
+        and function.__code__.co_qualname == old.co_qualname
+    ]
+    if not found:
+        raise LookupError(mutant.name)
+    for function in found:
+        function.__code__ = new
 
 
-def find_mutants(only: str = "") -> list[Mutant]:
-    """Return the mutants to run, in the order of their modules."""
-    mutants = []
-    for module, (share, _) in TARGETS.items():
-        source = (ROOT / "vlm_grpo" / module).read_bytes()
-        finder = Finder(module, source)
-        finder.visit(ast.parse(source))
-        mutants += [m for m in finder.found if _place(m.name) < share]
-        for path, old, new in WRITTEN:
-            if path == module:
-                start = source.index(old.encode())  # a ValueError: the text is to be updated
-                name = f"{module}: {old} → {new or 'nothing'}"
-                mutants.append(Mutant(module, name, start, start + len(old.encode()), new))
-    return [mutant for mutant in mutants if only in mutant.name]
-
-
-def _place(name: str) -> float:
-    """Return a number in [0, 1) that depends on the name alone."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) / 2**32
-
-
-class Checkout:
-    """A copy of the checkout in which mutants run; ``close`` deletes it."""
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-        for name in COPIED:
-            source, target = ROOT / name, self.folder / name
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+def _functions(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of module-level functions and of methods."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if "__qualname__" in constant.co_names:  # the body of a class
+                yield from _functions(constant)
             else:
-                shutil.copy(source, target)
+                yield constant
 
-    def close(self) -> None:
-        shutil.rmtree(self.folder)
 
-    def run(self, files: Sequence[str], mutant: Mutant | None = None) -> dict[str, Any]:
-        """Run the test files with a mutant, or unchanged, and return the result."""
-        started = time.monotonic()
-        if mutant is not None:
-            source = (ROOT / "vlm_grpo" / mutant.module).read_bytes()
-            changed = source[: mutant.start] + mutant.new.encode() + source[mutant.stop :]
-            self._write(mutant.module, changed)
-        try:
-            status = self._fork(files, is_limited=mutant is not None)
-        finally:
-            if mutant is not None:
-                self._write(mutant.module, source)
-        output = (self.folder / "output").read_text(errors="replace").splitlines()
-        failed = [line.split(" - ")[0] for line in output if line.startswith(("FAILED", "ERROR"))]
-        return {
-            "name": "baseline" if mutant is None else mutant.name,
-            "result": {0: "survived", None: "killed: time", -24: "killed: time"}.get(
-                status, "killed"
-            ),
-            "seconds": round(time.monotonic() - started, 1),
-            "test": failed[0] if failed else "",
-        }
+def _lines(code: CodeType) -> range:
+    """Return the lines of a function, with those of the functions inside it."""
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    inner = [_lines(c).stop for c in code.co_consts if isinstance(c, CodeType)]
+    return range(code.co_firstlineno, max([last + 1, *inner]))
 
-    def _write(self, module: str, source: bytes) -> None:
-        """Write a module with a later time, so that no bytecode of another version is used."""
-        path = self.folder / "vlm_grpo" / module
-        later = int(path.stat().st_mtime) + 2
-        path.write_bytes(source)
-        os.utime(path, (later, later))
 
-    def _fork(self, files: Sequence[str], is_limited: bool) -> int | None:
-        """Return the exit status of pytest in a fork; None after the time limit."""
+class Runner:
+    """A pytest plugin that runs the mutants in place of the collected tests.
+
+    Args:
+        mutants: the mutants.
+        jobs: number of mutants that run at once.
+        output: where results are printed.
+    """
+
+    def __init__(self, mutants: Sequence[Mutant], jobs: int, output: TextIO) -> None:
+        self.mutants, self.jobs, self.output = mutants, jobs, output
+        self.failed = ""
+        self.checked: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        jobs = []
+        for number in range(self.jobs):
+            jobs.append(os.fork())
+            if jobs[-1] == 0:
+                self._run_job(session.items, self.mutants[number :: self.jobs])
+        for job in jobs:
+            os.waitpid(job, 0)
+        return True
+
+    def _print(self, text: str) -> None:
+        print(text, file=self.output, flush=True)
+
+    def _run_job(self, items: Sequence[pytest.Item], mutants: Sequence[Mutant]) -> None:
+        """Run the mutants one by one, append each result to the file, and exit."""
+        for mutant in mutants:
+            chosen: dict[pytest.Item, None] = {}
+            for file in TARGETS[mutant.module][1]:
+                chosen |= dict.fromkeys(i for i in items if i.nodeid.startswith(file))
+            result = self._run(list(chosen), mutant)
+            self._check([item for item in chosen if item.nodeid == result["test"]])
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            self._print(f"{result['result']:12} {result['seconds']:6.1f} s  {mutant.name}")
+        os._exit(0)
+
+    def _check(self, items: Sequence[pytest.Item]) -> None:
+        """Check that a test that kills mutants passes without one."""
+        for item in items:
+            if item.nodeid not in self.checked:
+                if self._run([item], None)["test"]:
+                    raise RuntimeError(f"without a mutant, this test fails: {item.nodeid}")
+                self.checked.add(item.nodeid)
+
+    def _run(self, items: Sequence[pytest.Item], mutant: Mutant | None) -> dict[str, Any]:
+        """Run the tests with a mutant, or without, in a fork; return the result."""
+        reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             os.setsid()
-            if is_limited:
+            if mutant is not None:
                 resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT, CPU_LIMIT))
-            output = os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.chdir(self.folder)
-            sys.path[0] = str(self.folder)  # it was the folder of this file
-            os.environ["PYTHONPATH"] = str(self.folder)  # for the commands that tests start
-            arguments = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--tb=line"]
-            os._exit(
-                int(importlib.import_module("pytest").main([*arguments, *dict.fromkeys(files)]))
-            )
-        end = time.monotonic() + LIMIT
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.05)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return None
-
-
-def run_job(mutants: Sequence[Mutant]) -> None:
-    """Run the mutants one by one, and append each result to the file."""
-    checkout = Checkout()
-    try:
-        for mutant in mutants:
-            result = checkout.run(TARGETS[mutant.module][1], mutant)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(result, ensure_ascii=False) + "\n")
-            print(f"{result['result']:12} {result['seconds']:6.1f} s  {mutant.name}", flush=True)
-    finally:
-        checkout.close()
+                apply(mutant)
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if self.failed:
+                    break
+            os.write(writer, self.failed.encode() or b"survived")
+            os._exit(0)
+        os.close(writer)
+        end, usage = time.monotonic() + LIMIT, None
+        while usage is None:
+            done, _, measured = os.wait4(child, os.WNOHANG)
+            usage = measured if done else None
+            if time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+            time.sleep(0.02)
+        with os.fdopen(reader) as pipe:
+            failed = pipe.read()
+        result = "killed" if failed else "killed: time"
+        return {
+            "name": mutant.name if mutant else "",
+            "result": "survived" if failed == "survived" else result,
+            "seconds": round(usage.ru_utime + usage.ru_stime, 1),
+            "test": failed.removeprefix("survived"),
+        }
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -402,18 +179,17 @@ def read_results() -> dict[str, dict[str, Any]]:
     return {result["name"]: result for result in map(json.loads, lines)}
 
 
-def check_baseline(mutants: Sequence[Mutant]) -> None:
-    """Run the test files on the unchanged library; a test that fails would kill every mutant."""
-    files = [file for mutant in mutants for file in TARGETS[mutant.module][1]]
-    checkout = Checkout()
-    try:
-        result = checkout.run(sorted(set(files)))
-        if result["result"] != "survived":
-            output = (checkout.folder / "output").read_text(errors="replace")
-            sys.exit(f"the tests fail without a mutant:\n{output[-3000:]}")
-        print(f"the tests pass without a mutant: {result['seconds']} s", flush=True)
-    finally:
-        checkout.close()
+def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
+    """Run the mutants, and print and store their results."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # pytest's own output
+    files = sorted({file for mutant in mutants for file in TARGETS[mutant.module][1]})
+    arguments = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    status = pytest.main([*arguments, *files], [Runner(mutants, jobs, output)])
+    os.dup2(output.fileno(), 1)
+    if status:
+        sys.exit(f"pytest ended with {status}")
 
 
 def main() -> None:
@@ -422,7 +198,6 @@ def main() -> None:
     parser.add_argument("--only", default="", help="run the mutants whose name contains this text")
     parser.add_argument("--retry", action="store_true", help="run again those that survived")
     parser.add_argument("--list", action="store_true", help="list the mutants")
-    parser.add_argument("--no-baseline", action="store_true", help="assume that the tests pass")
     options = parser.parse_args()
     mutants, known = find_mutants(options.only), read_results()
     if options.list:
@@ -431,24 +206,12 @@ def main() -> None:
     done = {n for n, r in known.items() if not (options.retry and r["result"] == "survived")}
     left = [mutant for mutant in mutants if mutant.name not in done]
     if left:
-        RESULTS.parent.mkdir(exist_ok=True)
-        for library in LIBRARIES:
-            importlib.import_module(library)
-        if not options.no_baseline:
-            check_baseline(left)
-        jobs = []
-        for number in range(options.jobs):
-            jobs.append(os.fork())
-            if jobs[-1] == 0:
-                run_job(left[number :: options.jobs])
-                os._exit(0)
-        for job in jobs:
-            os.waitpid(job, 0)
+        os.chdir(ROOT)
+        run_mutants(left, options.jobs)
     found = read_results()
     results = [found[mutant.name] for mutant in mutants if mutant.name in found]
     survivors = [result for result in results if result["result"] == "survived"]
-    killed = len(results) - len(survivors)
-    print(f"{killed} of {len(results)} mutants killed ({killed / len(results):.1%})")
+    print(f"{len(results) - len(survivors)} of {len(results)} mutants killed")
     for result in survivors:
         print(f"survived: {result['name']}")
 

@@ -1,0 +1,269 @@
+"""The mutants of the library: changes of one place, and the test files that should notice them."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WIRING = ("tests/test_wiring.py", "tests/grpo", "tests/test_trainer.py")
+TARGETS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "grpo/update.py": (0.5, ("tests/grpo/test_update.py", *WIRING)),
+    "grpo/batch.py": (0.6, ("tests/grpo/test_batch.py", *WIRING)),
+    "grpo/advantages.py": (0.6, ("tests/grpo/test_advantages.py", *WIRING)),
+    "grpo/rollout.py": (0.3, ("tests/grpo/test_rollout.py", *WIRING)),
+    "grpo/memory.py": (0.4, ("tests/grpo/test_memory.py", *WIRING)),
+    "grpo/reference.py": (0.5, ("tests/grpo/test_reference.py", *WIRING)),
+    "grpo/nonfinite.py": (0.4, ("tests/grpo/test_nonfinite.py", *WIRING)),
+    "objective/advantages.py": (0.2, ("tests/objective", "tests/grpo/test_advantages.py")),
+    "objective/batch.py": (0.5, ("tests/objective",)),
+    "objective/diagnostics.py": (0.2, ("tests/objective", "tests/test_trainer.py")),
+    "objective/kl.py": (0.6, ("tests/objective",)),
+    "objective/losses.py": (0.25, ("tests/objective", "tests/test_wiring.py")),
+    "engine/attention.py": (0.2, ("tests/engine",)),
+    "engine/batch.py": (
+        0.3,
+        ("tests/engine/test_batch.py", "tests/engine/test_shared.py", *WIRING),
+    ),
+    "engine/decode.py": (0.08, ("tests/engine/test_decode.py", "tests/engine")),
+    "engine/linear.py": (0.08, ("tests/engine/test_linear.py", "tests/engine", *WIRING)),
+    "engine/logprobs.py": (0.3, ("tests/engine/test_logprobs.py", "tests/engine", *WIRING)),
+    "engine/repeated.py": (0.12, ("tests/engine/test_repeated.py", "tests/engine")),
+    "engine/sampling.py": (0.2, ("tests/engine/test_sampling.py", "tests/engine", *WIRING)),
+    "engine/shared.py": (0.3, ("tests/engine/test_shared.py", "tests/test_wiring.py")),
+    "engine/vision.py": (0.2, ("tests/engine/test_vision.py", "tests/engine", *WIRING)),
+    "rewards/scorer.py": (0.2, ("tests/rewards", "tests/grpo/test_rollout.py")),
+    "checkpoint/manager.py": (0.12, ("tests/checkpoint", "tests/test_trainer.py")),
+    "checkpoint/partial_step.py": (0.25, ("tests/checkpoint/test_partial_step.py",)),
+    "checkpoint/store.py": (0.08, ("tests/checkpoint", "tests/test_trainer.py")),
+    "checkpoint/compatibility.py": (0.12, ("tests/checkpoint",)),
+    "distributed/optimizer.py": (
+        0.4,
+        ("tests/distributed/test_optimizer.py", "tests/test_wiring.py", "tests/checkpoint"),
+    ),
+    "distributed/base.py": (0.7, ("tests/distributed/test_base.py", "tests/test_wiring.py")),
+    "trainer.py": (0.12, ("tests/test_wiring.py", "tests/test_trainer.py", "tests/checkpoint")),
+}
+"""The share of each module's mutants to run, and its test files."""
+
+WRITTEN: list[tuple[str, str, str]] = [
+    ("grpo/update.py", "advantages=batch.advantages[rows]", "advantages=-batch.advantages[rows]"),
+    ("grpo/update.py", "None if first else old)", "None)"),
+    ("grpo/update.py", "if first and objective.needs", "if objective.needs"),
+    ("grpo/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
+    ("grpo/update.py", "and updates.skipped < updates.count", ""),
+    ("grpo/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
+    (
+        "grpo/update.py",
+        "logprobs=scores.logprobs,",
+        "logprobs=torch.cat([torch.cat([part[:-1], part[-1:].detach()]) for part in "
+        "scores.logprobs.split(lengths.tolist())]),",
+    ),
+    ("grpo/update.py", "flatten(reference) if reference else None", "None"),
+    ("grpo/update.py", "entropies=scores.entropies", "entropies=None"),
+    ("grpo/update.py", "self.reference.refresh(step)", "pass"),
+    ("grpo/update.py", "self.reference.in_place(), ", ""),
+    ("grpo/update.py", "objective.beta * penalties", "penalties"),
+    ("grpo/batch.py", "if settings.objective.mask_truncated_completions:", "if False:"),
+    ("grpo/batch.py", "int(sums[1])", "int(lengths.sum())"),
+    ("grpo/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
+    ("grpo/advantages.py", "rewards @ weights", "rewards.sum(1)"),
+    ("grpo/reference.py", "due = step % self.every == 0", "due = True"),
+    ("grpo/reference.py", "due = step % self.every == 0", "due = False"),
+    ("distributed/base.py", "self.max_norm)", "math.inf)"),
+    ("distributed/base.py", "if math.isfinite(norm):", "if True:"),
+    ("engine/sampling.py", "/ (self.temperature or 1.0)", "/ 1.0"),
+    ("objective/losses.py", "return active / tokens", "return torch.ones_like(active) / tokens"),
+    ("objective/losses.py", "(batch.entropies * batch.active_tokens)", "batch.entropies"),
+]
+"""Module, text and replacement: the signs, constants and data that join the parts of a step."""
+
+SWAPS: dict[type[ast.AST], str] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//",
+    ast.Pow: "*", ast.BitOr: "&", ast.BitAnd: "|", ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+NAMES = {
+    "min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum",
+    "maximum": "minimum", "amin": "amax", "amax": "amin", "zeros_like": "ones_like",
+    "ones": "zeros", "new_zeros": "new_ones", "sum": "mean",
+}  # fmt: skip
+DROPPED_CALLS = {"detach", "clone", "clamp", "abs", "exp", "sorted", "reversed"}
+QUIET = {"logger", "warnings"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one module: ``new`` replaces the bytes from ``start`` to ``stop``."""
+
+    module: str
+    name: str
+    start: int
+    stop: int
+    new: str
+
+
+class Finder(ast.NodeVisitor):
+    """A finder of the possible mutants of a module."""
+
+    def __init__(self, module: str, source: bytes) -> None:
+        self.module, self.source = module, source
+        lines = source.splitlines(keepends=True)
+        self.offsets = [0]
+        for line in lines:
+            self.offsets.append(self.offsets[-1] + len(line))
+        self.scope: list[str] = []
+        self.found: list[Mutant] = []
+
+    def _span(self, node: Any) -> tuple[int, int]:
+        start = self.offsets[node.lineno - 1] + node.col_offset
+        return start, self.offsets[node.end_lineno - 1] + node.end_col_offset
+
+    def _text(self, node: Any) -> str:
+        start, stop = self._span(node)
+        return self.source[start:stop].decode()
+
+    def _add(self, node: Any, new: str) -> None:
+        """Replace a node in a function; the mutant's name shows its line, or the node if longer."""
+        start, stop = self._span(node)
+        first, last = start, stop
+        if node.lineno == node.end_lineno:
+            first, last = self.offsets[node.lineno - 1], self.offsets[node.lineno]
+        before, after = self.source[first:start].decode(), self.source[stop:last].decode()
+        texts = (" ".join(f"{before}{text}{after}".split()) for text in (self._text(node), new))
+        name = f"{self.module} {'.'.join(self.scope)}: {' → '.join(texts)}"
+        count = sum(known.name.partition(" #")[0] == name for known in self.found)
+        name += f" #{count + 1}" if count else ""
+        self.found.append(Mutant(self.module, name, start, stop, new))
+
+    def _swap(self, node: Any, left: Any, operator: ast.AST, right: Any) -> None:
+        """Replace the operator between two operands of a node."""
+        if type(operator) in SWAPS:
+            stop, start = self._span(left)[1], self._span(right)[0]
+            between = self.source[stop:start].decode()
+            symbol = between.strip("() \n\\")
+            self._add(
+                node, self._replace(node, stop, start, between, symbol, SWAPS[type(operator)])
+            )
+
+    def _replace(self, node: Any, start: int, stop: int, between: str, old: str, new: str) -> str:
+        first, last = self._span(node)
+        middle = between.replace(old, new, 1)
+        return (self.source[first:start] + middle.encode() + self.source[stop:last]).decode()
+
+    def visit_Module(self, node: ast.Module | ast.ClassDef) -> None:
+        """Only function bodies are mutated."""
+        for child in node.body:
+            if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+                self.visit(child)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.scope.append(node.name)
+        self.visit_Module(node)
+        self.scope.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.scope.append(node.name)
+        for child in node.body:
+            self.visit(child)
+        self.scope.pop()
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        """Messages are not mutated."""
+
+    visit_JoinedStr = visit_Assert = visit_Raise  # type: ignore[assignment]
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call):
+            root: ast.AST = node.value.func
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in QUIET:
+                return
+            self._add(node, "pass")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        operands = [node.left, *node.comparators]
+        for left, operator, right in zip(operands, node.ops, operands[1:], strict=False):
+            self._swap(node, left, operator, right)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        texts = (ast.List, ast.JoinedStr)  # no operator but + and * would even run
+        if not isinstance(node.left, texts) and not isinstance(node.right, texts):
+            self._swap(node, node.left, node.op, node.right)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self._swap(node, node.values[0], node.op, node.values[1])
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if not isinstance(node.operand, ast.Constant):
+            self._add(node, self._text(node.operand))
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._add(node, "pass")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self._add(node, str(not node.value))
+        elif isinstance(node.value, (int, float)):
+            self._add(node, str(node.value + 1))
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":  # a check of the arguments
+            self.generic_visit(node)
+
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
+        if "cuda" in self._text(node.test):  # not reached by tests without a GPU
+            return
+        if not isinstance(node.test, (ast.Compare, ast.UnaryOp)):  # these are changed themselves
+            self._add(node.test, f"not ({self._text(node.test)})")
+        self.generic_visit(node)
+
+    visit_IfExp = visit_If
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        if name in NAMES and (name != "sum" or isinstance(function, ast.Attribute)):
+            start, stop = self._span(function)
+            text = self.source[start:stop].decode().removesuffix(name) + NAMES[name]
+            self._add(function, text)
+        if name in DROPPED_CALLS:
+            kept = function.value if isinstance(function, ast.Attribute) else node.args[0]
+            self._add(node, self._text(kept))
+        self.generic_visit(node)
+
+
+def find_mutants(only: str = "") -> list[Mutant]:
+    """Return the mutants to run, in the order of their modules."""
+    mutants = []
+    for module, (share, _) in TARGETS.items():
+        source = (ROOT / "vlm_grpo" / module).read_bytes()
+        finder = Finder(module, source)
+        finder.visit(ast.parse(source))
+        mutants += [m for m in finder.found if _place(m.name) < share]
+        for path, old, new in WRITTEN:
+            if path == module:
+                start = source.index(old.encode())  # a ValueError: the text is to be updated
+                name = f"{module}: {old} → {new or 'nothing'}"
+                mutants.append(Mutant(module, name, start, start + len(old.encode()), new))
+    return [mutant for mutant in mutants if only in mutant.name]
+
+
+def _place(name: str) -> float:
+    """Return a number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) / 2**32
