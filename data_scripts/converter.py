@@ -271,6 +271,8 @@ class _Conversion:
                 else:
                     ids.add(item.id)
                     yield item
+        except OSError as error:
+            raise UserError(f"{self.request.source} cannot be read: {error}") from error
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise UserError(
                 f"{self.request.source} does not have the published layout of this dataset "

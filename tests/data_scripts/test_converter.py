@@ -161,16 +161,22 @@ def test_a_source_without_a_valid_row_gives_no_output(tmp_path, argv, capsys):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_layout_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (KeyError("question"), "not have the published layout of this dataset (KeyError: 'q"),
+        (OverflowError("inf"), "not have the published layout of this dataset (OverflowError"),
+        (OSError(36, "File name too long"), "source.json cannot be read: [Errno 36] File name"),
+    ],
+)
+def test_an_error_in_a_later_row_leaves_no_output(tmp_path, argv, capsys, error, message):
     def read(request):
         yield ConvertedRow("first", (png(),), "How many?", 1)
-        yield ConvertedRow("second", (png(),), {}["question"], 1)
+        raise error
 
     converter = Converter("rows", read, tasks=("counting",), splits={"test": None})
     assert converter.main(argv) == 2
-    assert "does not have the published layout of this dataset (KeyError: 'question')" in (
-        capsys.readouterr().err
-    )
+    assert message in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
     assert [path for path in (tmp_path / "images").rglob("*") if path.is_file()] == []
 

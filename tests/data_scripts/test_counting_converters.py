@@ -99,10 +99,12 @@ def make_tallyqa_row(number: int, **more: object) -> dict:
 
 
 def test_tallyqa_rows_are_simple_or_complex(convert, tmp_path):
-    rows = [make_tallyqa_row(1, issimple=True), make_tallyqa_row(2, issimple=False, answer=0)]
+    # A question's id counts within its image.
+    rows = [make_tallyqa_row(1, issimple=True)]
+    rows.append(make_tallyqa_row(1, issimple=False, answer=0, image_id=2))
     source = write_files(tmp_path, {"test.json": rows, "images/VG_100K/1.jpg": png()})
     result = convert("tallyqa", source, tmp_path / "images")
-    assert result.answers == {"test-1-1": 2, "test-1-2": 0}
+    assert result.answers == {"test-1-1": 2, "test-2-1": 0}
     assert [row["meta"]["kind"] for row in result.rows] == ["simple", "complex"]
 
 
