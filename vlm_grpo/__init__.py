@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from vlm_grpo.task import Task, metric, reward
     from vlm_grpo.tracking.summary import TrainResult
     from vlm_grpo.trainer import Trainer, train
-    from vlm_grpo.types import Example
+    from vlm_grpo.types import Batch, Candidate, Example
 
     __version__: str
 
 __all__ = [
+    "Batch",
+    "Candidate",
     "Example",
     "Settings",
     "Stopped",
@@ -48,6 +50,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Batch": "types",
+    "Candidate": "types",
     "Example": "types",
     "Settings": "config.run",
     "Stopped": "errors",

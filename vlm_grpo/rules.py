@@ -1,13 +1,28 @@
-"""Rules of a task: the methods marked as rewards and metrics, and checks of them."""
+"""Rules of a task: the methods marked as rewards and metrics, checks of them, and batch rules.
+
+A batch rule sees many completions at once: ``@reward(batch=True)`` marks a method
+``(self, batch)`` that returns one value per completion of the ``Batch``.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
+
+from vlm_grpo.types import Batch, Candidate, Score
+from vlm_grpo.utils.timing import CallTimeout
+
+FAILURES = (Exception, SystemExit, CallTimeout)
+"""Exceptions of a user's parser or rule that must not stop a run."""
+
+Outcome = tuple[float | None, str | None]
+"""The value of a rule for one completion; None, and the traceback, if the rule failed."""
 
 _ARGUMENTS = ("answer", "example", "text", "tokens")
 
@@ -24,6 +39,8 @@ class Rule:
         takes_tokens: whether the method takes the completion's number of tokens.
         needs_answer: whether the method is called only for completions with an answer.
         optional: whether a reward is used only if the task's ``weights`` name it.
+        batch: whether the method takes a ``Batch`` and returns a value per completion.
+        seconds: time limit of a batch; None: that of one completion times their number.
     """
 
     kind: str
@@ -33,6 +50,8 @@ class Rule:
     takes_tokens: bool
     needs_answer: bool = True
     optional: bool = False
+    batch: bool = False
+    seconds: float | None = None
 
 
 def check_weight(name: str, weight: Any) -> None:
@@ -42,7 +61,7 @@ def check_weight(name: str, weight: Any) -> None:
         raise ValueError(f"weight of {name} must be a finite number, not {weight!r}")
 
 
-def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) -> Callable:
+def _rule(kind: str, weight: float, without_answer: float | None, **more: Any) -> Callable:
     for value in (weight, without_answer):
         if callable(value):
             name = getattr(value, "__qualname__", value)
@@ -50,12 +69,18 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) 
 
     def decorate(method: Callable) -> Callable:
         arguments = tuple(inspect.signature(method).parameters)[1:]
-        if len(arguments) < 2 or arguments != _ARGUMENTS[: len(arguments)]:
+        name, is_batch = method.__qualname__, more.get("batch")
+        if is_batch and arguments != ("batch",):
+            raise TypeError(f"{kind} {name}{arguments} must take (self, batch)")
+        takes_one = len(arguments) >= 2 and arguments == _ARGUMENTS[: len(arguments)]
+        if not is_batch and not takes_one:
             raise TypeError(
-                f"{kind} {method.__qualname__}{arguments} must take (self, answer, example), "
-                "then text and tokens if it needs them"
+                f"{kind} {name}{arguments} must take (self, answer, example), then text and "
+                f"tokens if it needs them; or (self, batch), with @{kind}(batch=True)"
             )
-        check_weight(method.__qualname__, weight)
+        if more.get("seconds") is not None and not (is_batch and more["seconds"] > 0):
+            raise TypeError(f"{kind} {name}: seconds must be positive, and needs batch=True")
+        check_weight(name, weight)
         takes = {"takes_text": "text" in arguments, "takes_tokens": "tokens" in arguments}
         method.rule = Rule(kind, weight, without_answer, **takes, **more)  # type: ignore[attr-defined]
         return method
@@ -63,11 +88,23 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: bool) 
     return decorate
 
 
-def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = False) -> Callable:
+def reward(
+    weight: float = 1.0,
+    *,
+    needs_answer: bool = True,
+    optional: bool = False,
+    batch: bool = False,
+    seconds: float | None = None,
+) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
 
     ``tokens`` is the completion's number of tokens. Evaluation and scoring from a file know
     only the text and leave out rewards that take ``tokens``.
+
+    With ``batch=True`` the method is ``(self, batch)``: it gets a ``Batch`` of completions and
+    returns one value for each, in their order. An exception in place of a value, such as those in
+    the result of ``Batch.map``, makes this completion unscorable; one that the method raises makes
+    all of them unscorable.
 
     Args:
         weight: weight in the total reward; 0: log the reward without training on it.
@@ -75,18 +112,27 @@ def reward(weight: float = 1.0, *, needs_answer: bool = True, optional: bool = F
             False is for penalties, which get ``answer`` None for a completion without one:
             otherwise giving no answer would avoid the penalty.
         optional: use the reward only if the task's ``weights`` name it.
+        batch: the method sees all completions of a batch, for example to compare those of a group,
+            to call a reward model, or to ask a remote judge.
+        seconds: time limit of a batch; ``math.inf``: none; None: ``rollout.reward_timeout`` times
+            the number of its completions.
     """
-    return _rule("reward", weight, 0.0, needs_answer=needs_answer, optional=optional)
+    more = {"needs_answer": needs_answer, "optional": optional}
+    return _rule("reward", weight, 0.0, **more, batch=batch, seconds=seconds)
 
 
-def metric(without_answer: float | None = 0.0) -> Callable:
+def metric(
+    without_answer: float | None = 0.0, *, batch: bool = False, seconds: float | None = None
+) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a metric.
 
     Args:
         without_answer: value for a completion without an answer; None: leave such completions
             out of the mean.
+        batch: as in ``reward``.
+        seconds: as in ``reward``.
     """
-    return _rule("metric", 0.0, without_answer)
+    return _rule("metric", 0.0, without_answer, batch=batch, seconds=seconds)
 
 
 def to_finite(value: Any) -> float:
@@ -99,6 +145,73 @@ def to_finite(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}, which is not a finite number")
     return number
+
+
+def call_batch_rule(
+    method: Callable[[Batch], Iterable[Any]], batch: Batch, call: Callable[..., Any]
+) -> list[Outcome]:
+    """Return the outcome of a batch rule for each completion; raises nothing that it raises.
+
+    Args:
+        method: the rule.
+        batch: the completions, at least one.
+        call: calls the method, ``call(function, *arguments)``; may raise ``CallTimeout``.
+    """
+    try:
+        values = call(lambda: list(method(batch)))
+        if len(values) != len(batch):
+            raise ValueError(f"it returned {len(values)} values for {len(batch)} completions")
+    except FAILURES:
+        return [(None, traceback.format_exc())] * len(batch)
+    return [_get_outcome(value) for value in values]
+
+
+def _get_outcome(value: Any) -> Outcome:
+    try:
+        if isinstance(value, BaseException):
+            raise value
+        return to_finite(value), None
+    except FAILURES:
+        return None, traceback.format_exc()
+
+
+class BatchScored(Protocol):
+    """The part of a task that ``add_batch_rules`` needs."""
+
+    def batch_rules(self) -> dict[str, Rule]: ...
+
+    def combine(
+        self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
+    ) -> Score: ...
+
+
+def add_batch_rules(
+    task: BatchScored,
+    scores: Sequence[Score],
+    candidates: Sequence[Candidate],
+    apply: Callable[[str, tuple[Candidate, ...]], list[Outcome]],
+) -> list[Score]:
+    """Add the values of a task's batch rules to the scores of completions.
+
+    Args:
+        task: the task.
+        scores: scores by all other rules.
+        candidates: the scored completions.
+        apply: returns the outcomes of the batch rule of a name for some of the candidates.
+    """
+    parsed = [index for index, score in enumerate(scores) if "parse" not in score.failures]
+    added = list(scores)
+    for name, rule in task.batch_rules().items():
+        judged = [i for i in parsed if candidates[i].answer is not None or not rule.needs_answer]
+        found = apply(name, tuple(candidates[i] for i in judged)) if judged else []
+        outcomes = dict(zip(judged, found, strict=True))
+        for index in parsed:
+            score = added[index]
+            value, failure = outcomes.get(index, (rule.without_answer, None))
+            values = {**score.rewards, **score.metrics, name: value}
+            failures = {**score.failures} if failure is None else {**score.failures, name: failure}
+            added[index] = task.combine(score.answer, values, failures)
+    return added
 
 
 def find_rules(task: type) -> dict[str, Rule]:
@@ -128,3 +241,23 @@ def check_names(task: type, base: type) -> None:
                 f"{task.__qualname__}.{name}: the base class {base.__name__} has an attribute "
                 f"{name}, which this {kind} would replace: give it another name"
             )
+
+
+def accept_headline(task: Any) -> None:
+    """Accept ``headline``, the former name of ``primary_metric``, with a warning."""
+    own = vars(task)
+    old, new = own.get("headline"), own.get("primary_metric")
+    if not isinstance(old, str):
+        return
+    if new not in (None, old):
+        raise TypeError(
+            f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two names "
+            "for one setting: remove headline"
+        )
+    task.primary_metric = old
+    warnings.warn(
+        f"{task.__qualname__}.headline is now called primary_metric: rename it, because the next "
+        "version does not accept the old name",
+        FutureWarning,
+        stacklevel=3,
+    )

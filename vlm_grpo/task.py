@@ -22,7 +22,6 @@ and are set when the task is loaded (``load_task("counting", tags=True)``)::
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,15 +31,24 @@ from PIL import Image
 
 from vlm_grpo.coordinates import ORIGINAL, CoordinateFrame
 from vlm_grpo.parsing import extract_answer
-from vlm_grpo.rules import Rule, check_names, check_weight, find_rules, metric, reward, to_finite
+from vlm_grpo.rules import (
+    FAILURES,
+    Outcome,
+    Rule,
+    accept_headline,
+    add_batch_rules,
+    call_batch_rule,
+    check_names,
+    check_weight,
+    find_rules,
+    metric,
+    reward,
+    to_finite,
+)
 from vlm_grpo.scoring import repeated_share
-from vlm_grpo.types import Example, Score
-from vlm_grpo.utils.timing import CallTimeout
+from vlm_grpo.types import Batch, Candidate, Example, Score
 
 __all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward"]
-
-FAILURES = (Exception, SystemExit, CallTimeout)
-"""Exceptions of a user's parser or rule that must not stop a run."""
 
 
 def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -73,6 +81,8 @@ class Task:
     """Name of the reward or metric that selects the best checkpoint and is reported first."""
     lower_is_better: ClassVar[bool] = False
     """True if the primary metric is an error."""
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """Options that do not affect the results, which a resumed run may change."""
 
     tags: bool = False
     thinking: bool = False
@@ -87,7 +97,7 @@ class Task:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         check_names(cls, Task)
-        _accept_headline(cls)
+        accept_headline(cls)
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -236,6 +246,8 @@ class Task:
     ) -> Score:
         """Score one completion; failures of rules are reported in the score, not raised.
 
+        Batch rules score it as a batch of one.
+
         Args:
             text: the completion.
             example: the example that it answers.
@@ -243,6 +255,22 @@ class Task:
             call: function that calls the parser and each rule, ``call(function, *arguments)``;
                 may raise ``CallTimeout``.
         """
+        score = self.score_alone(text, example, tokens, call)
+        candidates = [Candidate(score.answer, example, text, tokens, group=0)]
+
+        def apply(name: str, chosen: tuple[Candidate, ...]) -> list[Outcome]:
+            return call_batch_rule(getattr(self, name), Batch(chosen), call)
+
+        return add_batch_rules(self, [score], candidates, apply)[0]
+
+    def score_alone(
+        self,
+        text: str,
+        example: Example,
+        tokens: int | None = None,
+        call: Callable[..., Any] = _call_directly,
+    ) -> Score:
+        """Score one completion, as ``score`` does, but without the batch rules."""
         try:
             answer = call(self.read, text, example)
         except FAILURES:
@@ -294,22 +322,29 @@ class Task:
 
     def parse_failure(self, failure: str, tokens: int | None = None) -> Score:
         """Return the score of a completion whose parsing failed with the traceback ``failure``."""
-        values = dict.fromkeys(self.applicable_rules(tokens))
+        values = dict.fromkeys([*self.applicable_rules(tokens), *self.batch_rules()])
         return replace(self.combine(None, values, {"parse": failure}), total=None)
 
     def applicable_rules(self, tokens: int | None) -> list[str]:
-        """Return the names of the metrics and of the rewards in use.
+        """Return the names of the metrics and of the rewards in use, without the batch rules.
 
         Args:
             tokens: number of tokens of the completion; None leaves out the rules that take it.
         """
-        weights = self.reward_weights()
         return [
             name
-            for name, rule in self._all_rules().items()
-            if (rule.kind == "metric" or name in weights)
-            and not (rule.takes_tokens and tokens is None)
+            for name, rule in self._rules_in_use().items()
+            if not rule.batch and not (rule.takes_tokens and tokens is None)
         ]
+
+    def batch_rules(self) -> dict[str, Rule]:
+        """Return the batch metrics and the batch rewards in use, by name."""
+        return {name: rule for name, rule in self._rules_in_use().items() if rule.batch}
+
+    def _rules_in_use(self) -> dict[str, Rule]:
+        weights = self.reward_weights()
+        rules = self._all_rules().items()
+        return {name: rule for name, rule in rules if rule.kind == "metric" or name in weights}
 
     def reward_weights(self) -> dict[str, float]:
         """Return the weight of each reward in use, by name."""
@@ -352,26 +387,6 @@ def write_prompt(task: Task, example: Example) -> str:
     if not isinstance(prompt, str):
         raise ValueError(f"the task's prompt returned {prompt!r}, not text")
     return prompt
-
-
-def _accept_headline(task: type[Task]) -> None:
-    """Accept ``headline``, the former name of ``primary_metric``, with a warning."""
-    own = vars(task)
-    old, new = own.get("headline"), own.get("primary_metric")
-    if not isinstance(old, str):
-        return
-    if new not in (None, old):
-        raise TypeError(
-            f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two names "
-            "for one setting: remove headline"
-        )
-    task.primary_metric = old
-    warnings.warn(
-        f"{task.__qualname__}.headline is now called primary_metric: rename it, because the next "
-        "version does not accept the old name",
-        FutureWarning,
-        stacklevel=3,
-    )
 
 
 class PlainQuestion(Task):

@@ -1,20 +1,22 @@
 """The data types between a dataset row and the loss.
 
 ``Example`` → ``Prompt`` → ``Completion`` → ``Group``: a dataset row, the row prepared for one
-model, one sampled completion, and the G completions of one prompt with their scores.
+model, one sampled completion, and the G completions of one prompt with their scores. A ``Batch``
+of ``Candidate`` is what a reward of many completions sees of them.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from PIL import Image
 
 from vlm_grpo.utils.image_decode import decode_image
+from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
 
 StopReason = Literal["eos", "stop", "length"]
 
@@ -142,6 +144,81 @@ class Score:
     total: float | None
     metrics: Mapping[str, float | None]
     failures: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A completion as a batch reward or batch metric sees it.
+
+    Attributes:
+        answer: the parsed answer; None (only with ``needs_answer=False``): the text has none.
+        example: the example that it answers.
+        text: the completion's text.
+        tokens: number of its tokens; None: unknown, as in evaluation.
+        group: number of its group within the batch; completions of one prompt have the same.
+    """
+
+    answer: Any
+    example: Example
+    text: str
+    tokens: int | None
+    group: int
+
+
+@dataclass(frozen=True)
+class Batch(Sequence[Candidate]):
+    """The completions that a batch reward or batch metric scores together.
+
+    The completions of a group follow each other. In training a batch holds the whole groups that
+    a rank has sampled; in evaluation each completion is a group of its own.
+
+    Attributes:
+        candidates: the completions.
+        cache: the values that ``map`` got earlier in this run; None: they are not kept.
+    """
+
+    candidates: tuple[Candidate, ...]
+    cache: ValueCache | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> Candidate: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+        return self.candidates[index]
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def map(
+        self,
+        ask: Callable[[Any], float],
+        build_request: Callable[[Candidate], Any],
+        concurrency: int = 8,
+        seconds: float = 60.0,
+    ) -> list[float | BaseException]:
+        """Ask a slow or remote service for the value of each completion, several at once.
+
+        Values are kept in the run's folder by the content of their requests: equal requests are
+        asked once, and a resumed run gets the values that it got before. Failures are not kept.
+
+        Args:
+            ask: returns the value for a request; called in threads. It must not use anything that
+                is not in the request and can change the value.
+            build_request: returns the request for a completion, a value that JSON can hold.
+            concurrency: maximum number of calls at once.
+            seconds: time limit of one call, after which it counts as failed. Its thread cannot be
+                ended, so ``ask`` should have a shorter limit of its own.
+
+        Returns:
+            The value of each completion, or the exception that its call raised.
+        """
+        calls = CachedCalls(ask, self.cache)
+        return call_all(
+            lambda candidate: calls(build_request(candidate)), self, concurrency, seconds
+        )
 
 
 @dataclass(frozen=True)

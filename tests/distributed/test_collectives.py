@@ -22,16 +22,14 @@ from vlm_grpo.distributed.collectives import (
 from vlm_grpo.errors import UserError
 
 
-def make_two_ranks(other_flag: bool = False) -> Accelerator:
-    """Build an accelerator of two ranks, of which the other one contributes ``other_flag``."""
-    return cast(
-        Any,
-        SimpleNamespace(
-            num_processes=2,
-            device=torch.device("cpu"),
-            reduce=lambda flag, _: flag + float(other_flag),
-        ),
-    )
+def make_two_ranks() -> Accelerator:
+    """Build an accelerator of two ranks."""
+    return cast(Any, SimpleNamespace(num_processes=2, device=torch.device("cpu")))
+
+
+def set_other_flag(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    """Let the other rank contribute a flag to every sum."""
+    monkeypatch.setattr(collectives, "reduce", lambda flags, _: flags + float(flag))
 
 
 @given(costs=st.lists(st.integers(1, 5000), max_size=60), world_size=st.integers(1, 9))
@@ -82,19 +80,21 @@ def test_one_process_exchanges_nothing() -> None:
 
 
 @pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (False, False)])
-def test_a_flag_of_any_rank_counts(own: bool, other: bool) -> None:
-    assert any_rank(make_two_ranks(other), own) == (own or other)
+def test_a_flag_of_any_rank_counts(monkeypatch: pytest.MonkeyPatch, own: bool, other: bool) -> None:
+    set_other_flag(monkeypatch, other)
+    assert any_rank(make_two_ranks(), own) == (own or other)
 
 
-def test_a_failure_on_one_rank_is_raised_on_all() -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_other_flag(monkeypatch, False)
     with fail_together(make_two_ranks()):
         pass
-    failed_elsewhere = make_two_ranks(other_flag=True)
+    set_other_flag(monkeypatch, True)
     message = "another process of this run has failed"
-    with pytest.raises(UserError, match=message), fail_together(failed_elsewhere):
+    with pytest.raises(UserError, match=message), fail_together(make_two_ranks()):
         pass
     # A rank that fails itself raises its own error.
-    with pytest.raises(OSError, match="disk"), fail_together(failed_elsewhere):
+    with pytest.raises(OSError, match="disk"), fail_together(make_two_ranks()):
         raise OSError("disk")
 
 

@@ -105,6 +105,17 @@ def test_two_processes_make_the_steps_of_one(folder: Path) -> None:
     compare_with_one_process(run_launches(folder, ["ddp-1", *TWO]))
 
 
+def test_two_processes_share_an_evaluation_and_its_errors(folder: Path) -> None:
+    results = run_launches(folder, ["ddp-1", "ddp-2"])
+    (alone, all_twelve), failed = results["ddp-1"]["evaluation"]
+    assert (len(alone), all_twelve) == (12, 12)
+    assert "missing.png" in failed[0]
+    (shared, six), failed = results["ddp-2"]["evaluation"]
+    assert (shared, six) == (alone, 6)  # each output is scored by one process
+    # The first process, whose results these are, has read its own examples.
+    assert "another process of this run has failed" in failed[0]
+
+
 @pytest.mark.slow
 @needs_deepspeed
 def test_two_processes_with_deepspeed_make_the_steps_of_one(folder: Path) -> None:

@@ -98,8 +98,13 @@ def test_scores_return_to_their_groups() -> None:
     ]
 
     def score(
-        task: Any, texts: list[str], examples: list[Example], lengths: list[int]
+        task: Any,
+        texts: list[str],
+        examples: list[Example],
+        lengths: list[int],
+        groups: list[int],
     ) -> list[Score]:
+        assert groups == [0, 0, 1, 1, 1]
         pairs = zip(texts, examples, lengths, strict=True)
         assert all(text == f"{example.id}{length}" for text, example, length in pairs)
         return [Score(text, {}, None, {}) for text in texts]

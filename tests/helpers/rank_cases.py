@@ -23,7 +23,9 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CP
 import torch
 from rank_runs import (
     begin_run,
+    evaluate_on_ranks,
     fail_to_write_a_part,
+    remove_image,
     resume_run,
     run_out_of_memory,
     train_and_read,
@@ -204,6 +206,15 @@ def count_communication(settings: Settings) -> list[dict[str, Any]]:
     ]
 
 
+def evaluate_held_out(settings: Settings) -> list[Any]:
+    """Evaluate the run's examples, and again with one that only the second of two ranks reads."""
+    trainer = build_trainer(settings)
+    examples = trainer.train_examples
+    results = [evaluate_on_ranks(trainer, part) for part in (examples, remove_image(examples, 11))]
+    trainer.sampler.close()
+    return results
+
+
 def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the names and functions of the cases that all ranks of a launch run together."""
     if launch.endswith("-uninterrupted"):
@@ -241,6 +252,8 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         settings = make_settings(folder, launch)
         yield "out of memory", lambda: retry_after_out_of_memory(settings)
         yield "infinite gradient", lambda: skip_infinite_gradient(settings)
+    if launch in ("ddp-1", "ddp-2"):
+        yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
     if launch == "fsdp_held-2":
         yield "failed part", lambda: fail_to_write_a_part(folder, launch)
     yield "begun run", lambda: begin_run(folder, launch)

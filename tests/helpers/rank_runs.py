@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.launch import build_accelerator
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.evaluation import generate
+from vlm_grpo.evaluation.evaluate import evaluate_policy
 from vlm_grpo.grpo.update import Updater
-from vlm_grpo.trainer import train
+from vlm_grpo.trainer import Trainer, train
+from vlm_grpo.types import Example
 from vlm_grpo.utils.signals import StopRequest
 
 
@@ -113,6 +118,37 @@ def run_out_of_memory(folder: Path, launch: str) -> list[str]:
         (folder / f"{launch}.{rank}").write_text(str(error))
         return [str(error)]
     raise AssertionError("the run did not fail")
+
+
+def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any]:
+    """Evaluate examples of which several ranks generate one each.
+
+    Returns:
+        The scores of all, and the number of outputs that this rank has scored; or the error.
+    """
+    generate.CHUNK_EXAMPLES = 1
+    scored: list[str] = []
+
+    def count(task: Any, texts: Any, examples: Any) -> Any:
+        scored.extend(texts)
+        return trainer.sampler.scorer(task, texts, examples)
+
+    scorer: Any = count
+    try:
+        with trainer.strategy.gathered():
+            found = evaluate_policy(
+                trainer.policy, trainer.task, examples, trainer.settings, scorer
+            )
+    except UserError as error:
+        return [str(error)]
+    return [[(row["id"], row["rewards"]["letters"]) for row in found.rows], len(scored)]
+
+
+def remove_image(examples: Sequence[Example], index: int) -> list[Example]:
+    """Return the examples, of which one has an image that is not there."""
+    (image,) = examples[index].images
+    missing = replace(image, path=Path("missing.png"))
+    return [*examples[:index], replace(examples[index], images=(missing,)), *examples[index + 1 :]]
 
 
 def _is_last_rank() -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from vlm_grpo.config.base import flatten, known_keys
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.registry import load_task
 from vlm_grpo.types import Example
 
 logger = logging.getLogger(__name__)
@@ -105,8 +106,10 @@ def check_same_settings(
     Raises:
         UserError: settings differ that must not change; the message has both values of each.
     """
+    task = load_task(settings.task, **settings.task_options)
     free = (
         *MAY_CHANGE,
+        *(f"task_options.{option}" for option in task.may_change),
         *MAY_CHANGE_WITH_SAME_ROWS,
         *(() if within_step else MAY_CHANGE_BETWEEN_STEPS),
     )

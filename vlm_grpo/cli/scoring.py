@@ -18,6 +18,7 @@ from vlm_grpo.coordinates import RESIZED
 from vlm_grpo.data import load_examples
 from vlm_grpo.evaluation.benchmark_report import find_unread, format_unread
 from vlm_grpo.evaluation.foreign import PREDICTIONS, read_outputs
+from vlm_grpo.rewards.failures import FailureGuard
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
@@ -60,12 +61,13 @@ def score_predictions(
         layout: ``predictions``, or a key of ``foreign.LAYOUTS``.
 
     Raises:
-        UserError: data or predictions are malformed, or do not match.
+        UserError: data or predictions are malformed or do not match, or a reward fails on all.
     """
     loaded = load_examples(source, task, data)
     examples, texts = read_outputs(layout, predictions, loaded, task.frame == RESIZED)
     with RewardScorer() as scorer:
         scores = scorer(task, texts, examples)
+    FailureGuard().check(task, scores, examples)
     total = _summarize(task, examples, scores)
     missing = len(loaded) - len(examples)
     return Report(examples, scores, total, missing, find_unread(texts, scores))

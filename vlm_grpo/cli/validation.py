@@ -15,7 +15,7 @@ from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.checks import describe_lengths
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.rewards.scorer import REWARD_TIMEOUT
+from vlm_grpo.rewards.scorer import REWARD_TIMEOUT, RewardScorer
 from vlm_grpo.task import FAILURES, Rule, Task
 from vlm_grpo.types import Example, ImageRef, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
@@ -29,6 +29,10 @@ _HEDGE_BOUND = 0.5
 """Reward allowed for two answers at once: if several are requested, half of them are right."""
 _EXPLOIT_ROWS = 200
 """Rows on which exploits are tried; a reward with a flaw shows it within a few rows."""
+_BATCH_ROWS = 20
+"""Rows on which a task with batch rewards is scored, which may be slow or cost money."""
+_GROUP_SIZE = 4
+"""Completions in the group that batch rewards are tried on."""
 _PARSE_SECONDS = 0.01
 """Limit for parsing a text of 100,000 characters."""
 
@@ -89,18 +93,26 @@ def validate_task(
     full = _full_reward(task)
     if full <= 0:
         raise UserError("no reward has a positive weight: training would learn nothing")
-    shares = [_reward_share(task, task.gold(example), example, full) for example in examples]
-    _raise("gold answers that do not earn the full reward", _find_bad_golds(task, examples))
+    rows = examples[:_EXPLOIT_ROWS]
+    if batch_rules := task.batch_rules():
+        examples = rows = examples[:_BATCH_ROWS]
+        yield f"{', '.join(batch_rules)} scores batches: checked on the first {len(rows)} examples"
+    golds = [task.gold(example) for example in examples]
+    scores = _score(task, golds, examples)
+    shares = _reward_shares(golds, examples, scores, full)
+    bad = _find_bad_golds(task, golds, examples, scores)
+    _raise("gold answers that do not earn the full reward", bad)
     yield f"gold answers earn {fmean(shares):.3f} of the full reward, at least {min(shares):.3f}"
+    if batch_rules:
+        yield _check_group(task, golds[0], examples[0], full)
 
-    yield from _check_exploits(task, examples, full)
+    yield from _check_exploits(task, rows, examples, full)
     _raise("texts that the parser cannot handle", _find_parser_problems(task, examples[0]))
     yield "the parser handles hostile texts, each within 10 ms"
 
-    texts = Counter(task.gold(example) for example in examples)
-    text, count = texts.most_common(1)[0]
-    rows = examples[:_EXPLOIT_ROWS]
-    earned = fmean(_reward_share(task, text, example, full) for example in rows)
+    text, count = Counter(golds).most_common(1)[0]
+    texts = [text] * len(rows)
+    earned = fmean(_reward_shares(texts, rows, _score(task, texts, rows), full))
     yield f"always answering {text[:60]!r}, the answer of {count} rows, earns {earned:.3f}"
     yield f"{type(task).__name__} is sound on this data"
 
@@ -144,9 +156,9 @@ def build_exploits(task: Task, example: Example, other: Example) -> list[Exploit
     return exploits
 
 
-def _score(task: Task, text: str, example: Example) -> Score:
-    with _time_limited() as call:
-        return task.score(text, example, call=call)
+def _score(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[Score]:
+    with RewardScorer(REWARD_TIMEOUT) as scorer:
+        return scorer.score(task, texts, examples)
 
 
 def _time_limited() -> AbstractContextManager[Callable[..., Any]]:
@@ -154,16 +166,31 @@ def _time_limited() -> AbstractContextManager[Callable[..., Any]]:
     return time_limit(REWARD_TIMEOUT if can_interrupt() else None)
 
 
-def _reward_share(task: Task, text: str, example: Example, full: float) -> float:
-    """Return the reward of a text as a share of the full reward."""
-    score = _score(task, text, example)
-    if score.failures:
-        trace = next(iter(score.failures.values()))
-        raise UserError(
-            f"{', '.join(score.failures)} failed on example {example.id!r} with the text "
-            f"{text[:60]!r}:\n{trace}"
-        )
-    return (score.total or 0.0) / full
+def _reward_shares(
+    texts: Sequence[str], examples: Sequence[Example], scores: Sequence[Score], full: float
+) -> list[float]:
+    """Return the reward of each text as a share of the full reward.
+
+    Raises:
+        UserError: a reward or metric failed.
+    """
+    for text, example, score in zip(texts, examples, scores, strict=True):
+        if score.failures:
+            trace = next(iter(score.failures.values()))
+            raise UserError(
+                f"{', '.join(score.failures)} failed on example {example.id!r} with the text "
+                f"{text[:60]!r}:\n{trace}"
+            )
+    return [(score.total or 0.0) / full for score in scores]
+
+
+def _check_group(task: Task, text: str, example: Example, full: float) -> str:
+    """Score a group of equal completions, and report what each of them earns."""
+    texts, examples = [text] * _GROUP_SIZE, [example] * _GROUP_SIZE
+    with RewardScorer(REWARD_TIMEOUT) as scorer:
+        scores = scorer.score(task, texts, examples, groups=[0] * _GROUP_SIZE)
+    earned = fmean(_reward_shares(texts, examples, scores, full))
+    return f"in a group of {_GROUP_SIZE} equal completions, the gold answer earns {earned:.3f}"
 
 
 def _full_reward(task: Task) -> float:
@@ -177,13 +204,13 @@ def _reward_rules(task: Task) -> dict[str, Rule]:
     return {**task.rules("reward"), **task.rules("optional")}
 
 
-def _find_bad_golds(task: Task, examples: Sequence[Example]) -> list[str]:
+def _find_bad_golds(
+    task: Task, golds: Sequence[str], examples: Sequence[Example], scores: Sequence[Score]
+) -> list[str]:
     """Describe the gold completions that earn less than ``task.gold_reward``."""
     rules, weights = _reward_rules(task), task.reward_weights()
     problems = []
-    for example in examples:
-        text = task.gold(example)
-        score = _score(task, text, example)
+    for text, example, score in zip(golds, examples, scores, strict=True):
         least = task.gold_reward(example)
         short = {
             name: value
@@ -199,24 +226,30 @@ def _find_bad_golds(task: Task, examples: Sequence[Example]) -> list[str]:
     return problems
 
 
-def _check_exploits(task: Task, examples: Sequence[Example], full: float) -> Iterator[str]:
-    """Yield one line per exploit with the largest share that it earned.
+def _check_exploits(
+    task: Task, rows: Sequence[Example], examples: Sequence[Example], full: float
+) -> Iterator[str]:
+    """Yield one line per exploit with the largest share that it earned on the rows.
 
     Raises:
         UserError: an exploit earns more than its bound.
     """
     worst: dict[str, float] = {}
     problems: list[str] = []
-    rows = examples[:_EXPLOIT_ROWS]
-    for example in rows:
-        for exploit in build_exploits(task, example, _find_other(task, example, examples)):
-            share = _reward_share(task, exploit.text, example, full)
-            worst[exploit.name] = max(worst.get(exploit.name, share), share)
-            if share > exploit.bound + _ROUNDING:
-                problems.append(
-                    f"{exploit.name} earns {share:.3f}, above {exploit.bound}, "
-                    f"on {example.id}: {exploit.text[:60]!r}"
-                )
+    pairs = [
+        (exploit, example)
+        for example in rows
+        for exploit in build_exploits(task, example, _find_other(task, example, examples))
+    ]
+    texts, tried = [exploit.text for exploit, _ in pairs], [example for _, example in pairs]
+    shares = _reward_shares(texts, tried, _score(task, texts, tried), full)
+    for (exploit, example), share in zip(pairs, shares, strict=True):
+        worst[exploit.name] = max(worst.get(exploit.name, share), share)
+        if share > exploit.bound + _ROUNDING:
+            problems.append(
+                f"{exploit.name} earns {share:.3f}, above {exploit.bound}, "
+                f"on {example.id}: {exploit.text[:60]!r}"
+            )
     _raise("exploits that earn too much", problems)
     for name, share in worst.items():
         yield f"{name} earns at most {share:.3f}"

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.utils import reduce
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
@@ -36,7 +37,7 @@ def explain_lost_rank() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fail_together(accelerator: Accelerator) -> Iterator[None]:
+def fail_together(ranks: Accelerator | PartialState) -> Iterator[None]:
     """Make all ranks raise if the block fails on any of them.
 
     Raises:
@@ -47,19 +48,19 @@ def fail_together(accelerator: Accelerator) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    failed = any_rank(accelerator, failure is not None)
+    failed = any_rank(ranks, failure is not None)
     if failure is not None:
         raise failure
     if failed:
         raise UserError("another process of this run has failed; its own message gives the reason")
 
 
-def any_rank(accelerator: Accelerator, flag: bool) -> bool:
+def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
     """Return whether the flag is set on any rank."""
-    if accelerator.num_processes == 1:
+    if ranks.num_processes == 1:
         return flag
-    flags = torch.tensor(float(flag), device=accelerator.device)
-    return bool(accelerator.reduce(flags, "sum") > 0)  # type: ignore[operator]
+    flags = torch.tensor(float(flag), device=ranks.device)
+    return bool(reduce(flags, "sum") > 0)  # type: ignore[operator]
 
 
 def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:

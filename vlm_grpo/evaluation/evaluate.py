@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.utils import gather_object
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.benchmarks import Benchmark, get_held_out_task, load_benchmark
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
+from vlm_grpo.distributed.collectives import fail_together
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.benchmark_report import (
@@ -35,7 +37,8 @@ from vlm_grpo.evaluation.generate import generate_all
 from vlm_grpo.evaluation.predictions import PredictionLog
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.registry import load_task
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.rewards.failures import FailureGuard
+from vlm_grpo.rewards.scorer import RewardScorer, build_scorer
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.atomic_io import write_atomic
@@ -110,9 +113,20 @@ def evaluate_policy(
 
     The ranks share the examples; each returns the evaluation of all. The completion of an example
     depends only on the seed and on the example's index.
+
+    Raises:
+        UserError: on all ranks, if an example cannot be read, or a reward fails on all.
     """
     resized, texts = generate_all(policy, task, examples, settings)
-    return summarize(task, resized, texts, scorer(task, texts, resized), settings.seed)
+    state = initialize_distributed()
+    rank, ranks = state.process_index, state.num_processes
+    own: list[Score] = []
+    with fail_together(state):  # each completion is scored once: a judge costs time and money
+        own = scorer(task, texts[rank::ranks], resized[rank::ranks])
+    shares = gather_object([own])
+    scores = [shares[index % ranks][index // ranks] for index in range(len(texts))]
+    FailureGuard().check(task, scores, resized)
+    return summarize(task, resized, texts, scores, settings.seed)
 
 
 def summarize(
@@ -185,7 +199,7 @@ def evaluate(settings: Settings, checkpoint: str | Path | None = None) -> Evalua
     state = initialize_distributed()
     policy.model.to(state.device)
     task = get_held_out_task(settings, replace(run_task, frame=policy.frame))
-    with _build_scorer(settings) as scorer:
+    with build_scorer(settings, state.process_index) as scorer:
         evaluation = evaluate_policy(policy, task, examples, settings, scorer)
     path = settings.run_dir / "evaluation" / f"{checkpoint.name if checkpoint else 'model'}.jsonl"
     if state.is_main_process:
@@ -252,10 +266,6 @@ def evaluate_benchmark(
     return list(reports.values())
 
 
-def _build_scorer(settings: Settings) -> RewardScorer:
-    return RewardScorer(settings.rollout.reward_timeout, settings.rollout.reward_workers)
-
-
 def _build_report(
     benchmark: Benchmark,
     task: Task,
@@ -264,7 +274,7 @@ def _build_report(
     settings: Settings,
 ) -> Report:
     """Score outputs by the benchmark's reader, and by the reward's parser for comparison."""
-    with _build_scorer(settings) as scorer:
+    with build_scorer(settings, rank=0) as scorer:  # only the first rank scores
         scores = scorer(task, texts, examples)
         report = build_report(benchmark, task, examples, scores, settings.seed)
         report = replace(report, unread=find_unread(texts, scores))

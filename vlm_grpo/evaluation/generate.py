@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.distributed.collectives import fail_together
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.evaluation.predictions import PredictionLog
@@ -78,7 +79,8 @@ def generate_all(
         The examples with the resized sizes of their images, and one output per example.
 
     Raises:
-        UserError: the model cannot use some examples, which are named before any is generated.
+        UserError: the model cannot use some examples, which are named before any is generated; or,
+            on all ranks, one of them cannot read an example.
     """
     state = initialize_distributed()
     usable = policy.prompts.select_usable(examples, task)
@@ -92,14 +94,15 @@ def generate_all(
         outputs = log.outputs
     own = todo[state.process_index :: state.num_processes]
     visible = state.is_main_process and log is not None
-    for chunk in _show_progress(own, len(examples) // state.num_processes, visible):
-        batch = resized[chunk.start : chunk.stop]
-        prompts = [policy.build_prompt(example, task) for example in batch]
-        seeds = [(settings.seed, "evaluation", index) for index in chunk]
-        texts = [completion.text for completion in generate(policy, prompts, settings, seeds)]
-        outputs |= {example.id: text for example, text in zip(batch, texts, strict=True)}
-        if log is not None:
-            log.append(batch, texts)
+    with fail_together(state):
+        for chunk in _show_progress(own, len(examples) // state.num_processes, visible):
+            batch = resized[chunk.start : chunk.stop]
+            prompts = [policy.build_prompt(example, task) for example in batch]
+            seeds = [(settings.seed, "evaluation", index) for index in chunk]
+            texts = [completion.text for completion in generate(policy, prompts, settings, seeds)]
+            outputs |= {example.id: text for example, text in zip(batch, texts, strict=True)}
+            if log is not None:
+                log.append(batch, texts)
     outputs = dict(gather_object(list(outputs.items())))
     texts = [outputs[example.id] for example in examples]
     if log is not None:

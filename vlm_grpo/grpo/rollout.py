@@ -6,19 +6,21 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.distributed.collectives import balance_by_cost
+from vlm_grpo.distributed.collectives import any_rank, balance_by_cost, sum_over_ranks
 from vlm_grpo.engine.sampling import build_sampling_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.advantages import has_spread
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.prompt_loader import PromptLoader
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.rewards.failures import FailureGuard
+from vlm_grpo.rewards.scorer import RewardScorer, build_scorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
@@ -67,14 +69,15 @@ class RolloutSampler:
         accelerator: Accelerator,
     ) -> None:
         self.policy, self.task, self.settings = policy, task, settings
-        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        self.accelerator, self.world_size = accelerator, accelerator.num_processes
         self.position = 0
         max_tokens = settings.rollout.max_tokens_per_batch
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
         self.stream = ExampleStream(examples, settings.seed)
         skip_unreadable = settings.data.on_bad_row == "skip"
         self.loader = PromptLoader(policy, task, self.stream, skip_unreadable)
-        self.scorer = RewardScorer(settings.rollout.reward_timeout, settings.rollout.reward_workers)
+        self.failures = FailureGuard()
+        self.scorer = build_scorer(settings, accelerator.process_index)
 
     def close(self) -> None:
         """Stop the loader's thread and the scorer's processes."""
@@ -88,8 +91,8 @@ class RolloutSampler:
             progress: fraction of the training steps done, 0 to 1.
 
         Raises:
-            UserError: on all ranks, if one of them could not make its groups. ``position`` is
-                unchanged then.
+            UserError: on all ranks, if one of them could not make its groups, or if a reward failed
+                on every completion. ``position`` is unchanged then.
         """
         position = self.position
         try:
@@ -130,7 +133,7 @@ class RolloutSampler:
         """Sample this rank's groups of the stream's next ``count`` examples; return them by index.
 
         Raises:
-            UserError: on all ranks, if one of them could not make its groups.
+            UserError: as for ``sample``.
         """
         start, self.position = self.position, self.position + count
         indices = self._own_indices(start, count)
@@ -139,9 +142,21 @@ class RolloutSampler:
             groups = self._make_groups(indices, progress)
         except UserError as error:
             failure = error
-        if any(gather_object([failure is not None])):
+        if any_rank(self.accelerator, failure is not None):
             raise failure or UserError("another process of this run could not make its groups")
+        self._check_rewards(groups)
         return dict(zip(indices, groups, strict=True))
+
+    def _check_rewards(self, groups: Sequence[Group]) -> None:
+        """Raise ``UserError`` on all ranks if a reward fails on every completion of all ranks."""
+        scores = [score for group in groups for score in group.scores]
+        examples = [group.prompt.example for group in groups for _ in group.scores]
+        self.failures.check(self.task, scores, examples, self._add_ranks)
+
+    def _add_ranks(self, numbers: list[int]) -> list[int]:
+        sums = torch.tensor(numbers, device=self.accelerator.device)
+        sum_over_ranks(self.accelerator, [sums])
+        return sums.tolist()
 
     def _own_indices(self, start: int, count: int) -> list[int]:
         """Return this rank's share of ``count`` indices from ``start``."""
@@ -149,7 +164,8 @@ class RolloutSampler:
             return list(range(start, start + count))
         examples = (self.stream[index] for index in range(start, start + count))
         costs = [self.policy.prompts.estimate_tokens(example, self.task) for example in examples]
-        return [start + place for place in balance_by_cost(costs, self.world_size)[self.rank]]
+        shares = balance_by_cost(costs, self.world_size)
+        return [start + place for place in shares[self.accelerator.process_index]]
 
     def _make_groups(self, indices: list[int], progress: float) -> list[Group]:
         stopwatch = self.policy.stopwatch
@@ -203,7 +219,8 @@ def score_groups(
     texts = [completion.text for _, members in pairs for completion in members]
     examples = [prompt.example for prompt, members in pairs for _ in members]
     lengths = [len(completion.token_ids) for _, members in pairs for completion in members]
-    scores = iter(scorer(task, texts, examples, lengths))
+    numbers = [number for number, (_, members) in enumerate(pairs) for _ in members]
+    scores = iter(scorer(task, texts, examples, lengths, numbers))
     return [
         Group(prompt, members, tuple(itertools.islice(scores, len(members))))
         for prompt, members in pairs

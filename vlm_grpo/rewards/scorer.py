@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import pickle
 import signal
 import traceback
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import get_task_source, load_task_class
+from vlm_grpo.rules import Outcome, add_batch_rules, call_batch_rule
 from vlm_grpo.task import FAILURES, Task
-from vlm_grpo.types import Example, Score
+from vlm_grpo.types import Batch, Candidate, Example, Score
+from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 
 logger = logging.getLogger(__name__)
@@ -39,18 +44,27 @@ Job = tuple[Callable[..., Any], tuple[Any, ...]]
 class RewardScorer:
     """A scorer of completions, in which a failure affects one completion only.
 
-    In this process, Python code is interrupted at the time limit, but compiled code can delay that.
-    A worker process is killed at the limit, and replaced if it exits. Both ways give the same
-    scores in the same order.
+    A batch rule that raises or is too slow affects all completions of its batch. In this process,
+    Python code is interrupted at the time limit, but compiled code can delay that. A worker process
+    is killed at the limit, and replaced if it exits. Both ways give the same scores in the same
+    order.
 
     Args:
         seconds: time limit of one reward, metric or parser for one completion; None: no limit.
         workers: number of worker processes; 0: score in this process, or in one worker where this
             process cannot interrupt calls (``can_interrupt``).
+        cache: file for the values that ``Batch.map`` gets, as for ``ValueCache``; None: they are
+            not kept.
     """
 
-    def __init__(self, seconds: float | None = REWARD_TIMEOUT, workers: int = 0) -> None:
+    def __init__(
+        self,
+        seconds: float | None = REWARD_TIMEOUT,
+        workers: int = 0,
+        cache: Path | None = None,
+    ) -> None:
         self.seconds, self.workers = seconds, workers
+        self.cache = None if cache is None else ValueCache(cache)
         self._pool: ProcessPool | None = None
         self._logged: set[str] = set()
 
@@ -60,27 +74,47 @@ class RewardScorer:
         texts: Sequence[str],
         examples: Sequence[Example],
         tokens: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
     ) -> list[Score]:
-        """Score each completion.
+        """Score each completion, and log the first failure of each rule.
 
         Args:
             task: parses and scores the completions.
             texts: text of each completion.
             examples: example of each completion.
             tokens: number of tokens of each completion; None: unknown.
+            groups: number of each completion's group, for batch rules; None: each is a group of
+                its own.
 
         Raises:
             UserError: the workers do not start, or the task cannot be pickled.
         """
-        items = list(zip(texts, examples, tokens or [None] * len(texts), strict=True))
-        if self.workers or not (self.seconds is None or can_interrupt()):
-            scores = self._score_in_workers(task, items)
-        else:
-            with time_limit(self.seconds) as call:
-                scores = [task.score(*item, call) for item in items]
+        scores = self.score(task, texts, examples, tokens, groups)
         for score, example in zip(scores, examples, strict=True):
             self._log_failures(score, example)
         return scores
+
+    def score(
+        self,
+        task: Task,
+        texts: Sequence[str],
+        examples: Sequence[Example],
+        tokens: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
+    ) -> list[Score]:
+        """Score each completion, as a call does, without logging failures."""
+        items = list(zip(texts, examples, tokens or [None] * len(texts), strict=True))
+        if self._uses_workers:
+            scores = self._score_in_workers(task, items)
+        else:
+            with time_limit(self.seconds) as call:
+                scores = [task.score_alone(*item, call) for item in items]
+        numbers = range(len(items)) if groups is None else groups
+        candidates = [
+            Candidate(score.answer, example, text, length, group)
+            for score, (text, example, length), group in zip(scores, items, numbers, strict=True)
+        ]
+        return add_batch_rules(task, scores, candidates, partial(self._apply_batch_rule, task))
 
     def __enter__(self) -> RewardScorer:
         return self
@@ -94,6 +128,28 @@ class RewardScorer:
             self._pool.stop()
             self._pool.join()
             self._pool = None
+
+    @property
+    def _uses_workers(self) -> bool:
+        return bool(self.workers) or not (self.seconds is None or can_interrupt())
+
+    def _apply_batch_rule(
+        self, task: Task, name: str, candidates: tuple[Candidate, ...]
+    ) -> list[Outcome]:
+        seconds = task.batch_rules()[name].seconds
+        if seconds is None and self.seconds is not None:
+            seconds = self.seconds * len(candidates)
+        seconds = None if seconds == math.inf else seconds
+        batch = Batch(candidates, self.cache)
+        if not self._uses_workers:
+            with time_limit(seconds) as call:
+                return call_batch_rule(getattr(task, name), batch, call)
+        (result,) = self._run(
+            [(_apply_batch_rule, (_pickle_task(task), name, batch, seconds))], seconds
+        )
+        if isinstance(result, list):
+            return result
+        return [(None, self._describe(result, seconds)[1])] * len(batch)
 
     def _log_failures(self, score: Score, example: Example) -> None:
         """Log the first failure of each rule; the metrics count all of them."""
@@ -115,7 +171,7 @@ class RewardScorer:
         jobs: list[Job] = [(_score, (sent, item, self.seconds)) for item in items]
         return [
             result if isinstance(result, Score) else self._score_each_rule(task, sent, item)
-            for result, item in zip(self._run(jobs), items, strict=True)
+            for result, item in zip(self._run(jobs, self.seconds), items, strict=True)
         ]
 
     def _score_each_rule(self, task: Task, sent: SentTask, item: Item) -> Score:
@@ -124,17 +180,19 @@ class RewardScorer:
         jobs: list[Job] = [
             (_apply_rule, (sent, item, self.seconds, name)) for name in (None, *names)
         ]
-        (answer, failure), *results = map(self._describe, self._run(jobs))
+        (answer, failure), *results = (
+            self._describe(result, self.seconds) for result in self._run(jobs, self.seconds)
+        )
         if failure is not None:
             return task.parse_failure(failure, item[2])
         values = {name: value for name, (value, _) in zip(names, results, strict=True)}
         failures = {n: why for n, (_, why) in zip(names, results, strict=True) if why is not None}
         return task.combine(answer, values, failures)
 
-    def _run(self, jobs: Sequence[Job]) -> list[Any]:
-        """Return the result of each job, or the exception that it raised."""
+    def _run(self, jobs: Sequence[Job], seconds: float | None) -> list[Any]:
+        """Return the result of each job, each limited to ``seconds``, or what it raised."""
         pool = self._pool = self._get_pool()
-        limit = None if self.seconds is None else self.seconds + _GRACE
+        limit = None if seconds is None else seconds + _GRACE
         futures = [pool.schedule(function, args, timeout=limit) for function, args in jobs]
         return [future.exception() or future.result() for future in futures]
 
@@ -156,13 +214,20 @@ class RewardScorer:
             ) from error
         return pool
 
-    def _describe(self, result: Any) -> tuple[Any, str | None]:
+    def _describe(self, result: Any, seconds: float | None) -> tuple[Any, str | None]:
         """Return the value of a job, and the reason if it failed."""
         if isinstance(result, ProcessExpired):
             return None, f"the process that scored it ended with exit code {result.exitcode}"
-        if isinstance(result, TimeoutError) and self.seconds is not None:
-            return None, f"it took longer than its limit of {self.seconds:g} s and was killed"
+        if isinstance(result, TimeoutError) and seconds is not None:
+            return None, f"it took longer than its limit of {seconds:g} s and was killed"
         return (None, repr(result)) if isinstance(result, BaseException) else result
+
+
+def build_scorer(settings: Settings, rank: int) -> RewardScorer:
+    """Build the scorer of one rank of a run; its cache is in the run's folder."""
+    rollout = settings.rollout
+    cache = settings.run_dir / "reward_cache" / f"rank-{rank}.jsonl"
+    return RewardScorer(rollout.reward_timeout, rollout.reward_workers, cache)
 
 
 def _pickle_task(task: Task) -> SentTask:
@@ -197,7 +262,14 @@ def _respond() -> None:
 
 def _score(sent: SentTask, item: Item, seconds: float | None) -> Score:
     with time_limit(seconds) as call:
-        return _unpickle_task(sent).score(*item, call)
+        return _unpickle_task(sent).score_alone(*item, call)
+
+
+def _apply_batch_rule(
+    sent: SentTask, name: str, batch: Batch, seconds: float | None
+) -> list[Outcome]:
+    with time_limit(seconds) as call:
+        return call_batch_rule(getattr(_unpickle_task(sent), name), batch, call)
 
 
 def _apply_rule(

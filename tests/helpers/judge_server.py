@@ -1,0 +1,83 @@
+"""A local server with the interface of OpenAI's chat completions, whose replies a test chooses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from threading import Thread
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response: its text (JSON of a chat completion, or ``body`` as it is), status and delay."""
+
+    text: str = ""
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class JudgeServer:
+    """A running server.
+
+    Attributes:
+        address: its address up to ``/v1``.
+        requests: path, headers and body of each request so far.
+    """
+
+    address: str
+    requests: list[tuple[str, Mapping[str, str], Any]] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each request's last message."""
+        return [body["messages"][-1]["content"][-1]["text"] for _, _, body in self.requests]
+
+
+@contextmanager
+def run_judge(respond: Callable[[Any], Reply]) -> Iterator[JudgeServer]:
+    """Run a server; ``respond`` returns the reply to the body of a request."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            judge.requests.append((self.path, dict(self.headers), body))
+            reply = respond(body)
+            time.sleep(reply.seconds)
+            message = {"role": "assistant", "content": reply.text}
+            data = json.dumps({"choices": [{"message": message}]}).encode()
+            data = data if reply.body is None else reply.body
+            try:
+                self.send_response(reply.status)
+                for name, value in reply.headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+            except OSError:  # the client has stopped waiting
+                pass
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    # Not HTTPServer, which looks up the name of its address: seconds without a network.
+    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.block_on_close = False
+    judge = JudgeServer(f"http://127.0.0.1:{server.server_address[1]}/v1")
+    thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield judge
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

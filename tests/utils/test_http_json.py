@@ -1,0 +1,133 @@
+"""Requests over HTTP: what is repeated, what is refused, and what a failure tells."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import random
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from judge_server import Reply, run_judge
+
+from vlm_grpo.utils import http_json
+from vlm_grpo.utils.http_json import ServiceError, post_json
+
+GOOD = Reply(body=b'{"value": 1}')
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits before repetitions, none of which is slept."""
+    found: list[float] = []
+    clock = SimpleNamespace(sleep=found.append, time=time.time)
+    monkeypatch.setattr(http_json, "time", clock)
+    return found
+
+
+def answer_in_turn(*replies: Reply) -> Callable[[Any], Reply]:
+    """Return a function that gives the replies in turn, the last one again and again."""
+    left = list(replies)
+    return lambda body: left.pop(0) if len(left) > 1 else left[0]
+
+
+def test_a_value_is_sent_and_the_response_is_read() -> None:
+    with run_judge(answer_in_turn(GOOD)) as server:
+        found = post_json(f"{server.address}/x", {"text": "é"}, {"Authorization": "Bearer key"})
+    assert found == {"value": 1}
+    ((path, headers, body),) = server.requests
+    assert (path, body) == ("/v1/x", {"text": "é"})
+    assert (headers["Content-Type"], headers["Authorization"]) == ("application/json", "Bearer key")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Reply(status=429),
+        Reply(status=500, body=b"<html>"),
+        Reply(status=503),
+        Reply(body=b'{"value": '),
+        Reply(body=b"\xff"),
+    ],
+    ids=["429", "500", "503", "malformed", "not UTF-8"],
+)
+def test_failures_that_may_pass_are_repeated(failure: Reply, waits: list[float]) -> None:
+    with run_judge(answer_in_turn(failure, failure, GOOD)) as server:
+        assert post_json(server.address, {}) == {"value": 1}
+    assert len(server.requests) == 3
+    # 1 and 2 seconds, of which at least half are waited so that clients do not return together.
+    assert 0.5 <= waits[0] <= 1.0 <= waits[1] <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), ("0.5", 0.5), ("3600", 60.0), ("-3", 0.0), ("soon", 1.0)],
+)
+def test_a_demanded_wait_is_kept_up_to_a_limit(
+    header: str, seconds: float, waits: list[float]
+) -> None:
+    with run_judge(answer_in_turn(Reply(status=429, headers={"Retry-After": header}), GOOD)) as s:
+        post_json(s.address, {})
+    assert waits == [pytest.approx(seconds, rel=0.5)]  # the wait for "soon" is random
+
+
+def test_a_demanded_wait_may_be_a_date(waits: list[float]) -> None:
+    date = email.utils.formatdate(time.time() + 20, usegmt=True)
+    with run_judge(answer_in_turn(Reply(status=503, headers={"Retry-After": date}), GOOD)) as s:
+        post_json(s.address, {})
+    assert waits == [pytest.approx(20, abs=2)]
+
+
+def test_a_slow_response_fails_after_its_limit() -> None:
+    waiting = json.dumps("late").encode()
+
+    def respond(body: Any) -> Reply:
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+        return Reply(body=waiting)
+
+    with run_judge(respond) as server, pytest.raises(ServiceError, match="TimeoutError: timed out"):
+        post_json(server.address, {}, timeout=0.05, retries=0)
+
+
+def test_a_refused_request_is_not_repeated_and_its_reason_does_not_hold_the_key() -> None:
+    reply = Reply(status=401, body=b"the key sk-secret is wrong")
+    with run_judge(answer_in_turn(reply)) as server, pytest.raises(ServiceError) as caught:
+        post_json(server.address, {}, {"Authorization": "Bearer sk-secret"})
+    assert "status 401 Unauthorized: the key … is wrong" in str(caught.value)
+    assert len(server.requests) == 1
+
+
+def test_a_redirect_is_not_followed() -> None:
+    with run_judge(answer_in_turn(GOOD)) as other:
+        reply = Reply(status=307, headers={"Location": f"{other.address}/x"})
+        with run_judge(answer_in_turn(reply)) as server, pytest.raises(ServiceError, match="307"):
+            post_json(server.address, {}, {"Authorization": "Bearer key"})
+    assert other.requests == []
+
+
+def test_the_last_failure_is_told_after_all_attempts(waits: list[float]) -> None:
+    with run_judge(answer_in_turn(Reply(status=500), Reply(status=502, body=b"bad gateway"))) as s:
+        with pytest.raises(ServiceError, match=r"3 attempts failed, .* 502 Bad Gateway: bad"):
+            post_json(s.address, {}, retries=2)
+        address = s.address
+    with pytest.raises(ServiceError, match=r"1 attempts failed, .*refused"):
+        post_json(address, {}, retries=0)
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "localhost:8000", "ftp://host/v1"])
+def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must start with http:// or https://"):
+        post_json(url, {})
+
+
+def test_repetitions_leave_the_global_random_state() -> None:
+    state = random.getstate()  # it is part of a checkpoint, and decides what a resumed run samples
+    with run_judge(answer_in_turn(Reply(status=500), GOOD)) as server:
+        post_json(server.address, {})
+    assert random.getstate() == state

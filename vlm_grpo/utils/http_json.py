@@ -1,0 +1,119 @@
+"""Requests of JSON over HTTP that are repeated after failures that may pass."""
+
+from __future__ import annotations
+
+import email.utils
+import http.client
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FIRST_WAIT = 1.0
+"""Seconds before the first repetition; each later wait is twice as long, up to ``LONGEST_WAIT``."""
+LONGEST_WAIT = 60.0
+"""Longest wait in seconds, which also limits what a ``Retry-After`` header can demand."""
+_REPEATED = frozenset((408, 409, 425, 429, 500, 502, 503, 504, 529))
+"""Status codes of failures that may pass."""
+_LONGEST_RESPONSE = 2**24
+"""Largest response in bytes."""
+
+# Not the global generator, whose state is part of a run's checkpoint.
+_random = random.Random()
+
+
+class ServiceError(RuntimeError):
+    """A service could not be reached, refused a request, or gave no valid response."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A handler that treats a redirect as a failure: headers hold the user's key for one host."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+def post_json(
+    url: str,
+    body: Any,
+    headers: Mapping[str, str] | None = None,
+    timeout: float = 60.0,
+    retries: int = 4,
+) -> Any:
+    """Send a value as JSON by POST, and return the JSON of the response.
+
+    A request is repeated if there is no connection, if no valid response comes in time, and after
+    the status 429 or another that may pass. The wait before it doubles each time, or is what the
+    response's ``Retry-After`` demands.
+
+    Args:
+        url: address, ``http://`` or ``https://``; redirects are not followed. The environment's
+            ``HTTPS_PROXY`` and ``NO_PROXY`` hold.
+        body: value to send.
+        headers: additional headers.
+        timeout: seconds to wait for a connection and for each part of a response.
+        retries: maximum number of repetitions.
+
+    Raises:
+        ServiceError: all attempts failed, or the service refused the request.
+        ValueError: the address is not one of HTTP.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"address {url!r} must start with http:// or https://")
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json", **(headers or {})}, method="POST"
+    )
+    opener = urllib.request.build_opener(_NoRedirect)
+    secrets = [value.split()[-1] for value in (headers or {}).values() if value.split()]
+    for attempt in range(retries + 1):
+        wait = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * _random.uniform(0.5, 1.0)
+        try:
+            with opener.open(request, timeout=timeout) as response:
+                return json.loads(_read(response))
+        except urllib.error.HTTPError as error:
+            with error:
+                reason = f"status {error.code} {error.reason}: {_read_excerpt(error, secrets)}"
+            if error.code not in _REPEATED:
+                raise ServiceError(f"{url}: {reason}") from None
+            wait = _get_demanded_wait(error.headers.get("Retry-After"), wait)
+        except (OSError, http.client.HTTPException, ValueError) as error:  # also invalid JSON
+            reason = f"{type(error).__name__}: {error}"
+        if attempt < retries:
+            time.sleep(wait)
+    raise ServiceError(f"{url}: {retries + 1} attempts failed, the last with {reason}")
+
+
+def _read(response: Any) -> bytes:
+    data = response.read(_LONGEST_RESPONSE + 1)
+    if len(data) > _LONGEST_RESPONSE:
+        raise ValueError(f"the response has more than {_LONGEST_RESPONSE} bytes")
+    return data
+
+
+def _read_excerpt(error: urllib.error.HTTPError, secrets: Sequence[str]) -> str:
+    """Return the beginning of the response of a failed request, which may repeat a header."""
+    try:
+        text = " ".join(error.read(1000).decode(errors="replace").split())
+    except (OSError, http.client.HTTPException):
+        return ""
+    for secret in secrets:
+        text = text.replace(secret, "…")
+    return text[:300]
+
+
+def _get_demanded_wait(header: str | None, default: float) -> float:
+    """Return the seconds that a ``Retry-After`` header demands: a number, or a date."""
+    if header is None:
+        return default
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return default
+    return min(LONGEST_WAIT, seconds) if seconds >= 0 else 0.0

@@ -1,0 +1,187 @@
+"""Calls of a slow or remote service: several at once, limited in time, with values kept on disk."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vlm_grpo.utils.atomic_io import append_durable
+from vlm_grpo.utils.jsonl import parse_lines
+
+Item = TypeVar("Item")
+
+
+class ValueCache:
+    """The values that a service has returned, on disk, by the content of the requests.
+
+    A file has one line per value. Each process appends to a file of its own and also reads the
+    files of the other processes next to it. A line that a crash has cut off is skipped. If several
+    files have a value for one request, that of the process's own file counts.
+
+    Args:
+        path: the file that this process appends to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values: dict[str, float] = {}
+        self._ends_within_line = False
+
+    def __reduce__(self) -> tuple[Callable[[Path], ValueCache], tuple[Path]]:
+        return _open_cache, (self.path,)
+
+    def refresh(self) -> None:
+        """Read what other processes have written since."""
+        others = sorted(set(self.path.parent.glob("*.jsonl")) - {self.path})
+        for path in (self.path, *others):
+            for _, row in parse_lines(path):
+                if row is not None and isinstance(row.get("value"), int | float):
+                    self._values.setdefault(str(row.get("key")), row["value"])
+        self._ends_within_line = _ends_within_line(self.path)
+
+    def get(self, key: str) -> float | None:
+        """Return the value of a request by the request's key, or None."""
+        return self._values.get(key)
+
+    def put(self, key: str, value: float) -> None:
+        """Write a value to disk.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        line = json.dumps({"key": key, "value": value}) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        append_durable(self.path, ("\n" * self._ends_within_line + line).encode())
+        self._ends_within_line = False
+        self._values[key] = value
+
+
+@functools.lru_cache
+def _open_cache(path: Path) -> ValueCache:
+    return ValueCache(path)
+
+
+def _ends_within_line(path: Path) -> bool:
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() != b"\n"
+
+
+class CachedCalls:
+    """A function of requests that is called once for equal requests, from any thread.
+
+    Args:
+        function: returns a number for a request, a value that JSON can hold.
+        cache: earlier values; None: equal requests share a call only within this object.
+    """
+
+    def __init__(self, function: Callable[[Any], float], cache: ValueCache | None) -> None:
+        self.function, self.cache = function, cache
+        self._calls: dict[str, Future[float]] = {}
+        self._lock = threading.Lock()
+        if cache is not None:
+            cache.refresh()
+
+    def __call__(self, request: Any) -> float:
+        """Return the value for a request; raises whatever the function raises."""
+        key = self._compute_key(request)
+        with self._lock:
+            known = self.cache.get(key) if self.cache is not None else None
+            if known is not None:
+                return known
+            is_first = key not in self._calls
+            call = self._calls.setdefault(key, Future())
+        if is_first:
+            try:
+                call.set_result(self._ask(key, request))
+            except BaseException as error:  # those that wait for the same call must not hang
+                call.set_exception(error)
+        return call.result()
+
+    def _ask(self, key: str, request: Any) -> float:
+        value = float(self.function(request))
+        if self.cache is not None and math.isfinite(value):
+            with self._lock:
+                self.cache.put(key, value)
+        return value
+
+    def _compute_key(self, request: Any) -> str:
+        """Return the digest of a request; two functions may give it different values."""
+        name = getattr(self.function, "__qualname__", "")
+        return hashlib.sha256(json.dumps([name, request], sort_keys=True).encode()).hexdigest()
+
+
+def call_all(
+    function: Callable[[Item], float],
+    items: Sequence[Item],
+    concurrency: int,
+    seconds: float,
+) -> list[float | BaseException]:
+    """Call the function for each item, several at once, and return the results in order.
+
+    Args:
+        function: called in threads.
+        items: its arguments.
+        concurrency: maximum number of calls at once, at least 1.
+        seconds: time limit of one call; a call that takes longer is left behind in its thread.
+
+    Returns:
+        For each item the function's value, or the exception that it raised, or ``TimeoutError``.
+    """
+    found: dict[int, float | BaseException] = {}
+    running: dict[int, float] = {}  # the time at which each call started
+    left_behind: set[int] = set()
+    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[int, float | BaseException]] = queue.SimpleQueue()
+    for number in range(len(items)):
+        todo.put(number)
+
+    def work() -> None:
+        index = -1
+        while index not in left_behind:
+            try:
+                index = todo.get_nowait()
+            except queue.Empty:
+                return
+            running[index] = time.monotonic()
+            try:
+                done.put((index, function(items[index])))
+            except BaseException as error:  # including SystemExit, for which nobody would wait
+                done.put((index, error))
+
+    def finish(index: int, result: float | BaseException) -> None:
+        running.pop(index, None)
+        found.setdefault(index, result)
+
+    def start_thread() -> None:
+        threading.Thread(target=work, daemon=True).start()  # must not keep the process alive
+
+    for _ in range(min(concurrency, len(items))):
+        start_thread()
+    try:
+        while len(found) < len(items):
+            first = min(running.copy().values(), default=time.monotonic())
+            wait = max(0.0, first + seconds - time.monotonic())
+            try:
+                finish(*done.get(timeout=min(wait, threading.TIMEOUT_MAX)))
+            except queue.Empty:
+                for index, start in running.copy().items():
+                    if start + seconds <= time.monotonic():
+                        left_behind.add(index)
+                        reason = f"it took longer than its limit of {seconds:g} s"
+                        finish(index, TimeoutError(reason))
+                        start_thread()
+    finally:
+        left_behind.update(range(-1, len(items)))  # nothing more is asked for an interrupted batch
+    return [found[index] for index in range(len(items))]
