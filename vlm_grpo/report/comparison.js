@@ -70,7 +70,7 @@ function describeMatch(pair) {
   if (pair.onlyA) parts.push(`${count(pair.onlyA)} only in ${a}: left out.`);
   if (pair.onlyB) parts.push(`${count(pair.onlyB)} only in ${b}: left out.`);
   if (pair.changed) parts.push(`${pair.changed} ids stand for another question or gold answer in the other run: left out.`);
-  if (!pair.tests.length) parts.push("The runs have no metric of single examples in common: there is nothing to test.");
+  if (!pair.tests.length) parts.push("There is nothing to test: no example has a value of the same metric in both runs.");
   else if (pair.tests[0].name !== pair.primary) {
     parts.push(`${pair.primary} is not a mean over examples in both runs and cannot be paired.`);
   }

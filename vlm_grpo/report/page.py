@@ -32,7 +32,7 @@ from vlm_grpo.report.sweep import (
 )
 from vlm_grpo.utils.atomic_io import write_atomic
 
-SCRIPTS = ("base.js", "charts.js", "gallery.js", "comparison.js")
+SCRIPTS = ("base.js", "scales.js", "charts.js", "gallery.js", "comparison.js")
 MAX_CARDS = 3
 """Most runs that have a card each; more are rows of a table."""
 MAX_COLUMNS = 4
