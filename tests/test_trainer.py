@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,25 @@ def test_equal_settings_give_equal_runs(settings: Any) -> None:
     for run in runs:
         train(run)
     assert_same_run(runs[0].run_dir, runs[1].run_dir)
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
+    settings: Any, tmp_path: Path, on_bad_row: str
+) -> None:
+    questions = ["Which letters?", "Which<|im_end|>?"]
+    rows = [{"id": str(i), "question": text, "answer": "a"} for i, text in enumerate(questions)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = settings(data={"train": str(path), "on_bad_row": on_bad_row}, optim={"max_steps": 1})
+
+    if on_bad_row == "skip":
+        assert [example.id for example in make_trainer(run).train_examples] == ["0"]
+        return
+    problem = f"{path}:2: example 1: its prompt has the text <|im_end|>, a control token"
+    with pytest.raises(UserError, match=re.escape(problem)):
+        train(run)
+    assert not (run.run_dir / "metrics.jsonl").exists()
 
 
 def test_frozen_parts_stay_bit_identical_and_others_change(

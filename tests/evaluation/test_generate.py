@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+from tiny_models import tiny_policy
+
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.generate import generate_all, split_into_chunks
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
+from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example, ImageRef
 
 
@@ -27,6 +32,17 @@ def test_chunks_have_a_bounded_number_of_pixels_and_examples() -> None:
     small = [make_example(i, 28) for i in range(150)]
     assert split_into_chunks(small) == [range(0, 64), range(64, 128), range(128, 150)]
     assert split_into_chunks([]) == []
+
+
+def test_examples_that_the_model_cannot_use_are_named_before_any_is_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    monkeypatch.setattr(policy, "sample", lambda *_: pytest.fail("an output was generated"))
+    examples = [Example("good", (), "What?", 1), Example("bad", (), "What<|im_end|>?", 1)]
+
+    with pytest.raises(UserError, match=r"example bad: its prompt has the text <\|im_end\|>"):
+        generate_all(policy, PlainQuestion(), examples, load_settings("counting"))
 
 
 def test_outputs_do_not_depend_on_the_batch_size() -> None:

@@ -32,6 +32,25 @@ def test_the_least_recently_used_image_is_dropped() -> None:
     assert load_all(cache, "ab") == [False, True]
 
 
+def test_a_hit_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    class Lock:
+        def __enter__(self) -> None:
+            taken.append("lock")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr("vlm_grpo.model.image_cache.threading.Lock", Lock)
+    cache = ImageCache(lambda image: image.name.upper(), size=2)
+    load_all(cache, "a")
+    taken.clear()
+
+    # Between two locks, the image would be missing for other threads, which would decode it again.
+    assert load_all(cache, "a") == [False]
+    assert taken == ["lock"]
+
+
 def test_an_unreadable_image_is_not_kept() -> None:
     def fail(image: ImageRef) -> str:
         raise ValueError(f"{image.name} is broken")
