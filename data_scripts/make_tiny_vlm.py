@@ -287,7 +287,8 @@ def build_tiny_vlm(settings: WarmUpSettings, out: Path) -> dict[str, Any]:
         OutOfBand: an accuracy is outside of the band; ``out`` is not written.
     """
     with atomic_folder(out) as folder:
-        tasks = {name: load_task(name, frame=FRAMES["resized"], instruction="") for name in MAKERS}
+        options = {"frame": FRAMES["resized"], "instruction": None}
+        tasks = {name: load_task(name, **options) for name in MAKERS}
         texts = [
             text
             for name, task in tasks.items()

@@ -38,7 +38,7 @@ class OCR(Task):
     """
 
     primary_metric = "exact"
-    instruction: str = "Answer with the text alone."
+    instruction: str | None = "Answer with the text alone."
     normalize: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

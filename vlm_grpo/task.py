@@ -67,7 +67,7 @@ class Task:
     Attributes:
         tags: request ``<answer>…</answer>`` and parse only the text inside it.
         thinking: request ``<think>…</think>`` before the answer; thinking is not scored.
-        instruction: sentence after the question that says how to answer; empty: none.
+        instruction: sentence after the question that says how to answer; None: none.
         frame: coordinate frame of the model's boxes; set from the model family.
         weights: reward weights by name, which override those in the code; 0 disables a reward.
         progress: progress of the training, 0 to 1; set by ``at``.
@@ -86,7 +86,7 @@ class Task:
 
     tags: bool = False
     thinking: bool = False
-    instruction: str = ""
+    instruction: str | None = None
     frame: CoordinateFrame = ORIGINAL
     weights: Mapping[str, float] = field(default_factory=dict)
     progress: float = 0.0

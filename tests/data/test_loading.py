@@ -92,15 +92,6 @@ def test_a_value_that_is_no_source_is_a_user_error():
         load_examples(5, COUNTING)  # type: ignore[arg-type]
 
 
-def test_evaluation_on_the_training_data_is_warned_about(
-    folder: Path, caplog: pytest.LogCaptureFixture
-):
-    source = write_rows(folder, make_row())
-    load_examples(source, COUNTING, DataSettings(train=source, eval=source), "eval")
-
-    assert "not on held-out examples" in caplog.text
-
-
 def test_all_bad_rows_are_reported_together_in_a_list_of_limited_length(folder: Path):
     source = write_rows(folder, *[make_row(id=i, answer="x") for i in range(60)])
     message = get_load_error(source)

@@ -51,6 +51,19 @@ def test_the_first_of_equal_results_is_the_best() -> None:
     assert evaluator.best == (first.value, 0)
 
 
+def test_evaluation_on_the_training_data_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "How many?", "answer": 3}\n')
+    task, other = load_task("counting"), make_settings(f"data.eval={path}")
+    load_held_out(make_settings(), task, [])  # the embedded data, whose splits differ
+    load_held_out(other, task, [])
+    assert "not on held-out" not in caplog.text
+    load_held_out(make_settings(f"data.eval={path}", f"data.train={path}"), task, [])
+    assert "data.eval is data.train: the evaluation is not on held-out examples" in caplog.text
+
+
 def test_images_that_are_also_trained_on_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

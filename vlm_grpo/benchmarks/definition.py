@@ -106,7 +106,7 @@ class Benchmark(Frozen):
         task = build_benchmark_task(base, self.prompt, metrics, group, self.reader)
         frame = frame if self.frame is None else FRAMES[self.frame]
         frames = {} if frame is None else {"frame": frame}
-        plain = {"instruction": ""}  # the benchmark's prompt says how to answer
+        plain = {"instruction": None}  # the benchmark's prompt says how to answer
         return build_task(task, self.task, {**plain, **frames, **self.options, **options})
 
     def check_split(self, split: str | None) -> None:

@@ -65,12 +65,14 @@ class DataReport:
     @property
     def problems(self) -> list[tuple[str, Sequence[str]]]:
         """The problems of each kind, with their name."""
-        return [
+        kinds = [
             ("bad rows", self.bad_rows),
             ("unreadable images", self.unreadable_images),
             ("boxes outside their image", self.boxes_outside),
-            ("prompts that cannot be built", self.bad_prompts),
         ]
+        if self.prompt_tokens is not None:
+            kinds.append(("prompts that cannot be built", self.bad_prompts))
+        return kinds
 
 
 @dataclass(frozen=True)

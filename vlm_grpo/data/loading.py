@@ -80,9 +80,6 @@ def read_examples(
     """
     source = _to_source(source)
     limit = data.train_limit if split == "train" else data.eval_limit
-    is_embedded = str(source).startswith("embedded:")
-    if split == "eval" and source == data.train and data.eval is not None and not is_embedded:
-        logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
     rows, folder = _open_source(source, task, limit, split)
     root = data.image_root
     if split == "eval" and data.eval_image_root is not None:

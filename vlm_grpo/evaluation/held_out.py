@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from vlm_grpo.benchmarks import get_held_out_task
@@ -15,22 +16,26 @@ from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
+logger = logging.getLogger(__name__)
+
 
 def load_held_out(
     settings: Settings, task: Task, train_examples: Sequence[Example]
 ) -> list[Example]:
     """Load the held-out examples; none if ``data.eval`` is not set.
 
-    Log a warning about images that are also in the training data.
+    Log a warning if they are the training data, or if some of their images are in it.
 
     Raises:
         UserError: the data cannot be read or does not fit the task.
     """
-    if settings.data.eval is None:
+    data = settings.data
+    if data.eval is None:
         return []
-    examples = load_examples(
-        settings.data.eval, get_held_out_task(settings, task), settings.data, "eval"
-    )
+    examples = load_examples(data.eval, get_held_out_task(settings, task), data, "eval")
+    # Of the others, one name stands for the splits of both.
+    if data.eval == data.train and not str(data.eval).startswith(("embedded:", "hf:")):
+        logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
     warn_about_shared_images(train_examples, examples)
     return examples
 
