@@ -48,6 +48,7 @@ def test_every_kind_of_task_has_a_benchmark():
         ),
         ("metrik: exact", "metrik: Extra inputs"),
         ("title: [", "is not valid YAML"),
+        ("title: " + "[" * 1000, "is not valid YAML"),
     ],
 )
 def test_a_wrong_definition_is_refused_with_its_problem(tmp_path, change, message):

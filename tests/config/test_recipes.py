@@ -92,10 +92,12 @@ def test_the_folder_of_a_run_is_answered_with_its_recipe(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", ["[" * 1000 + "]" * 1000, "[", "9" * 5000], ids=["deep", "cut", "long"]
+    "override",
+    ["seed=" + "[" * 1000 + "]" * 1000, "seed=[", "seed=" + "9" * 5000, "optim=[1]"],
+    ids=["deep", "cut", "long", "list"],
 )
-def test_an_override_that_cannot_be_parsed_is_refused(value):
-    assert "recipe counting cannot be read: " in get_error(f"seed={value}")
+def test_an_override_that_cannot_be_parsed_is_refused(override):
+    assert "recipe counting cannot be read: " in get_error(override)
 
 
 def test_override_without_a_key_is_refused():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.utils.jsonl import parse_lines, read_complete_rows, read_rows
+from vlm_grpo.utils.jsonl import parse_lines, read_complete_rows, read_object, read_rows
 
 
 @pytest.fixture
@@ -61,3 +61,17 @@ def test_a_broken_complete_line_is_an_error_with_file_and_line(path: Path, broke
     path.write_bytes(b'{"step": 0}\n' + broken + b"\n")
     with pytest.raises(UserError, match=r":2 is not a JSON object: repair or delete the line"):
         list(read_complete_rows(path))
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"a": ', "[" * 100_000, "\xff"])
+def test_a_file_that_is_not_an_object_is_named(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "file.json"
+    if text is not None:
+        path.write_text(text, "latin-1")
+    with pytest.raises(UserError, match=r"file\.json cannot be read: "):
+        read_object(path)
+
+
+def test_an_object_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text('{"a": 1}')
+    assert read_object(tmp_path / "file.json") == {"a": 1}

@@ -158,11 +158,11 @@ def load_benchmark(name: str) -> Benchmark:
         if not isinstance(content, Mapping):
             raise UserError(f"benchmark {name} must be a mapping of keys")
         return Benchmark.model_validate(content)
-    except yaml.YAMLError as error:
-        raise UserError(f"benchmark {name} is not valid YAML: {error}") from error
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise UserError(f"benchmark {name} is invalid:\n{bullets(problems)}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"benchmark {name} is not valid YAML: {error}") from error
 
 
 def _get_folder() -> Any:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.utils.jsonl import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,6 @@ INDEX = "model.safetensors.index.json"
 """transformers' index of a model in several files, which maps each weight to its file."""
 Checksums = dict[str, dict[str, Any]]
 """The ``size`` in bytes and the ``sha256`` of each file by name."""
-_WRONG_CONTENT = (ValueError, RecursionError, KeyError, TypeError, AttributeError)
-"""Errors of reading JSON of another form than the one that was written."""
 _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 
@@ -302,9 +301,9 @@ def verify_checkpoint(checkpoint: Path) -> None:
     """
     manifest = checkpoint / MANIFEST
     try:
-        listed = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        listed = read_object(manifest)["files"]
         files = {name: (file["size"], file["sha256"]) for name, file in listed.items()}
-    except (OSError, *_WRONG_CONTENT) as error:
+    except (UserError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{manifest} is missing or cannot be read ({error})") from error
     for name, (expected_size, digest) in files.items():
         path = checkpoint / name
@@ -326,14 +325,10 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         UserError: the file cannot be read, or has another format.
     """
     path = checkpoint / STATE
-    try:
-        metadata = json.loads(path.read_text(encoding="utf-8"))
-        written = metadata["format"]
-    except (OSError, *_WRONG_CONTENT) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if written != FORMAT:
+    metadata = read_object(path)
+    if metadata.get("format") != FORMAT:
         raise UserError(
-            f"{path} has format {written}, this version reads format {FORMAT}: "
+            f"{path} has format {metadata.get('format')}, this version reads format {FORMAT}: "
             "resume with the version that wrote it"
         )
     return metadata

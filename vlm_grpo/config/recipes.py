@@ -28,8 +28,9 @@ from vlm_grpo.task import Task
 
 logger = logging.getLogger(__name__)
 
-PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError)
-"""Errors of text that is not YAML, has a number of 5,000 digits, or is nested too deeply."""
+PARSE_ERRORS = (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError)
+"""Errors of text that is not YAML, or that has a number of 5,000 digits, a list in the place of a
+mapping, or a thousand nested lists."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Settings as ``key=value``, or as a mapping of dotted or nested keys."""

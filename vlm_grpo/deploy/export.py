@@ -32,6 +32,7 @@ from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_folder
+from vlm_grpo.utils.jsonl import read_object
 
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
 PREPROCESSOR = "preprocessor_config.json"
@@ -119,7 +120,7 @@ def _write_adapter(trained: ResolvedModel, folder: Path) -> None:
     checkpoint, settings = trained.checkpoint, trained.settings
     assert checkpoint is not None
     shutil.copyfile(checkpoint / "adapter_model.safetensors", folder / "adapter_model.safetensors")
-    config = json.loads((checkpoint / "adapter_config.json").read_text("utf-8"))
+    config = read_object(checkpoint / "adapter_config.json")
     # The public name of the base model, not the local folder it was loaded from.
     if settings.model != "embedded":
         config["base_model_name_or_path"] = settings.model

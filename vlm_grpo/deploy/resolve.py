@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.registry import load_task
 from vlm_grpo.report.run import read_run
-from vlm_grpo.utils.jsonl import read_rows
+from vlm_grpo.utils.jsonl import read_object, read_rows
 
 NO_TASK = "none"
 """``Settings.task`` of a model that was not trained by a run."""
@@ -72,7 +71,7 @@ def resolve_model(
         return ResolvedModel(load_settings(str(folder / "config.yaml"), overrides), folder, run)
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
-        base = json.loads(adapter.read_text("utf-8")).get("base_model_name_or_path")
+        base = read_object(adapter).get("base_model_name_or_path")
         if not base:
             raise UserError(f"{adapter} does not name its base model (base_model_name_or_path)")
         return ResolvedModel(_build_default_settings(base, overrides), folder)

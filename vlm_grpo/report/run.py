@@ -284,7 +284,7 @@ def _add_summary(evaluation: HeldOutEvaluation, path: Path) -> HeldOutEvaluation
 def _parse_mapping(text: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Reading the JSON Lines files to which a run appends."""
+"""Reading JSON files, and the JSON Lines files to which a run appends."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         except (ValueError, RecursionError):
             row = None
         yield number, row if isinstance(row, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} cannot be read: it is not a JSON object")
+    return found
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
