@@ -39,6 +39,12 @@ def test_the_first_lines_describe_the_run() -> None:
     assert "a policy loss near 0 is normal" in lines["note"]
 
 
+def test_a_task_that_the_embedded_model_has_not_learned_is_noted() -> None:
+    note = "the embedded model has learned only to count, locate and read"
+    assert note in describe("data.train_limit=2", "task=detection")["note"]
+    assert note not in describe("data.train_limit=2")["note"]
+
+
 @pytest.mark.parametrize(
     ("every", "text"),
     [

@@ -20,6 +20,7 @@ def train(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) 
     vlm-grpo train counting policy.lora.r=16          LoRA adapters instead of full weights
     vlm-grpo train counting name=mine resume=true     resume a run that stopped
     vlm-grpo train counting_qwen2_vl_2b data.train=train.jsonl data.eval=test.jsonl
+    vlm-grpo train my_task.py model=Qwen/Qwen2.5-VL-3B-Instruct data.train=train.jsonl
     vlm-grpo train recipe.yaml --task my_task.py
     accelerate launch -m vlm_grpo.cli train recipe.yaml
 
