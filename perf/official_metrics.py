@@ -161,8 +161,13 @@ def compute_official_ap(dataset: Any, results: list[dict]) -> float:
     return float(evaluation.stats[0])
 
 
-def compare_detection(name: str, nms: Any | None, count: int, seed: int) -> tuple[int, int]:
-    """Return the number of images, in sets of 25, and of sets with another AP.
+def _has_flat_box(results: Sequence[dict]) -> bool:
+    """Return whether a detection has no area: the reader leaves it out, and COCO counts it."""
+    return any(min(row["bbox"][2:]) <= 0 for row in results)
+
+
+def compare_detection(name: str, nms: Any | None, count: int, seed: int) -> tuple[int, Counter]:
+    """Return the number of images, in sets of 25, and of sets with another AP by class.
 
     Args:
         name: name of the benchmark.
@@ -170,7 +175,7 @@ def compare_detection(name: str, nms: Any | None, count: int, seed: int) -> tupl
         count: least number of images.
         seed: seed of the scenes.
     """
-    task, rng, wrong = load_benchmark(name).load_task(), random.Random(seed), 0
+    task, rng, wrong = load_benchmark(name).load_task(), random.Random(seed), Counter()
     sets = range(-(-count // 25))
     for _ in sets:
         scenes = [draw_scene(rng, nms is None, 400 if nms is None else 6) for _ in range(25)]
@@ -189,13 +194,14 @@ def compare_detection(name: str, nms: Any | None, count: int, seed: int) -> tupl
         answers = [task.read(text, example) for example, text in scenes]
         metrics = task.corpus_metrics(answers, [example for example, _ in scenes])
         ours, theirs = metrics[task.primary_metric], compute_official_ap(dataset, results)
-        wrong += abs(ours - theirs) > 1e-9
+        if abs(ours - theirs) > 1e-9:
+            wrong[f"sets of 25, {'with' if _has_flat_box(results) else 'without'} a flat box"] += 1
         logging.info("%s %s", ours, theirs)
     return 25 * len(sets), wrong
 
 
-def compare_fsc147(checkout: Checkout, count: int, seed: int) -> tuple[int, int]:
-    """Return the number of counts, and how many of MAE and RMSE differ."""
+def compare_fsc147(checkout: Checkout, count: int, seed: int) -> tuple[int, Counter]:
+    """Return the number of counts, and which of MAE and RMSE differ."""
     loop = checkout.find_loop("test.py", "SAE += err")
     lines = [ast.unparse(statement) for statement in loop.body]
     lines = [line for line in lines if line.startswith(("cnt =", "err =", "SAE +=", "SSE +="))]
@@ -218,12 +224,15 @@ def compare_fsc147(checkout: Checkout, count: int, seed: int) -> tuple[int, int]
     theirs = code.total(
         [(g, int(t) if t.isdigit() else 0) for g, t in zip(golds, texts, strict=True)]
     )
-    return count, sum(abs(a - b) > 1e-9 for a, b in zip(ours, theirs, strict=True))
+    names = ("mae", "rmse_all")
+    return count, Counter(
+        n for n, a, b in zip(names, ours, theirs, strict=True) if abs(a - b) > 1e-9
+    )
 
 
-def compare_logs(checkout: Checkout) -> tuple[int, int]:
+def compare_logs(checkout: Checkout) -> tuple[int, Counter]:
     """Return the number of outputs in R1-V's own logs, and of those with another score."""
-    task, count, wrong = load_benchmark("super_clevr_200").load_task(), 0, 0
+    task, count, wrong = load_benchmark("super_clevr_200").load_task(), 0, Counter()
     for name in ("grpo100", "instruct"):
         middle = "instruct_grpo100" if name == "grpo100" else name
         file = f"src/eval/logs/counting_results_superclevr_200_qwen2vl_2b_{middle}_legacy.json"
@@ -235,11 +244,15 @@ def compare_logs(checkout: Checkout) -> tuple[int, int]:
         ]
         print(f"{file}: {100 * np.mean(scores):.1f}; the log says {log['accuracy']:.1f}")
         count += len(rows)
-        wrong += sum(
+        wrong["outputs"] += sum(
             score != float(row["extracted_answer"] == row["ground_truth"])
             for score, row in zip(scores, rows, strict=True)
         )
     return count, wrong
+
+
+def format_classes(found: Counter[str]) -> str:
+    return "; ".join(f"{number} {name}" for name, number in found.most_common() if number) or "0"
 
 
 def list_results(
@@ -251,32 +264,23 @@ def list_results(
             continue
         found, mean = compare(comparison, checkout, count, seed)
         source = f"{comparison.repository} {checkout.commit}, `{comparison.file}`"
-        classes = "; ".join(f"{number} {name}" for name, number in found.most_common())
         name = comparison.benchmark + (f", `{comparison.metric}`" if comparison.metric else "")
-        yield name, source, f"{count:,} ({mean:.2f})", classes or "0"
+        yield name, source, f"{count:,} ({mean:.2f})", format_classes(found)
+    rows: list[tuple[str, str, tuple[int, Counter]]] = []
     if checkout := checkouts.get("R1-V"):
-        total, wrong = compare_logs(checkout)
-        yield (
-            "super_clevr_200, its logs",
-            f"R1-V {checkout.commit}, `src/eval/logs`",
-            total,
-            str(wrong),
-        )
+        source = f"R1-V {checkout.commit}, `src/eval/logs`"
+        rows.append(("super_clevr_200, its logs", source, compare_logs(checkout)))
     if checkout := checkouts.get("LearningToCountEverything"):
-        total, wrong = compare_fsc147(checkout, count, seed)
         source = f"LearningToCountEverything {checkout.commit}, `test.py`"
-        yield "fsc147, mae and rmse_all", source, f"{total:,}", str(wrong)
+        rows.append(("fsc147", source, compare_fsc147(checkout, count, seed)))
     if checkout := checkouts.get("OVDEval"):
         nms = checkout.load("eval.py", "calculate_iou", "nms_threaded", header="import numpy as np")
-        total, wrong = compare_detection("ovdeval", nms, count, seed)
-        yield (
-            "ovdeval",
-            f"OVDEval {checkout.commit}, `eval.py`",
-            f"{total:,}",
-            f"{wrong} sets of 25",
-        )
-    total, wrong = compare_detection("coco", None, count, seed)
-    yield "coco", f"pycocotools {version('pycocotools')}", f"{total:,}", f"{wrong} sets of 25"
+        numbers = compare_detection("ovdeval", nms, count, seed)
+        rows.append(("ovdeval", f"OVDEval {checkout.commit}, `eval.py`", numbers))
+    numbers = compare_detection("coco", None, count, seed)
+    rows.append(("coco", f"pycocotools {version('pycocotools')}", numbers))
+    for name, source, (total, wrong) in rows:
+        yield name, source, f"{total:,}", format_classes(wrong)
 
 
 def main() -> None:

@@ -125,6 +125,7 @@ def test_vqa_accuracy_counts_annotators_with_a_missing_answer():
         ("it's", "it 's"),
         ("isnt", "isn't"),
         ("couldn'tve", "couldn't've"),
+        ("'ows'at", "'ow's'at"),
         ("a\nb", "b"),
         ("x @home", "x home"),
         ("me@home", "me home"),

@@ -127,7 +127,7 @@ def test_r1_v_results_are_scored(capsys, tmp_path: Path):
     assert (second["answer"], second["rewards"]["exact"]) == (10, 0.0)
 
 
-def test_r1_v_results_have_the_accuracy_of_its_log(capsys, tmp_path: Path):
+def test_r1_v_results_have_the_accuracy_of_its_log(capsys, caplog, tmp_path: Path):
     outputs = {4: "<answer>\n4\n</answer>", 8: "<answer>8 items</answer>", 9: "9"}
     rows = [{"images": [f"{n}.png"], "question": "How many items?", "answer": n} for n in outputs]
     results = [r1_v_result(f"{n}.png", n, text) for n, text in outputs.items()]
@@ -138,7 +138,8 @@ def test_r1_v_results_have_the_accuracy_of_its_log(capsys, tmp_path: Path):
         write_results(tmp_path, results),
     ]
     status, out, err = run(capsys, "evaluate", "super_clevr_200", *given, "--format", "r1_v")
-    assert (status, err) == (0, "")  # no warning: the rows are not training data
+    assert (status, err) == (0, "")
+    assert caplog.messages == []  # no warning: the rows are not training data
     # Its rule is digits alone in tags; the reward also reads words around them.
     assert "exact 33.3" in out
     assert "n = 3, 33.3% answered" in out
