@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+from family_models import BUILDERS, build_family_policy
 from tiny_models import FAMILIES, noise_example, tiny_model
 
 from vlm_grpo.config.run import Settings
@@ -30,8 +32,9 @@ def prompts(request: pytest.FixtureRequest) -> PromptBuilder:
 
 @pytest.fixture(scope="module")
 def embedded() -> PromptBuilder:
-    settings = Settings.model_validate({"task": "any", "data": {"train": "embedded:counting"}})
-    return load_prompt_builder(settings)
+    data = {"train": "embedded:counting"}
+    settings = {"task": "counting", "model": "embedded", "data": data}
+    return load_prompt_builder(Settings.model_validate(settings))
 
 
 def ask(question: str, location: str = "rows.jsonl:3") -> Example:
@@ -57,6 +60,16 @@ def test_a_control_token_in_a_question_is_refused_by_all_steps(
     assert str(built.value).startswith(reason)
     assert [problem.startswith(reason) for problem in problems] == [True]
     assert len(lengths) == 1
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_the_image_token_of_any_family_is_a_control_token(family: str) -> None:
+    policy = build_family_policy(family)
+    token = policy.processor.image_token
+    with pytest.raises(ValueError, match=f"has the text {re.escape(token)}, a control token"):
+        policy.prompts.write(ask(f"{token}\nHow many?"), TASK)
+    other = "<image>" if token == "[IMG]" else "[IMG]"
+    assert policy.prompts.write(ask(other), TASK) == other
 
 
 @pytest.mark.parametrize(
