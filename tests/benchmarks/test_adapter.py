@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import field
+
 import pytest
 
 from vlm_grpo.benchmarks import load_benchmark
-from vlm_grpo.benchmarks.adapter import mean_over_groups
+from vlm_grpo.benchmarks.adapter import build_benchmark_task, mean_over_groups
+from vlm_grpo.registry import load_task
+from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
 
 
@@ -14,6 +19,24 @@ def test_the_prompt_of_a_benchmark_contains_the_question():
     prompt = task.prompt(Example("a", (), "What {is} it?", ["x"]))
     assert "What {is} it? Answer the question using a single word or phrase." in prompt
     assert prompt.endswith("inside <answer> </answer>.")
+
+
+def test_a_benchmark_leaves_out_the_tasks_own_instruction():
+    example = Example("a", (), "What is it?", ["x"])
+    assert "Answer with the text alone." in load_task("ocr").prompt(example)
+    assert load_benchmark("ocrbench").load_task().prompt(example) == "What is it?"
+
+
+class Fixed(Counting):
+    """A task with a field that its constructor does not take."""
+
+    total: float = field(init=False, default=1.0)
+
+
+def test_a_benchmark_of_a_task_with_a_fixed_field_reaches_another_process():
+    task = build_benchmark_task(Fixed, metrics=("exact",))(tags=True)
+    copy = pickle.loads(pickle.dumps(task))
+    assert (copy.tags, copy.total) == (True, 1.0)
 
 
 def test_an_error_metric_of_a_users_task_is_one_in_its_benchmark(tmp_path):

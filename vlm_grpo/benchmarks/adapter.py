@@ -61,7 +61,8 @@ def build_benchmark_task(
         return values
 
     def reduce(self: Task) -> tuple[Callable[..., Task], tuple[Any, ...]]:
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        names = [field.name for field in fields(self) if field.init]
+        options = {name: getattr(self, name) for name in names}
         return _rebuild, ((base, prompt, tuple(metrics), group, reader), options)
 
     members = {
