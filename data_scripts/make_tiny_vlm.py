@@ -3,8 +3,9 @@
 The model is a Qwen2.5-VL of 1.2 million parameters that counts shapes, locates a shape and reads
 words with an accuracy of about one half, so that most groups in GRPO contain both right and wrong
 completions. The warm-up is supervised learning on random examples. The three tasks are learned at
-different speeds: a task that has reached its target accuracy gets a small share of each batch while
-the others catch up, and training stops once all three are inside the range ``stop``.
+different speeds, one after the other: a task that has reached its target accuracy is held there by
+a share of each batch in proportion to what it lacks, while the others catch up, and training stops
+once all three are inside the range ``stop``.
 
 The command reproduces accuracies, not bits: threads, processors and versions of torch change the
 order of additions, and a thousand steps amplify the difference. The finished model is tested on new
@@ -18,7 +19,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,12 @@ class WarmUpSettings:
         seed: seed of the weights and of all examples.
         max_steps: largest number of optimizer steps, and length of the learning-rate schedule.
         peak: highest learning rate, reached after ``warmup`` steps; a cosine decay to zero follows.
-        enough: two accuracies: a task below the first is behind, a task above the second is done.
-        focus: examples per batch of the first task that is behind.
-        other: examples per batch of each other task that is behind.
-        keep: examples per batch of a task that is neither behind nor done.
+        enough: two accuracies: a task has been learned once it reaches the first, and is then held
+            below the second.
+        focus: examples per batch of the first task that has not been learned.
+        other: examples per batch of each other task that has not been learned.
+        keep: examples per batch of a learned task with accuracy 0; fewer the nearer its accuracy
+            is to the second of ``enough``.
         stop: training stops when the held-out accuracy of every task is in this range.
         check_every: steps between two held-out checks, starting at step ``first_check``.
         held_out: examples per task in a held-out check.
@@ -93,7 +96,7 @@ class WarmUpSettings:
     enough: tuple[float, float] = (0.42, 0.5)
     focus: int = 36
     other: int = 8
-    keep: int = 4
+    keep: int = 20
     stop: tuple[float, float] = (0.38, 0.58)
     check_every: int = 25
     first_check: int = 200
@@ -200,17 +203,23 @@ def measure_accuracy(
     return right / len(examples)
 
 
-def mix_tasks(accuracies: Mapping[str, float], settings: WarmUpSettings) -> dict[str, int]:
+def mix_tasks(
+    accuracies: Mapping[str, float], learned: Container[str], settings: WarmUpSettings
+) -> dict[str, int]:
     """Return the number of examples of each task in a batch, given held-out accuracies.
 
-    The first task below the band gets most of the batch. With equal shares each task's gradient is
-    so noisy that the hardest task, reading, makes no progress.
+    The first task that has not been learned gets most of the batch. With equal shares each task's
+    gradient is so noisy that the hardest task, reading, makes no progress. A learned task would
+    soon be forgotten without examples, and overshoot with many: between two checks its accuracy
+    moves by up to 0.4.
     """
-    low, high = settings.enough
-    behind = [name for name, value in accuracies.items() if value < low]
-    shares = {name: settings.keep if value < high else 0 for name, value in accuracies.items()}
-    for name in behind:
-        shares[name] = settings.focus if name == behind[0] else settings.other
+    waiting = [name for name in accuracies if name not in learned]
+    shares = dict.fromkeys(waiting, settings.other)
+    if waiting:
+        shares[waiting[0]] = settings.focus
+    for name, value in accuracies.items():
+        if name in learned:
+            shares[name] = round(settings.keep * max(0.0, 1.0 - value / settings.enough[1]))
     return shares if any(shares.values()) else dict.fromkeys(accuracies, 1)
 
 
@@ -238,13 +247,13 @@ def warm_up(
         for name in tasks
     }
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    accuracies = dict.fromkeys(tasks, 0.0)
+    accuracies, learned = dict.fromkeys(tasks, 0.0), set[str]()
     step, seconds = 0, 0.0
     for step in range(1, settings.max_steps + 1):
         start = time.perf_counter()
         batch = [
             (tasks[name], example)
-            for name, share in mix_tasks(accuracies, settings).items()
+            for name, share in mix_tasks(accuracies, learned, settings).items()
             if share
             for example in draw_examples(name, share, settings.seed, f"warmup-{step}")
         ]
@@ -261,10 +270,11 @@ def warm_up(
                 name: measure_accuracy(model, processor, task, held_out[name])
                 for name, task in tasks.items()
             }
+            learned |= {name for name in tasks if accuracies[name] >= settings.enough[0]}
+            shares = mix_tasks(accuracies, learned, settings)
             print(
                 f"step {step} loss {loss.item():.3f} {seconds / step:.2f} s/step",
-                *(f"{name} {value:.2f}" for name, value in accuracies.items()),
-                *mix_tasks(accuracies, settings).values(),
+                *(f"{name} {value:.2f} ({shares[name]})" for name, value in accuracies.items()),
                 flush=True,
             )
             if all(settings.stop[0] <= value <= settings.stop[1] for value in accuracies.values()):

@@ -138,13 +138,15 @@ def test_samples_of_one_prompt_differ_in_reward(processor, model, name):
     assert spread >= 8, "GRPO learns only from groups whose rewards differ: most must"
 
 
-def test_the_mixture_favors_the_first_task_behind_and_drops_finished_ones():
-    settings = WarmUpSettings(enough=(0.4, 0.5), focus=36, other=8, keep=4)
+def test_the_mixture_favors_the_first_unlearned_task_and_holds_the_learned_ones():
+    settings = WarmUpSettings(enough=(0.4, 0.5), focus=36, other=8, keep=20)
     start = dict.fromkeys(MAKERS, 0.0)
-    assert mix_tasks(start, settings) == {"ocr": 36, "counting": 8, "grounding": 8}
-    later = {"ocr": 0.45, "counting": 0.6, "grounding": 0.2}
-    assert mix_tasks(later, settings) == {"ocr": 4, "counting": 0, "grounding": 36}
-    assert sum(mix_tasks(dict.fromkeys(MAKERS, 0.9), settings).values()) > 0  # never an empty batch
+    assert mix_tasks(start, set(), settings) == {"ocr": 36, "counting": 8, "grounding": 8}
+    later = {"ocr": 0.3, "counting": 0.6, "grounding": 0.2}
+    shares = mix_tasks(later, {"ocr", "counting"}, settings)
+    assert shares == {"ocr": 8, "counting": 0, "grounding": 36}  # 20 × (1 − 0.3 / 0.5)
+    done = mix_tasks(dict.fromkeys(MAKERS, 0.9), set(MAKERS), settings)
+    assert sum(done.values()) > 0  # never an empty batch
 
 
 def test_the_learning_rate_rises_to_the_peak_and_falls_to_zero():
