@@ -11,6 +11,7 @@ from tiny_models import tiny_policy
 from torch import Tensor
 
 from vlm_grpo.config.run import OptimSettings
+from vlm_grpo.distributed import base as base_module
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.data_parallel import DataParallel
 from vlm_grpo.distributed.optimizer import build_optimizer
@@ -87,3 +88,20 @@ def test_step_returns_the_norm_before_clipping_and_drops_the_gradients(
     assert strategy.step() == pytest.approx(3 * math.sqrt(weight.numel()))
     assert clipped == [pytest.approx(1.0, rel=1e-4)]
     assert all(weight.grad is None for _, weight in strategy.trainable)
+
+
+def test_gradients_are_summed_over_ranks_once_per_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, calls = make_strategy(), []
+
+    def add_equal_rank(accelerator: object, tensors: list[torch.Tensor]) -> None:
+        calls.append(len(tensors))
+        for tensor in tensors:
+            tensor *= 2
+
+    monkeypatch.setattr(base_module, "sum_over_ranks", add_equal_rank)
+    (_, first), *_ = strategy.trainable
+    with strategy.accumulate():
+        first.sum().backward()
+    assert calls == [len(strategy.trainable)]
+    assert first.grad is not None
+    assert bool((first.grad == 2).all())

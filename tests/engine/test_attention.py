@@ -20,7 +20,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     for index, span in enumerate(SPANS):
         owner += [0] * span.prompt_length
         owner += [c + 1 for c, length in enumerate(span.completion_lengths) for _ in range(length)]
-        group += [index] * (span.stop - span.start)
+        group += [index] * (span.prompt_length + sum(span.completion_lengths))
     o, g = torch.tensor(owner), torch.tensor(group)
     order = torch.arange(TOKENS)
     visible = (g[:, None] == g) & (order[:, None] >= order) & ((o == 0) | (o[:, None] == o))

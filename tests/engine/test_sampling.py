@@ -9,7 +9,7 @@ from scipy import stats
 from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
 
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.engine.sampling import SamplerState, SamplingDistribution, SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
@@ -95,6 +95,16 @@ def test_truncated_sampling_keeps_to_the_most_likely_tokens(truncation: dict) ->
     mass = sum(probabilities[t] for t in kept)
     for token, logprob in sampled.items():
         assert logprob == pytest.approx(float(np.log(probabilities[token] / mass)), abs=1e-4)
+
+
+def test_top_p_keeps_no_token_beyond_its_mass() -> None:
+    """Of four equally likely tokens, two have half of the probability."""
+    distribution = SamplingDistribution()
+    uniform = torch.linspace(0, 1, 33, dtype=torch.float64)[:-1, None]
+    state = SamplerState(uniform, SamplingSettings(distribution, 1, top_p=0.5))
+    tokens = state.sample(torch.zeros(32, 4), torch.arange(32))
+    assert len(tokens.unique()) == 2
+    assert state.logprobs.flatten().exp().tolist() == pytest.approx([0.5] * 32)
 
 
 def test_temperature_is_part_of_the_scored_distribution() -> None:

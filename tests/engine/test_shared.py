@@ -142,8 +142,8 @@ class TestWrongVariants:
         ) -> PackedRow:
             row = pack_row(batch, prefixes)
             for span, prefix in zip(row.spans, prefixes, strict=True):
-                rest = slice(span.start + span.prompt_length, span.stop)
-                count = rest.stop - rest.start
+                first, count = span.start + span.prompt_length, sum(span.completion_lengths)
+                rest = slice(first, first + count)
                 row.position_ids[:, rest] = prefix.next_position + torch.arange(count)
             return row
 

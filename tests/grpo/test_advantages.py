@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,18 +69,23 @@ def test_an_undefined_reward_makes_a_completion_unscorable() -> None:
 
 
 def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 of two; group ids must not collide with those of rank 0."""
-    first = torch.tensor([[5.0, 0.0], [3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0, 0])
+    """Rank 1 of two; group ids must not collide with those of rank 0, which has three groups."""
+    sent: list[torch.Tensor] = []  # the rewards and the ids of rank 0
 
-    def gather(parts: list[Any]) -> list[Any]:
-        other = first[0] if parts[0].dim() == 2 else first[1]
-        return [other, *parts]
+    def gather(parts: list[Any], rank: int) -> list[Any]:
+        if rank == 0:
+            sent.append(parts[0])
+            return parts
+        return [sent.pop(0), *parts]
 
-    monkeypatch.setattr(advantages_module, "gather_object", gather)
-    result = compute([make_counting_group((1.0, 0.0), (0.0, 0.0))], rank=1, world_size=2)
+    others = [((5.0, 0.0), (3.0, 0.0)), ((1.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (2.0, 0.0))]
+    for rank, groups in enumerate([others, [((1.0, 0.0), (0.0, 0.0))]]):
+        monkeypatch.setattr(advantages_module, "gather_object", partial(gather, rank=rank))
+        made = [make_counting_group(*rewards) for rewards in groups]
+        result = compute(made, rank=rank, world_size=2)
     assert result.own.tolist() == pytest.approx([1, -1])
-    assert result.step.values.tolist() == pytest.approx([4, 0, -4, 1, -1])
-    assert len(result.step.zero_spread) == 2
+    assert result.step.values.tolist() == pytest.approx([2, -2, 0, 0, -2, 2, 1, -1])
+    assert result.step.zero_spread.tolist() == [False, True, False, False]
 
 
 def test_a_rank_without_groups_has_no_advantages() -> None:

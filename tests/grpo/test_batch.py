@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from groups import make_group, truncate
 
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.grpo import batch as batch_module
 from vlm_grpo.grpo.batch import StepBatch, build_slices, pack_step
 from vlm_grpo.types import Group
 
@@ -45,6 +47,17 @@ def test_completions_without_a_gradient_count_in_the_normalizers() -> None:
     assert batch.totals.max_completion_length == 4
     assert [len(logprobs) for logprobs in batch.sampler_logprobs] == [2, 3, 1, 4, 2]
     assert batch.active.all()
+
+
+def test_normalizers_are_summed_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_equal_rank(accelerator: Accelerator, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor *= 2
+
+    monkeypatch.setattr(batch_module, "sum_over_ranks", add_equal_rank)
+    totals = pack_groups(GROUPS, [1.0] * 5).totals
+    assert (totals.completions, totals.active_tokens) == (2 * 5, 2 * 12)
+    assert totals.max_completion_length == 4
 
 
 def test_truncated_completions_are_masked_only_if_requested() -> None:

@@ -55,6 +55,15 @@ def test_the_completions_of_the_last_step_are_written(tmp_path: Path) -> None:
     assert {tuple(row["prompt_token_ids"]) for row in rows} == {(7, 8)}
 
 
+def test_every_rank_writes_its_completions(tmp_path: Path) -> None:
+    for rank in range(2):
+        guard = NonfiniteGuard(tmp_path, rank)
+        guard.count = MAX_NONFINITE_STEPS - 1
+        with pytest.raises(UserError, match=f"rank-{rank}"):
+            guard.check(7, True, GROUPS, ADVANTAGES)
+    assert len(list((tmp_path / "overflow").iterdir())) == 2
+
+
 def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_batch_that_ended_it(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from small_runs import make_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.grpo import rollout as rollout_module
 from vlm_grpo.grpo.rollout import Rollout, score_groups
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, Score
@@ -67,6 +68,51 @@ def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings: Any)
     assert [len(indices) for indices in rollout.rounds] == [3, 3, 3]
     expected = [sampler.stream[position + place].id for place in range(3)]
     assert [group.id for group in rollout.groups] == expected
+
+
+def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three groups two have a spread, and so has none of the one that is sampled again."""
+    run = settings(rollout={"dynamic_sampling": True, "max_resample": 1})
+    sampler = make_trainer(run).sampler
+    ids = [sampler.stream[index].id for index in range(3)]
+    monkeypatch.setattr(rollout_module, "has_spread", lambda group, *_: group.id in ids[1:])
+    rollout = sampler.sample(progress=0)
+    assert [group.id for group in rollout.groups] == [ids[1], ids[2], ids[0]]
+    assert rollout.resampled == 1
+    assert [len(indices) for indices in rollout.rounds] == [3, 1]
+
+
+def test_ranks_share_the_prompts_of_a_step(settings: Any) -> None:
+    shares = []
+    for rank in range(2):
+        sampler = make_trainer(settings()).sampler
+        sampler.rank, sampler.world_size = rank, 2
+        sampler.sample(progress=0)
+        shares += sampler.sample(progress=0).rounds[0]
+    assert sorted(shares) == [3, 4, 5]  # prompts_per_step=3, the second step
+
+
+def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    ahead: list[Any] = []
+    monkeypatch.setattr(sampler.loader, "prefetch", ahead.append)
+    monkeypatch.setattr(sampler.scorer, "close", lambda: ahead.append("closed"))
+    sampler.sample(progress=0)
+    sampler.close()
+    assert ahead == [[3, 4, 5], "closed"]
+
+
+def test_a_failure_of_another_rank_ends_the_rollout(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    monkeypatch.setattr(rollout_module, "gather_object", lambda own: [*own, True])
+    with pytest.raises(UserError, match="another process"):
+        sampler.sample(progress=0)
 
 
 def test_a_failed_rollout_leaves_the_position(

@@ -33,10 +33,10 @@ from types import CodeType, FunctionType
 from typing import Any, TextIO
 
 import pytest
-from mutations import ROOT, TARGETS, Mutant, find_mutants
+from mutations import ROOT, TARGETS, Mutant, find_mutants, read_source
 
 RESULTS = ROOT / "build" / "mutants.jsonl"
-CPU_LIMIT, LIMIT = 400, 1200
+CPU_LIMIT, LIMIT = 150, 1500
 """Seconds of processor time, and of time, after which a mutant's tests are ended."""
 
 
@@ -47,7 +47,7 @@ def apply(mutant: Mutant) -> None:
         LookupError: the function is in no module that the tests import.
     """
     path = ROOT / "vlm_grpo" / mutant.module
-    source = path.read_bytes()
+    source = read_source(mutant.module)
     changed = source[: mutant.start] + mutant.new.encode() + source[mutant.stop :]
     line = source[: mutant.start].count(b"\n") + 1
     old = next(c for c in _functions(compile(source, path, "exec")) if line in _lines(c))
@@ -139,32 +139,39 @@ class Runner:
                     raise RuntimeError(f"without a mutant, this test fails: {item.nodeid}")
                 self.checked.add(item.nodeid)
 
+    def _run_until_failure(self, items: Sequence[pytest.Item]) -> None:
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failed:
+                return
+
     def _run(self, items: Sequence[pytest.Item], mutant: Mutant | None) -> dict[str, Any]:
         """Run the tests with a mutant, or without, in a fork; return the result."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             os.setsid()
-            if mutant is not None:
-                resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT, CPU_LIMIT))
-                apply(mutant)
-            for item, following in zip(items, [*items[1:], None], strict=True):
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                if self.failed:
-                    break
-            os.write(writer, self.failed.encode() or b"survived")
-            os._exit(0)
+            try:
+                if mutant is not None:
+                    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT, CPU_LIMIT))
+                    apply(mutant)
+                self._run_until_failure(items)
+                os.write(writer, self.failed.encode() or b"survived")
+            finally:
+                os._exit(0)
         os.close(writer)
-        end, usage = time.monotonic() + LIMIT, None
+        end, usage, status = time.monotonic() + LIMIT, None, 0
         while usage is None:
-            done, _, measured = os.wait4(child, os.WNOHANG)
+            done, status, measured = os.wait4(child, os.WNOHANG)
             usage = measured if done else None
             if time.monotonic() > end:
                 os.killpg(child, signal.SIGKILL)
             time.sleep(0.02)
         with os.fdopen(reader) as pipe:
             failed = pipe.read()
-        result = "killed" if failed else "killed: time"
+        if not failed and status == 0:
+            raise RuntimeError(f"the tests could not run with {mutant}")
+        result = "killed" if failed else f"killed: signal {status}"
         return {
             "name": mutant.name if mutant else "",
             "result": "survived" if failed == "survived" else result,

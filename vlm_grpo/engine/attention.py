@@ -123,11 +123,6 @@ class GroupSpan:
     prompt_length: int
     completion_lengths: tuple[int, ...]
 
-    @property
-    def stop(self) -> int:
-        """Index after the group's last token."""
-        return self.start + self.prompt_length + sum(self.completion_lengths)
-
 
 class PackedAttention:
     """Attention over one row of groups, each ``[prompt | c1 | … | cG]``.

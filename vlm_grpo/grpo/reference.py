@@ -64,19 +64,12 @@ class Reference:
             policy = ((name, local_shard(weight).detach()) for name, weight in trainable)
             self.snapshot = {name: self._keep(weight) for name, weight in policy}
 
-    def refresh(self, step: int) -> bool:
-        """Copy the policy to the reference if ``step`` (from 0) is a multiple of k.
-
-        Returns:
-            True if it was copied.
-        """
-        if self.snapshot is None or self.every == "never":
-            return False
-        due = step % self.every == 0
-        if due:
-            for name, weight in self.trainable.items():
-                self.snapshot[name].copy_(local_shard(weight).detach())
-        return due
+    def refresh(self, step: int) -> None:
+        """Copy the policy to the reference if ``step`` (from 0) is a multiple of k."""
+        if self.snapshot is None or self.every == "never" or step % self.every:
+            return
+        for name, weight in self.trainable.items():
+            self.snapshot[name].copy_(local_shard(weight).detach())
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

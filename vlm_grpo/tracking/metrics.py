@@ -26,7 +26,7 @@ class StepLog:
     """A JSON Lines file with one object per step, such as ``metrics.jsonl``.
 
     Args:
-        path: the file; its folder must exist when the first row is written.
+        path: the file; the first row creates it and its folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,6 +43,7 @@ class StepLog:
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Append a row and flush it to the disk."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         append_durable(self.path, _line({"step": step, **row}))
 
     def read(self) -> list[dict[str, Any]]:
