@@ -33,7 +33,8 @@ class Checkout:
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser()
         self.commit = self._git("rev-parse", "--short=7", "HEAD").strip()
-        self.folder = Path(tempfile.mkdtemp())
+        self._temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self._temporary.name)
 
     def _git(self, *arguments: str) -> str:
         command = ["git", "-C", str(self.path), *arguments]
