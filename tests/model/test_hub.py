@@ -11,8 +11,7 @@ from huggingface_hub import constants
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model import hub
-from vlm_grpo.model.loading import load_model
-from vlm_grpo.planning.model_shape import load_processor
+from vlm_grpo.model.loading import load_model, load_processor
 
 
 @pytest.fixture(autouse=True)

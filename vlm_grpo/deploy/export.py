@@ -25,8 +25,7 @@ from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import load_family
-from vlm_grpo.model.loading import LoadedModel, load_model
-from vlm_grpo.planning.model_shape import load_config
+from vlm_grpo.model.loading import LoadedModel, load_config, load_model
 from vlm_grpo.registry import load_task
 from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES

@@ -203,7 +203,7 @@ def _load_pretrained(
         logger.warning(
             "policy.trust_remote_code=true: running the Python code that comes with %s", source
         )
-    config, processor = load_processor(source, processor_source, settings)
+    config, processor = load_config(settings, source), load_processor(settings, processor_source)
     auto: Any = AutoModelForImageTextToText
     try:
         model, loaded = auto.from_pretrained(
@@ -220,37 +220,51 @@ def _load_pretrained(
     return model, processor
 
 
-def load_processor(source: str, processor_source: str, settings: Settings) -> tuple[Any, Any]:
-    """Load a model's configuration and its processor, but no weights.
+def load_config(settings: Settings, source: str | None = None) -> Any:
+    """Load a model's configuration, but no weights.
 
     Args:
-        source: folder or Hub name of the model.
-        processor_source: folder or Hub name of the processor.
         settings: settings of the run.
+        source: folder or Hub name; None: the model of the settings.
 
     Raises:
-        UserError: they cannot be loaded, or the model takes no images or has no chat template.
+        UserError: it cannot be loaded, or the model takes no images.
     """
-    common = _hub_arguments(settings)
-    try:
-        check_reachable(source, common["revision"])
-        config = AutoConfig.from_pretrained(source, **common)
-        remote = getattr(config, "auto_map", None) or {}
-        supported = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if not supported and "AutoModelForImageTextToText" not in remote:
-            raise UserError(
-                f"model {source} is a {config.model_type} model, which takes no images: "
-                "choose an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
-            )
-        processor: Any = AutoProcessor.from_pretrained(processor_source, **common)
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {source} cannot be loaded: {error}") from error
+    source = source or get_model_source(settings.model)
+    config = _load(AutoConfig, source, settings)
+    remote = getattr(config, "auto_map", None) or {}
+    supported = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not supported and "AutoModelForImageTextToText" not in remote:
+        raise UserError(
+            f"model {source} is a {config.model_type} model, which takes no images: "
+            "choose an image-text model such as Qwen/Qwen2.5-VL-3B-Instruct"
+        )
+    return config
+
+
+def load_processor(settings: Settings, source: str | None = None) -> Any:
+    """Load a model's processor; arguments as for ``load_config``.
+
+    Raises:
+        UserError: it cannot be loaded or has no chat template.
+    """
+    source = source or get_model_source(settings.model)
+    processor = _load(AutoProcessor, source, settings)
     if not (processor.chat_template or processor.tokenizer.chat_template):
         raise UserError(
             f"model {source} has no chat template, so it is not tuned to follow instructions: "
             "choose its instruction-tuned version"
         )
-    return config, processor
+    return processor
+
+
+def _load(kind: Any, source: str, settings: Settings) -> Any:
+    arguments = _hub_arguments(settings)
+    try:
+        check_reachable(source, arguments["revision"])
+        return kind.from_pretrained(source, **arguments)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {source} cannot be loaded: {error}") from error
 
 
 def _hub_arguments(settings: Settings) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.families import Family, PixelBudget, load_family
 from vlm_grpo.model.image_cache import ImageCache
-from vlm_grpo.model.loading import get_model_source, get_pixel_budget, load_processor
+from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.task import Task, write_prompt
 from vlm_grpo.types import Example, ImageRef, Prompt
 
@@ -181,8 +181,7 @@ def load_prompt_builder(settings: Settings) -> PromptBuilder:
     Raises:
         UserError: the model's configuration or processor cannot be loaded.
     """
-    source = get_model_source(settings.model)
-    config, processor = load_processor(source, source, settings)
+    config, processor = load_config(settings), load_processor(settings)
     family = load_family(config)
     budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
     return PromptBuilder(processor, family, budget, get_context_length(config))

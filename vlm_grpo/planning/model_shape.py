@@ -7,14 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.config.policy import PolicySettings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
-from vlm_grpo.model.hub import check_reachable
-from vlm_grpo.model.loading import apply_lora_or_freeze, get_model_source
+from vlm_grpo.model.loading import apply_lora_or_freeze
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Precision of weights and computation; ``autocast``: float32 weights, bfloat16 computation."""
@@ -124,35 +122,6 @@ class ModelShape:
     def value_bytes(self) -> int:
         """Bytes per value inside attention and MLP."""
         return 4 if self.precision == "float32" else 2
-
-
-def load_config(settings: Settings) -> Any:
-    """Load the model's configuration from its folder or the hub.
-
-    Raises:
-        UserError: the configuration cannot be loaded.
-    """
-    return _load(AutoConfig, settings)
-
-
-def load_processor(settings: Settings) -> Any:
-    """Load the model's processor from its folder or the hub.
-
-    Raises:
-        UserError: the processor cannot be loaded.
-    """
-    return _load(AutoProcessor, settings)
-
-
-def _load(kind: Any, settings: Settings) -> Any:
-    source, revision = get_model_source(settings.model), settings.model_revision or "main"
-    try:
-        check_reachable(source, revision)
-        return kind.from_pretrained(
-            source, trust_remote_code=settings.policy.trust_remote_code, revision=revision
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {settings.model} cannot be loaded: {error}") from error
 
 
 def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, Family]:

@@ -9,14 +9,12 @@ from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.loading import get_pixel_budget
+from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.planning.changes import suggest_changes, with_changes
 from vlm_grpo.planning.devices import Device, detect_device, find_device
 from vlm_grpo.planning.memory import Memory, estimate_memory, shard_memory
 from vlm_grpo.planning.model_shape import (
     ModelShape,
-    load_config,
-    load_processor,
     read_model_shape,
 )
 from vlm_grpo.planning.plan_text import MAX_GENERATIONS, format_plan
