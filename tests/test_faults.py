@@ -228,7 +228,7 @@ def test_a_disk_that_fills_up_between_steps_leaves_complete_files(
         disk.fill(leaving)
         with pytest.raises(UserError, match="is full"):
             train(run.model_copy(update={"resume": True}))
-        appended = {"metrics.jsonl", "alarms.jsonl", "config.yaml"}
+        appended = {"metrics.jsonl", "distributions.jsonl", "alarms.jsonl", "config.yaml"}
         for path, content in kept.items():
             assert path.read_bytes() == content or path.name in appended, path
         assert not [p for p in run.run_dir.rglob("*") if p.name.endswith(".tmp")]
