@@ -61,9 +61,9 @@ def one_of(*names: str, mutants: str | None = None) -> Callable[[random.Random],
 
     def draw(rng: random.Random) -> str:
         chance = rng.random()
-        if mutants is not None and chance < 0.2:
+        if mutants is not None and chance < 0.1:
             return mutants.format(rng.randrange(MUTANTS))
-        return rng.choice(ODD) if chance < 0.3 else rng.choice(names)
+        return rng.choice(ODD) if chance < 0.17 else rng.choice(names)
 
     return draw
 
@@ -73,14 +73,19 @@ recipe = one_of(
     "runs/one/config.yaml", "counting_qwen2_vl_2b", mutants="mutant{}-tiny.yaml",
 )  # fmt: skip
 task = one_of(
-    "counting", "grounding", "ocr", "detection", "pointing", "letters.py", "raises.py", "exits.py",
-    "exits_later.py", "syntax.py", "empty.py", "no.module:Task", mutants="mutant{}-letters.py",
+    *["counting"] * 6, "grounding", "ocr", "detection", "pointing", "letters.py", "raises.py",
+    "exits.py", "exits_later.py", "syntax.py", "empty.py", "no.module:Task",
+    mutants="mutant{}-letters.py",
 )  # fmt: skip
 data = one_of(
-    "rows.jsonl", "text.jsonl", "embedded:counting", "embedded:ocr", mutants="mutant{}-rows.jsonl"
+    *["rows.jsonl"] * 4,
+    "text.jsonl",
+    "embedded:counting",
+    "embedded:ocr",
+    mutants="mutant{}-rows.jsonl",
 )
 image = one_of("photo.png", "images/1.png", "cut.png", "text.png")
-images = one_of("images", ".")
+images = one_of(".", ".", "images")
 outputs = one_of("outputs.jsonl", mutants="mutant{}-outputs.jsonl")
 run = one_of(*RUNS, "one", "runs/unfinished", mutants="runs/mutant{}")
 checkpoint = one_of(
@@ -106,7 +111,8 @@ COMMANDS: dict[str, list[tuple[str | Callable[[random.Random], str], ...]]] = {
     "evaluate ": [(benchmark,), ("--data", data), ("--predictions", outputs), (SETTINGS,)],
     "predict": [(model,), ("--image", image), ("--question", one_of("How many?", "")),
                 ("--task", task), ("--out", new), (SETTINGS,)],
-    "report": [(run,), (run,)],
+    "report": [(run,), (run,), (run,), ("--sweep", one_of("optim.lr", "policy.lora.r", "x"))],
+    "settings": [(one_of("optim", "optim.lr", "learning_rate", "use_vllm", "x"),)],
     "plan": [(recipe,), ("--gpu", one_of("24GB", "H100", "x", "0GB")), ("--devices", number),
              (SETTINGS,)],
     "export": [(run,), (new,), ("--step", one_of("1", "2", "best", "last")),
@@ -292,7 +298,8 @@ def main() -> None:
         for number in numbers if options.only is None else [options.only]:
             words = draw_invocation(random.Random(f"{options.seed}-{number}"))
             status, output, problems = run_one(words, template, Path(folder, "work"))
-            ends[words[0], status] += 1
+            known = words[0] in {command.split()[0] for command in COMMANDS}
+            ends[words[0] if known else "misspelled", status] += 1
             if problems or options.only is not None:
                 failures += bool(problems)
                 shown = [word if len(word) < 80 else f"{word[:80]}…" for word in words]

@@ -56,7 +56,8 @@ def write_files(folder: Path) -> None:
         Image.new("RGB", (64, 56 + number), "white").save(f"images/{number}.png")
     shutil.copy("images/0.png", "photo.png")
     rows = [
-        {"id": f"r{n}", "image": f"{n}.png", "question": "How many?", "answer": n} for n in range(3)
+        {"id": f"r{n}", "image": f"images/{n}.png", "question": "How many?", "answer": n}
+        for n in range(3)
     ]
     write_rows("rows.jsonl", rows)
     write_rows("text.jsonl", [{"id": c, "question": "Which?", "answer": c} for c in "abc"])

@@ -170,7 +170,7 @@ def get_model_source(name: str) -> str:
     is_run = "/" in name and (folder == RUNS or any(folder.glob("*/config.yaml")))
     is_path = is_run or name.startswith((".", "/", "~")) or name.count("/") > 1
     if is_path and not Path(name).is_dir():
-        siblings = [str(path) for path in folder.iterdir()] if folder.is_dir() else []
+        siblings = [str(path) for path in folder.glob("*/")]
         raise UserError(f"model {name}: there is no such folder{nearest(name, siblings)}")
     return name
 
