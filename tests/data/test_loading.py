@@ -49,6 +49,12 @@ def test_embedded_data_of_another_task_is_refused():
     assert "did you mean counting?" in get_load_error("embedded:countin")
 
 
+def test_embedded_data_of_more_examples_than_memory_holds_are_refused():
+    settings = DataSettings(train="embedded:counting", train_limit=10**20)
+    with pytest.raises(UserError, match="embedded:counting has at most 1,000,000 examples, not 1"):
+        load_examples("embedded:counting", COUNTING, settings, "train")
+
+
 def test_a_limit_keeps_the_first_good_rows(folder: Path):
     source = write_rows(folder, *[make_row(id=i) for i in range(5)])
     settings = DataSettings(train=source, train_limit=2)

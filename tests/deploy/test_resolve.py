@@ -17,6 +17,7 @@ from vlm_grpo.deploy.resolve import (
 )
 from vlm_grpo.errors import UserError
 
+SETTINGS = "task: <class Mine>\nmodel: embedded\ndata: {train: rows.jsonl}\n"
 ROWS = '{"step": 0, "eval/exact": 0.25}\n{"step": 1, "eval/exact": NaN}\n{"step": 2}\n'
 
 
@@ -71,7 +72,7 @@ def test_a_name_without_a_model_is_refused(
 
 def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text("task: <class Mine>\ndata: {train: rows.jsonl}\n")
+    (tmp_path / "config.yaml").write_text(SETTINGS)
     with pytest.raises(UserError, match=r"no checkpoint of .* was evaluated, so there is no best"):
         resolve_model(str(tmp_path), step="best")
     (tmp_path / "evaluation").mkdir()

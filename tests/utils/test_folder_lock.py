@@ -31,14 +31,21 @@ with lock_folder(Path(sys.argv[1])):
     time.sleep(60)
 """
 RACE = """
-import os, sys, time
+import os, random, sys, time
 from pathlib import Path
 from vlm_grpo.errors import UserError
+from vlm_grpo.utils import folder_lock
 from vlm_grpo.utils.folder_lock import lock_folder
+describe = folder_lock._describe_process
+def describe_slowly():  # between the look at other locks and the creation of a new one
+    time.sleep(random.uniform(0, 0.02))
+    return describe()
+folder_lock._describe_process = describe_slowly
 folder, start = Path(sys.argv[1]), time.monotonic() + 0.1
 inside = folder / "inside"
 for _ in range(8):
     if os.fork() == 0:
+        random.seed()
         while time.monotonic() < start:
             pass
         entered = 0
@@ -46,6 +53,7 @@ for _ in range(8):
             try:
                 with lock_folder(folder):
                     inside.touch(exist_ok=False)  # fails if another process is inside
+                    time.sleep(0.003)
                     entered += 1
                     inside.unlink()
             except UserError:

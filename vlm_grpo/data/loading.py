@@ -28,6 +28,9 @@ _EMBEDDED_SEED = 1
 """Differs from the seed of the examples on which the embedded model was trained."""
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
 
+_MAX_EMBEDDED = 1_000_000
+"""Maximum number of examples of an embedded dataset, which are drawn and held in memory."""
+
 _MAX_LISTED = 50
 """Bad rows listed in one message; the rest are only counted."""
 
@@ -182,6 +185,8 @@ def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> 
             f"there is no embedded dataset {name!r}{nearest(name, _EMBEDDED)}: "
             f"give one of {', '.join(f'embedded:{known}' for known in _EMBEDDED)}"
         )
+    if limit is not None and limit > _MAX_EMBEDDED:
+        raise UserError(f"{source} has at most {_MAX_EMBEDDED:,} examples, not {limit:,}")
     from vlm_grpo.data_scripts import make_shapes, make_words
 
     generator = make_words if name == "ocr" else make_shapes
