@@ -6,6 +6,7 @@ A file that is missing, truncated or malformed raises ``UserError`` with the fil
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ RawRecord = dict[str, Any]
 def expand_path(source: str) -> Path:
     """Return a source as a path, with ``~`` replaced by the home folder."""
     try:
-        return Path(source).expanduser()
+        return Path(os.path.expanduser(source))
     except RuntimeError as error:
         raise UserError(f"{source}: {error}") from error
 

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import pkgutil
 import sys
 import traceback
@@ -248,7 +249,7 @@ def _load_from_module(name: str) -> type[Task]:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))  # Path's own raises for an unknown user
     if not path.is_file():
         raise UserError(f"there is no task file {path}")
     # The path is part of the name, so that two files called task.py do not collide.

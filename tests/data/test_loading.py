@@ -55,6 +55,13 @@ def test_embedded_data_of_more_examples_than_memory_holds_are_refused():
         load_examples("embedded:counting", COUNTING, settings, "train")
 
 
+def test_a_folder_of_an_unknown_user_is_a_missing_file():
+    message = get_load_error("~no-such-user/rows.jsonl")
+    assert message == "there is no data file ~no-such-user/rows.jsonl"
+    with pytest.raises(UserError, match=r"there is no task file ~no-such-user/task\.py"):
+        load_task("~no-such-user/task.py")
+
+
 def test_a_limit_keeps_the_first_good_rows(folder: Path):
     source = write_rows(folder, *[make_row(id=i) for i in range(5)])
     settings = DataSettings(train=source, train_limit=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -133,7 +134,7 @@ def _open_source(
         from vlm_grpo.data.hub import read_hub
 
         return read_hub(source.removeprefix("hf:"), split)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # Path's own raises for an unknown user
     readers = {
         ".jsonl": read_jsonl,
         ".json": read_json_array,
