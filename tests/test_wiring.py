@@ -178,7 +178,7 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     recorder.attach(monkeypatch)
     plain = PlainModel(model_folder, settings)
     for step in range(2 if every == "never" else every + 1):
-        recorder.trainer.step()
+        metrics, losses = recorder.trainer.step(), []
         before, refreshed = step * updates, 0 if every == "never" else step - step % every
         raw = PlainStep(
             recorder.groups[step],
@@ -187,9 +187,11 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
             recorder.weights[refreshed * updates],
         )
         for update in range(before, before + updates):
-            expected = compute_gradient(plain, raw, recorder.weights[update], settings)
+            loss, expected = compute_gradient(plain, raw, recorder.weights[update], settings)
+            losses.append(loss)
             # float64, but for the rewards, the advantages and the sampler's log-probs in float32.
             assert relative_distance(recorder.gradients[update], expected) < 5e-6
+        assert metrics["loss"] == pytest.approx(sum(losses) / updates, rel=1e-5, abs=1e-6)
     stops = {c.stop for groups in recorder.groups for group in groups for c in group.completions}
     assert stops == {"eos", "length"}
 

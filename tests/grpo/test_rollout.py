@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,11 +85,15 @@ def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
     assert [len(indices) for indices in rollout.rounds] == [3, 1]
 
 
-def test_ranks_share_the_prompts_of_a_step(settings: Any) -> None:
+def test_ranks_share_the_prompts_of_a_step(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: flag)
+    monkeypatch.setattr(rollout_module, "sum_over_ranks", lambda ranks, tensors: None)
     shares = []
     for rank in range(2):
         sampler = make_trainer(settings()).sampler
-        sampler.rank, sampler.world_size = rank, 2
+        ranks: Any = SimpleNamespace(process_index=rank, num_processes=2, device="cpu")
+        monkeypatch.setattr(sampler, "accelerator", ranks)
+        monkeypatch.setattr(sampler, "world_size", 2)
         sampler.sample(progress=0)
         shares += sampler.sample(progress=0).rounds[0]
     assert sorted(shares) == [3, 4, 5]  # prompts_per_step=3, the second step
@@ -110,7 +115,7 @@ def test_a_failure_of_another_rank_ends_the_rollout(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = make_trainer(settings()).sampler
-    monkeypatch.setattr(rollout_module, "gather_object", lambda own: [*own, True])
+    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: True)
     with pytest.raises(UserError, match="another process"):
         sampler.sample(progress=0)
 

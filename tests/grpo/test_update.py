@@ -108,6 +108,12 @@ def test_running_out_of_memory_changes_only_the_micro_batches(
     )
 
 
+def test_micro_batches_share_the_passes_of_their_images(settings: Any) -> None:
+    """Three images: one pass each in the rollout, and one in the update of the vision tower."""
+    trainer = make_trainer(settings(optim={"max_tokens_per_batch": 60}))
+    assert trainer.step()["work/encoder_passes"] == 3 + 3
+
+
 def test_out_of_memory_on_one_completion_is_an_error(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,40 +33,40 @@ from types import CodeType, FunctionType
 from typing import Any, TextIO
 
 import pytest
-from mutations import ROOT, TARGETS, Mutant, find_mutants, read_source
+from mutations import ROOT, Mutant, find_mutants, list_test_files, read_source
 
 RESULTS = ROOT / "build" / "mutants.jsonl"
-CPU_LIMIT, LIMIT = 150, 1500
-"""Seconds of processor time, and of time, after which a mutant's tests are ended."""
+CPU_LIMIT, LIMIT = 20, 1500
+"""Seconds of processor time of a test, and of time of a mutant, after which they are ended."""
 
 
-def apply(mutant: Mutant) -> None:
-    """Replace the code of the mutant's function, or of the one that contains it.
+Functions = dict[tuple[str, str], list[FunctionType]]
+"""The library's functions by module and qualified name."""
 
-    Raises:
-        LookupError: the function is in no module that the tests import.
-    """
-    path = ROOT / "vlm_grpo" / mutant.module
+
+def find_functions() -> Functions:
+    """Return every function of the library, decorated ones too."""
+    folder, found = f"{ROOT}/vlm_grpo/", Functions()
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename.startswith(folder):
+            code = function.__code__
+            key = code.co_filename.removeprefix(folder), code.co_qualname
+            found.setdefault(key, []).append(function)
+    return found
+
+
+def apply(mutant: Mutant, functions: Functions) -> None:
+    """Replace the code of the mutant's function, or of the one that contains it."""
     source = read_source(mutant.module)
     changed = source[: mutant.start] + mutant.new.encode() + source[mutant.stop :]
     line = source[: mutant.start].count(b"\n") + 1
-    old = next(c for c in _functions(compile(source, path, "exec")) if line in _lines(c))
-    (new,) = (
-        code
-        for code in _functions(compile(changed, path, "exec"))
-        if (code.co_qualname, code.co_firstlineno) == (old.co_qualname, old.co_firstlineno)
+    before, after = (
+        list(_functions(compile(text, ROOT / "vlm_grpo" / mutant.module, "exec")))
+        for text in (source, changed)
     )
-    found = [
-        function
-        for function in gc.get_objects()
-        if type(function) is FunctionType
-        and function.__code__.co_filename == str(path)
-        and function.__code__.co_qualname == old.co_qualname
-    ]
-    if not found:
-        raise LookupError(mutant.name)
-    for function in found:
-        function.__code__ = new
+    (index,) = (index for index, code in enumerate(before) if line in _lines(code))
+    for function in functions[mutant.module, before[index].co_qualname]:
+        function.__code__ = after[index]
 
 
 def _functions(code: CodeType) -> Iterator[CodeType]:
@@ -99,6 +99,7 @@ class Runner:
         self.mutants, self.jobs, self.output = mutants, jobs, output
         self.failed = ""
         self.checked: set[str] = set()
+        self.functions: Functions = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -106,6 +107,9 @@ class Runner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.functions = find_functions()
+        gc.collect()
+        gc.freeze()  # a fork would copy the memory of every object that its collections visit
         jobs = []
         for number in range(self.jobs):
             jobs.append(os.fork())
@@ -122,7 +126,7 @@ class Runner:
         """Run the mutants one by one, append each result to the file, and exit."""
         for mutant in mutants:
             chosen: dict[pytest.Item, None] = {}
-            for file in TARGETS[mutant.module][1]:
+            for file in list_test_files(mutant):
                 chosen |= dict.fromkeys(i for i in items if i.nodeid.startswith(file))
             result = self._run(list(chosen), mutant)
             self._check([item for item in chosen if item.nodeid == result["test"]])
@@ -141,6 +145,8 @@ class Runner:
 
     def _run_until_failure(self, items: Sequence[pytest.Item]) -> None:
         for item, following in zip(items, [*items[1:], None], strict=True):
+            limit = int(time.process_time()) + CPU_LIMIT  # a mutant may loop for ever
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if self.failed:
                 return
@@ -153,8 +159,7 @@ class Runner:
             os.setsid()
             try:
                 if mutant is not None:
-                    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT, CPU_LIMIT))
-                    apply(mutant)
+                    apply(mutant, self.functions)
                 self._run_until_failure(items)
                 os.write(writer, self.failed.encode() or b"survived")
             finally:
@@ -191,7 +196,7 @@ def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     output = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # pytest's own output
-    files = sorted({file for mutant in mutants for file in TARGETS[mutant.module][1]})
+    files = sorted({file for mutant in mutants for file in list_test_files(mutant)})
     arguments = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     status = pytest.main([*arguments, *files], [Runner(mutants, jobs, output)])
     os.dup2(output.fileno(), 1)

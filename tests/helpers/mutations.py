@@ -10,45 +10,56 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-WIRING = ("tests/test_wiring.py", "tests/grpo")
-TARGETS: dict[str, tuple[float, tuple[str, ...]]] = {
-    "grpo/update.py": (0.5, ("tests/grpo/test_update.py", *WIRING)),
-    "grpo/batch.py": (0.6, ("tests/grpo/test_batch.py", *WIRING)),
-    "grpo/advantages.py": (0.6, ("tests/grpo/test_advantages.py", *WIRING)),
-    "grpo/rollout.py": (0.3, ("tests/grpo/test_rollout.py", *WIRING)),
-    "grpo/memory.py": (0.4, ("tests/grpo/test_memory.py", *WIRING)),
-    "grpo/reference.py": (0.5, ("tests/grpo/test_reference.py", *WIRING)),
-    "grpo/nonfinite.py": (0.4, ("tests/grpo/test_nonfinite.py", *WIRING)),
-    "objective/advantages.py": (0.2, ("tests/objective", "tests/grpo/test_advantages.py")),
-    "objective/batch.py": (0.5, ("tests/objective",)),
-    "objective/diagnostics.py": (0.2, ("tests/objective", "tests/test_trainer.py")),
-    "objective/kl.py": (0.6, ("tests/objective",)),
-    "objective/losses.py": (0.25, ("tests/objective", "tests/test_wiring.py")),
-    "engine/attention.py": (0.2, ("tests/engine",)),
-    "engine/batch.py": (
-        0.3,
-        ("tests/engine/test_batch.py", "tests/engine/test_shared.py", *WIRING),
+TARGETS = {
+    "grpo/update.py": (0.5, "grpo/test_update.py test_wiring.py grpo/test_reference.py"),
+    "grpo/batch.py": (0.6, "grpo/test_batch.py test_wiring.py"),
+    "grpo/advantages.py": (0.6, "grpo/test_advantages.py test_wiring.py"),
+    "grpo/rollout.py": (0.3, "grpo/test_rollout.py test_wiring.py"),
+    "grpo/memory.py": (0.4, "grpo/test_memory.py grpo/test_update.py grpo/test_rollout.py"),
+    "grpo/reference.py": (0.5, "grpo/test_reference.py test_wiring.py"),
+    "grpo/nonfinite.py": (0.4, "grpo/test_nonfinite.py"),
+    "objective/advantages.py": (0.2, "objective/test_advantages.py objective/test_trl.py"),
+    "objective/batch.py": (
+        0.5,
+        "objective/test_batch.py objective/test_losses.py objective/test_trl.py",
     ),
-    "engine/decode.py": (0.08, ("tests/engine/test_decode.py", "tests/engine")),
-    "engine/linear.py": (0.08, ("tests/engine/test_linear.py", "tests/engine", *WIRING)),
-    "engine/logprobs.py": (0.3, ("tests/engine/test_logprobs.py", "tests/engine", *WIRING)),
-    "engine/repeated.py": (0.12, ("tests/engine/test_repeated.py", "tests/engine")),
-    "engine/sampling.py": (0.2, ("tests/engine/test_sampling.py", "tests/engine", *WIRING)),
-    "engine/shared.py": (0.3, ("tests/engine/test_shared.py", "tests/test_wiring.py")),
-    "engine/vision.py": (0.2, ("tests/engine/test_vision.py", "tests/engine", *WIRING)),
-    "rewards/scorer.py": (0.2, ("tests/rewards", "tests/grpo/test_rollout.py")),
-    "checkpoint/manager.py": (0.12, ("tests/checkpoint", "tests/test_trainer.py")),
-    "checkpoint/partial_step.py": (0.25, ("tests/checkpoint/test_partial_step.py",)),
-    "checkpoint/store.py": (0.08, ("tests/checkpoint", "tests/test_trainer.py")),
-    "checkpoint/compatibility.py": (0.12, ("tests/checkpoint",)),
+    "objective/diagnostics.py": (
+        0.2,
+        "objective/test_diagnostics.py objective/test_losses.py objective/test_trl.py",
+    ),
+    "objective/kl.py": (0.6, "objective/test_kl.py objective/test_brute_force_kl.py"),
+    "objective/losses.py": (0.25, "objective/test_losses.py objective/test_trl.py test_wiring.py"),
+    "engine/attention.py": (
+        0.2,
+        "engine/test_attention.py engine/test_shared.py engine/test_decode.py",
+    ),
+    "engine/batch.py": (0.3, "engine/test_batch.py engine/test_shared.py"),
+    "engine/decode.py": (0.08, "engine/test_decode.py engine/test_graphs.py"),
+    "engine/linear.py": (0.08, "engine/test_linear.py"),
+    "engine/logprobs.py": (0.3, "engine/test_logprobs.py test_wiring.py"),
+    "engine/repeated.py": (
+        0.12,
+        "engine/test_repeated.py engine/test_shared.py engine/test_sampling.py",
+    ),
+    "engine/sampling.py": (0.2, "engine/test_sampling.py engine/test_decode.py test_wiring.py"),
+    "engine/shared.py": (0.3, "engine/test_shared.py test_wiring.py"),
+    "engine/vision.py": (0.2, "engine/test_vision.py test_wiring.py"),
+    "rewards/scorer.py": (0.2, "rewards/test_scorer.py"),
+    "checkpoint/manager.py": (0.12, "checkpoint/test_manager.py checkpoint/test_partial_step.py"),
+    "checkpoint/partial_step.py": (0.25, "checkpoint/test_partial_step.py"),
+    "checkpoint/store.py": (
+        0.08,
+        "checkpoint/test_store.py checkpoint/test_sharded.py checkpoint/test_manager.py",
+    ),
+    "checkpoint/compatibility.py": (0.12, "checkpoint/test_compatibility.py"),
     "distributed/optimizer.py": (
         0.4,
-        ("tests/distributed/test_optimizer.py", "tests/test_wiring.py", "tests/checkpoint"),
+        "distributed/test_optimizer.py test_wiring.py checkpoint/test_manager.py",
     ),
-    "distributed/base.py": (0.7, ("tests/distributed/test_base.py", "tests/test_wiring.py")),
-    "trainer.py": (0.12, ("tests/test_wiring.py", "tests/test_trainer.py", "tests/checkpoint")),
+    "distributed/base.py": (0.7, "distributed/test_base.py test_wiring.py"),
+    "trainer.py": (0.12, "test_wiring.py test_trainer.py checkpoint/test_partial_step.py"),
 }
-"""The share of each module's mutants to run, and its test files."""
+"""The share of each module's mutants to run, and its test files in order."""
 
 WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/update.py", "advantages=batch.advantages[rows]", "advantages=-batch.advantages[rows]"),
@@ -278,6 +289,11 @@ def find_mutants(only: str = "") -> list[Mutant]:
                 name = f"{module}: {old} → {new or 'nothing'}"
                 mutants.append(Mutant(module, name, start, start + len(old.encode()), new))
     return [m for m in mutants if only in m.name and m.name not in EQUIVALENT]
+
+
+def list_test_files(mutant: Mutant) -> list[str]:
+    """Return the test files of the mutant's module, in order."""
+    return [f"tests/{file}" for file in TARGETS[mutant.module][1].split()]
 
 
 def _place(name: str) -> float:

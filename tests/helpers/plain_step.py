@@ -105,8 +105,8 @@ class _Row:
 
 def compute_gradient(
     model: PlainModel, step: PlainStep, weights: Weights, settings: Settings
-) -> dict[str, Tensor]:
-    """Compute the gradient of the step's loss at ``weights``, before any clipping of its norm."""
+) -> tuple[float, dict[str, Tensor]]:
+    """Compute the step's loss at ``weights``, and its gradient before any clipping of the norm."""
     objective, rows = settings.objective, _collect_rows(model, step, settings.objective)
     limit = settings.rollout.max_completion_length
     active = rows
@@ -123,7 +123,7 @@ def compute_gradient(
         total = total - objective.entropy_coef * entropies.sum() / tokens
     names, trained = zip(*model.trained.items(), strict=True)
     found = torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)
-    return dict(zip(names, found, strict=True))
+    return total.item(), dict(zip(names, found, strict=True))
 
 
 @torch.no_grad()
