@@ -10,12 +10,14 @@ import torch
 from gradients import relative_distance
 from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, tiny_policy
 from torch import Tensor
+from varlen_kernel import use_plain_varlen
 
-from vlm_grpo.engine import attention, kernels, shared
-from vlm_grpo.engine.attention import GroupSpan, PackedAttention
+from vlm_grpo.engine import attention, shared
+from vlm_grpo.engine.attention import PackedAttention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.shared import PackedRow
+from vlm_grpo.engine.varlen import GroupSpan
 from vlm_grpo.model.loading import enable_gradient_checkpointing
 from vlm_grpo.model.policy import Policy
 
@@ -91,12 +93,15 @@ def test_shared_equals_repeated_in_float64(family: str) -> None:
     assert relative_distance(grads, expected_grads) < 1e-6  # transformers computes norms in float32
 
 
-def test_attention_with_a_mask_equals_merged_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    merged = score_with_gradients(tiny_policy("qwen2_5_vl", dtype=torch.float64))
-    monkeypatch.setattr(kernels, "has_cascade", lambda query: False)
-    masked = score_with_gradients(tiny_policy("qwen2_5_vl", dtype=torch.float64))
-    assert (merged[0] - masked[0]).abs().max() < 1e-9
-    assert relative_distance(merged[1], masked[1]) < 1e-6
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_in_one_kernel_equals_merged_attention(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged = score_with_gradients(tiny_policy(family, dtype=torch.float64))
+    use_plain_varlen(monkeypatch)
+    in_one = score_with_gradients(tiny_policy(family, dtype=torch.float64))
+    assert (merged[0] - in_one[0]).abs().max() < 1e-12
+    assert relative_distance(merged[1], in_one[1]) < 1e-12
 
 
 def expected_logprobs() -> Tensor:

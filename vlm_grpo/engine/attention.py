@@ -6,9 +6,10 @@ values of prompts, ``DecodeAttention`` lets each completion's newest token atten
 to its previous tokens, ``PackedAttention`` scores rows ``[prompt | c1 | … | cG]``. Without
 ``attend`` the layers use plain SDPA.
 
-In a packed row a token attends to the earlier tokens of its prompt and of its own completion. That
-takes two attentions without any mask: all completion tokens over the prompt, and each completion
-causally over itself, merged by their log-sum-exps. A softmax over a union of keys is the mean of
+In a packed row a token attends to the earlier tokens of its prompt and of its own completion. In
+half precision on CUDA one kernel computes the row (``engine/varlen.py``). Elsewhere it takes two
+attentions without any mask: all completion tokens over the prompt, and each completion causally
+over itself, merged by their log-sum-exps. A softmax over a union of keys is the mean of
 the softmaxes over its parts, weighted by their partition sums, so the merge is exact; and the
 backward of each part needs only the merged output and log-sum-exp (as in ring attention: Liu et
 al., 2023, arXiv:2310.01889).
@@ -17,18 +18,17 @@ al., 2023, arXiv:2310.01889).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from vlm_grpo.engine import kernels
+from vlm_grpo.engine import kernels, varlen
+from vlm_grpo.engine.varlen import GroupSpan, VarlenPlan
 
 ATTENTION_NAME = "shared_prefix"
 """Name of this attention in transformers' registry."""
@@ -109,21 +109,6 @@ class PrefillAttention:
         return kernels.causal(query, key, value, scaling).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class GroupSpan:
-    """The location in a packed row of one group: a prompt followed by its completions.
-
-    Attributes:
-        start: index of the prompt's first token.
-        prompt_length: number of prompt tokens.
-        completion_lengths: number of tokens of each completion.
-    """
-
-    start: int
-    prompt_length: int
-    completion_lengths: tuple[int, ...]
-
-
 class PackedAttention:
     """Attention over one row of groups, each ``[prompt | c1 | … | cG]``.
 
@@ -133,7 +118,8 @@ class PackedAttention:
 
     def __init__(self, spans: Sequence[GroupSpan]) -> None:
         self.spans = spans
-        self.lengths = [
+        self._plan: VarlenPlan | None = None
+        self._lengths = [
             n for span in spans for n in (span.prompt_length, sum(span.completion_lengths))
         ]
 
@@ -145,38 +131,17 @@ class PackedAttention:
         value: Float[Tensor, "1 key_heads T width"],
         scaling: float,
     ) -> Float[Tensor, "1 T heads width"]:
+        if varlen.has_varlen(query):
+            self._plan = self._plan or VarlenPlan.build(self.spans, query.device)
+            return self._plan.attend(query, key, value, scaling)
         # Split, not sliced: the gradient of a slice has the size of the entire row.
-        parts = zip(*(x.split(self.lengths, dim=2) for x in (query, key, value)), strict=True)
+        parts = zip(*(x.split(self._lengths, dim=2) for x in (query, key, value)), strict=True)
         outputs = []
         for span in self.spans:
             q, k, v = next(parts)
             outputs.append(kernels.causal(q, k, v, scaling))
             qc, kc, vc = next(parts)
             if qc.shape[2]:
-                attention = kernels.cascade if kernels.has_cascade(query) else _masked
-                outputs.append(attention(qc, k, v, kc, vc, span.completion_lengths, scaling))
+                lengths = span.completion_lengths
+                outputs.append(kernels.cascade(qc, k, v, kc, vc, lengths, scaling))
         return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
-def _masked(
-    query: Tensor,
-    prefix_key: Tensor,
-    prefix_value: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Sequence[int],
-    scaling: float,
-) -> Tensor:
-    """Compute ``kernels.cascade`` with an explicit mask, on devices where it does not run."""
-    device = query.device
-    owner = torch.repeat_interleave(torch.tensor(lengths, device=device))
-    order = torch.arange(len(owner), device=device)
-    own = (owner[:, None] == owner[None]) & (order[:, None] >= order[None])
-    prefix = own.new_ones(len(owner), prefix_key.shape[2])
-    return scaled_dot_product_attention(
-        query,
-        kernels.expand_heads(query, torch.cat([prefix_key, key], dim=2)),
-        kernels.expand_heads(query, torch.cat([prefix_value, value], dim=2)),
-        attn_mask=torch.cat([prefix, own], dim=1),
-        scale=scaling,
-    )

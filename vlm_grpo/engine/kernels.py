@@ -2,7 +2,7 @@
 
 On CPUs, the parts use PyTorch's flash kernel in float32 and float64. In bfloat16 that kernel is no
 faster than in float32 (``perf/README.md``), so they use plain matrix products, which round the
-scores as transformers' eager attention does.
+scores as transformers' eager attention does. So do float32 and float64 on other devices.
 """
 
 from __future__ import annotations
@@ -27,12 +27,6 @@ CAUSAL_BLOCK = 128
 would spend half of its work on masked scores."""
 
 
-def has_cascade(query: Tensor) -> bool:
-    """Return whether ``cascade`` runs on the query's device."""
-    # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is tested.
-    return query.device.type == "cpu"
-
-
 def causal(
     query: Float[Tensor, "rows heads T width"],
     key: Float[Tensor, "rows key_heads T width"],
@@ -42,12 +36,18 @@ def causal(
     """Compute causal self-attention."""
     if _uses_plain_products(query):
         return _Causal.apply(query, key, value, scaling)  # type: ignore[return-value]
-    key, value = expand_heads(query, key), expand_heads(query, value)
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    options: dict[str, Any] = {"is_causal": True, "scale": scaling}
+    if query.device.type == "cpu":
+        key, value = expand_heads(query, key), expand_heads(query, value)
+    else:
+        options["enable_gqa"] = True
+    return scaled_dot_product_attention(query, key, value, **options)
 
 
 def _uses_plain_products(query: Tensor) -> bool:
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is used.
+    return is_half if query.device.type == "cpu" else not is_half
 
 
 def cascade(

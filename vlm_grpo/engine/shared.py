@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from vlm_grpo.engine.attention import GroupSpan, PackedAttention
+from vlm_grpo.engine.attention import PackedAttention
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores, score_tokens
+from vlm_grpo.engine.varlen import GroupSpan
 from vlm_grpo.families import Family
 
 

@@ -1,0 +1,50 @@
+"""A plain form of PyTorch's variable-length attention kernel, which runs on CUDA only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlm_grpo.engine import varlen
+
+
+def plain_varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    longest_query: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """Compute each sequence with an explicit mask, causal from the last query and key."""
+    assert window_size == (-1, 0)
+    assert enable_gqa
+    assert query_starts.dtype == key_starts.dtype == torch.int32
+    times = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    outputs, lengths = [], []
+    bounds = zip(*(starts.tolist() for starts in (query_starts, key_starts)), strict=True)
+    (first_query, first_key), *rest = bounds
+    for last_query, last_key in rest:
+        q = query[first_query:last_query]
+        k, v = key[first_key:last_key], value[first_key:last_key]
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+        scores = torch.einsum("qhw,khw->hqk", q, k) * scale
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khw->qhw", weights, v))
+        lengths.append((len(q), len(k)))
+        first_query, first_key = last_query, last_key
+    assert (longest_query, longest_key) == tuple(map(max, zip(*lengths, strict=True)))
+    return torch.cat(outputs)
+
+
+def use_plain_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute packed attention as on CUDA, with the plain kernel."""
+    monkeypatch.setattr(varlen, "has_varlen", lambda query: True)
+    monkeypatch.setattr(varlen, "varlen_attn", plain_varlen_attn)

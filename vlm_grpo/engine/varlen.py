@@ -1,0 +1,116 @@
+"""Packed attention in one call of a kernel for sequences of different lengths.
+
+A prompt is a sequence that attends causally to itself. A completion is a sequence whose keys are
+those of its prompt followed by its own; the causal diagonal of the kernel is aligned at the last
+query and the last key, so a completion's first token sees the whole prompt and itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+class GroupSpan(NamedTuple):
+    """The location in a packed row of one group: a prompt followed by its completions.
+
+    Attributes:
+        start: index of the prompt's first token.
+        prompt_length: number of prompt tokens.
+        completion_lengths: number of tokens of each completion.
+    """
+
+    start: int
+    prompt_length: int
+    completion_lengths: tuple[int, ...]
+
+
+def has_varlen(query: Tensor) -> bool:
+    """Return whether the kernel runs on the query's device and in its precision."""
+    return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class VarlenPlan:
+    """The N sequences of a packed row and their K keys, on the row's device.
+
+    Attributes:
+        query_starts: index in the row of each sequence's first query, and the row's length.
+        key_starts: index in ``keys`` of each sequence's first key, and K.
+        keys: index in the row of each key; a prompt's keys are repeated for each completion.
+        longest_query: number of queries of the longest sequence.
+        longest_key: number of keys of the longest sequence.
+    """
+
+    query_starts: Int[Tensor, " starts"]
+    key_starts: Int[Tensor, " starts"]
+    keys: Int[Tensor, " K"]
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def build(cls, spans: Sequence[GroupSpan], device: torch.device) -> VarlenPlan:
+        """Build the plan of a row that the spans cover. Empty completions are no sequences."""
+        lengths: list[tuple[int, int]] = []
+        keys: list[Tensor] = []
+        for start, prompt_length, completion_lengths in spans:
+            prompt = torch.arange(start, start + prompt_length)
+            lengths.append((prompt_length, prompt_length))
+            keys.append(prompt)
+            start += prompt_length
+            for length in filter(None, completion_lengths):
+                lengths.append((length, prompt_length + length))
+                keys += [prompt, torch.arange(start, start + length)]
+                start += length
+        starts = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        longest_query, longest_key = (max(column) for column in zip(*lengths, strict=True))
+        query_starts, key_starts = starts.T.contiguous().to(device, non_blocking=True)
+        gathered = torch.cat(keys).to(device, non_blocking=True)
+        return cls(query_starts, key_starts, gathered, longest_query, longest_key)
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 heads T width"],
+        key: Float[Tensor, "1 key_heads T width"],
+        value: Float[Tensor, "1 key_heads T width"],
+        scaling: float,
+    ) -> Float[Tensor, "1 T heads width"]:
+        """Compute attention of the row's tokens to their prompts and earlier tokens."""
+        key, value = (_Gather.apply(x[0].transpose(0, 1), self.keys) for x in (key, value))  # type: ignore[misc]
+        output: Any = varlen_attn(
+            query[0].transpose(0, 1),
+            key,
+            value,
+            self.query_starts,
+            self.key_starts,
+            self.longest_query,
+            self.longest_key,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=True,
+        )
+        return output[None]
+
+
+class _Gather(torch.autograd.Function):
+    """``rows[index]``; the gradients of repeated rows are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        grad = grad_outputs[0]
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros((ctx.count, *grad.shape[1:]), dtype=wide)
+        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
