@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, make_prompt, noise_example, tiny_policy
@@ -33,6 +34,6 @@ def test_a_prompt_truncated_inside_an_image_is_refused(family: str) -> None:
     image = policy.model.config.image_token_id
     first = prompt.token_ids.index(image)
     features = policy.family.encode_images(policy.model, policy.family.split_images(prompt))
-    tokens = torch.tensor([prompt.token_ids[: first + 1]])
+    tokens = np.array([prompt.token_ids[: first + 1]])
     with pytest.raises(ValueError, match="has 1 image tokens but its images have 4 features"):
-        policy.family.language_inputs(policy.model, tokens, features)
+        policy.family.language_inputs(policy.model, tokens, features, policy.device)

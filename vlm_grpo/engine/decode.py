@@ -12,16 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from vlm_grpo.engine.attention import PrefillAttention
 from vlm_grpo.engine.graphs import CapturedStep, GraphCapture
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.families import Family, ImageFeatures
 from vlm_grpo.types import Prompt
+from vlm_grpo.utils.devices import copy_to
 from vlm_grpo.utils.timing import Stopwatch
 
 LENGTH_BUCKET = 64
@@ -35,11 +36,11 @@ class PrefixInputs:
     Attributes:
         token_ids: the prompt's tokens.
         position_ids: their rotary positions.
-        features: the features of the prompt's images, in order.
+        features: the features of the prompt's images, in order, on the model's device.
     """
 
-    token_ids: Int[Tensor, " T"]
-    position_ids: Int[Tensor, "3 T"]
+    token_ids: Int[np.ndarray, " T"]
+    position_ids: Int[np.ndarray, "3 T"]
     features: tuple[ImageFeatures, ...]
 
     @property
@@ -53,13 +54,12 @@ def build_prefix_inputs(
     model: Any,
     prompts: Sequence[Prompt],
     features: Sequence[Sequence[ImageFeatures]],
-    device: torch.device,
 ) -> list[PrefixInputs]:
-    """Build the language model's inputs for each prompt, on ``device``."""
+    """Build the language model's inputs for each prompt."""
     return [
         PrefixInputs(
-            torch.tensor(prompt.token_ids, device=device),
-            family.prompt_positions(model, prompt).to(device),
+            np.array(prompt.token_ids, dtype=np.int64),
+            family.prompt_positions(model, prompt).numpy(),
             tuple(images),
         )
         for prompt, images in zip(prompts, features, strict=True)
@@ -279,17 +279,22 @@ class SharedDecoder:
         self, prefixes: list[PrefixInputs], prefill: PrefillAttention
     ) -> Float[Tensor, "prompts width"]:
         """Return each prompt's last hidden state; store keys and values in ``prefill``."""
-        tokens = pad_sequence([p.token_ids for p in prefixes], batch_first=True)
-        positions = pad_sequence([p.position_ids.T for p in prefixes], batch_first=True)
+        lengths = np.array([len(p.token_ids) for p in prefixes])
+        tokens = np.zeros((len(prefixes), lengths.max()), dtype=np.int64)
+        positions = np.zeros((3, *tokens.shape), dtype=np.int64)
+        for row, prefix in enumerate(prefixes):
+            tokens[row, : lengths[row]] = prefix.token_ids
+            positions[:, row, : lengths[row]] = prefix.position_ids
         features = [image for p in prefixes for image in p.features]
+        device = self.head.weight.device
         hidden = self.language_model(
-            **self.family.language_inputs(self.model, tokens, features),
-            position_ids=positions.permute(2, 0, 1),
+            **self.family.language_inputs(self.model, tokens, features, device),
+            position_ids=copy_to(device, positions),
             attend=prefill,
             use_cache=False,
         ).last_hidden_state
-        last = torch.tensor([len(p.token_ids) - 1 for p in prefixes], device=hidden.device)
-        return hidden[torch.arange(len(prefixes), device=hidden.device), last]
+        last = copy_to(device, lengths - 1)
+        return hidden[torch.arange(len(prefixes), device=device), last]
 
     def _step(
         self,

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from jaxtyping import Int
-from torch import Tensor
 
 from vlm_grpo.engine.attention import PackedAttention
 from vlm_grpo.engine.batch import MicroBatch
@@ -16,6 +15,7 @@ from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.engine.varlen import GroupSpan
 from vlm_grpo.families import Family
+from vlm_grpo.utils.devices import copy_to
 
 
 def score_shared(
@@ -35,15 +35,19 @@ def score_shared(
         settings: how the tokens are scored.
     """
     row = pack_row(batch, prefixes)
+    head: Any = model.get_output_embeddings()
+    device = head.weight.device
     features = [image for prefix in prefixes for image in prefix.features]
     hidden = family.language_model(model)(
-        **family.language_inputs(model, row.token_ids[None], features),
-        position_ids=row.position_ids[:, None],
+        **family.language_inputs(model, row.token_ids[None], features, device),
+        position_ids=copy_to(device, row.position_ids[:, None]),
         attend=PackedAttention(row.spans),
         use_cache=False,
     ).last_hidden_state[0]
-    head: Any = model.get_output_embeddings()
-    return score_tokens(head, hidden[row.predictors], row.targets, row.target_positions, settings)
+    predictors, targets, positions = (
+        copy_to(device, values) for values in (row.predictors, row.targets, row.target_positions)
+    )
+    return score_tokens(head, hidden[predictors], targets, positions, settings)
 
 
 @dataclass(frozen=True)
@@ -60,22 +64,21 @@ class PackedRow:
         target_positions: index of each target within its completion.
     """
 
-    token_ids: Int[Tensor, " T"]
-    position_ids: Int[Tensor, "3 T"]
+    token_ids: Int[np.ndarray, " T"]
+    position_ids: Int[np.ndarray, "3 T"]
     spans: tuple[GroupSpan, ...]
-    predictors: Int[Tensor, " M"]
-    targets: Int[Tensor, " M"]
-    target_positions: Int[Tensor, " M"]
+    predictors: Int[np.ndarray, " M"]
+    targets: Int[np.ndarray, " M"]
+    target_positions: Int[np.ndarray, " M"]
 
 
 def pack_row(batch: MicroBatch, prefixes: Sequence[PrefixInputs]) -> PackedRow:
     """Pack a micro-batch's slices into one row; ``prefixes`` are the inputs of their prompts."""
-    device = prefixes[0].token_ids.device
-    token_ids: list[Tensor] = []
-    position_ids: list[Tensor] = []
+    token_ids: list[Any] = []
+    position_ids: list[np.ndarray] = []
     spans: list[GroupSpan] = []
-    predictors: list[Tensor] = []
-    target_positions: list[Tensor] = []
+    predictors: list[np.ndarray] = []
+    target_positions: list[np.ndarray] = []
     start = 0
     for piece, prefix in zip(batch.slices, prefixes, strict=True):
         length = len(prefix.token_ids)
@@ -83,21 +86,21 @@ def pack_row(batch: MicroBatch, prefixes: Sequence[PrefixInputs]) -> PackedRow:
         spans.append(GroupSpan(start, length, fed))
         token_ids.append(prefix.token_ids)
         position_ids.append(prefix.position_ids)
-        last = start + length - 1
+        next_position, last = prefix.next_position, start + length - 1
         start += length
         for completion, count in zip(piece.completions, fed, strict=True):
-            order = torch.arange(count + 1, device=device)
-            token_ids.append(torch.tensor(completion[:-1], dtype=torch.int64, device=device))
-            position_ids.append((prefix.next_position + order[:-1]).expand(3, -1))
-            predictors.append((start - 1 + order).where(order > 0, last))
+            order = np.arange(count + 1)
+            token_ids.append(completion[:-1])
+            position_ids.append(np.broadcast_to(next_position + order[:-1], (3, count)))
+            predictors.append(np.where(order > 0, start - 1 + order, last))
             target_positions.append(order)
             start += count
     targets = [token for completion in batch.completions for token in completion]
     return PackedRow(
-        torch.cat(token_ids),
-        torch.cat(position_ids, dim=1),
+        np.concatenate(token_ids).astype(np.int64),
+        np.concatenate(position_ids, axis=1),
         tuple(spans),
-        torch.cat(predictors),
-        torch.tensor(targets, device=device),
-        torch.cat(target_positions),
+        np.concatenate(predictors),
+        np.array(targets),
+        np.concatenate(target_positions),
     )

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+from vlm_grpo.utils.devices import copy_to
 
 
 class GroupSpan(NamedTuple):
@@ -57,22 +60,25 @@ class VarlenPlan:
     @classmethod
     def build(cls, spans: Sequence[GroupSpan], device: torch.device) -> VarlenPlan:
         """Build the plan of a row that the spans cover. Empty completions are no sequences."""
-        lengths: list[tuple[int, int]] = []
-        keys: list[Tensor] = []
+        lengths = [(0, 0)]
+        keys: list[np.ndarray] = []
         for start, prompt_length, completion_lengths in spans:
-            prompt = torch.arange(start, start + prompt_length)
+            prompt = np.arange(start, start + prompt_length)
             lengths.append((prompt_length, prompt_length))
             keys.append(prompt)
             start += prompt_length
             for length in filter(None, completion_lengths):
                 lengths.append((length, prompt_length + length))
-                keys += [prompt, torch.arange(start, start + length)]
+                keys += [prompt, np.arange(start, start + length)]
                 start += length
-        starts = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        longest_query, longest_key = (max(column) for column in zip(*lengths, strict=True))
-        query_starts, key_starts = starts.T.contiguous().to(device, non_blocking=True)
-        gathered = torch.cat(keys).to(device, non_blocking=True)
-        return cls(query_starts, key_starts, gathered, longest_query, longest_key)
+        query_lengths, key_lengths = np.array(lengths, dtype=np.int32).T
+        return cls(
+            copy_to(device, query_lengths.cumsum(dtype=np.int32)),
+            copy_to(device, key_lengths.cumsum(dtype=np.int32)),
+            copy_to(device, np.concatenate(keys)),
+            int(query_lengths.max()),
+            int(key_lengths.max()),
+        )
 
     def attend(
         self,

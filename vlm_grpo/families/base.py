@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from jaxtyping import Float, Int
 from qwen_vl_utils.vision_process import fetch_image, smart_resize
 from torch import Tensor
@@ -172,14 +174,19 @@ class Family:
         raise NotImplementedError
 
     def language_inputs(
-        self, model: Any, token_ids: Int[Tensor, "rows T"], features: Sequence[ImageFeatures]
+        self,
+        model: Any,
+        token_ids: Int[np.ndarray, "rows T"],
+        features: Sequence[ImageFeatures],
+        device: torch.device,
     ) -> dict[str, Any]:
-        """Return the language model's arguments for rows of tokens.
+        """Return the language model's arguments for rows of tokens, on ``device``.
 
         Args:
             model: the bare transformers model.
             token_ids: tokens, including image placeholders.
             features: the features of the images, in the order of their placeholders.
+            device: the model's device.
 
         Returns:
             ``inputs_embeds`` (rows, T, width) and the family's other arguments.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from vlm_grpo.families.base import Family, ImageFeatures
 from vlm_grpo.types import Prompt
+from vlm_grpo.utils.devices import copy_to
 
 
 class QwenVL(Family):
@@ -66,9 +68,13 @@ class QwenVL(Family):
         return positions[:, 0]
 
     def language_inputs(
-        self, model: Any, token_ids: Int[Tensor, "rows T"], features: Sequence[ImageFeatures]
+        self,
+        model: Any,
+        token_ids: Int[np.ndarray, "rows T"],
+        features: Sequence[ImageFeatures],
+        device: torch.device,
     ) -> dict[str, Any]:
-        embeds = model.get_input_embeddings()(token_ids)
+        embeds = model.get_input_embeddings()(copy_to(device, token_ids))
         if not features:
             return {"inputs_embeds": embeds}
         is_image = token_ids == model.config.image_token_id
@@ -79,12 +85,21 @@ class QwenVL(Family):
                 f"{len(image_embeds)} features: it has a vision token outside an image, or was "
                 "truncated inside one"
             )
-        embeds = embeds.masked_scatter(is_image[..., None], image_embeds)
-        inputs: dict[str, Any] = {"inputs_embeds": embeds}
+        places = copy_to(device, is_image.ravel().nonzero()[0])
+
+        def insert(into: Tensor, values: Tensor) -> Tensor:
+            return into.flatten(0, 1).index_copy(0, places, values).view_as(into)
+
+        inputs: dict[str, Any] = {"inputs_embeds": insert(embeds, image_embeds)}
         if features[0].deepstack:
+            # transformers adds values at the tokens of a mask, whose number it would read from the
+            # device. All rows are selected instead; the values are 0 at tokens of text.
             levels = zip(*(image.deepstack for image in features), strict=True)
-            inputs["visual_pos_masks"] = is_image
-            inputs["deepstack_visual_embeds"] = [torch.cat(level) for level in levels]
+            zeros = torch.zeros_like(embeds)
+            inputs["visual_pos_masks"] = torch.arange(len(token_ids), device=device)
+            inputs["deepstack_visual_embeds"] = [
+                insert(zeros, torch.cat(level).to(embeds.dtype)) for level in levels
+            ]
         return inputs
 
 

@@ -300,7 +300,7 @@ class Policy:
     def _build_prefixes(self, prompts: Sequence[Prompt]) -> list[PrefixInputs]:
         features = self._encode_images(prompts)
         per_prompt = [[features[image] for image in p.example.images] for p in prompts]
-        return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self.device)
+        return build_prefix_inputs(self.family, self.model, prompts, per_prompt)
 
 
 class CallRoot(nn.Module):

@@ -1,0 +1,15 @@
+"""Copies from the host to a device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def copy_to(device: torch.device, array: np.ndarray) -> Tensor:
+    """Return the array as a tensor on ``device``, without waiting for the copy or the device."""
+    tensor = torch.from_numpy(array)
+    if torch.cuda.is_available():  # only copies from pinned memory do not wait
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
