@@ -67,9 +67,9 @@ def test_packed_attention_in_one_kernel_equals_masked_attention(
 def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     use_plain_varlen(monkeypatch)
     span = GroupSpan(0, 1, (1,) * 256)
-    ones = [torch.ones(1, 1, 257, 1).bfloat16().requires_grad_() for _ in range(3)]
-    PackedAttention([span])(0, *ones, 1.0).sum().backward()
+    q, k, v = (torch.ones(1, 1, 257, 1).bfloat16().requires_grad_() for _ in range(3))
+    PackedAttention([span])(0, q, k, v, 1.0).sum().backward()
     # The prompt's value has weight 1 in its own output and 1/2 in those of 256 completions; a sum
     # in bfloat16 would stop at 128.
-    assert ones[2].grad is not None
-    assert ones[2].grad[0, 0, 0, 0] == 129
+    assert v.grad is not None
+    assert v.grad[0, 0, 0, 0] == 129
