@@ -112,6 +112,11 @@ class OutOfBand(Exception):
 TaskExample = tuple[Task, Example]
 
 
+def load_embedded_task(name: str) -> Task:
+    """Load a task with the prompts that the model is trained on, which hold no instruction."""
+    return load_task(name, frame=FRAMES["resized"], instruction=None)
+
+
 def draw_examples(task: str, count: int, seed: int, split: str) -> list[Example]:
     """Draw examples of one task from its generator."""
     draw, kind = MAKERS[task]
@@ -297,8 +302,7 @@ def build_tiny_vlm(settings: WarmUpSettings, out: Path) -> dict[str, Any]:
         OutOfBand: an accuracy is outside of the band; ``out`` is not written.
     """
     with atomic_folder(out) as folder:
-        options = {"frame": FRAMES["resized"], "instruction": None}
-        tasks = {name: load_task(name, **options) for name in MAKERS}
+        tasks = {name: load_embedded_task(name) for name in MAKERS}
         texts = [
             text
             for name, task in tasks.items()

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.config.run import EMBEDDED_TASKS
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_tiny_vlm
 from vlm_grpo.data_scripts.make_tiny_vlm import (
     BAND,
@@ -22,10 +21,10 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
     build_tiny_vlm,
     compute_learning_rate,
     draw_examples,
+    load_embedded_task,
     measure_accuracy,
     mix_tasks,
 )
-from vlm_grpo.registry import load_task
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
 
@@ -46,7 +45,7 @@ def report():
 
 
 def make_batch(name: str, count: int, seed: int = 99):
-    task = load_task(name, frame=FRAMES["resized"])
+    task = load_embedded_task(name)
     return [(task, example) for example in draw_examples(name, count, seed, "embedded-test")]
 
 
@@ -114,7 +113,7 @@ def test_recorded_accuracies_are_in_the_band(report):
 @pytest.mark.parametrize("name", MAKERS)
 def test_the_accuracy_matches_the_recorded_one(processor, model, report, name):
     examples = draw_examples(name, 64, 99, "embedded-test")
-    task = load_task(name, frame=FRAMES["resized"])
+    task = load_embedded_task(name)
     recorded = report["tests"][0]["greedy"][name]
     # n = 64 at an accuracy near 1/2 has a standard error of 0.0625; three of them on either side.
     assert measure_accuracy(model, processor, task, examples) == pytest.approx(recorded, abs=0.19)
