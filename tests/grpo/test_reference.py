@@ -188,6 +188,7 @@ def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
         assert reference.state_dict()["w"].tolist() == [7, 7, 7]
         reference.refresh(2)
         assert reference.state_dict()["w"].tolist() == [1, 1, 1]
+        assert not reference.state_dict()["w"].requires_grad
         assert saved["w"].tolist() == [7, 7, 7]
 
 

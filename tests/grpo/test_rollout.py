@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from small_runs import make_trainer
+from small_runs import TASK, make_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
@@ -71,18 +72,25 @@ def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings: Any)
     assert [group.id for group in rollout.groups] == expected
 
 
+@pytest.mark.parametrize(
+    ("spread", "chosen", "rounds"), [({1, 2}, [1, 2, 0], [3, 1]), ({2, 3}, [2, 3, 0], [3, 2])]
+)
 def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    spread: set[int],
+    chosen: list[int],
+    rounds: list[int],
 ) -> None:
-    """Of three groups two have a spread, and so has none of the one that is sampled again."""
+    """A step of three groups, those with a spread by their index, and one round of replacement."""
     run = settings(rollout={"dynamic_sampling": True, "max_resample": 1})
     sampler = make_trainer(run).sampler
-    ids = [sampler.stream[index].id for index in range(3)]
-    monkeypatch.setattr(rollout_module, "has_spread", lambda group, *_: group.id in ids[1:])
+    ids = {sampler.stream[index].id: index for index in range(5)}
+    monkeypatch.setattr(rollout_module, "has_spread", lambda group, *_: ids[group.id] in spread)
     rollout = sampler.sample(progress=0)
-    assert [group.id for group in rollout.groups] == [ids[1], ids[2], ids[0]]
-    assert rollout.resampled == 1
-    assert [len(indices) for indices in rollout.rounds] == [3, 1]
+    assert [ids[group.id] for group in rollout.groups] == chosen
+    assert [len(indices) for indices in rollout.rounds] == rounds
+    assert rollout.resampled == rounds[1]
 
 
 def test_ranks_share_the_prompts_of_a_step(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +125,16 @@ def test_a_failure_of_another_rank_ends_the_rollout(
     sampler = make_trainer(settings()).sampler
     monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: True)
     with pytest.raises(UserError, match="another process"):
+        sampler.sample(progress=0)
+
+
+def test_a_reward_that_fails_on_every_completion_ends_the_rollout(
+    settings: Any, tmp_path: Path
+) -> None:
+    broken = "    @reward()\n    def broken(self, answer, example):\n        raise ValueError\n"
+    (tmp_path / "broken.py").write_text(f"{TASK}\n{broken}")
+    sampler = make_trainer(settings(task=str(tmp_path / "broken.py"))).sampler
+    with pytest.raises(UserError, match="reward broken failed on every completion"):
         sampler.sample(progress=0)
 
 

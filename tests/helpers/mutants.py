@@ -28,6 +28,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from types import CodeType, FunctionType
 from typing import Any, TextIO
@@ -114,7 +115,11 @@ class Runner:
         for number in range(self.jobs):
             jobs.append(os.fork())
             if jobs[-1] == 0:
-                self._run_job(session.items, self.mutants[number :: self.jobs])
+                try:
+                    self._run_job(session.items, self.mutants[number :: self.jobs])
+                finally:  # an error
+                    self._print(traceback.format_exc())
+                    os._exit(1)
         for job in jobs:
             os.waitpid(job, 0)
         return True
