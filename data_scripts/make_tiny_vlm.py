@@ -396,7 +396,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, OutOfBand) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {arguments.out} after {report['steps']} steps; every greedy accuracy is in {BAND}:")
+    print(
+        f"wrote {arguments.out} after {report['steps']} steps; every greedy accuracy is in {BAND}:"
+    )
     for test in report["tests"]:
         print(f"  seed {test['seed']}: greedy {test['greedy']}, sampled {test['sampled']}")
     return 0

@@ -155,14 +155,14 @@ def test_thin_images_are_an_error_or_skipped(
     for name in ("2.png", "5.png"):
         # An aspect ratio of 201; the resize accepts 200.
         Image.new("RGB", (2010, 10)).save(tmp_path / name)
-    with pytest.raises(UserError, match=r"2 examples have images(.|\n)*- 2: (.|\n)*- 5: "):
+    with pytest.raises(UserError, match=r"2 examples cannot be used(.|\n)*:3: (.|\n)*:6: "):
         make_trainer(settings())
     trainer = make_trainer(settings(data={"on_bad_row": "skip"}))
     assert len(trainer.sampler.stream.examples) == 6
-    assert "skipped 2 examples whose images the model cannot use" in caplog.text
+    assert "skipped 2 examples that cannot be used with this model:" in caplog.text
     for number in range(8):
         Image.new("RGB", (2010, 10)).save(tmp_path / f"{number}.png")
-    with pytest.raises(UserError, match="8 examples have images that the model cannot use"):
+    with pytest.raises(UserError, match="8 examples cannot be used with this model:"):
         make_trainer(settings(data={"on_bad_row": "skip"}))
 
 

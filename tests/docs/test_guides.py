@@ -29,17 +29,23 @@ NOT_RUN = {
 }
 """Commands that do not run here, with the reason."""
 
+RUNS = {
+    "README.md": ("quickstart", "mine"),
+    "benchmarks.md": ("quickstart", "mine"),
+    "report.md": ("counting", "counting-lora", "lr-1", "lr-2", "lr-3"),
+}
+"""Runs that a guide expects; each is a copy of one run."""
+
 GUIDES_WITH_COMMANDS = [guide for guide in GUIDES if read_commands(guide)]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the runs ``quickstart`` and ``mine``, which two guides expect."""
+    """Return a folder with the run ``quickstart``."""
     folder = tmp_path_factory.mktemp("before")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         run_command("vlm-grpo train quickstart", STEP)
-    shutil.copytree(folder / "runs/quickstart", folder / "runs/mine")
     return folder / "runs"
 
 
@@ -53,8 +59,13 @@ def test_every_command_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("docs").symlink_to(ROOT / "docs")
-    if guide.name in ("README.md", "benchmarks.md"):
-        shutil.copytree(runs, "runs")
+    for name in RUNS.get(guide.name, ()):
+        shutil.copytree(runs / "quickstart", Path("runs", name))
+        config = Path("runs", name, "config.yaml")
+        text = config.read_text().replace("name: quickstart", f"name: {name}")
+        if name.startswith("lr-"):
+            text = re.sub(r"(?m)^  lr: .*", f"  lr: {name[-1]}.0e-06", text)
+        config.write_text(text)
     FILES.get(guide.name, lambda: None)()
     for line in dict.fromkeys(read_commands(guide)):
         if line in NOT_RUN:

@@ -57,7 +57,7 @@ def run_command(line: str, step: int) -> None:
     launched = re.match(r"accelerate launch .*-m vlm_grpo\.cli (?=train)", line)
     line = re.sub(r"accelerate launch .*-m vlm_grpo\.cli ", "vlm-grpo ", line)
     line = line.removeprefix("until ").partition(";")[0]  # one iteration of a shell loop
-    program, *arguments = shlex.split(line)
+    program, *arguments = shlex.split(line, comments=True)
     arguments = [re.sub(r"step-\d+", f"step-{step}", argument) for argument in arguments]
     command = arguments[0]
     arguments += next((more for word, more in SHORT.items() if word in command), [])

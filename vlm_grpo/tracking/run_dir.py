@@ -31,6 +31,7 @@ from vlm_grpo.tracking.samples import (
 from vlm_grpo.tracking.summary import read_evaluation
 from vlm_grpo.tracking.trackers import Trackers
 from vlm_grpo.types import Example, Group
+from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full
 from vlm_grpo.utils.folder_lock import check_lock, lock_folder
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,13 @@ def lock_run(settings: Settings, accelerator: Accelerator) -> Iterator[None]:
         UserError: another process holds it, or the folder cannot be written to.
     """
     with ExitStack() as stack:
-        with fail_together(accelerator):
+        with fail_together(accelerator), explain_disk_full(settings.run_dir):
             if accelerator.is_main_process:
                 try:
                     stack.enter_context(lock_folder(settings.run_dir))
                 except OSError as error:
+                    if error.errno in DISK_FULL_ERRORS:
+                        raise
                     raise UserError(
                         f"the run's folder {settings.run_dir} cannot be created or written to "
                         f"({error.strerror}): set output_dir or name"
