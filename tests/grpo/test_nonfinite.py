@@ -57,11 +57,11 @@ def test_the_completions_of_the_last_step_are_written(tmp_path: Path) -> None:
 
 def test_every_rank_writes_its_completions(tmp_path: Path) -> None:
     for rank in range(2):
-        guard = NonfiniteGuard(tmp_path, rank)
+        guard = NonfiniteGuard(tmp_path / "run", rank)
         guard.count = MAX_NONFINITE_STEPS - 1
         with pytest.raises(UserError, match=f"rank-{rank}"):
             guard.check(7, True, GROUPS, ADVANTAGES)
-    assert len(list((tmp_path / "overflow").iterdir())) == 2
+    assert len(list((tmp_path / "run" / "overflow").iterdir())) == 2
 
 
 def test_a_run_skips_updates_that_are_not_finite_and_keeps_the_batch_that_ended_it(

@@ -162,6 +162,7 @@ class Runner:
         child = os.fork()
         if child == 0:
             os.setsid()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the report of a crash
             try:
                 if mutant is not None:
                     apply(mutant, self.functions)

@@ -84,6 +84,11 @@ def test_small_graded_rewards_do_not_count_as_equal():
     assert result.values.tolist() == pytest.approx([-0.5e-7, 0.5e-7])
 
 
+def test_large_rewards_that_differ_by_rounding_count_as_equal():
+    assert 3 * 100.1 != 300.3  # they differ by 6e-14
+    assert group_advantages(double(3 * 100.1, 300.3), "aa").values.tolist() == [0, 0]
+
+
 def test_batch_scale_is_the_deviation_of_all_scorable_rewards():
     rewards = double(1, 0, 5, 3, NAN)
     result = group_advantages(rewards, "aabbb", scale_rewards="batch")
@@ -101,6 +106,9 @@ def test_normalizing_each_reward_distinguishes_combinations_with_equal_sums():
     each = per_reward_advantages(rewards, weights, "aaaa").values
     assert summed[0] == summed[1]
     assert abs(each[0] - each[1]) > 0.1
+    # The statistics of the groups describe the weighted sums: 2, 1/2, 5/2, 1/2.
+    weighted = per_reward_advantages(rewards, double(2, 0.5), "aaaa")
+    assert weighted.group_stds.tolist() == pytest.approx([double(2, 0.5, 2.5, 0.5).std().item()])
 
 
 def test_normalizing_each_reward_ignores_the_scale_of_a_reward():

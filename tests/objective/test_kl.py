@@ -36,6 +36,6 @@ def test_k3_keeps_precision_for_small_differences():
 def test_penalties_sum_over_each_completions_tokens():
     completion = torch.tensor([0, 2, 0, 2, 2])
     logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0], requires_grad=True)
-    penalties = kl_penalties(logprobs, torch.zeros(5), completion, 3)
+    penalties = kl_penalties(logprobs, torch.zeros(5, requires_grad=True), completion, 3)
     assert penalties.tolist() == [-4.0, 0.0, -11.0]
     assert not penalties.requires_grad

@@ -269,6 +269,9 @@ def test_the_sampler_mismatch_is_logged_and_its_weight_capped():
     log2 = math.log(2)
     assert plain["sampling/sampling_logp_difference/mean"] == pytest.approx(2 * log2)
     assert plain["sampling/sampling_logp_difference/max"] == pytest.approx(3 * log2)
+    assert batch.sampler_logprobs is not None
+    below = replace(batch, sampler_logprobs=2 * trainer.detach() - batch.sampler_logprobs)
+    assert policy_loss(below, totals, ObjectiveSettings()).metrics.values() == plain
     token = policy_loss(batch, totals, ObjectiveSettings(sampler_correction="token"))
     grad = torch.autograd.grad(token.loss, trainer)[0]
     assert grad.tolist() == pytest.approx([-2 / 2, -3 / 2])
@@ -292,6 +295,15 @@ def test_a_batch_without_a_tensor_that_the_settings_need_is_refused(fields, miss
     step = replace(make_step(), **{missing: None})
     with pytest.raises(ValueError, match=message):
         policy_loss(step, count_totals(step), ObjectiveSettings(**fields))
+
+
+def test_a_step_of_one_token_is_divided_by_one():
+    one = torch.zeros(1, requires_grad=True)
+    batch = TokenBatch(
+        one, torch.tensor([0]), torch.ones(1), torch.tensor([1]), entropies=torch.tensor([3.0])
+    )
+    output = policy_loss(batch, StepTotals(1, 1, 1), ObjectiveSettings(entropy_coef=0.5))
+    assert output.loss.item() == -1.0 - 0.5 * 3.0
 
 
 def test_an_empty_batch_has_no_loss():

@@ -64,7 +64,7 @@ def _dispatch(
     key: Float[Tensor, "rows key_heads S width"],
     value: Float[Tensor, "rows key_heads S width"],
     attention_mask: Tensor | None,
-    scaling: float | None = None,
+    scaling: float,
     attend: AttentionFunction | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "rows T heads width"], Tensor | None]:
@@ -72,7 +72,6 @@ def _dispatch(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Under autocast the rotation leaves queries and keys in float32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     return attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
