@@ -223,6 +223,7 @@ def test_prediction_and_export_take_paths_and_images(
 
     assert trained.text == exported.text
     assert trained.answer == exported.answer
+    assert trained.picture is not None
     assert trained.picture.height >= image.height  # a caption adds to it
     assert capsys.readouterr().out == ""
 
