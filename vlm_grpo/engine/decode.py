@@ -21,8 +21,8 @@ from vlm_grpo.engine.attention import PrefillAttention
 from vlm_grpo.engine.graphs import CapturedStep, GraphCapture
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.families import Family, ImageFeatures
+from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.types import Prompt
-from vlm_grpo.utils.devices import copy_to
 from vlm_grpo.utils.timing import Stopwatch
 
 LENGTH_BUCKET = 64

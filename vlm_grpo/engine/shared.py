@@ -15,7 +15,7 @@ from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.engine.varlen import GroupSpan
 from vlm_grpo.families import Family
-from vlm_grpo.utils.devices import copy_to
+from vlm_grpo.families.transfer import copy_to
 
 
 def score_shared(

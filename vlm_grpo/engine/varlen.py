@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from vlm_grpo.utils.devices import copy_to
+from vlm_grpo.families.transfer import copy_to
 
 
 class GroupSpan(NamedTuple):

@@ -11,8 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from vlm_grpo.families.base import Family, ImageFeatures
+from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.types import Prompt
-from vlm_grpo.utils.devices import copy_to
 
 
 class QwenVL(Family):
