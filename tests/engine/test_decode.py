@@ -37,12 +37,15 @@ def test_greedy_tokens_equal_those_of_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_logprobs_equal_scored_ones(family: str) -> None:
+def test_sampled_logprobs_and_entropies_equal_scored_ones(family: str) -> None:
     policy = tiny_policy(family, min_new_tokens=2)
     prompts = mixed_prompts(policy, 12)
     groups = sample_groups(policy, prompts)
-    scored = policy.score(pack_groups(prompts, groups)).logprobs
-    assert (scored - sampled_logprobs(groups)).abs().max() < 1e-4
+    scored = policy.score(pack_groups(prompts, groups), with_entropy=True)
+    assert (scored.logprobs - sampled_logprobs(groups)).abs().max() < 1e-4
+    entropies = torch.tensor([value for group in groups for c in group for value in c.entropies])
+    assert scored.entropies is not None
+    assert (scored.entropies - entropies).abs().max() < 1e-4
 
 
 def test_sampled_and_scored_logprobs_stay_close_in_bfloat16() -> None:

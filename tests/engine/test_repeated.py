@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from family_models import BUILDERS, build_family_policy
@@ -39,3 +41,18 @@ def test_prompts_with_images_of_different_sizes_are_scored_in_one_batch(family: 
     # Padding changes the order of float32 sums: at most 1e-5 here.
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=5e-5)
     torch.testing.assert_close(together, sampled_logprobs(groups), rtol=0, atol=5e-5)
+
+
+def test_batches_of_repeated_prompts_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, sizes = tiny_policy("qwen2_5_vl", shared=False), []
+    generate = policy.model.generate
+
+    def record_size(**inputs: Any) -> Any:
+        rows, length = inputs["input_ids"].shape
+        sizes.append((rows, rows * (length + 12)))  # 12 new tokens
+        return generate(**inputs)
+
+    monkeypatch.setattr(policy.model, "generate", record_size)
+    sample_groups(policy, mixed_prompts(policy, 6), max_tokens=300)
+    assert max(rows for rows, _ in sizes) > 1
+    assert all(tokens <= 300 or rows == 1 for rows, tokens in sizes)

@@ -262,18 +262,18 @@ class SharedDecoder:
         cache: KVCache,
         state: SamplerState,
     ) -> None:
-        """Prefill waiting prompts into empty slots, longest first; sample their first tokens."""
-        empty = (prompts < 0).nonzero()[:, 0].tolist()
-        while empty and waiting:
-            fit = max(1, self.max_tokens // len(prefixes[waiting[-1]].token_ids))
-            batch = [waiting.pop() for _ in range(min(fit, len(empty), len(waiting)))]
-            slots, empty = empty[: len(batch)], empty[len(batch) :]
-            prefill = PrefillAttention()
-            hidden = self._prefill([prefixes[p] for p in batch], prefill)
-            cache.store_prompts(slots, [len(prefixes[p].token_ids) for p in batch], prefill)
-            prompts[slots] = new = torch.tensor(batch, device=prompts.device)
-            logits = self.head(hidden).repeat_interleave(cache.group_size, 0)
-            state.sample(logits, _expand_rows(new, cache.group_size))
+        """Prefill waiting prompts into empty slots, longest first; sample their first tokens.
+
+        There are no more slots than longest prompts fit into the token budget.
+        """
+        slots = (prompts < 0).nonzero()[: len(waiting), 0].tolist()
+        batch = [waiting.pop() for _ in slots]
+        prefill = PrefillAttention()
+        hidden = self._prefill([prefixes[p] for p in batch], prefill)
+        cache.store_prompts(slots, [len(prefixes[p].token_ids) for p in batch], prefill)
+        prompts[slots] = new = torch.tensor(batch, device=prompts.device)
+        logits = self.head(hidden).repeat_interleave(cache.group_size, 0)
+        state.sample(logits, _expand_rows(new, cache.group_size))
 
     def _prefill(
         self, prefixes: list[PrefixInputs], prefill: PrefillAttention
