@@ -9,7 +9,9 @@ import torch
 from gradients import relative_distance
 from tiny_models import FAMILIES, make_prompt, noise_example, tiny_policy
 
-from vlm_grpo.engine.batch import GroupSlice, pack
+from vlm_grpo.engine import vision as vision_module
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.engine.vision import ImageEncoder, split_passes
 from vlm_grpo.model.policy import Policy
 
 
@@ -29,11 +31,10 @@ def make_slices(policy: Policy) -> list[GroupSlice]:
     return slices
 
 
-def compute_gradient(policy: Policy, max_tokens: int, share: bool) -> tuple[dict, int, int]:
-    """Return the gradient of the summed log-probs, and the numbers of micro-batches and passes."""
+def compute_gradient(policy: Policy, batches: list[MicroBatch], share: bool) -> tuple[dict, int]:
+    """Return the gradient of the summed log-probs, and the number of encoder passes."""
     policy.model.zero_grad()
     policy.counters.encoder_passes = 0
-    batches = pack(make_slices(policy), max_tokens)
     if share:
         with policy.share_image_passes() as finish:
             for count, micro in enumerate(batches, 1):
@@ -43,18 +44,37 @@ def compute_gradient(policy: Policy, max_tokens: int, share: bool) -> tuple[dict
         for micro in batches:
             policy.score(micro).logprobs.sum().backward()
     grads = {n: w.grad.clone() for n, w in policy.trainable_parameters() if w.grad is not None}
-    return grads, len(batches), policy.counters.encoder_passes
+    return grads, policy.counters.encoder_passes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sharing_encoder_passes_does_not_change_the_gradient(family: str) -> None:
     policy = tiny_policy(family, dtype=torch.float64)
-    expected, one, _ = compute_gradient(policy, 10_000, share=False)
-    found, several, passes = compute_gradient(policy, 60, share=True)
-    _, _, without = compute_gradient(policy, 60, share=False)
-    assert one == 1
-    assert several >= 6  # groups of three are split, too
-    assert passes == 2 < without  # two images
-    assert any(name.startswith("model.visual") for name in found)
-    # float64, but transformers computes norms in float32: 1e-7 of rounding per layer.
-    assert relative_distance(found, expected) < 1e-6
+    first, second, third = slices = make_slices(policy)
+    expected, _ = compute_gradient(policy, [MicroBatch(tuple(slices))], share=False)
+    split = pack(slices, 60)
+    assert len(split) >= 6  # groups of three are split, too
+    # The first of these has both images, of which the other needs one.
+    uneven = [MicroBatch((first, third)), MicroBatch((second,))]
+    for batches in (split, uneven):
+        found, passes = compute_gradient(policy, batches, share=True)
+        assert passes == 2 < compute_gradient(policy, batches, share=False)[1]  # two images
+        assert any(name.startswith("model.visual") for name in found)
+        # float64, but transformers computes norms in float32: 1e-7 of rounding per layer.
+        assert relative_distance(found, expected) < 1e-6
+
+
+def test_images_are_encoded_in_passes_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision_module, "ENCODER_PATCHES", 6)
+    images = [{"pixel_values": torch.zeros(patches, 1)} for patches in (3, 3, 3, 7, 2, 4)]
+    sizes = [[len(image["pixel_values"]) for image in part] for part in split_passes(images)]
+    assert sizes == [[3, 3], [3], [7], [2, 4]]
+
+
+def test_features_of_a_frozen_tower_are_kept_until_they_are_cleared() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    encoder = ImageEncoder(policy.family, policy.model, False, policy.stopwatch)
+    prompts = [make_prompt(policy, noise_example("a", [(56, 56)]))]
+    assert [encoder(prompts)[1] for _ in range(2)] == [1, 0]
+    encoder.clear_cache()
+    assert encoder(prompts)[1] == 1

@@ -44,7 +44,7 @@ TARGETS = {
     "engine/sampling.py": (0.2, "engine/test_sampling.py engine/test_decode.py test_wiring.py"),
     "engine/shared.py": (0.3, "engine/test_shared.py test_wiring.py"),
     "engine/vision.py": (0.2, "engine/test_vision.py test_wiring.py"),
-    "rewards/scorer.py": (0.2, "rewards/test_scorer.py"),
+    "rewards/scorer.py": (0.2, "rewards/test_scorer.py rewards/test_batch_rules.py"),
     "checkpoint/manager.py": (0.12, "checkpoint/test_manager.py checkpoint/test_partial_step.py"),
     "checkpoint/partial_step.py": (0.25, "checkpoint/test_partial_step.py"),
     "checkpoint/store.py": (

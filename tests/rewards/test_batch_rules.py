@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -194,6 +195,23 @@ def test_the_limit_of_a_rule_replaces_that_of_the_run() -> None:
     (found,) = RewardScorer(60.0)(Slow(), ["a"], [EXAMPLE])
     assert "longer than its limit of 0.05 s" in found.failures["endless"]
     assert found.metrics == {"patient": 1.0}
+
+
+def test_the_limit_of_the_run_is_multiplied_by_the_number_of_completions() -> None:
+    class Waiting(Task):
+        primary_metric = "waited"
+
+        def parse(self, text: str, example: Example) -> str:
+            return text
+
+        @reward(batch=True)
+        def waited(self, batch: Batch) -> list[float]:
+            time.sleep(0.3)
+            return [1.0] * len(batch)
+
+    limited = RewardScorer(0.2)
+    assert [s.total for s in limited(Waiting(), ["a"] * 5, [EXAMPLE] * 5)] == [1.0] * 5  # 1 s
+    assert limited(Waiting(), ["a"], [EXAMPLE])[0].total is None
 
 
 def test_a_batch_is_a_sequence(source: str) -> None:

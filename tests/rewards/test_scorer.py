@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
+from vlm_grpo.rewards import scorer as scorer_module
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task, reward
 from vlm_grpo.types import Example, Score
@@ -185,3 +187,24 @@ def test_the_limit_holds_outside_the_main_thread(failing: Task):
         thread.start()
         thread.join()
     assert [each.total for each in found] == [1.5, None]
+
+
+def test_workers_that_do_not_start_are_an_error_and_none_is_left(
+    failing: Task, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scorer_module, "_START_SECONDS", 0.001)
+    with (
+        pytest.raises(UserError, match="the reward workers did not start"),
+        RewardScorer(LIMIT, workers=1) as scorer,
+    ):
+        score(scorer, failing, ["good"])
+    assert not multiprocessing.active_children()
+
+
+def test_the_end_of_a_scorers_block_closes_it(monkeypatch: pytest.MonkeyPatch):
+    closed: list[bool] = []
+    scorer = RewardScorer(LIMIT)
+    monkeypatch.setattr(scorer, "close", lambda: closed.append(True))
+    with scorer:
+        assert not closed
+    assert closed
