@@ -26,6 +26,7 @@ from small_runs import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
+from vlm_grpo import trainer as trainer_module
 from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
@@ -135,6 +136,18 @@ def test_a_resume_with_a_renamed_weight_fails_and_names_it(settings: Any) -> Non
     update_manifest(checkpoint)
     with pytest.raises(UserError, match="q_proj"):
         train(run.model_copy(update={"resume": True}))
+
+
+def test_trackers_are_checked_before_anything_is_loaded(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(names: tuple[str, ...]) -> None:
+        raise UserError(f"{names[0]} is not installed")
+
+    monkeypatch.setattr(trainer_module, "check_installed", refuse)
+    run = settings(logging={"trackers": ["wandb"]}, data={"train": "no-such-file.jsonl"})
+    with pytest.raises(UserError, match="wandb is not installed"):
+        train(run)
 
 
 def test_a_second_run_does_not_overwrite_the_first(settings: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,28 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
     shutil.rmtree(asynchronous.run_dir / "checkpoints" / "step-4")
     train(asynchronous.model_copy(update={"resume": True}))
     assert_same_run(synchronous.run_dir, asynchronous.run_dir)
+
+
+def test_a_failed_step_waits_for_its_asynchronous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    trainer = make_trainer(small_run(tmp_path, model, checkpoint={"asynchronous": True}))
+    trainer.step()
+    save = trainer.policy.save
+
+    def save_slowly(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        time.sleep(0.5)
+        save(folder, weights)
+
+    def fail(progress: float) -> Any:
+        raise UserError("an image cannot be read")
+
+    monkeypatch.setattr(trainer.policy, "save", save_slowly)
+    monkeypatch.setattr(trainer.sampler, "sample", fail)
+    with pytest.raises(UserError, match="cannot be read"):
+        trainer.step()
+    assert (trainer.settings.run_dir / "checkpoints" / "step-1" / "manifest.json").is_file()
 
 
 def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(

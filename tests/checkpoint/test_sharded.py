@@ -61,6 +61,8 @@ def test_shards_are_merged_into_one_checkpoint(tmp_path: Path) -> None:
     assert set(optimizer) == set(WEIGHTS)
     assert all(torch.equal(optimizer[name], WEIGHTS[name]) for name in WEIGHTS)
     index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
+    sizes = [path.stat().st_size for path in checkpoint.glob("model-*.safetensors")]
+    assert index["metadata"]["total_size"] == sum(sizes)
     assert index["weight_map"] == {
         name: f"model-{rank + 1:05d}-of-00002.safetensors"
         for rank, half in enumerate(halves)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,13 @@ def test_plain_launches_use_data_parallelism() -> None:
     assert strategy.may_retry
     with pytest.raises(RuntimeError, match="no dummy passes"):
         strategy.dummy_loss()
+
+
+def test_the_model_is_moved_to_the_device_of_its_rank() -> None:
+    """Torch's device without memory stands for an accelerator."""
+    ranks: Any = SimpleNamespace(device=torch.device("meta"))
+    strategy = DataParallel(tiny_policy("qwen2_5_vl"), ranks)
+    assert {weight.device.type for _, weight in strategy.trainable} == {"meta"}
 
 
 def test_weights_without_a_gradient_get_a_zero_gradient() -> None:

@@ -48,6 +48,7 @@ def test_weights_decay_only_in_matrices() -> None:
         for weight in group["params"]
     }
     assert {name: decays[id(weight)] for name, weight in weights} == {"norm": 0.0, "linear": 0.1}
+    assert optimizer.defaults["fused"]  # one kernel for all weights
 
 
 def test_state_is_named_by_weight_and_key() -> None:

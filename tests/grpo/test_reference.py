@@ -149,6 +149,20 @@ def test_a_snapshot_on_the_host_gives_the_same_run(
     assert all(n == m and torch.equal(a, b) for (n, a), (m, b) in pairs)
 
 
+def test_gathered_weights_are_dropped_around_the_reference_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of the policy's weights must not serve the reference, nor the other way round."""
+    trainer = make_embedded_trainer(tmp_path, KL, "objective.reference_refresh_every=never")
+    _, weight = trainer.strategy.trainable[0]
+    weight.data.zero_()  # the policy's; the reference's are not 0
+    dropped: list[bool] = []
+    monkeypatch.setattr(trainer.strategy, "release", lambda: dropped.append(bool(weight.any())))
+    trainer.updater.reference_logprobs(())
+    assert dropped == [False, True]
+    assert not weight.any()
+
+
 def make_reference(device: str, weight: torch.nn.Parameter) -> Reference:
     fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
     return Reference([("w", weight)], ObjectiveSettings.model_validate(fields))

@@ -108,6 +108,21 @@ def test_running_out_of_memory_changes_only_the_micro_batches(
     )
 
 
+def test_updates_run_in_training_mode(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradient checkpointing needs it."""
+    trainer = make_trainer(settings())
+    score, modes = trainer.policy.score, []
+
+    def record_mode(*arguments: Any) -> Any:
+        modes.append(trainer.policy.model.training)
+        return score(*arguments)
+
+    monkeypatch.setattr(trainer.policy, "score", record_mode)
+    trainer.policy.model.eval()
+    trainer.step()
+    assert modes == [True]
+
+
 def test_micro_batches_share_the_passes_of_their_images(settings: Any) -> None:
     """Three images: one pass each in the rollout, and one in the update of the vision tower."""
     trainer = make_trainer(settings(optim={"max_tokens_per_batch": 60}))

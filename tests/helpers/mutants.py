@@ -182,7 +182,8 @@ class Runner:
             failed = pipe.read()
         if not failed and status == 0:
             raise RuntimeError(f"the tests could not run with {mutant}")
-        result = "killed" if failed else f"killed: signal {status}"
+        code = os.waitstatus_to_exitcode(status)  # negative: of a signal, as at the time limit
+        result = "killed" if failed else f"killed: exit {code}"
         return {
             "name": mutant.name if mutant else "",
             "result": "survived" if failed == "survived" else result,

@@ -68,7 +68,7 @@ def score_tokens(
         positions: index of each token within its completion.
         settings: how the tokens are scored.
     """
-    rows = settings.chunk_tokens or max(1, len(targets))
+    rows = settings.chunk_tokens or len(targets)
     frozen = type(head) in (nn.Linear, Linear) and not head.weight.requires_grad  # type: ignore[union-attr]
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     one_pass = frozen and with_gradient and not settings.with_entropy

@@ -50,7 +50,7 @@ class SamplingDistribution:
         adjusted = wide / (self.temperature or 1.0)
         if self.banned:
             adjusted[:, list(self.banned)] = -torch.inf
-        if self.min_new_tokens and self.eos:
+        if self.min_new_tokens:
             early = (positions < self.min_new_tokens)[:, None]
             columns = adjusted[:, list(self.eos)]
             adjusted[:, list(self.eos)] = columns.masked_fill(early, -torch.inf)
