@@ -193,12 +193,16 @@ def test_workers_that_do_not_start_are_an_error_and_none_is_left(
     failing: Task, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(scorer_module, "_START_SECONDS", 0.001)
+    before = set(multiprocessing.active_children())
     with (
         pytest.raises(UserError, match="the reward workers did not start"),
         RewardScorer(LIMIT, workers=1) as scorer,
     ):
         score(scorer, failing, ["good"])
-    assert not multiprocessing.active_children()
+    started = set(multiprocessing.active_children()) - before
+    for process in started:
+        process.join(10)  # it has been killed, and may not be gone yet
+    assert not any(process.is_alive() for process in started)
 
 
 def test_the_end_of_a_scorers_block_closes_it(monkeypatch: pytest.MonkeyPatch):
