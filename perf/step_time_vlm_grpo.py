@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import math
-import os
+import tempfile
 import time
 from typing import Any
 
@@ -24,6 +24,8 @@ from vlm_grpo.task import Task, reward
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 
+OUTPUT = tempfile.TemporaryDirectory()
+"""Output folder of the run, deleted when the process ends."""
 ONEDNN = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
 
 
@@ -50,8 +52,9 @@ def build_trainer(
     settings = Settings.model_validate(
         {
             "task": "noise",
+            "model": "random",
             "data": {"train": "unused"},
-            "output_dir": os.devnull,
+            "output_dir": OUTPUT.name,
             "policy": {
                 "dtype": options.dtype,
                 "gradient_checkpointing": options.checkpointing,
