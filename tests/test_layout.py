@@ -6,6 +6,8 @@ import configparser
 import re
 from pathlib import Path
 
+from mutations import find_mutants, list_test_files
+
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 
@@ -63,3 +65,9 @@ def test_every_module_has_tests() -> None:
     }
     assert modules - tested <= listed, "add a test file, or a line in CONTRIBUTING's table of tests"
     assert listed <= modules, "CONTRIBUTING's table of tests lists modules that do not exist"
+
+
+def test_mutants_change_code_that_exists() -> None:
+    mutants = find_mutants()  # a ValueError names a written mutant whose text is gone
+    assert len({mutant.name for mutant in mutants}) == len(mutants) > 250
+    assert all((ROOT / file).is_file() for mutant in mutants for file in list_test_files(mutant))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import load_model
+from vlm_grpo.tracking import run_dir as run_dir_module
 from vlm_grpo.trainer import train
 
 
@@ -287,6 +289,36 @@ def test_a_failure_while_a_checkpoint_is_written_leaves_the_previous_ones(
     steps = [step.steps for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
     assert steps == [1, 2]  # the third was not renamed to its final name
     assert train(run.model_copy(update={"resume": True})).checkpoint.name == "step-4"
+
+
+def test_a_failed_rollout_saves_the_last_step_once(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step there is nothing to save."""
+    trainer, saved = make_trainer(settings()), []
+    save, sample = trainer.checkpoints.save, trainer.sampler.sample
+    monkeypatch.setattr(trainer.checkpoints, "save", lambda s: (saved.append(s.step), save(s)))
+
+    def fail(progress: float) -> Any:
+        raise UserError("an image cannot be read")
+
+    for sampler, expected in ((fail, []), (sample, []), (fail, [1]), (fail, [1])):
+        monkeypatch.setattr(trainer.sampler, "sample", sampler)
+        with nullcontext() if sampler is sample else pytest.raises(UserError, match="cannot be"):
+            trainer.step()
+        assert saved == expected
+
+
+def test_the_report_is_rebuilt_during_the_run(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(run_dir_module, "REPORT_SECONDS", -1)  # due after each step
+    monkeypatch.setattr(
+        run_dir_module, "build_report", lambda path: steps.append(len(read_metrics(path)))
+    )
+    train(settings(optim={"max_steps": 2}))
+    assert steps == [1, 2, 2]  # the last one at the end
 
 
 FAILING = """

@@ -7,24 +7,29 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from partial_step_ranks import make_run
 from small_runs import (
     LORA,
     TASK,
     StopAt,
     assert_same_run,
+    make_trainer,
     read_metrics,
     save_tiny_model,
     small_run,
 )
 
 from vlm_grpo import trainer as trainer_module
+from vlm_grpo.checkpoint.partial_step import restore_step, serialize_step
 from vlm_grpo.checkpoint.store import read_metadata, read_tensors
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.grpo import batch as batch_module
 from vlm_grpo.trainer import train
 
 
@@ -125,6 +130,28 @@ def test_a_prompt_that_changed_since_the_stop_is_named(
     (tmp_path / "letters.py").write_text(f"{TASK}\n{question}")
     with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
         train(run.model_copy(update={"resume": True}))
+
+
+def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the groups of all ranks are dealt out in turn."""
+    trainer = make_trainer(small_run(tmp_path, model))
+    trainer.stop_request = StopAt(1)
+    with pytest.raises(trainer_module.StepInterrupted):
+        trainer.step()
+    assert trainer.partial is not None
+    values, tensors = serialize_step(trainer.partial, trainer.policy)
+    tensors |= {f"1{name.removeprefix('0')}": tensor for name, tensor in tensors.items()}
+    monkeypatch.setattr(batch_module, "sum_over_ranks", lambda *_: None)  # there is one process
+    a, b, c = (group.id for group in trainer.partial.rollout.groups)
+    own, all_groups = [a, b, c], [a, b, c, a, b, c]  # of two ranks that saved the same
+    for rank, world, expected in ((1, 2, own), (0, 1, all_groups), (1, 3, [b, b]), (1, 4, [b, c])):
+        ranks: Any = SimpleNamespace(
+            process_index=rank, num_processes=world, device=torch.device("cpu")
+        )
+        step = restore_step(values * 2, tensors, trainer.sampler, trainer.settings, ranks)
+        assert [group.id for group in step.rollout.groups] == expected
 
 
 def test_the_format_of_a_checkpoint_within_a_step_is_kept(

@@ -36,6 +36,18 @@ def score_plainly(head: nn.Module, hidden: Tensor, targets: Tensor, positions: T
     return logprobs.gather(1, targets[:, None])[:, 0], -terms.sum(-1)
 
 
+@pytest.mark.parametrize("entropy", [True, False])
+def test_greedy_scores_have_the_gradient_of_temperature_one(entropy: bool) -> None:
+    head, hidden, targets, positions = make_inputs()
+    head.requires_grad_(False)
+    grads = []
+    for temperature in (0.0, 1.0):
+        settings = ScoringSettings(SamplingDistribution(temperature), 7, entropy)
+        scores = score_tokens(head, hidden, targets, positions, settings)
+        grads.append(torch.autograd.grad(scores.logprobs.sum(), hidden)[0])
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("chunk", [0, 1, 7, 100])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("entropy", [True, False])
@@ -98,8 +110,23 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
     assert max(sizes) <= max(4 * VOCABULARY, TOKENS * WIDTH, WIDTH * VOCABULARY)
 
 
-def test_without_gradient_nothing_is_saved() -> None:
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_only_a_gradient_that_is_wanted_costs_a_second_product(enabled: bool, wanted: bool) -> None:
     head, hidden, targets, positions = make_inputs()
-    with torch.no_grad():
+    head.requires_grad_(False)
+    hidden.requires_grad_(wanted)
+    with torch.set_grad_enabled(enabled), CountProducts() as products:
         scores = score_tokens(head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 4))
-    assert not scores.logprobs.requires_grad
+    assert scores.logprobs.requires_grad == (enabled and wanted)
+    assert products.count == 6 * (1 + (enabled and wanted))  # six chunks

@@ -107,6 +107,16 @@ def test_top_p_keeps_no_token_beyond_its_mass() -> None:
     assert state.logprobs.flatten().exp().tolist() == pytest.approx([0.5] * 32)
 
 
+def test_top_p_of_one_keeps_every_token() -> None:
+    """Also one of probability 1e-13, which float32 loses in a sum with the other's."""
+    distribution = SamplingDistribution()
+    assert not SamplingSettings(distribution, 1, top_p=1.0).truncates
+    settings = SamplingSettings(distribution, 1, top_k=2, top_p=1.0)
+    assert settings.truncates
+    state = SamplerState(torch.tensor([[1 - 1e-14]], dtype=torch.float64), settings)
+    assert state.sample(torch.tensor([[0.0, -30.0, -60.0]]), torch.arange(1)).tolist() == [1]
+
+
 def test_temperature_is_part_of_the_scored_distribution() -> None:
     cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
     prompt = image_prompt(cold)

@@ -26,9 +26,8 @@ def compute(
     groups: list[Group],
     penalties: torch.Tensor | None = None,
     rank: int = 0,
-    world_size: int = 1,
 ) -> StepAdvantages:
-    accelerator: Any = SimpleNamespace(process_index=rank, num_processes=world_size)
+    accelerator: Any = SimpleNamespace(process_index=rank)
     settings = load_settings("quickstart", [UNSCALED])
     task = load_task("counting", weights={"exact": 2.0, "closeness": 1.0})
     return compute_advantages(
@@ -69,20 +68,20 @@ def test_an_undefined_reward_makes_a_completion_unscorable() -> None:
 
 
 def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 of two; group ids must not collide with those of rank 0, which has three groups."""
-    sent: list[torch.Tensor] = []  # the rewards and the ids of rank 0
+    """Rank 1 of two; its group must not be joined with one of rank 0, which has three groups."""
+    sent: list[list[Any]] = []  # the rewards and the sizes of the groups of rank 0
 
     def gather(parts: list[Any], rank: int) -> list[Any]:
         if rank == 0:
-            sent.append(parts[0])
+            sent.append(parts)
             return parts
-        return [sent.pop(0), *parts]
+        return [*sent.pop(0), *parts]
 
     others = [((5.0, 0.0), (3.0, 0.0)), ((1.0, 0.0), (1.0, 0.0)), ((0.0, 0.0), (2.0, 0.0))]
     for rank, groups in enumerate([others, [((1.0, 0.0), (0.0, 0.0))]]):
         monkeypatch.setattr(advantages_module, "gather_object", partial(gather, rank=rank))
         made = [make_counting_group(*rewards) for rewards in groups]
-        result = compute(made, rank=rank, world_size=2)
+        result = compute(made, rank=rank)
     assert result.own.tolist() == pytest.approx([1, -1])
     assert result.step.values.tolist() == pytest.approx([2, -2, 0, 0, -2, 2, 1, -1])
     assert result.step.zero_spread.tolist() == [False, True, False, False]

@@ -206,6 +206,23 @@ def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
         assert saved["w"].tolist() == [7, 7, 7]
 
 
+def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value() -> None:
+    """A shard is a view of memory that the strategy manages; a full weight is not copied."""
+    full, shard = torch.nn.Parameter(torch.zeros(3)), torch.zeros(2)
+    sharded: Any = torch.nn.Parameter(torch.zeros(3))
+    sharded.ds_tensor = shard  # as DeepSpeed keeps this rank's part of a weight
+    for weight, held in ((full, full), (sharded, shard)):
+        reference = make_reference("model", weight)
+        with torch.no_grad():
+            held += 1
+        pointer = held.data_ptr()
+        with reference.in_place():
+            assert not held.any()
+            assert (held.data_ptr() == pointer) == (held is shard)
+        assert (held == 1).all()
+        assert held.data_ptr() == pointer
+
+
 def test_a_snapshot_of_another_model_is_refused() -> None:
     reference = make_reference("model", torch.nn.Parameter(torch.zeros(3)))
     for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast

@@ -12,6 +12,9 @@ mutant is a fork, in which the function's code is replaced and the tests of its 
 test file first, until one fails (killed) or all pass (survived). A mutant that exceeds the time
 limit is killed. Processes that a test starts run the library without the mutant.
 
+Results are kept with a checksum of the mutant's module: where a module has changed since, its
+mutants run again. After other changes, delete ``build/mutants.jsonl`` to run all.
+
 Why not cosmic-ray or mutmut: cosmic-ray starts pytest for each mutant, which spends more time on
 importing torch, transformers and TRL than most mutants live. mutmut forks, but replaces each
 function by a wrapper of all its mutated copies, which then meets the import hook that checks tensor
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
 import resource
@@ -189,13 +193,21 @@ class Runner:
             "result": "survived" if failed == "survived" else result,
             "seconds": round(usage.ru_utime + usage.ru_stime, 1),
             "test": failed.removeprefix("survived"),
+            "source": compute_checksum(mutant) if mutant else "",
         }
 
 
-def read_results() -> dict[str, dict[str, Any]]:
-    """Return the newest result of each mutant by name."""
+def compute_checksum(mutant: Mutant) -> str:
+    """Return the checksum of the mutant's module."""
+    return hashlib.sha256(read_source(mutant.module)).hexdigest()[:12]
+
+
+def read_results(mutants: Sequence[Mutant]) -> list[dict[str, Any]]:
+    """Return the newest results of these mutants, without those of other code."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {result["name"]: result for result in map(json.loads, lines)}
+    newest = {(result["name"], result["source"]): result for result in map(json.loads, lines)}
+    keys = [(mutant.name, compute_checksum(mutant)) for mutant in mutants]
+    return [newest[key] for key in keys if key in newest]
 
 
 def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
@@ -218,21 +230,22 @@ def main() -> None:
     parser.add_argument("--retry", action="store_true", help="run again those that survived")
     parser.add_argument("--list", action="store_true", help="list the mutants")
     options = parser.parse_args()
-    mutants, known = find_mutants(options.only), read_results()
+    mutants = find_mutants(options.only)
     if options.list:
         print("\n".join(mutant.name for mutant in mutants))
         return
-    done = {n for n, r in known.items() if not (options.retry and r["result"] == "survived")}
+    known = read_results(mutants)
+    done = {r["name"] for r in known if not (options.retry and r["result"] == "survived")}
     left = [mutant for mutant in mutants if mutant.name not in done]
     if left:
         os.chdir(ROOT)
         run_mutants(left, options.jobs)
-    found = read_results()
-    results = [found[mutant.name] for mutant in mutants if mutant.name in found]
-    survivors = [result for result in results if result["result"] == "survived"]
-    print(f"{len(results) - len(survivors)} of {len(results)} mutants killed")
-    for result in survivors:
-        print(f"survived: {result['name']}")
+    results = read_results(mutants)
+    survivors = [result["name"] for result in results if result["result"] == "survived"]
+    killed = len(results) - len(survivors)
+    print(f"{killed} of {len(results)} mutants killed ({killed / max(1, len(results)):.1%})")
+    for name in survivors:
+        print(f"survived: {name}")
 
 
 if __name__ == "__main__":

@@ -52,13 +52,12 @@ def compute_advantages(
     if reference.penalties is not None:
         weights = torch.cat([weights, weights.new_tensor([-1.0])])
         rewards = torch.cat([rewards, reference.penalties[:, None].to(rewards.dtype)], dim=1)
-    sizes = torch.tensor([len(group.completions) for group in groups], dtype=torch.int64)
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    # Group g of rank r has id g * world_size + r, so that ids are unique over all ranks.
-    ids = torch.arange(len(groups)).repeat_interleave(sizes) * world_size + rank
-    all_rewards, all_ids = gather_object([rewards]), gather_object([ids])  # in rank order
-    start = sum(len(part) for part in all_ids[:rank])
-    step = _advantages(torch.cat(all_rewards), weights, torch.cat(all_ids), settings.objective)
+    rank = accelerator.process_index
+    all_rewards = gather_object([rewards])  # in rank order
+    sizes = gather_object([len(group.completions) for group in groups])
+    ids = [number for number, size in enumerate(sizes) for _ in range(size)]
+    start = sum(len(part) for part in all_rewards[:rank])
+    step = _advantages(torch.cat(all_rewards), weights, ids, settings.objective)
     return StepAdvantages(step.values[start : start + len(rewards)], step)
 
 
