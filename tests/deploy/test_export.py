@@ -32,7 +32,6 @@ from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import PlainQuestion
-from vlm_grpo.trainer import train
 from vlm_grpo.types import Example
 
 COMPLETIONS = ((70, 71, 72, 73), (80, 81))
@@ -273,20 +272,6 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
     assert picture.height > 64  # the output is written below the image
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps of the embedded model, evaluated after each, with another budget."""
-    root = tmp_path_factory.mktemp("runs")
-    overrides = [
-        f"output_dir={root}", "name=run", "optim.max_steps=3", "optim.prompts_per_step=4",
-        "optim.warmup_steps=0", "optim.lr=1e-3", "evaluation.every=1", "checkpoint.every=1",
-        "data.train_limit=40", "data.eval_limit=40", "policy.lora.r=8", "checkpoint.keep_last=0",
-        "policy.max_pixels=3136",
-    ]  # fmt: skip
-    train(load_settings("counting", overrides))
-    return root / "run"
-
-
 def read_evaluations(run_dir: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {row["step"] + 1: row["eval/exact"] for row in rows}
@@ -347,32 +332,6 @@ def test_the_card_has_the_prompt_of_the_training(finished: Path, tmp_path: Path)
     card = build_model_card(resolve_model(str(run)), adapter=False)
     assert '"text": "QUESTION"' in card
     assert "a plain prompt" in card
-
-
-def test_the_best_step_of_an_error_metric_is_the_lowest(finished: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(finished, run)
-    benchmark = tmp_path / "far.yaml"
-    benchmark.write_text("title: Far\ntask: counting\nmetric: absolute_error\nsplits: {test: 40}\n")
-    settings = load_settings(str(run / "config.yaml"), [f"evaluation.benchmark={benchmark}"])
-    settings.save(run / "config.yaml")
-    # The error is lowest at step 2; the share of exact answers is highest at step 3.
-    rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
-    lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert resolve_model(str(run), step="best").checkpoint == run / "checkpoints" / "step-2"
-
-
-def test_a_prediction_uses_the_task_and_pixel_budget_of_the_run(
-    finished: Path, tmp_path: Path
-) -> None:
-    settings = load_settings("counting", ["data.eval_limit=1"])
-    (example,) = load_examples("embedded:counting", load_task("counting"), settings.data, "eval")
-    example.images[0].load().save(tmp_path / "a.png")
-    prediction = predict(finished, tmp_path / "a.png", example.question)
-    assert prediction.has_task
-    # The image has 84 x 84 pixels; the pixel budget of the run allows 56 x 56.
-    assert prediction.resized_sizes == ((56, 56),)
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,11 @@ def test_the_class_of_the_run_is_used_with_the_options_of_the_run() -> None:
     assert options(None) == options("counting") == options(Counting) == (True, 9)
     assert options("ocr")[0] is True  # every task has it
     assert options(Counting()) == (False, Counting().length_budget)  # an object has its own
+
+
+def test_a_prediction_uses_the_task_and_pixel_budget_of_the_run(finished: Path) -> None:
+    example = load_example("counting")
+    prediction = predict(finished, Path("counting.png"), example.question)
+    assert prediction.has_task
+    # The image has 84 x 84 pixels; the pixel budget of the run allows 56 x 56.
+    assert prediction.resized_sizes == ((56, 56),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,17 @@ def test_a_run_stands_for_its_newest_checkpoint(
     assert [find_checkpoint(name) for name in ("mine", "runs/mine", newest)] == [newest] * 3
     assert find_checkpoint(None) is None
     assert find_checkpoint("other") == Path("other")  # whoever loads it refuses it
+
+
+def test_the_best_step_of_an_error_metric_is_the_lowest(finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    benchmark = tmp_path / "far.yaml"
+    benchmark.write_text("title: Far\ntask: counting\nmetric: absolute_error\nsplits: {test: 40}\n")
+    settings = load_settings(str(run / "config.yaml"), [f"evaluation.benchmark={benchmark}"])
+    settings.save(run / "config.yaml")
+    # The error is lowest at step 2; the share of exact answers is highest at step 3.
+    rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
+    lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resolve_model(str(run), step="best").checkpoint == run / "checkpoints" / "step-2"
