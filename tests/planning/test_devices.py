@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.planning.devices import GIB, detect_device, find_device
+from vlm_grpo.planning.devices import GIB, detect_device, find_device, find_peak_rate, identify_gpu
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,44 @@ from vlm_grpo.planning.devices import GIB, detect_device, find_device
 def test_gpus_are_found_by_name_or_memory(name: str, gib: float) -> None:
     # Error correction uses a sixteenth of an L4's 24 GB.
     assert find_device(name).memory == int(gib * GIB)
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", "RTX5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_gpus_are_identified_by_the_name_that_the_driver_reports(
+    reported: str, name: str | None
+) -> None:
+    device = identify_gpu(reported)
+    assert (device and device.name) == name
+
+
+def test_only_gpus_of_the_table_have_a_peak_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_peak_rate(torch.device("cpu"), "bfloat16") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert find_peak_rate(torch.device("cuda"), "bfloat16") == 989e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
+    assert find_peak_rate(torch.device("cuda"), "bfloat16") is None
 
 
 def test_an_unknown_gpu_is_an_error() -> None:

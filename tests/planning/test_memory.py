@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from tiny_models import FAMILIES, tiny_model
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.engine import varlen
 from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.families import ImageFeatures
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import (
     count_bytes_per_patch,
@@ -26,20 +29,18 @@ from vlm_grpo.planning.workload import Workload
 
 def measure_saved_bytes(policy: Policy, batch: MicroBatch) -> int:
     """Return the bytes of all storages that autograd saves, without weights."""
-    weights = {weight.untyped_storage().data_ptr() for weight in policy.model.parameters()}
-    sizes: dict[int, int] = {}
-    alive: list[torch.Tensor] = []  # keeps addresses from being reused
+    weights = [weight.untyped_storage() for weight in policy.model.parameters()]
+    saved = {id(storage): storage for storage in weights}
+    known = len(saved)
 
     def record(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
+        saved[id(storage)] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         policy.score(batch)
-    return sum(sizes.values())
+    return sum(storage.nbytes() for storage in list(saved.values())[known:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,8 +57,28 @@ def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str) -> None
         saved[layers] = measure_saved_bytes(policy, batch)
     shape, _ = read_model_shape(policy.model.config, policy_settings)
     # The difference is the third layer's share, exact to the byte.
-    expected = batch.num_tokens * count_bytes_per_token(shape) + count_cast_bytes(shape)
-    expected += len(prompt.token_ids) * count_bytes_per_prompt_token(shape, on_cpu=True)
+    expected = batch.num_tokens * count_bytes_per_token(shape, True) + count_cast_bytes(shape)
+    expected += len(prompt.token_ids) * count_bytes_per_prompt_token(shape, 3, on_cpu=True)
+    assert saved[3] - saved[2] == expected
+
+
+def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "has_varlen", lambda query: True)
+    saved = {}
+    for layers in (2, 3):
+        policy, policy_settings = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=layers)
+        prompt = build_prompt(policy)
+        prefixes = policy._build_prefixes([prompt])  # noqa: SLF001
+        policy.model.to("meta")  # has the shapes of a GPU's kernels, but no values
+        features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefixes[0].features)
+        prefixes = [replace(prefixes[0], features=features)]
+        monkeypatch.setattr(policy, "_build_prefixes", lambda prompts, p=prefixes: p)
+        saved[layers] = measure_saved_bytes(policy, build_batch(prompt))
+    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    tokens, prompt_tokens = build_batch(prompt).num_tokens, len(prompt.token_ids)
+    expected = tokens * count_bytes_per_token(shape) + count_cast_bytes(shape)
+    expected += prompt_tokens * count_bytes_per_prompt_token(shape, 3)
+    expected += 16  # the kernel's random state
     assert saved[3] - saved[2] == expected
 
 

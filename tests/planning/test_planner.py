@@ -91,7 +91,7 @@ def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Pat
     settings = load_settings("counting", overrides)
     planner = Planner(settings, Device("GPU", 80 * GIB), 8)
     shape = planner.estimate_step(settings).shape
-    memory = planner.estimate_step(settings, sharded=True).memory
+    memory = planner.estimate_step(settings, "sharded").memory
     n = shape.num_weights
     h = n - shape.text.layers * shape.text.layer_weights
     rollout = memory.weights + memory.optimizer + memory.folded
@@ -100,6 +100,47 @@ def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Pat
     layers = 2 * shape.text.layer_weights * 2
     update = memory.weights + memory.optimizer + memory.gradients + 2 * h + layers
     assert update == pytest.approx(10 * h + 16 * n / 8 + layers, rel=1e-6)
+
+
+def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion: Path) -> None:
+    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    settings = load_settings("counting", [*overrides, "policy.gradient_checkpointing=true"])
+    step = Planner(settings, Device("GPU", 200 * GIB)).estimate_step(settings)
+    assert step.work.num_micro_batches == 1
+    # Per weight: 4 bytes of weight, 8 of AdamW's moments and 4 of gradient.
+    assert step.memory.backward >= 16 * step.shape.num_weights
+
+
+def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Path) -> None:
+    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    settings = load_settings("counting", [*overrides, "policy.lora.r=16", "optim.lr=1e-5"])
+    planner = Planner(settings, Device("GPU", 80 * GIB))
+    full, quantized = (
+        planner.estimate_step(settings, held).memory for held in ("replicated", "nf4")
+    )
+    layers = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
+    # 2 bytes in bfloat16; 4.127 bits in nf4 with doubly quantized scales.
+    assert full.weights - quantized.weights == pytest.approx(layers * (2 - 4.127 / 8), abs=1)
+    text = str(plan(settings, "24GB", weights="nf4", reserved=0.25))
+    assert "decoder layers in 4 bits (nf4): a plan only" in text
+    # 18 GiB, less 5 % and 1 GiB.
+    assert "16.1 GiB usable, 25% of its memory left to others" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weights": "int3"}, "must be one of replicated, sharded, nf4"),
+        ({"weights": "sharded"}, "over one device: give --devices 2"),
+        ({"weights": "nf4"}, "set policy.lora"),
+        ({"reserved": 1.0}, "a share of the memory"),
+    ],
+)
+def test_wrong_ways_to_hold_weights_are_errors(
+    planner: Planner, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(planner.settings, "24GB", **arguments)
 
 
 @pytest.mark.parametrize("devices", [0, -1, "2", 1.5, True])

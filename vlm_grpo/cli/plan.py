@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,6 +20,20 @@ def plan(
         ),
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Number of such devices.")] = 1,
+    weights: Annotated[
+        Literal["replicated", "sharded", "nf4"],
+        typer.Option(
+            help="replicated; sharded: over the devices by FSDP2; nf4: the decoder layers in 4 "
+            "bits, which is planned only."
+        ),
+    ] = "replicated",
+    reserved: Annotated[
+        float,
+        typer.Option(
+            help="Share of each device's memory that other processes use, for example the "
+            "--gpu-memory-utilization of a vLLM server."
+        ),
+    ] = 0.0,
 ) -> None:
     """Estimate what a recipe needs, before weights are downloaded or anything runs.
 
@@ -30,8 +44,9 @@ def plan(
     vlm-grpo plan counting
     vlm-grpo plan grounding_qwen2_5_vl_3b data.train=train.jsonl data.eval=test.jsonl --gpu 24GB
     vlm-grpo plan recipe.yaml rollout.num_generations=16 --gpu H100 --devices 8
+    vlm-grpo plan recipe.yaml --gpu H100 --devices 8 --weights sharded --reserved 0.3
     """
     from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.planning import plan
 
-    typer.echo(plan(load_settings(recipe, overrides or []), gpu, devices))
+    typer.echo(plan(load_settings(recipe, overrides or []), gpu, devices, weights, reserved))

@@ -40,7 +40,7 @@ def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
 def _change(planner: Planner, step: StepEstimate, block: str, **values: Any) -> Change:
     texts = [f"{block}.{name}={str(value).lower()}" for name, value in values.items()]
     changed = with_changes(step.settings, block, **values)
-    return " ".join(texts), planner.estimate_step(changed, step.sharded)
+    return " ".join(texts), planner.estimate_step(changed, step.weights)
 
 
 def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
@@ -73,9 +73,9 @@ def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
 
 
 def _shard(planner: Planner, step: StepEstimate) -> Change | None:
-    if planner.num_devices == 1:
+    if planner.num_devices == 1 or step.weights != "replicated":
         return None
-    return SHARDING, planner.estimate_step(step.settings, sharded=True)
+    return SHARDING, planner.estimate_step(step.settings, "sharded")
 
 
 def _use_bfloat16(planner: Planner, step: StepEstimate) -> Change | None:
@@ -96,8 +96,9 @@ def _use_adapters(planner: Planner, step: StepEstimate) -> Change | None:
     new = with_changes(step.settings, "policy", lora=LoraSettings(), freeze=())
     new = with_changes(new, "optim", lr=1e-5)
     # The rollout needs the full base weights on each device, so that sharding them saves little.
-    text = "policy.lora.r=64 optim.lr=1e-5" + (", without FSDP2" if step.sharded else "")
-    return text, planner.estimate_step(new)
+    is_sharded = step.weights == "sharded"
+    text = "policy.lora.r=64 optim.lr=1e-5" + (", without FSDP2" if is_sharded else "")
+    return text, planner.estimate_step(new, "replicated")
 
 
 def _halve_pixels(planner: Planner, step: StepEstimate) -> Change | None:
@@ -110,7 +111,7 @@ def _halve_pixels(planner: Planner, step: StepEstimate) -> Change | None:
     default = planner.default_budget or PixelBudget(1, 1)
     min_pixels = min(policy.min_pixels or default.min_pixels, pixels)
     new = with_changes(step.settings, "policy", max_pixels=pixels, min_pixels=min_pixels)
-    return f"policy.max_pixels={pixels}", planner.estimate_step(new, step.sharded)
+    return f"policy.max_pixels={pixels}", planner.estimate_step(new, step.weights)
 
 
 # In this order: free changes, changes that cost time, changes of the training, smaller images.

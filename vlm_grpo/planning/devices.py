@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,7 @@ class Device:
         efficiency: share of ``rates`` reached by passes over full sequences.
         decode_efficiency: share of ``rates`` reached by decoding, with one token per completion.
         is_cpu: whether the device is the CPU, which uses main memory.
+        reserved: share of the memory that other processes use.
     """
 
     name: str
@@ -43,39 +44,65 @@ class Device:
     efficiency: float = 0.4
     decode_efficiency: float = 0.4
     is_cpu: bool = False
+    reserved: float = 0.0
 
     @property
     def usable(self) -> int:
         """Bytes that a run can use."""
-        if self.is_cpu:
-            return self.memory
-        return int(self.memory * (1 - FRAGMENTATION)) - CONTEXT
+        free = self.memory * (1 - self.reserved)
+        return int(free) if self.is_cpu else int(free * (1 - FRAGMENTATION)) - CONTEXT
 
     def holds(self, size: int) -> bool:
         """Return whether a run can use this number of bytes."""
         return size <= self.usable
 
 
-# Memory in GiB as PyTorch reports it; dense TFLOP/s in float32 (without TF32) and in bfloat16 with
-# float32 accumulation; memory bandwidth in GB/s. The rates are those of the vendors' data sheets as
-# other pages quote them, halved if stated with sparsity; "unverified" values were not confirmed.
-# Error correction uses a sixteenth of GDDR6 memory: PyTorch reports 22.03 GiB on an L4 and 44.4 to
-# 44.5 on an L40S, but 23.64 on an RTX 4090, which has none.
-_GPUS: dict[str, tuple[float, float, float, float]] = {
-    "RTX3090": (23.6, 35.6, 71, 936),
-    "RTX4090": (23.6, 82.6, 165.2, 1008),
-    "RTX5090": (31.4, 104.8, 209.5, 1792),  # unverified: memory, bfloat16
-    "A10": (22.0, 31.2, 125, 600),  # unverified: memory (as the L4's), bfloat16
-    "L4": (22.0, 30.3, 121, 300),
-    "L40S": (44.4, 91.6, 362, 864),
-    "A6000": (47.4, 38.7, 154.8, 768),  # unverified: memory, bfloat16
-    "A100-40GB": (39.4, 19.5, 312, 1555),  # unverified: memory, bfloat16
-    "A100-80GB": (79.1, 19.5, 312, 2039),  # unverified: memory, bfloat16, bandwidth
-    "H100": (79.1, 67, 989, 3350),  # unverified: memory
-    "H100-PCIe": (79.1, 51, 756, 2000),  # unverified: memory, bfloat16, bandwidth
-    "H200": (139, 67, 989, 4800),
-    "B200": (178, 75, 2250, 7700),  # on an HGX board; other pages have 80 TFLOP/s and 8000 GB/s
-    "MI300X": (191, 163.4, 1307, 5300),  # unverified: memory, both rates
+@dataclass(frozen=True)
+class _Gpu:
+    """The data sheet of a GPU.
+
+    Attributes:
+        reported: pattern of the names that its driver reports, without "NVIDIA" or "AMD".
+        memory: GiB as PyTorch reports them.
+        float32: dense TFLOP/s without TF32.
+        bfloat16: dense TFLOP/s with float32 accumulation.
+        bandwidth: of its memory, in GB/s.
+    """
+
+    reported: str
+    memory: float
+    float32: float
+    bfloat16: float
+    bandwidth: float
+
+
+# The rates are those of NVIDIA's whitepapers (GA102, AD102, GB202, GH100) and data sheets, of AWS's
+# data sheet of the A10G and of AMD's of the MI300X, some as other pages quote them; those stated
+# with sparsity are halved. Variants of other names ("Laptop GPU", "D", MIG instances) differ and
+# are not in the table. Error correction uses a sixteenth of GDDR6 memory: PyTorch reports 22.03 GiB
+# on an L4 and 44.4 to 44.5 on an L40S, but 23.64 on an RTX 4090, which has none. The memory of GPUs
+# marked with * is inferred from that.
+_GPUS: dict[str, _Gpu] = {
+    "RTX3090": _Gpu(r"GeForce RTX 3090", 23.6, 35.6, 71, 936),
+    "RTX4090": _Gpu(r"GeForce RTX 4090", 23.6, 82.6, 165.2, 1008),
+    "RTX5090": _Gpu(r"GeForce RTX 5090", 31.4, 104.8, 209.5, 1792),  # *
+    "A6000": _Gpu(r"RTX A6000", 47.4, 38.7, 154.8, 768),  # *
+    "RTX6000-Ada": _Gpu(r"RTX 6000 Ada Generation", 47.4, 91.1, 364.2, 960),  # *
+    "RTX-PRO-6000": _Gpu(r"RTX PRO 6000 Blackwell.*Edition", 94.9, 125, 503.8, 1792),  # *
+    "A10": _Gpu(r"A10", 22.0, 31.2, 125, 600),  # *
+    "A10G": _Gpu(r"A10G", 22.0, 35, 70, 600),  # *
+    "L4": _Gpu(r"L4", 22.0, 30.3, 121, 300),
+    "A40": _Gpu(r"A40", 44.4, 37.4, 149.7, 696),  # *
+    "L40": _Gpu(r"L40", 44.4, 90.5, 181, 864),  # *
+    "L40S": _Gpu(r"L40S", 44.4, 91.6, 362, 864),
+    "A100-40GB": _Gpu(r"A100-(SXM4|PCIE)-40GB", 39.4, 19.5, 312, 1555),  # *
+    "A100-80GB": _Gpu(r"A100-SXM4-80GB|A100 80GB PCIe", 79.1, 19.5, 312, 2039),  # *
+    "H100": _Gpu(r"H100 80GB HBM3", 79.1, 67, 989, 3350),  # *
+    "H100-PCIe": _Gpu(r"H100 PCIe", 79.1, 51, 756, 2000),  # *
+    "H100-NVL": _Gpu(r"H100 NVL", 93.1, 60, 835, 3900),  # *
+    "H200": _Gpu(r"H200( NVL)?", 139, 67, 989, 4800),
+    "B200": _Gpu(r"B200", 178, 75, 2250, 7700),  # on an HGX board
+    "MI300X": _Gpu(r"(Instinct )?MI300X.*", 191, 163.4, 1307, 5300),  # *
 }
 LAYER_SECONDS = 4e-4
 """An assumption: about 90 kernels per decoder layer, each launched from Python in about 5 µs."""
@@ -96,20 +123,45 @@ def find_device(name: str) -> Device:
             f"the GPU {name!r} is not in the table{nearest(key, known)}: give its memory, for "
             f"example 24GB, or one of {', '.join(_GPUS)}"
         )
-    memory, float32, bfloat16, bandwidth = _GPUS[known[key]]
-    rates = {"float32": float32 * 1e12, "bfloat16": bfloat16 * 1e12}
-    return Device(known[key], int(memory * GIB), rates, bandwidth * 1e9, LAYER_SECONDS)
+    return _build_device(known[key])
+
+
+def _build_device(name: str) -> Device:
+    gpu = _GPUS[name]
+    rates = {"float32": gpu.float32 * 1e12, "bfloat16": gpu.bfloat16 * 1e12}
+    return Device(name, int(gpu.memory * GIB), rates, gpu.bandwidth * 1e9, LAYER_SECONDS)
+
+
+def identify_gpu(reported: str) -> Device | None:
+    """Return the GPU that a driver reports under this name; None if it is not in the table.
+
+    >>> identify_gpu("NVIDIA A100-SXM4-80GB").name
+    'A100-80GB'
+    """
+    name = re.sub(r"^(NVIDIA|AMD) ", "", reported)
+    found = (key for key, gpu in _GPUS.items() if re.fullmatch(gpu.reported, name))
+    return next(map(_build_device, found), None)
+
+
+def find_peak_rate(device: torch.device, dtype: str) -> float | None:
+    """Return the FLOP/s of dense matrix products on a device, if it is a GPU of the table.
+
+    Args:
+        device: the device.
+        dtype: ``float32`` or ``bfloat16``.
+    """
+    if device.type != "cuda":
+        return None
+    gpu = identify_gpu(torch.cuda.get_device_name(device))
+    return gpu.rates[dtype] if gpu is not None and gpu.rates is not None else None
 
 
 def detect_device() -> Device:
     """Return this machine's GPU, or its CPU with the measured rates of a large matrix product."""
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(0)
-        match = next((k for k in sorted(_GPUS, key=len) if k.split("-")[0] in gpu.name), None)
-        device = find_device(match) if match is not None else Device(gpu.name, 0)
-        return Device(
-            gpu.name, gpu.total_memory, device.rates, device.bandwidth, device.layer_seconds
-        )
+        device = identify_gpu(gpu.name) or Device(gpu.name, 0)
+        return replace(device, name=gpu.name, memory=gpu.total_memory)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rates = {
         "float32": _measure_matmul_rate(torch.float32),

@@ -15,8 +15,13 @@ full, bf16     4 · (4h + a + 2) + 2 · (5h + 3q + 2k + 4m), and a cast of each 
 Each of them includes two residual streams and their normalized values (h each, and two more if the
 weight of a norm is trained); queries, the attention output and the output projection's input (q
 each); keys and values (k each); gate, its activation, up and their product (m each). A norm on
-queries and keys adds q + k. If query heads share key heads, a prompt token also saves the repeated
-keys and values: 2q.
+queries and keys adds q + k. The rest depends on the kernel of attention (``engine/varlen.py``,
+``engine/kernels.py``), none of which saves a mask:
+
+* half precision on a GPU: the output projection's input is the attention output (q less), and the
+  keys and values of a prompt are saved once more for each of its completions (2k).
+* float32 on the CPU: if query heads share key heads, a prompt token also saves the repeated keys
+  and values (2q).
 
 A peak adds short-lived tensors: the temporaries of one layer or the logits of one chunk.
 """
@@ -31,6 +36,9 @@ from vlm_grpo.planning.model_shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.planning.workload import Workload
 
 LINEAR_MODULES = 7  # of a decoder layer
+NF4_BYTES = (4 + 0.127) / 8
+"""Bytes per 4-bit weight and its doubly quantized scale (QLoRA: Dettmers et al., 2023,
+arXiv:2305.14314, section 3)."""
 LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
 """Bytes that libraries use on a CPU, independent of the model: code, buffers, and in bfloat16 the
 kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``."""
@@ -44,7 +52,9 @@ class Memory:
         weights: weights of the model and its adapters.
         optimizer: AdamW's two moments.
         reference: weights of the reference policy.
-        gradients: gradients of the trained weights.
+        gradients: gradients of the trained weights, at the end of the backward pass.
+        first_gradients: those that exist while all activations are still saved: with several
+            micro-batches all, with one those of the output head.
         libraries: memory of libraries on a CPU, in addition to tensors.
         inputs: pixel values and decoded images; on a machine with a GPU, in its main memory.
         features: outputs of a frozen vision tower for the step's images.
@@ -59,6 +69,7 @@ class Memory:
     optimizer: int
     reference: int
     gradients: int
+    first_gradients: int
     libraries: int
     inputs: int
     features: int
@@ -81,8 +92,9 @@ class Memory:
 
     @property
     def backward(self) -> int:
-        """Peak in the update."""
-        return self.persistent + self.gradients + self.activations + self.update
+        """Peak in the update, in which gradients replace the activations layer by layer."""
+        layers = max(self.first_gradients + self.activations, self.gradients)
+        return self.persistent + layers + self.update
 
     @property
     def peak(self) -> int:
@@ -103,6 +115,7 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     values = work.num_prompts * work.patches * model.vision.patch_values
     # The next step's prompts are prepared while this one computes.
     inputs = 2 * 4 * values + 3 * min(RECENT_IMAGES, 2 * work.num_prompts) * work.image_pixels
+    head = 0 if model.head_frozen else 4 * text.hidden * text.vocabulary
     accumulates = work.num_micro_batches > 1 or work.iterations > 1
     features = 0
     if not model.trains_vision:
@@ -111,8 +124,8 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         weights=_count_weight_bytes(model),
         optimizer=2 * 4 * model.num_trained,
         reference=4 * model.num_trained if work.uses_reference else 0,
-        # With a single micro-batch, gradients are allocated while activations are freed.
-        gradients=4 * model.num_trained if accumulates else 0,
+        gradients=4 * model.num_trained,
+        first_gradients=4 * model.num_trained if accumulates else head,
         libraries=LIBRARIES[_get_compute_dtype(model)] if on_cpu else 0,
         inputs=inputs,
         features=features + (inputs if on_cpu else 0),
@@ -122,9 +135,10 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
             _count_encoding_bytes(model, work),
             _count_prefill_bytes(model, work),
             _count_decoding_bytes(model, work),
-        ),
+        )
+        + _count_dequantized_bytes(model),
         activations=count_activation_bytes(model, work, on_cpu),
-        update=_count_update_bytes(model, work, on_cpu),
+        update=_count_update_bytes(model, work, on_cpu) + _count_dequantized_bytes(model),
     )
 
 
@@ -153,7 +167,10 @@ def shard_memory(memory: Memory, model: ModelShape, devices: int) -> Memory:
         trained_outside = min(outside, model.num_trained)
         changed["optimizer"] = memory.optimizer // devices
         changed["reference"] = memory.reference // devices
-        changed["gradients"] = 4 * (trained_outside + model.num_trained // devices)
+        gradients = 4 * (trained_outside + model.num_trained // devices)
+        accumulates = memory.first_gradients == memory.gradients
+        first = gradients if accumulates else min(memory.first_gradients, gradients)
+        changed |= {"gradients": gradients, "first_gradients": first}
     if model.precision == "autocast":  # layers are gathered in bfloat16 and hold no casts
         changed["update"] += 2 * outside
         casts = 0 if model.checkpointing else model.text.layers * count_cast_bytes(model)
@@ -169,7 +186,16 @@ def _get_compute_dtype(model: ModelShape) -> str:
 
 def _count_weight_bytes(model: ModelShape) -> int:
     adapters = 4 * model.num_trained if model.lora_rank else 0  # PEFT holds adapters in float32
-    return model.num_weights * model.weight_bytes + adapters
+    quantized = model.quantized_weights
+    held = (model.num_weights - quantized) * model.weight_bytes + int(quantized * NF4_BYTES)
+    return held + adapters
+
+
+def _count_dequantized_bytes(model: ModelShape) -> int:
+    """Count the bytes of the largest 4-bit matrix, restored for its product."""
+    text = model.text
+    largest = text.hidden * max(text.intermediate, text.query)
+    return largest * model.value_bytes if model.quantized_weights else 0
 
 
 def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
@@ -180,11 +206,16 @@ def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
     return model.num_adapted * model.value_bytes if model.precision == "float32" else 0
 
 
-def count_bytes_per_token(model: ModelShape) -> int:
+def _uses_varlen(model: ModelShape, on_cpu: bool) -> bool:
+    """Return whether attention is one call of the kernel of ``engine/varlen.py``."""
+    return not on_cpu and _get_compute_dtype(model) == "bfloat16"
+
+
+def count_bytes_per_token(model: ModelShape, on_cpu: bool = False) -> int:
     """Count the bytes that one token saves in one decoder layer."""
     t = model.text
     h, m = t.hidden, t.intermediate
-    attention = 3 * t.query + 2 * t.key
+    attention = (2 if _uses_varlen(model, on_cpu) else 3) * t.query + 2 * t.key
     statistics = t.heads + 2
     if model.lora_rank:
         ranks = LINEAR_MODULES * model.lora_rank
@@ -200,13 +231,16 @@ def count_bytes_per_token(model: ModelShape) -> int:
     return saved + (4 * _count_qk_norm_values(t, 1) + 2 * (t.query + t.key) if t.qk_norm else 0)
 
 
-def count_bytes_per_prompt_token(model: ModelShape, on_cpu: bool = False) -> int:
-    """Count the additional bytes of a prompt token: keys and values repeated over the query heads,
-    except in bfloat16 on the CPU, where no kernel needs them (``engine/kernels.py``)."""
+def count_bytes_per_prompt_token(
+    model: ModelShape, num_generations: int, on_cpu: bool = False
+) -> int:
+    """Count the additional bytes of a token of a prompt with ``num_generations`` completions: its
+    keys and values, repeated over the completions or over the query heads."""
     text = model.text
-    if on_cpu and _get_compute_dtype(model) == "bfloat16":
-        return 0
-    return 0 if text.heads == text.key_heads else 2 * text.query * model.value_bytes
+    if _uses_varlen(model, on_cpu):
+        return 2 * text.key * num_generations * model.value_bytes
+    repeats = on_cpu and model.precision == "float32" and text.heads != text.key_heads
+    return 2 * text.query * model.value_bytes if repeats else 0
 
 
 def _count_qk_norm_values(text: TextShape, copies: int) -> int:
@@ -250,8 +284,9 @@ def count_activation_bytes(model: ModelShape, work: Workload, on_cpu: bool = Fal
 
 
 def _count_layer_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
-    saved = work.micro_tokens * count_bytes_per_token(model) + count_cast_bytes(model)
-    return saved + work.micro_prompt_tokens * count_bytes_per_prompt_token(model, on_cpu)
+    saved = work.micro_tokens * count_bytes_per_token(model, on_cpu) + count_cast_bytes(model)
+    per_prompt_token = count_bytes_per_prompt_token(model, work.num_generations, on_cpu)
+    return saved + work.micro_prompt_tokens * per_prompt_token
 
 
 def _count_block_bytes(model: ModelShape, work: Workload) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -98,6 +98,7 @@ class ModelShape:
         head_frozen: whether the output head is frozen.
         precision: see ``Precision``.
         checkpointing: gradient checkpointing: only each layer's input is saved.
+        quantized_weights: number of weights held in 4 bits.
     """
 
     name: str
@@ -112,6 +113,11 @@ class ModelShape:
     head_frozen: bool
     precision: Precision
     checkpointing: bool
+    quantized_weights: int = 0
+
+    def quantize(self) -> ModelShape:
+        """Return the shape with the linear modules of the decoder layers in 4 bits."""
+        return replace(self, quantized_weights=self.text.layers * self.text.layer_weights)
 
     @property
     def weight_bytes(self) -> int:

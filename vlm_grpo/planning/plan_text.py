@@ -36,6 +36,8 @@ def format_plan(plan: Plan) -> Iterator[str]:
     shape, sizes = step.shape, step.prompts
     trained = f"{'LoRA, ' if shape.lora_rank else ''}{shape.num_trained:,} trained"
     yield f"model      {step.settings.model}: {shape.name}, {trained}, {shape.precision}"
+    if shape.quantized_weights:
+        yield "           decoder layers in 4 bits (nf4): a plan only, not trainable yet"
     yield f"data       {plan.rows:,} rows, {len(sizes):,} counted"
     for name, values in (
         ("image", sorted(size.image_tokens for size in sizes)),
@@ -62,8 +64,11 @@ def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
         if value := getattr(memory, name):
             yield f"  {name:<12} {value / GIB:8.2f}  {description}"
     yield f"  rollout      {memory.rollout / GIB:8.2f}  peak while sampling"
-    yield f"  update       {memory.backward / GIB:8.2f}  peak in the update"
-    yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable"
+    replaced = memory.first_gradients < memory.gradients
+    note = ", where gradients replace what is saved" if replaced else ""
+    yield f"  update       {memory.backward / GIB:8.2f}  peak in the update{note}"
+    reserved = f", {device.reserved:.0%} of its memory left to others" if device.reserved else ""
+    yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable{reserved}"
 
 
 def _format_time(seconds: PhaseCosts, device: Device) -> Iterator[str]:
@@ -94,7 +99,7 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         yield f"           not even then: use {more}"
         return
     yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
-    if plan.changes[-1][1].sharded:
+    if plan.changes[-1][1].weights == "sharded":
         yield (
             f"           FSDP2: accelerate launch --config_file FOLDER/fsdp2.yaml --num_processes "
             f"{plan.num_devices} -m vlm_grpo.cli train …"

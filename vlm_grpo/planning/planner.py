@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES
@@ -23,6 +24,10 @@ from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
 from vlm_grpo.planning.workload import Workload, estimate_workload
 from vlm_grpo.registry import load_task
 
+Weights = Literal["replicated", "sharded", "nf4"]
+"""How the weights are held: all on each device, sharded over the devices by FSDP2, or those of the
+decoder layers in 4 bits (QLoRA), which can be planned but not trained yet."""
+
 
 @dataclass(frozen=True)
 class StepEstimate:
@@ -36,7 +41,7 @@ class StepEstimate:
         seconds: time if all prompts are as long as the median; None if the device's speed is
             unknown.
         work: workload of the longest prompts.
-        sharded: whether the weights are sharded over the devices by FSDP2.
+        weights: how the weights are held.
     """
 
     settings: Settings
@@ -45,7 +50,7 @@ class StepEstimate:
     memory: Memory
     seconds: PhaseCosts | None
     work: Workload
-    sharded: bool = False
+    weights: Weights = "replicated"
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,13 @@ class Plan:
         return "\n".join(format_plan(self))
 
 
-def plan(settings: Settings, gpu: str | None = None, devices: int = 1) -> Plan:
+def plan(
+    settings: Settings,
+    gpu: str | None = None,
+    devices: int = 1,
+    weights: Weights = "replicated",
+    reserved: float = 0.0,
+) -> Plan:
     """Estimate the memory and time of a recipe; no weights are loaded.
 
     Args:
@@ -89,9 +100,11 @@ def plan(settings: Settings, gpu: str | None = None, devices: int = 1) -> Plan:
         gpu: a GPU's name, for example ``H100``, or its memory, for example ``24GB``; None: this
             machine's device.
         devices: number of such devices.
+        weights: how the weights are held.
+        reserved: share of each device's memory that other processes use, such as a vLLM server.
 
     Raises:
-        UserError: as for ``Planner``, or the GPU is unknown.
+        UserError: as for ``Planner``, or the GPU is unknown, or an argument is out of range.
     """
     check_settings(settings)
     if gpu is not None and not isinstance(gpu, str):
@@ -103,8 +116,18 @@ def plan(settings: Settings, gpu: str | None = None, devices: int = 1) -> Plan:
             f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the {devices} "
             "devices, each of which needs a prompt per step"
         )
+    if not 0 <= reserved < 1:
+        raise UserError(f"reserved must be a share of the memory from 0 to below 1, not {reserved}")
+    if weights not in get_args(Weights):
+        raise UserError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
+    if weights == "sharded" and devices == 1:
+        raise UserError("weights cannot be sharded over one device: give --devices 2 or more")
+    if weights == "nf4" and settings.policy.lora is None:
+        raise UserError(
+            "4-bit weights cannot be trained themselves: set policy.lora, e.g. policy.lora.r=64"
+        )
     device = detect_device() if gpu is None else find_device(gpu)
-    return Planner(settings, device, devices).plan()
+    return Planner(settings, replace(device, reserved=reserved), devices, weights).plan()
 
 
 class Planner:
@@ -114,14 +137,22 @@ class Planner:
         settings: the recipe's settings.
         device: the device to run on.
         devices: number of such devices.
+        weights: how the weights are held.
 
     Raises:
         UserError: data, task or configuration cannot be loaded, or the model is of a family
             without a shared-prefix form.
     """
 
-    def __init__(self, settings: Settings, device: Device, devices: int = 1) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        device: Device,
+        devices: int = 1,
+        weights: Weights = "replicated",
+    ) -> None:
         self.settings, self.device, self.num_devices = settings, device, devices
+        self.weights: Weights = weights
         task = load_task(settings.task, **settings.task_options)
         examples = load_examples(settings.data.train, task, settings.data, "train")
         try:
@@ -137,13 +168,16 @@ class Planner:
         self.default_budget = self.family.pixel_budget(processor)
         self.prompts = PromptCounter(examples, self.task, self.family, processor)
 
-    def estimate_step(self, settings: Settings, sharded: bool = False) -> StepEstimate:
-        """Estimate a step under these settings; ``sharded``: with FSDP2 over the devices."""
+    def estimate_step(self, settings: Settings, weights: Weights | None = None) -> StepEstimate:
+        """Estimate a step under these settings; ``weights`` None: held as in the planner."""
+        weights = weights or self.weights
         policy = settings.policy
         key = policy.model_dump_json()
         if key not in self._shapes:
             self._shapes[key] = read_model_shape(self.config, policy)[0]
         shape = self._shapes[key]
+        if weights == "nf4":
+            shape = shape.quantize()
         budget = get_pixel_budget(self.default_budget, policy)
         assert budget is not None  # families with the shared-prefix form resize images
         sizes = self.prompts.count(budget)
@@ -152,10 +186,10 @@ class Planner:
             for size in (sizes[-1], sizes[len(sizes) // 2])
         )
         memory = estimate_memory(shape, work, self.device.is_cpu)
-        if sharded:
+        if weights == "sharded":
             memory = shard_memory(memory, shape, self.num_devices)
         seconds = estimate_seconds(shape, typical, self.device)
-        return StepEstimate(settings, shape, sizes, memory, seconds, work, sharded)
+        return StepEstimate(settings, shape, sizes, memory, seconds, work, weights)
 
     def plan(self) -> Plan:
         """Return the plan of the recipe."""
@@ -172,9 +206,9 @@ class Planner:
             largest_batch=self.find_largest_batch(changes[-1][1] if changes else step),
         )
 
-    def fits(self, settings: Settings, sharded: bool = False) -> bool:
-        """Return whether a step under these settings fits."""
-        return self.device.holds(self.estimate_step(settings, sharded).memory.peak)
+    def fits(self, settings: Settings, weights: Weights | None = None) -> bool:
+        """Return whether a step under these settings fits; arguments as in ``estimate_step``."""
+        return self.device.holds(self.estimate_step(settings, weights).memory.peak)
 
     def find_largest_group(self) -> int:
         """Return the largest ``rollout.num_generations`` that fits; 0 if not even 2 fits."""
@@ -193,7 +227,7 @@ class Planner:
         completions = work.num_generations * (work.completion_tokens - 1)
         return _find_largest(
             lambda tokens: self.fits(
-                with_changes(step.settings, "optim", max_tokens_per_batch=tokens), step.sharded
+                with_changes(step.settings, "optim", max_tokens_per_batch=tokens), step.weights
             ),
             work.prompt_tokens + work.completion_tokens - 1,
             work.num_prompts * (work.prompt_tokens + completions),
