@@ -14,8 +14,9 @@ from transformers.utils.logging import disable_progress_bar
 from vlm_grpo.checkpoint import CheckpointManager, PartialStep, RunState, find_checkpoint
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.distributed.collectives import any_rank, explain_lost_rank, fail_together
+from vlm_grpo.distributed.collectives import any_rank, fail_together
 from vlm_grpo.distributed.launch import build_accelerator
+from vlm_grpo.distributed.watch import watch_ranks
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluation import Evaluation, HeldOutEvaluator, load_held_out
 from vlm_grpo.grpo import (
@@ -41,7 +42,6 @@ from vlm_grpo.tracking import (
     step_metrics,
 )
 from vlm_grpo.types import Example
-from vlm_grpo.utils.atomic_io import explain_disk_full
 from vlm_grpo.utils.signals import StopRequest
 
 
@@ -61,15 +61,16 @@ def train(settings: Settings) -> TrainResult:
     train_examples = load_examples(settings.data.train, task, settings.data, "train")
     held_out = load_held_out(settings, task, train_examples)
     accelerator = build_accelerator(settings)
-    with lock_run(settings, accelerator):
+    with watch_ranks(settings.ddp_timeout) as watch, lock_run(settings, accelerator):
         checkpoint = find_checkpoint(settings, accelerator, train_examples)
         set_seed(settings.seed)
         policy = load_policy(settings, checkpoint)
         trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        with explain_disk_full(settings.run_dir), explain_lost_rank():
-            result = trainer.run(stop_request)
+        state, stopwatch = lambda: trainer.state.describe(settings), policy.stopwatch
+        watch.place = lambda: f"in phase {stopwatch.phase or 'start'}, {state()}"
+        result = trainer.run(stop_request)
     accelerator.print(result)
     return result
 

@@ -29,7 +29,7 @@ def make_two_ranks() -> Accelerator:
 
 def set_other_flag(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
     """Let the other rank contribute a flag to every sum."""
-    monkeypatch.setattr(collectives, "reduce", lambda flags, _: flags + float(flag))
+    monkeypatch.setattr(collectives.utils, "reduce", lambda flags, _: flags + float(flag))
 
 
 @given(costs=st.lists(st.integers(1, 5000), max_size=60), world_size=st.integers(1, 9))

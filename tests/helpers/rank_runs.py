@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,20 @@ def run_out_of_memory(folder: Path, launch: str) -> list[str]:
         (folder / f"{launch}.{rank}").write_text(str(error))
         return [str(error)]
     raise AssertionError("the run did not fail")
+
+
+def run_with_a_late_rank(folder: Path, launch: str) -> None:
+    """Train until the last rank hangs in its second step, which ends the processes."""
+    settings = make_run_settings(folder, launch, checkpoint={"every": 1}, ddp_timeout=2)
+    is_last, backward = _is_last_rank(), Updater._backward  # noqa: SLF001
+
+    def hang_in_second_step(self: Updater, *rest: Any) -> Any:
+        if is_last and self.scheduler.last_epoch == 1:
+            time.sleep(200)
+        return backward(self, *rest)
+
+    Updater._backward = hang_in_second_step  # type: ignore[method-assign] # noqa: SLF001
+    train(settings)
 
 
 def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any]:

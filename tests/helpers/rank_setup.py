@@ -1,7 +1,8 @@
 """The launches of ``rank_cases.py``: their strategies, models, losses and settings.
 
 A launch is named ``STRATEGY-RANKS``, such as ``fsdp-2``. A third part names a launch that makes a
-single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY``), ``-oom``.
+single run: ``-uninterrupted``, ``-resumed`` (begun by the launch in ``BEGUN_BY``), ``-oom`` or
+``-late``.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "name",
     "output_dir",
     "resume",
+    "ddp_timeout",
     "data.eval",
     "data.eval_limit",
     "data.eval_image_root",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from vlm_grpo.checkpoint.async_writer import AsyncWriter
 from vlm_grpo.checkpoint.compatibility import (
@@ -37,7 +37,7 @@ from vlm_grpo.checkpoint.store import (
     write_checkpoint,
 )
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.collectives import fail_together
+from vlm_grpo.distributed.collectives import fail_together, gather_object
 from vlm_grpo.distributed.optimizer import set_rates
 from vlm_grpo.distributed.sharding import gather_full
 from vlm_grpo.errors import UserError

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.batch import StepBatch, pack_step
 from vlm_grpo.grpo.rollout import Rollout, RolloutSampler

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from vlm_grpo.checkpoint.store import (
@@ -19,7 +18,7 @@ from vlm_grpo.checkpoint.store import (
     merge_shards,
     write_files,
 )
-from vlm_grpo.distributed.collectives import balance_by_cost, fail_together
+from vlm_grpo.distributed.collectives import balance_by_cost, fail_together, gather_object
 
 
 def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> set[str]:

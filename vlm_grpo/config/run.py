@@ -42,6 +42,8 @@ EMBEDDED = "embedded"
 """The setting ``model`` of the package's tiny model."""
 EMBEDDED_TASKS = ("counting", "grounding", "ocr")
 """The tasks that the tiny model has learned, on synthetic images."""
+DDP_TIMEOUT = 1800
+"""Default of ``ddp_timeout``: that of transformers and accelerate."""
 RUNS = Path("runs")
 """Default of ``output_dir``."""
 PILLOW_WARNS_AT = 89_478_485
@@ -213,6 +215,9 @@ class Settings(Frozen):
     """Folder of all runs."""
     resume: bool = False
     """Continue from the run's newest complete checkpoint."""
+    ddp_timeout: float = Field(default=DDP_TIMEOUT, gt=0)
+    """Seconds that the processes of a launch wait for a slow one, which is then named; the run ends
+    with status 2."""
     data: DataSettings
     policy: PolicySettings = PolicySettings()
     rollout: RolloutSettings = RolloutSettings()

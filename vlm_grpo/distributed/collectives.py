@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import reduce
+from accelerate import Accelerator, PartialState, utils
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
@@ -15,6 +16,23 @@ from vlm_grpo.errors import UserError
 BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which gradients are all-reduced: large enough to saturate the link, small
 compared with a model."""
+
+
+@dataclass
+class Exchanges:
+    """The number of exchanges with the other ranks that this process has reached."""
+
+    count: int = 0
+
+
+EXCHANGES = Exchanges()
+"""Of this process. All ranks make the same exchanges in the same order."""
+
+
+def gather_object(items: list[Any]) -> list[Any]:
+    """Return the items of all ranks, in rank order. All ranks must call it."""
+    EXCHANGES.count += 1
+    return utils.gather_object(items)
 
 
 @contextlib.contextmanager
@@ -59,8 +77,9 @@ def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
     """Return whether the flag is set on any rank."""
     if ranks.num_processes == 1:
         return flag
+    EXCHANGES.count += 1
     flags = torch.tensor(float(flag), device=ranks.device)
-    return bool(reduce(flags, "sum") > 0)  # type: ignore[operator]
+    return bool(utils.reduce(flags, "sum") > 0)  # type: ignore[operator]
 
 
 def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
@@ -94,6 +113,7 @@ def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
     """
     if accelerator.num_processes == 1:
         return
+    EXCHANGES.count += 1
     for bucket in _buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         torch.distributed.all_reduce(flat)

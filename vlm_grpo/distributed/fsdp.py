@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vlm_grpo.distributed.base import Strategy
+from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import find_part

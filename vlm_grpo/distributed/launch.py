@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from accelerate import (
 )
 from accelerate.utils import DistributedType, is_deepspeed_available, parse_flag_from_env
 from torch import distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import CPUOffloadPolicy, StateDictType
 
-from vlm_grpo.config.run import Settings
+from vlm_grpo.config.run import DDP_TIMEOUT, Settings
 from vlm_grpo.errors import UserError
 
 SUPPORTED = (
@@ -30,8 +31,16 @@ SUPPORTED = (
 )
 
 
-def initialize_distributed() -> PartialState:
+MARGIN = 60
+"""Seconds by which an exchange between ranks may exceed the timeout: the watch, which ends the run
+before, names the late rank."""
+
+
+def initialize_distributed(timeout: float = DDP_TIMEOUT) -> PartialState:
     """Initialize the process group on the first call, and return this process's state.
+
+    Args:
+        timeout: seconds that a rank waits for the others.
 
     Raises:
         UserError: the launch requests DeepSpeed, which is not installed.
@@ -39,8 +48,8 @@ def initialize_distributed() -> PartialState:
     check_deepspeed_installed()
     if _on_cpu():  # otherwise DeepSpeed, which other libraries import, prints a line to stdout
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    _initialize_after_restart()
-    return PartialState(cpu=_on_cpu())
+    _initialize_after_restart(timeout)
+    return PartialState(cpu=_on_cpu(), timeout=timedelta(seconds=timeout + MARGIN))
 
 
 def _on_cpu() -> bool:
@@ -51,26 +60,41 @@ def _on_cpu() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
-def _initialize_after_restart() -> None:
-    """Initialize the process group under a new prefix after a restart by the launcher.
+def _initialize_after_restart(timeout: float) -> None:
+    """Initialize the process group after a restart by the launcher, under a prefix of its own.
 
-    Launchers keep one key-value store for all attempts. Without a prefix the ranks would read the
-    addresses of dead processes from it and wait for them.
+    Without it the ranks would read the addresses of dead processes and wait for them.
     """
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not attempt or distributed.is_initialized():
+    if not _get_attempt() or distributed.is_initialized():
         return
-    world = int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank = int(os.environ["RANK"])
-    store = TCPStore(address, port, world, is_master=not hosted and rank == 0)
     distributed.init_process_group(
         "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo",
-        store=PrefixStore(f"attempt-{attempt}", store),
+        store=connect_store("group", timeout, is_master=not hosted and rank == 0),
         rank=rank,
-        world_size=world,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout + MARGIN),
     )
+
+
+def connect_store(name: str, timeout: float, is_master: bool = False) -> Store:
+    """Connect to the ranks' key-value store, which launchers keep for all attempts of a run.
+
+    Args:
+        name: prefix of the keys, in addition to the attempt's.
+        timeout: seconds to wait for a key.
+        is_master: this process hosts the store.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    seconds = timedelta(seconds=timeout)
+    store = TCPStore(address, port, is_master=is_master, timeout=seconds, wait_for_workers=False)
+    return PrefixStore(f"attempt-{_get_attempt()}/{name}", store)
+
+
+def _get_attempt() -> int:
+    """Return the number of restarts by the launcher before this attempt."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def build_accelerator(settings: Settings) -> Accelerator:
@@ -79,7 +103,7 @@ def build_accelerator(settings: Settings) -> Accelerator:
     Raises:
         UserError: the launch is of an unsupported kind or has too many processes.
     """
-    initialize_distributed()
+    initialize_distributed(settings.ddp_timeout)
     get_dp_replicate_size()
     on_cpu, parallelism = _on_cpu(), None
     if on_cpu and _requests_parallelism():  # accelerate supports it on accelerators only

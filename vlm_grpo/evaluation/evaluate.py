@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.utils import gather_object
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.benchmarks import Benchmark, get_held_out_task, load_benchmark
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_examples
-from vlm_grpo.distributed.collectives import fail_together
+from vlm_grpo.distributed.collectives import fail_together, gather_object
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.benchmark_report import (

@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from accelerate.utils import gather_object
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.collectives import fail_together
+from vlm_grpo.distributed.collectives import fail_together, gather_object
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.evaluation.predictions import PredictionLog

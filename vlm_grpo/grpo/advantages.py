@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.grpo.reference import ReferenceScores
 from vlm_grpo.objective import Advantages, group_advantages, per_reward_advantages
 from vlm_grpo.task import Task

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.distributed.collectives import any_rank, balance_by_cost, sum_over_ranks
+from vlm_grpo.distributed.collectives import (
+    any_rank,
+    balance_by_cost,
+    gather_object,
+    sum_over_ranks,
+)
 from vlm_grpo.engine.sampling import build_sampling_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.advantages import has_spread

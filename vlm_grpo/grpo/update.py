@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.base import Strategy
+from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler
 from vlm_grpo.distributed.strategy import build_strategy
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack

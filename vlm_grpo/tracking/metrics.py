@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
+from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.grpo import Rollout, StepAdvantages, memory_metrics
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import MetricAccumulator

@@ -44,7 +44,7 @@ REPORT_SECONDS = 60.0
 def lock_run(settings: Settings, accelerator: Accelerator) -> Iterator[None]:
     """Lock the run's folder inside, whose files a second run at the same time would mix up.
 
-    The main process holds the lock. All ranks enter together.
+    The main process holds the lock. All ranks enter together. A full disk is explained.
 
     Raises:
         UserError: another process holds it, or the folder cannot be written to.
@@ -61,7 +61,8 @@ def lock_run(settings: Settings, accelerator: Accelerator) -> Iterator[None]:
                         f"the run's folder {settings.run_dir} cannot be created or written to "
                         f"({error.strerror}): set output_dir or name"
                     ) from error
-        yield
+        with explain_disk_full(settings.run_dir):
+            yield
 
 
 class RunDir:
