@@ -103,7 +103,7 @@ def build_trainer(case: dict[str, Any], settings: Settings, examples: list[Examp
     if case["checkpointing"]:
         enable_gradient_checkpointing(model)
     adapters = apply_lora_or_freeze(model, settings.policy)
-    use_shared_attention(family.language_model(model))
+    use_shared_attention(family, model)
     autocast = case["full"] and case["dtype"] == "bfloat16"
     budget = family.pixel_budget(processor)
     loaded = LoadedModel(model, processor, family, budget, True, adapters, autocast)

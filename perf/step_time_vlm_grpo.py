@@ -77,7 +77,7 @@ def build_trainer(
     family = load_family(model.config)
     adapters = apply_lora_or_freeze(model, settings.policy)
     if shared:
-        use_shared_attention(family.language_model(model))
+        use_shared_attention(family, model)
     budget = family.pixel_budget(processor)
     loaded = LoadedModel(model, processor, family, budget, shared, adapters)
     distribution = build_sampling_distribution(model, family, settings.rollout)

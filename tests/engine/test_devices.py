@@ -6,7 +6,7 @@ errors there, as is everything whose shape depends on values.
 
 from __future__ import annotations
 
-import dataclasses
+import operator
 from typing import Any
 
 import pytest
@@ -16,33 +16,28 @@ from torch import Tensor
 
 from vlm_grpo.engine import varlen
 from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.linear import use_fast_linears
-from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores
-from vlm_grpo.engine.shared import score_shared
-from vlm_grpo.families import ImageFeatures
+from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
 
 DEVICE = torch.device("meta")
 
 
-def to_device(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=torch.bfloat16, device=DEVICE)
-
-
 def build_policy(family: str, lora: bool) -> Policy:
     """Build a policy whose model is on the device, in bfloat16."""
-    policy = tiny_policy(family)
+    host = tiny_policy(family)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with DEVICE:
-            policy.model = type(policy.model)(policy.model.config)
+            model = type(host.model)(host.model.config)
+            use_shared_attention(host.family, model)
+            loaded = LoadedModel(model, host.processor, host.family, host.budget, True, None)
+            policy = Policy(loaded, host.distribution, chunk_tokens=7)
             if lora:
                 add_lora(policy, ["q_proj", "down_proj"])
     finally:
         torch.set_default_dtype(torch.float32)
-    use_shared_attention(policy.family.language_model(policy.model))
-    use_fast_linears(policy.model)
     return policy
 
 
@@ -54,17 +49,7 @@ def score(policy: Policy) -> TokenScores:
     for _ in prompts:
         tokens = ((1, 2, 3), (4, 5), (6,))
         groups.append(tuple(Completion(t, (0.0,) * len(t), "", "eos", ()) for t in tokens))
-    prefixes = []
-    with torch.no_grad():
-        for prefix in tiny_policy(policy.model.config.model_type)._build_prefixes(prompts):  # noqa: SLF001
-            features = tuple(
-                ImageFeatures(to_device(f.embeds), tuple(map(to_device, f.deepstack)))
-                for f in prefix.features
-            )
-            prefixes.append(dataclasses.replace(prefix, features=features))
-    settings = ScoringSettings(policy.distribution, chunk_tokens=7)
-    batch = pack_groups(prompts, groups)
-    return score_shared(policy.family, policy.model, batch, prefixes, settings)
+    return policy.score(pack_groups(prompts, groups))
 
 
 @pytest.fixture(autouse=True)
@@ -78,10 +63,10 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family: str, lora
     policy = build_policy(family, lora)
     score(policy).logprobs.sum().backward()
     trained = policy.trainable_parameters()
-    language = [(n, w) for n, w in trained if "visual" not in n]
-    assert all(w.grad is not None and w.grad.device == DEVICE for _, w in language)
+    assert all(w.grad is not None and w.grad.device == DEVICE for _, w in trained)
 
 
+@pytest.mark.parametrize("attend", ["VarlenPlan.attend", "attend_in_segments"])
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -90,14 +75,16 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family: str, lora
         lambda query: query[query > 0],
     ],
 )
-def test_reads_and_other_devices_are_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_and_other_devices_are_found(
+    wrong: Any, attend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = build_policy("qwen2_5_vl", lora=False)
-    attend = varlen.VarlenPlan.attend
+    original = operator.attrgetter(attend)(varlen)
 
-    def attend_and_err(plan: Any, query: Tensor, *rest: Any) -> Tensor:
-        wrong(query)
-        return attend(plan, query, *rest)
+    def attend_and_err(*arguments: Any) -> Tensor:
+        wrong(next(tensor for tensor in arguments if isinstance(tensor, Tensor)))
+        return original(*arguments)
 
-    monkeypatch.setattr(varlen.VarlenPlan, "attend", attend_and_err)
+    monkeypatch.setattr(f"{varlen.__name__}.{attend}", attend_and_err)
     with pytest.raises((RuntimeError, NotImplementedError)):
         score(policy)

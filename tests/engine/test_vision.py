@@ -8,10 +8,11 @@ import pytest
 import torch
 from gradients import relative_distance
 from tiny_models import FAMILIES, make_prompt, noise_example, tiny_policy
+from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.engine import vision as vision_module
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
-from vlm_grpo.engine.vision import ImageEncoder, split_passes
+from vlm_grpo.engine.vision import ImageEncoder, _tensors, split_passes
 from vlm_grpo.model.policy import Policy
 
 
@@ -78,3 +79,32 @@ def test_features_of_a_frozen_tower_are_kept_until_they_are_cleared() -> None:
     assert [encoder(prompts)[1] for _ in range(2)] == [1, 0]
     encoder.clear_cache()
     assert encoder(prompts)[1] == 1
+
+
+@pytest.mark.parametrize("in_one_kernel", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoding_equals_transformers(
+    family: str, in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images whose windows have many sizes, forward and gradient."""
+    if in_one_kernel:
+        use_plain_varlen(monkeypatch)
+    features, grads = [], []
+    for shared in (True, False):
+        policy = tiny_policy(family, shared, torch.float64)
+        sizes = [(56, 56), (330, 200), (200, 120)]
+        images = policy.family.split_images(make_prompt(policy, noise_example("a", sizes)))
+        if shared:
+            found = policy.family.encode_images(policy.model, images)
+            rows = [torch.cat(level) for level in zip(*map(_tensors, found), strict=True)]
+        else:
+            inputs = [torch.cat([i[key] for i in images]) for key in images[0]]
+            output = policy.model.model.get_image_features(*inputs, return_dict=True)
+            levels = [output.pooler_output, *getattr(output, "deepstack_features", [])]
+            rows = [torch.cat(level) for level in levels]
+        features.append(torch.stack(rows))
+        features[-1].sin().sum().backward()
+        tower = policy.model.model.visual.named_parameters()
+        grads.append({name: weight.grad for name, weight in tower})
+    assert (features[0] - features[1]).abs().max() < 1e-12
+    assert relative_distance(*grads) < 1e-12

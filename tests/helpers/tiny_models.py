@@ -171,7 +171,7 @@ def tiny_policy(
     model, processor = tiny_model(family, dtype)
     architecture = load_family(model.config)
     if shared:
-        use_shared_attention(architecture.language_model(model))
+        use_shared_attention(architecture, model)
     defaults = {
         "banned": architecture.banned_token_ids(model.config),
         "eos": (model.generation_config.eos_token_id,),

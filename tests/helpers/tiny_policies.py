@@ -45,7 +45,7 @@ def build_policy(
             model.config.vision_config.fullatt_block_indexes = [0]
     model_family = load_family(model.config)
     adapters = apply_lora_or_freeze(model, settings)
-    use_shared_attention(model_family.language_model(model))
+    use_shared_attention(model_family, model)
     budget = model_family.pixel_budget(processor)
     autocast = settings.lora is None and values["dtype"] == "bfloat16"
     loaded = LoadedModel(model, processor, model_family, budget, True, adapters, autocast)

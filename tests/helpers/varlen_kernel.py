@@ -19,12 +19,12 @@ def plain_varlen_attn(
     longest_key: int,
     *,
     scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute each sequence with an explicit mask, causal from the last query and key."""
-    assert window_size == (-1, 0)
-    assert enable_gqa
+    """Compute each sequence with an explicit mask: none, or causal from the last query and key."""
+    is_causal = {(-1, -1): False, (-1, 0): True}[window_size]
+    assert enable_gqa or query.shape[1] == key.shape[1]
     assert query_starts.dtype == key_starts.dtype == torch.int32
     times = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
@@ -34,7 +34,8 @@ def plain_varlen_attn(
     for last_query, last_key in rest:
         q = query[first_query:last_query]
         k, v = key[first_key:last_key], value[first_key:last_key]
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+        ones = torch.ones(len(q), len(k), dtype=torch.bool)
+        hidden = ones.triu(len(k) - len(q) + 1) if is_causal else ~ones
         scores = torch.einsum("qhw,khw->hqk", q, k) * scale
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khw->qhw", weights, v))

@@ -116,7 +116,7 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
 def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> None:
     model, processor = tiny_model(FAMILY)
     family = load_family(model.config)
-    use_shared_attention(family.language_model(model))
+    use_shared_attention(family, model)
     freeze_parts(model, ["vision", "projector"])
     budget = family.pixel_budget(processor)
     loaded = LoadedModel(model, processor, family, budget, shared=True, adapters=None)

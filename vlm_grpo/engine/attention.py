@@ -17,11 +17,12 @@ al., 2023, arXiv:2310.01889).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,9 +30,12 @@ from transformers.masking_utils import sdpa_mask
 
 from vlm_grpo.engine import kernels, varlen
 from vlm_grpo.engine.varlen import GroupSpan, VarlenPlan
+from vlm_grpo.families import Family
 
 ATTENTION_NAME = "shared_prefix"
 """Name of this attention in transformers' registry."""
+SEGMENTS_NAME = "flash_segments"
+"""Name of the vision tower's. Only to names with "flash" transformers passes segments undivided."""
 
 
 @runtime_checkable
@@ -77,13 +81,44 @@ def _dispatch(
     return attend(module.layer_idx, query, key, value, scaling), None  # type: ignore[arg-type]
 
 
+def _dispatch_segments(
+    module: nn.Module,
+    query: Float[Tensor, "1 heads T width"],
+    key: Float[Tensor, "1 heads T width"],
+    value: Float[Tensor, "1 heads T width"],
+    attention_mask: None,
+    scaling: float,
+    cu_seq_lens_q: Int[Tensor, " starts"],
+    max_length_q: int | tuple[int, ...],
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 T heads width"], None]:
+    """Compute attention within segments, by their lengths or, if only the longest is given, their
+    starts, which are then read from the device."""
+    if not isinstance(max_length_q, tuple):
+        max_length_q = tuple(cu_seq_lens_q.diff().tolist())
+    if varlen.has_varlen(query):
+        longest = max(max_length_q)
+        rows = (query, key, value)
+        return varlen.attend_in_segments(*rows, cu_seq_lens_q, longest, scaling), None
+    return kernels.segments(query, key, value, max_length_q, scaling), None
+
+
 AttentionInterface.register(ATTENTION_NAME, _dispatch)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+AttentionInterface.register(SEGMENTS_NAME, _dispatch_segments)
 
 
-def use_shared_attention(language_model: Any) -> None:
-    """Dispatch the attention of a transformers language model through ``attend``."""
-    language_model.config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
+def use_shared_attention(family: Family, model: Any) -> None:
+    """Dispatch the attention of a transformers model through this module.
+
+    The language model's goes through ``attend``. The vision tower's images, or windows of images,
+    are computed together.
+    """
+    family.language_model(model).config._attn_implementation = ATTENTION_NAME  # noqa: SLF001
+    for layer in family.vision_layers(model):
+        # A copy: transformers builds no model from a configuration that names an unknown kernel.
+        layer.config = copy.copy(layer.config)
+        layer.config._attn_implementation = SEGMENTS_NAME  # noqa: SLF001
 
 
 class PrefillAttention:

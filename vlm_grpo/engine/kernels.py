@@ -7,6 +7,7 @@ scores as transformers' eager attention does. So do float32 and float64 on other
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,29 @@ def cascade(
         scaling: factor on the dot products.
     """
     return _Cascade.apply(query, prefix_key, prefix_value, key, value, tuple(lengths), scaling)  # type: ignore[return-value]
+
+
+def segments(
+    query: Float[Tensor, "1 heads T width"],
+    key: Float[Tensor, "1 heads T width"],
+    value: Float[Tensor, "1 heads T width"],
+    lengths: Sequence[int],
+    scaling: float,
+) -> Float[Tensor, "1 T heads width"]:
+    """Compute attention of each token to all tokens of its segment.
+
+    Neighboring segments of equal lengths are computed at once.
+    """
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    outputs = []
+    for (length, count), *parts in zip(
+        runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True
+    ):
+        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        output = scaled_dot_product_attention(q, k, v, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None]
 
 
 class _Causal(torch.autograd.Function):

@@ -104,6 +104,29 @@ class VarlenPlan:
         return output[None]
 
 
+def attend_in_segments(
+    query: Float[Tensor, "1 heads T width"],
+    key: Float[Tensor, "1 heads T width"],
+    value: Float[Tensor, "1 heads T width"],
+    starts: Int[Tensor, " starts"],
+    longest: int,
+    scaling: float,
+) -> Float[Tensor, "1 T heads width"]:
+    """Compute attention of each token to all tokens of its segment.
+
+    Args:
+        query: queries.
+        key: keys.
+        value: values.
+        starts: index of each segment's first token, and T; on the queries' device.
+        longest: number of tokens of the longest segment.
+        scaling: factor on the dot products.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    output: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling)
+    return output[None]
+
+
 class _Gather(torch.autograd.Function):
     """``rows[index]``; the gradients of repeated rows are summed in float32."""
 

@@ -161,6 +161,10 @@ class Family:
         """Return the language model, without its head."""
         raise NotImplementedError
 
+    def vision_layers(self, model: Any) -> Sequence[Any]:
+        """Return the attention layers of the vision tower."""
+        raise NotImplementedError
+
     def encode_images(self, model: Any, vision: Sequence[dict]) -> list[ImageFeatures]:
         """Encode images, each given by its vision tensors."""
         raise NotImplementedError

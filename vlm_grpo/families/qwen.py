@@ -9,6 +9,12 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from vlm_grpo.families.base import Family, ImageFeatures
 from vlm_grpo.families.transfer import copy_to
@@ -29,6 +35,9 @@ class QwenVL(Family):
     def language_model(self, model: Any) -> Any:
         return model.model.language_model
 
+    def vision_layers(self, model: Any) -> Sequence[Any]:
+        return [block.attn for block in model.model.visual.blocks]
+
     def split_images(self, prompt: Prompt) -> list[dict]:
         if "pixel_values" not in prompt.vision:
             return []
@@ -43,10 +52,21 @@ class QwenVL(Family):
         if not vision:
             return []
         device = next(model.parameters()).device
+        grids = torch.cat([image["image_grid_thw"] for image in vision])
+        # Computed on the host: the tower would compute them from grids read from the device.
+        plan = self.plan_vision(model.model.visual, grids)
+        # transformers passes the longest segment unread to the attention, which here takes all.
+        lengths = {
+            f"max_{name.removeprefix('cu_')[:-1]}": tuple(starts.diff().tolist())
+            for name, starts in plan.items()
+            if name.startswith("cu_")
+        }
         output = model.model.get_image_features(
-            torch.cat([image["pixel_values"] for image in vision]).to(device),
-            torch.cat([image["image_grid_thw"] for image in vision]).to(device),
+            copy_to(device, torch.cat([image["pixel_values"] for image in vision])),
+            grids,
             return_dict=True,
+            **{name: copy_to(device, values) for name, values in plan.items()},
+            **lengths,
         )
         levels = getattr(output, "deepstack_features", None) or []
         per_image = zip(*levels, strict=True) if levels else [()] * len(vision)
@@ -54,6 +74,16 @@ class QwenVL(Family):
             ImageFeatures(embeds, tuple(deepstack))
             for embeds, deepstack in zip(output.pooler_output, per_image, strict=True)
         ]
+
+    def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
+        """Compute the indices of a pass through the tower, by the names of its arguments.
+
+        Args:
+            tower: the vision tower.
+            grids: numbers of patches of each image in time, height and width.
+        """
+        positions = get_vision_position_ids(grids, tower.spatial_merge_size)
+        return {"position_ids": positions, "cu_seqlens": get_vision_cu_seqlens(grids)}
 
     def prompt_positions(self, model: Any, prompt: Prompt) -> Int[Tensor, "3 T"]:
         tokens = torch.tensor([prompt.token_ids])
@@ -112,7 +142,24 @@ class Qwen25VL(QwenVL):
     model_types = ("qwen2_5_vl",)
     frame = "resized"
 
+    def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
+        sizes = (tower.spatial_merge_size, tower.window_size, tower.patch_size)
+        index, bounds = get_vision_window_index(grids, *sizes)
+        plan = super().plan_vision(tower, grids)
+        return plan | {"window_index": index, "cu_window_seqlens": bounds}
+
 
 class Qwen3VL(QwenVL):
     model_types = ("qwen3_vl",)
     frame = "permille"
+
+    def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids,
+            tower.num_grid_per_side,
+            tower.interpolation_mode,
+            tower.interpolation_align_corners,
+            tower.spatial_merge_size,
+        )
+        plan = super().plan_vision(tower, grids)
+        return plan | {"interp_indices": indices, "interp_weights": weights}

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 
-def copy_to(device: torch.device, array: np.ndarray) -> Tensor:
-    """Return the array as a tensor on ``device``, without waiting for the copy or the device."""
-    tensor = torch.from_numpy(array)
-    if torch.cuda.is_available():  # only copies from pinned memory do not wait
+def copy_to(device: torch.device, array: np.ndarray | Tensor) -> Tensor:
+    """Return the array as a tensor on ``device``, without waiting for the copy or the device.
+
+    Args:
+        device: the device.
+        array: an array, or a tensor on the host.
+    """
+    tensor = torch.as_tensor(array)
+    if device.type == "cuda":  # only copies from pinned memory do not wait
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -90,7 +90,7 @@ def load_model(
         raise UserError(f"policy.engine=shared is not possible for {settings.model}: {why_not}")
     shared = settings.policy.engine != "repeated" and why_not is None
     if shared:
-        use_shared_attention(family.language_model(model))
+        use_shared_attention(family, model)
     if training and settings.policy.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     adapters = None
