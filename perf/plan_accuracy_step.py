@@ -25,6 +25,7 @@ from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze, enable_gra
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.prompt_sizes import PromptSize
 from vlm_grpo.planning.workload import estimate_workload
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
@@ -134,8 +135,9 @@ def predict(case: dict[str, Any], trainer: Trainer, example: Example) -> dict[st
     settings, policy = trainer.settings, trainer.policy
     shape, _ = read_model_shape(policy.model.config, settings.policy)
     prompt = policy.build_prompt(policy.with_resized_sizes(example), trainer.task)
-    patches = len(prompt.vision["pixel_values"])
-    work = estimate_workload(settings, len(prompt.token_ids), patches, case["image"] ** 2)
+    values = prompt.vision["pixel_values"].numel()
+    size = PromptSize(len(prompt.token_ids), 0, values, case["image"] ** 2)
+    work = estimate_workload(settings, size, shape)
     found = estimate_memory(shape, work, on_cpu=True)
     predicted = {"rollout": found.rollout, "update": found.backward}
     return {"predicted": predicted, "parts": vars(found), "weights": shape.num_weights}

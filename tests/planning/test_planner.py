@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from commands import fails, run
+from family_models import BUILDERS, build_family_policy
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
@@ -15,6 +18,9 @@ from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.planning import Planner, plan
 from vlm_grpo.planning.changes import SHARDING, with_changes
 from vlm_grpo.planning.devices import GIB, Device, find_device
+from vlm_grpo.planning.model_shape import read_model_shape
+
+H100 = find_device("H100")
 
 
 def test_the_largest_group_fits_and_one_more_does_not(planner: Planner) -> None:
@@ -154,12 +160,59 @@ def test_more_devices_than_prompts_are_an_error(planner: Planner) -> None:
         plan(planner.settings, "24GB", 33)
 
 
-def test_the_repeated_form_is_an_error() -> None:
-    settings = load_settings("counting", ["policy.engine=repeated", "data.train_limit=5"])
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Path) -> None:
+    policy = build_family_policy(name)
+    policy.model.config.save_pretrained(tmp_path)
+    policy.processor.save_pretrained(tmp_path)
+    settings = load_settings("counting", [f"model={tmp_path}", "data.train_limit=5"])
+    planner = Planner(settings, find_device("24GB"))
+    found = planner.plan()
+    prompts = [
+        policy.build_prompt(policy.with_resized_sizes(example), planner.task)
+        for example in planner.prompts.examples
+    ]
+    assert [size.tokens for size in found.step.prompts] == sorted(
+        len(prompt.token_ids) for prompt in prompts
+    )
+    shape, vision = found.step.shape, policy.model.config.vision_config
+    values = prompts[0].vision["pixel_values"].numel()
+    assert found.step.work.patches == values // (3 * vision.patch_size**2)
+    linear = [m for m in policy.model.modules() if isinstance(m, torch.nn.Linear)]
+    assert shape.num_linear == sum(module.weight.numel() for module in linear)
+    assert "fits       yes" in str(found)
+
+
+def test_the_repeated_form_needs_more_than_the_shared_form() -> None:
+    overrides = ["data.train_limit=5", "rollout.max_completion_length=8"]
+    shared, repeated = (
+        Planner(load_settings("counting", [*overrides, f"policy.engine={engine}"]), H100).plan()
+        for engine in ("auto", "repeated")
+    )
+    group = shared.step.settings.rollout.num_generations
+    assert repeated.step.seconds is not None
+    assert shared.step.seconds is not None
+    assert repeated.step.seconds.prefill == pytest.approx(group * shared.step.seconds.prefill)
+    assert repeated.step.memory.cache > 2 * shared.step.memory.cache
+    assert repeated.step.memory.features == 0
+    assert "32 prompts × 8 completions" in str(repeated)
+    tight = Planner(repeated.step.settings, Device("small", 300 << 20, is_cpu=True)).plan()
+    names = [text.partition("=")[0] for text, _ in tight.changes]
+    assert "policy.head_chunk_tokens" not in names  # has no effect in this form
+    assert names[0] == "optim.max_tokens_per_batch"
+
+
+def test_a_configuration_without_sizes_is_one_message() -> None:
+    class Text:
+        hidden_size = 64
+
+    config = SimpleNamespace(
+        model_type="new", get_text_config=Text, vision_config=SimpleNamespace(depth=1)
+    )
     with pytest.raises(
-        UserError, match=r"covers only the shared-prefix form: policy\.engine=repeated"
+        UserError, match=r"model type 'new' lacks a size that a plan needs: .*'Text'"
     ):
-        Planner(settings, find_device("24GB"))
+        read_model_shape(config, load_settings("counting").policy)
 
 
 def test_the_plan_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
         for example in planner.prompts.examples
     ]
     assert [size.tokens for size in sizes] == sorted(len(prompt.token_ids) for prompt in prompts)
-    patches = [len(prompt.vision["pixel_values"]) for prompt in prompts]
-    assert sorted(size.patches for size in sizes) == sorted(patches)
+    values = [prompt.vision["pixel_values"].numel() for prompt in prompts]
+    assert sorted(size.values for size in sizes) == sorted(values)
 
 
 def test_an_image_that_cannot_be_resized_is_an_error(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, tiny_model, tiny_policy
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -13,6 +13,7 @@ from vlm_grpo.planning.devices import Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import (
     count_completion_flops,
+    count_flops,
     count_prompt_flops,
     count_vision_flops,
     estimate_seconds,
@@ -43,6 +44,23 @@ def test_flops_match_pytorchs_counter(family: str, name: str) -> None:
     # PyTorch does not count products in the CPU's fused attention, a few percent of the total here.
     # The estimate leaves out the deepstack mergers of Qwen3.
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.15)
+
+
+def test_flops_of_the_repeated_form_match_pytorchs_counter() -> None:
+    policy = tiny_policy("qwen2_vl", shared=False, dtype=torch.bfloat16)
+    prompt = build_prompt(policy)
+    shape, _ = read_model_shape(policy.model.config, PolicySettings(engine="repeated"))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        policy.score(build_batch(prompt))
+    patches = len(prompt.vision["pixel_values"])
+    # Three completions of 5 tokens, and nothing else: a step whose rollout costs nothing.
+    work = Workload(3, 1, len(prompt.token_ids), patches, 5, 1 << 16, 1 << 16, 0, copies=3)
+    flops = count_flops(shape, work)
+    scoring = 3 * 5 * 2 * shape.text.hidden * shape.text.vocabulary
+    forward = (flops.update - 4 * scoring) / 3  # without the two passes backward
+    vision = 3 * count_vision_flops(shape, patches)
+    assert flops.vision == pytest.approx(vision * (1 + 3))  # rollout, update with its gradient
+    assert counter.get_total_flops() == pytest.approx(forward + vision + scoring, rel=0.15)
 
 
 def test_seconds_depend_on_the_device() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import noise_example
+from tiny_models import noise_example, tiny_model
 
+from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.batch import GroupSlice, pack
+from vlm_grpo.planning.changes import with_changes
+from vlm_grpo.planning.model_shape import ModelShape, read_model_shape
+from vlm_grpo.planning.prompt_sizes import PromptSize
 from vlm_grpo.planning.workload import Workload, estimate_workload
 from vlm_grpo.types import Prompt
 
@@ -39,6 +45,26 @@ def test_micro_batches_match_the_update(
     assert work.micro_prompt_tokens == largest
 
 
+def _shape(**policy: Any) -> ModelShape:
+    return read_model_shape(tiny_model("qwen2_vl")[0].config, PolicySettings(**policy))[0]
+
+
 def test_prompts_are_divided_among_devices() -> None:
-    settings = load_settings("counting")
-    assert [estimate_workload(settings, 40, 36, 0, n).num_prompts for n in (1, 4, 5)] == [32, 8, 7]
+    settings, size = load_settings("counting"), PromptSize(40, 36, 0, 0)
+    works = [estimate_workload(settings, size, _shape(), devices) for devices in (1, 4, 5)]
+    assert [work.num_prompts for work in works] == [32, 8, 7]
+
+
+def test_the_repeated_form_has_one_prompt_per_completion() -> None:
+    settings = load_settings(
+        "counting",
+        ["optim.prompts_per_step=4", "rollout.num_generations=6", "optim.max_tokens_per_batch=70"],
+    )
+    settings = with_changes(settings, "rollout", max_completion_length=5, max_tokens_per_batch=100)
+    work = estimate_workload(settings, PromptSize(20, 4, 0, 0), _shape(engine="repeated"))
+    assert (work.num_groups, work.num_prompts, work.num_generations) == (4, 24, 1)
+    assert work.concurrent_prompts == 4  # rows of 20 + 5 tokens in 100
+    # As in the update: 70 tokens hold one group of 20 + 6 · 4 packed tokens, or six rows of 24.
+    assert (work.num_micro_batches, work.micro_tokens, work.update_tokens) == (4, 6 * 24, 24 * 24)
+    assert (work.micro_prompt_tokens, work.micro_completion_tokens) == (6 * 20, 6 * 5)
+    assert work.head_chunk_tokens == 0  # ``score_repeated`` computes all logits at once

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from vlm_grpo.config.policy import LoraSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.families import PixelBudget
 
 if TYPE_CHECKING:
     from vlm_grpo.planning.planner import Planner, StepEstimate
@@ -61,7 +60,7 @@ def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
 
 
 def _reduce_chunks(planner: Planner, step: StepEstimate) -> Change | None:
-    if 0 < step.settings.policy.head_chunk_tokens <= 256:
+    if not step.shape.shares_prompts or 0 < step.settings.policy.head_chunk_tokens <= 256:
         return None
     return _change(planner, step, "policy", head_chunk_tokens=256)
 
@@ -102,13 +101,14 @@ def _use_adapters(planner: Planner, step: StepEstimate) -> Change | None:
 
 
 def _halve_pixels(planner: Planner, step: StepEstimate) -> Change | None:
-    policy = step.settings.policy
+    policy, default = step.settings.policy, planner.default_budget
+    if default is None:
+        return None
     largest = max(size.pixels for size in step.prompts)
     images = max(1, max(len(example.images) for example in planner.prompts.examples))
     pixels = largest // images // 2
     if pixels < MIN_PIXELS or pixels < (policy.min_pixels or 0):
         return None
-    default = planner.default_budget or PixelBudget(1, 1)
     min_pixels = min(policy.min_pixels or default.min_pixels, pixels)
     new = with_changes(step.settings, "policy", max_pixels=pixels, min_pixels=min_pixels)
     return f"policy.max_pixels={pixels}", planner.estimate_step(new, step.weights)

@@ -112,13 +112,13 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     """
     text = model.text
     tokens = work.patches // model.vision.merge
-    values = work.num_prompts * work.patches * model.vision.patch_values
+    values = work.num_groups * work.patches * model.vision.patch_values
     # The next step's prompts are prepared while this one computes.
-    inputs = 2 * 4 * values + 3 * min(RECENT_IMAGES, 2 * work.num_prompts) * work.image_pixels
+    inputs = 2 * 4 * values + 3 * min(RECENT_IMAGES, 2 * work.num_groups) * work.image_pixels
     head = 0 if model.head_frozen else 4 * text.hidden * text.vocabulary
     accumulates = work.num_micro_batches > 1 or work.iterations > 1
     features = 0
-    if not model.trains_vision:
+    if model.shares_prompts and not model.trains_vision:
         features = work.num_prompts * tokens * text.hidden * model.value_bytes
     return Memory(
         weights=_count_weight_bytes(model),
@@ -335,6 +335,8 @@ def _count_encoding_bytes(model: ModelShape, work: Workload) -> int:
     """Count the bytes of the vision tower without gradient, on the images encoded at once."""
     vision = model.vision
     patches = min(work.num_prompts * work.patches, max(ENCODER_PATCHES, work.patches))
+    if not model.shares_prompts:  # the images of all rows at once
+        patches = max(work.concurrent_prompts * work.patches, work.micro_patches)
     widths = 10 * vision.hidden + (3 if vision.gated else 2) * vision.intermediate
     return patches * (4 * vision.patch_values + widths * model.value_bytes)
 

@@ -23,7 +23,9 @@ class TextShape:
     """The language model: ``layers`` decoder layers with a gated MLP.
 
     Attributes:
-        hidden, intermediate: widths of the residual stream and of the MLP.
+        hidden, intermediate: widths of the residual stream and of the MLP; with a mixture of
+            experts, of the experts that a token uses.
+        intermediate_total: width of the MLP over all experts.
         heads, key_heads: numbers of query heads and of key heads.
         query, key: total widths of the queries and of the keys of all heads.
         vocabulary: rows of the output head.
@@ -33,6 +35,7 @@ class TextShape:
     layers: int
     hidden: int
     intermediate: int
+    intermediate_total: int
     heads: int
     key_heads: int
     query: int
@@ -43,7 +46,13 @@ class TextShape:
     @property
     def layer_weights(self) -> int:
         """Number of weights in a layer's linear modules."""
-        return 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.intermediate
+        return 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.intermediate_total
+
+    @property
+    def weights_per_token(self) -> int:
+        """Number of a layer's weights that a token is multiplied with."""
+        unused = self.intermediate_total - self.intermediate
+        return self.layer_weights - 3 * self.hidden * unused
 
     @property
     def adapter_widths(self) -> int:
@@ -93,6 +102,7 @@ class ModelShape:
         num_trained: number of trained weights; with LoRA, of the adapters.
         num_linear: number of weights in all linear modules.
         num_adapted: number of weights in the linear modules that have adapters.
+        shares_prompts: whether a group's completions share their prompt.
         lora_rank: rank of the adapters; 0 for full weights.
         trains_vision: whether the vision tower has a backward pass.
         head_frozen: whether the output head is frozen.
@@ -108,6 +118,7 @@ class ModelShape:
     num_trained: int
     num_linear: int
     num_adapted: int
+    shares_prompts: bool
     lora_rank: int
     trains_vision: bool
     head_frozen: bool
@@ -136,14 +147,18 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
     The model is built on the meta device, without weights, so all counts are exact.
 
     Raises:
-        UserError: the model would run in the repeated form, which the plan does not cover.
+        UserError: the configuration lacks a size, or a setting has no effect on the model.
     """
     family = load_family(config)
-    why_not = family.why_not_shared(config)
-    if policy.engine == "repeated":
-        why_not = "policy.engine=repeated"
-    if why_not is not None:
-        raise UserError(f"the plan covers only the shared-prefix form: {why_not}")
+    shares_prompts = policy.engine != "repeated" and family.why_not_shared(config) is None
+    try:
+        text = _read_text_shape(config.get_text_config())
+        vision = _read_vision_shape(config.vision_config)
+    except (AttributeError, TypeError) as error:
+        raise UserError(
+            f"the configuration of the model type {config.model_type!r} lacks a size that a plan "
+            f"needs: {error}"
+        ) from error
     # accelerate's init_empty_weights would untie tied weights and count them twice.
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(config)
@@ -157,12 +172,13 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         precision = "bfloat16" if policy.lora is not None else "autocast"
     shape = ModelShape(
         name=f"{config.model_type}, {weights:,} weights",
-        text=_read_text_shape(config.get_text_config()),
-        vision=_read_vision_shape(config.vision_config),
+        text=text,
+        vision=vision,
         num_weights=weights,
         num_trained=sum(weight.numel() for _, weight in trained),
         num_linear=linear,
         num_adapted=sum(layer.get_base_layer().weight.numel() for layer in adapted),
+        shares_prompts=shares_prompts,
         lora_rank=policy.lora.r if policy.lora is not None else 0,
         trains_vision=any(find_part(name) in ("vision", "projector") for name, _ in trained),
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
@@ -174,16 +190,21 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
 
 def _read_text_shape(config: Any) -> TextShape:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    intermediate = intermediate_total = config.intermediate_size
+    if (used := getattr(config, "num_experts_per_tok", None)) is not None:
+        intermediate = used * config.moe_intermediate_size
+        intermediate_total = config.num_experts * config.moe_intermediate_size
     return TextShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
+        intermediate=intermediate,
+        intermediate_total=intermediate_total,
         heads=config.num_attention_heads,
         key_heads=config.num_key_value_heads,
         query=config.num_attention_heads * head_dim,
         key=config.num_key_value_heads * head_dim,
         vocabulary=config.vocab_size,
-        qk_norm=config.model_type.startswith("qwen3"),
+        qk_norm=config.model_type.startswith(("qwen3", "gemma3")),
     )
 
 
@@ -197,16 +218,19 @@ def _read_vision_shape(config: Any) -> VisionShape:
         window = (config.window_size // config.patch_size) ** 2
     # Qwen2's x · sigmoid(1.702 x) saves the sigmoid in addition to its input and output.
     is_quick_gelu = getattr(config, "hidden_act", "") == "quick_gelu"
-    channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", 3)
+    names = ("in_channels", "in_chans", "num_channels")
+    channels = next((getattr(config, name) for name in names if hasattr(config, name)), 3)
+    edge = config.patch_size if isinstance(config.patch_size, int) else config.patch_size[0]
+    layers = getattr(config, "depth", None) or config.num_hidden_layers
     return VisionShape(
-        layers=config.depth,
+        layers=layers,
         hidden=hidden,
         intermediate=intermediate,
-        heads=config.num_heads,
+        heads=getattr(config, "num_heads", None) or config.num_attention_heads,
         gated=gated,
         mlp_activations=4 if gated else 3 if is_quick_gelu else 2,
         window=window,
-        full_attention_layers=config.depth if full_attention is None else len(full_attention),
-        patch_values=channels * config.temporal_patch_size * config.patch_size**2,
-        merge=config.spatial_merge_size**2,
+        full_attention_layers=layers if full_attention is None else len(full_attention),
+        patch_values=channels * getattr(config, "temporal_patch_size", 1) * edge**2,
+        merge=getattr(config, "spatial_merge_size", 1) ** 2,
     )

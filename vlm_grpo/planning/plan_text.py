@@ -45,9 +45,9 @@ def format_plan(plan: Plan) -> Iterator[str]:
     ):
         shown = (values[0], values[len(values) // 2], values[-1])
         yield f"{name:<10} {' / '.join(f'{v:,}' for v in shown)} tokens (min / median / max)"
-    work = step.work
+    work, group = step.work, step.settings.rollout.num_generations
     yield (
-        f"step       {work.num_prompts} prompts × {work.num_generations} completions of "
+        f"step       {work.num_groups} prompts × {group} completions of "
         f"{work.completion_tokens} tokens per device; at most {work.update_tokens:,} tokens in "
         f"{work.num_micro_batches} micro-batches"
     )

@@ -140,8 +140,7 @@ class Planner:
         weights: how the weights are held.
 
     Raises:
-        UserError: data, task or configuration cannot be loaded, or the model is of a family
-            without a shared-prefix form.
+        UserError: data, task or configuration cannot be loaded, or the configuration lacks a size.
     """
 
     def __init__(
@@ -179,10 +178,9 @@ class Planner:
         if weights == "nf4":
             shape = shape.quantize()
         budget = get_pixel_budget(self.default_budget, policy)
-        assert budget is not None  # families with the shared-prefix form resize images
         sizes = self.prompts.count(budget)
         work, typical = (
-            estimate_workload(settings, size.tokens, size.patches, size.pixels, self.num_devices)
+            estimate_workload(settings, size, shape, self.num_devices)
             for size in (sizes[-1], sizes[len(sizes) // 2])
         )
         memory = estimate_memory(shape, work, self.device.is_cpu)
@@ -224,13 +222,13 @@ class Planner:
         if not self.device.holds(step.memory.peak):
             return 0
         work = step.work
-        completions = work.num_generations * (work.completion_tokens - 1)
+        completions = work.num_prompts * work.num_generations * (work.completion_tokens - 1)
         return _find_largest(
             lambda tokens: self.fits(
                 with_changes(step.settings, "optim", max_tokens_per_batch=tokens), step.weights
             ),
             work.prompt_tokens + work.completion_tokens - 1,
-            work.num_prompts * (work.prompt_tokens + completions),
+            work.num_groups * work.prompt_tokens + completions,
         )
 
 

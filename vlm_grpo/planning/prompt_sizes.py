@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
+
+from PIL import Image
 
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.families import Family, PixelBudget
@@ -13,6 +16,8 @@ from vlm_grpo.types import Example
 
 MAX_COUNTED_EXAMPLES = 2000
 """Largest number of examples counted; they are spaced evenly over the dataset."""
+MAX_PROCESSED_EXAMPLES = 200
+"""The same if the image processor has to run, because its resizing is not known."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +27,13 @@ class PromptSize:
     Attributes:
         tokens: number of tokens, including image tokens.
         image_tokens: number of image tokens.
-        patches: number of image patches before merging.
+        values: number of pixel values that the vision tower receives.
         pixels: number of pixels of the resized images.
     """
 
     tokens: int
     image_tokens: int
-    patches: int
+    values: int
     pixels: int
 
 
@@ -46,39 +51,64 @@ class PromptCounter:
         self, examples: Sequence[Example], task: Task, family: Family, processor: Any
     ) -> None:
         self.family, self.processor, self.num_rows = family, processor, len(examples)
-        step = max(1, len(examples) // MAX_COUNTED_EXAMPLES)
-        self.examples = examples[::step][:MAX_COUNTED_EXAMPLES]
-        self._text_tokens = [self._count_text_tokens(example, task) for example in self.examples]
+        is_known = family.pixel_budget(processor) is not None
+        most = MAX_COUNTED_EXAMPLES if is_known else MAX_PROCESSED_EXAMPLES
+        self.examples = examples[:: -(-len(examples) // most)]
+        self._text_tokens = [
+            self._count_text_tokens(len(example.images), task.prompt(example))
+            for example in self.examples
+        ]
+        self._process = cache(self._process)
 
-    def _count_text_tokens(self, example: Example, task: Task) -> int:
-        """Count the tokens without image tokens; each image has one placeholder in the text."""
-        content: list[dict[str, str]] = [{"type": "image"} for _ in example.images]
-        content.append({"type": "text", "text": task.prompt(example)})
-        text = self.processor.apply_chat_template(
+    def _apply_template(self, num_images: int, text: str) -> str:
+        content: list[dict[str, str]] = [{"type": "image"} for _ in range(num_images)]
+        content.append({"type": "text", "text": text})
+        return self.processor.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        return len(self.processor.tokenizer(text)["input_ids"]) - len(example.images)
 
-    def count(self, budget: PixelBudget) -> list[PromptSize]:
-        """Return the prompt sizes under a pixel budget, in ascending order of tokens.
+    def _count_text_tokens(self, num_images: int, text: str) -> int:
+        """Count the tokens without image tokens; each image has one placeholder in the text."""
+        templated = self._apply_template(num_images, text)
+        return len(self.processor.tokenizer(templated)["input_ids"]) - num_images
+
+    def count(self, budget: PixelBudget | None) -> list[PromptSize]:
+        """Return the prompt sizes in ascending order of tokens.
+
+        Args:
+            budget: the pixel budget; None: the processor is run on blank images of each size.
 
         Raises:
             UserError: the model cannot resize some images; the message names all of them.
         """
-        image_processor = self.processor.image_processor
         sizes, problems = [], []
         for example, text_tokens in zip(self.examples, self._text_tokens, strict=True):
+            images = tuple(image.size for image in example.images)
             try:
-                resized = [
-                    self.family.resized_size(i.size, budget, self.processor) for i in example.images
-                ]
+                size = self._resize(images, budget) if budget else self._process(images)
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")
                 continue
-            pixels = sum(width * height for width, height in resized)
-            patches = pixels // image_processor.patch_size**2
-            tokens = patches // image_processor.merge_size**2
-            sizes.append(PromptSize(text_tokens + tokens, tokens, patches, pixels))
+            sizes.append(replace(size, tokens=text_tokens + size.image_tokens))
         if problems:
             raise UserError(f"the model cannot resize the images of:\n{bullets(problems)}")
         return sorted(sizes, key=lambda size: size.tokens)
+
+    def _resize(self, images: Sequence[tuple[int, int]], budget: PixelBudget) -> PromptSize:
+        resized = [self.family.resized_size(size, budget, self.processor) for size in images]
+        pixels = sum(width * height for width, height in resized)
+        processor = self.processor.image_processor
+        tokens = pixels // (processor.patch_size * processor.merge_size) ** 2
+        return PromptSize(tokens, tokens, pixels * 3 * processor.temporal_patch_size, pixels)
+
+    def _process(self, images: Sequence[tuple[int, int]]) -> PromptSize:
+        if not images:
+            return PromptSize(0, 0, 0, 0)
+        inputs = self.processor(
+            text=[self._apply_template(len(images), "")],
+            images=[Image.new("RGB", size) for size in images],
+            return_tensors="pt",
+        )
+        tokens = inputs["input_ids"].shape[1] - self._count_text_tokens(len(images), "")
+        pixels = sum(width * height for width, height in images)
+        return PromptSize(tokens, tokens, inputs["pixel_values"].numel(), pixels)

@@ -47,6 +47,8 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
     vision = encoding
     if model.trains_vision:
         vision += work.iterations * repeats * encoding * (3 + model.checkpointing)
+    elif not model.shares_prompts:  # features are not kept
+        vision += (work.iterations + work.uses_reference) * encoding
     reference = forward + completions * work.completion_tokens * head if work.uses_reference else 0
     return PhaseCosts(
         vision, work.num_prompts * prompt, rollout, work.iterations * update + reference
@@ -84,7 +86,7 @@ def count_completion_flops(model: ModelShape, prompt: int, tokens: int) -> float
 def _count_linear_flops(model: ModelShape) -> float:
     """Return the FLOPs per token of a layer's linear modules, including adapters."""
     text = model.text
-    return 2 * (text.layer_weights + model.lora_rank * text.adapter_widths)
+    return 2 * (text.weights_per_token + model.lora_rank * text.adapter_widths)
 
 
 def estimate_seconds(model: ModelShape, work: Workload, device: Device) -> PhaseCosts | None:

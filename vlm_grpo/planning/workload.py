@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.engine.batch import GroupSlice, pack
+from vlm_grpo.planning.model_shape import ModelShape
+from vlm_grpo.planning.prompt_sizes import PromptSize
 from vlm_grpo.types import Example, Prompt
 
 
@@ -15,9 +17,12 @@ from vlm_grpo.types import Example, Prompt
 class Workload:
     """One step on one device, with equal prompts.
 
+    In the repeated form each completion has a copy of the prompt: its step is that of G times as
+    many prompts with one completion each, except for its micro-batches.
+
     Attributes:
-        num_prompts: prompts per step on this device.
-        num_generations: completions per prompt, G.
+        num_prompts: prompts per step on this device, counting copies.
+        num_generations: completions per copy of a prompt: G, and 1 in the repeated form.
         prompt_tokens: tokens per prompt.
         patches: image patches per prompt, before merging.
         completion_tokens: tokens per completion.
@@ -27,6 +32,7 @@ class Workload:
         iterations: updates per rollout.
         uses_reference: whether the reference policy computes log-probabilities.
         image_pixels: pixels of a prompt's resized images.
+        copies: copies of each prompt: 1, and G in the repeated form.
     """
 
     num_prompts: int
@@ -40,6 +46,12 @@ class Workload:
     iterations: int = 1
     uses_reference: bool = False
     image_pixels: int = 0
+    copies: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        """Number of different prompts."""
+        return self.num_prompts // self.copies
 
     @property
     def concurrent_prompts(self) -> int:
@@ -53,12 +65,18 @@ class Workload:
         return min(self.concurrent_prompts, max(1, self.rollout_budget // self.prompt_tokens))
 
     @cached_property
-    def _batches(self) -> list[MicroBatch]:
-        """The micro-batches of the update."""
+    def _batches(self) -> list[tuple[int, int]]:
+        """The numbers of prompts, counting copies, and of completions in each micro-batch."""
         prompt = Prompt(Example("", (), "", None), "", (0,) * self.prompt_tokens, {})
-        rows = tuple(range(self.num_generations))
-        completions = ((0,) * self.completion_tokens,) * self.num_generations
-        return pack([GroupSlice(prompt, completions, rows)] * self.num_prompts, self.update_budget)
+        rows = tuple(range(self.num_generations * self.copies))
+        completion = (0,) * self.completion_tokens
+        group = GroupSlice(prompt, (completion,) * len(rows), rows)
+        batches = pack([group] * self.num_groups, self.update_budget)
+        sizes = [(len(batch.slices), len(batch.rows)) for batch in batches]
+        return sizes if self.copies == 1 else [(rows, rows) for _, rows in sizes]
+
+    def _count_tokens(self, prompts: int, completions: int) -> int:
+        return prompts * self.prompt_tokens + completions * (self.completion_tokens - 1)
 
     @property
     def num_micro_batches(self) -> int:
@@ -67,7 +85,7 @@ class Workload:
     @property
     def micro_tokens(self) -> int:
         """Largest number of tokens in a micro-batch."""
-        return max(batch.num_tokens for batch in self._batches)
+        return max(self._count_tokens(*batch) for batch in self._batches)
 
     @property
     def micro_prompt_tokens(self) -> int:
@@ -82,40 +100,41 @@ class Workload:
     @property
     def micro_completion_tokens(self) -> int:
         """Largest number of completion tokens in a micro-batch."""
-        return max(len(batch.rows) for batch in self._batches) * self.completion_tokens
+        return max(completions for _, completions in self._batches) * self.completion_tokens
 
     @property
     def update_tokens(self) -> int:
         """Tokens in all micro-batches; a group split over several repeats its prompt in each."""
-        return sum(batch.num_tokens for batch in self._batches)
+        return sum(self._count_tokens(*batch) for batch in self._batches)
 
     @property
     def _micro_prompts(self) -> int:
-        return max(len(batch.slices) for batch in self._batches)
+        return max(prompts for prompts, _ in self._batches)
 
 
 def estimate_workload(
-    settings: Settings, prompt_tokens: int, patches: int, image_pixels: int, devices: int = 1
+    settings: Settings, prompt: PromptSize, model: ModelShape, devices: int = 1
 ) -> Workload:
     """Return the workload of a step under a recipe's settings.
 
     Args:
-        prompt_tokens: tokens per prompt, including image tokens.
-        patches: image patches per prompt.
-        image_pixels: pixels of a prompt's resized images.
+        prompt: size of each prompt.
+        model: the model's shape.
         devices: number of devices among which the prompts are divided.
     """
     rollout, optim = settings.rollout, settings.optim
+    copies = 1 if model.shares_prompts else rollout.num_generations
     return Workload(
-        num_prompts=math.ceil(optim.prompts_per_step / devices),
-        num_generations=rollout.num_generations,
-        prompt_tokens=prompt_tokens,
-        patches=patches,
+        num_prompts=math.ceil(optim.prompts_per_step / devices) * copies,
+        num_generations=rollout.num_generations // copies,
+        prompt_tokens=prompt.tokens,
+        patches=prompt.values // model.vision.patch_values,
         completion_tokens=rollout.max_completion_length,
         rollout_budget=rollout.max_tokens_per_batch,
         update_budget=optim.max_tokens_per_batch,
-        head_chunk_tokens=settings.policy.head_chunk_tokens,
+        head_chunk_tokens=settings.policy.head_chunk_tokens if model.shares_prompts else 0,
         iterations=settings.objective.num_iterations,
         uses_reference=settings.objective.needs_reference,
-        image_pixels=image_pixels,
+        image_pixels=prompt.pixels,
+        copies=copies,
     )
