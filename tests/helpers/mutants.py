@@ -216,7 +216,8 @@ def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
     output = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # pytest's own output
     files = sorted({file for mutant in mutants for file in list_test_files(mutant)})
-    arguments = ["-q", "-m", "not slow", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    arguments = ["-q", "-m", "not slow", f"--rootdir={ROOT}"]
+    arguments += ["-p", "no:cacheprovider", "-p", "no:faulthandler"]  # a mutant may crash
     status = pytest.main([*arguments, *files], [Runner(mutants, jobs, output)])
     os.dup2(output.fileno(), 1)
     if status:
