@@ -55,7 +55,8 @@ class Pointing(Task):
         boxes = (
             self.frame.from_pixels((x, y, x, y), image.size, image.resized_size) for x, y in answer
         )
-        points = [{"point_2d": [round(x), round(y)]} for x, y, _, _ in boxes]
+        digits = self.frame.decimals or None  # None rounds to an integer
+        points = [{"point_2d": [round(x, digits), round(y, digits)]} for x, y, _, _ in boxes]
         return json.dumps(points[0] if len(points) == 1 else points)
 
     def gold_answer(self, example: Example) -> Points:

@@ -27,6 +27,7 @@ def get_unit_size(frame: CoordinateFrame, size: Size, resized_size: Size) -> tup
         ("original", '{"bbox_2d": [64, 48, 320, 240]}'),
         ("resized", '{"bbox_2d": [32, 24, 160, 120]}'),  # resized to half of each side
         ("permille", '{"bbox_2d": [100, 100, 500, 500]}'),  # a tenth to a half of each side
+        ("fraction", '{"bbox_2d": [0.1, 0.1, 0.5, 0.5]}'),
         ("qwen2_vl", "<|box_start|>(100,100),(500,500)<|box_end|>"),
         ("internvl", "<box>[[100,100,500,500]]</box>"),
         # 0.1 · 1024 = 102.4 and 0.5 · 1024 = 512, y before x

@@ -16,8 +16,8 @@ Box = tuple[float, float, float, float]
 """x1, y1, x2, y2: the left, top, right and bottom edges."""
 Size = tuple[int, int]
 """Width and height in pixels."""
-RoundedBox = tuple[int, int, int, int]
-"""A box in integer units of a frame, as it is written."""
+RoundedBox = tuple[int, int, int, int] | Box
+"""A box in units of a frame as it is written: integers, but for ``FRACTION``."""
 
 
 def _write_json(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
@@ -101,6 +101,7 @@ class CoordinateFrame:
         span: units along each side of the image: the pixels of the original image, the pixels of
             the resized image, or a fixed number.
         max_coordinate: largest number that the grammar can write; None: no limit.
+        decimals: number of decimals of written coordinates.
         grammar: a function that writes rounded boxes, with or without labels.
     """
 
@@ -109,6 +110,7 @@ class CoordinateFrame:
     form: str = '{"bbox_2d": [x1, y1, x2, y2]}'
     span: Literal["original", "resized"] | int = "original"
     max_coordinate: int | None = None
+    decimals: int = 0
     grammar: Callable[[Sequence[RoundedBox], Sequence[str] | None], str] = _write_json
 
     def describe(self, size: Size, form: str | None = None) -> str:
@@ -165,7 +167,7 @@ class CoordinateFrame:
     ) -> str:
         """Write boxes, given in original pixels, in the family's grammar; no boxes are ``[]``.
 
-        Coordinates are rounded to integer units. A box thinner than one unit gets one, because a
+        Coordinates are rounded to ``decimals``. A box thinner than one unit gets one, because a
         box without area is invalid. PaliGemma's largest coordinate is 1023, its last token.
 
         Args:
@@ -184,16 +186,19 @@ class CoordinateFrame:
 
         Each edge moves by at most half a unit; the worst case is that all four move inwards.
         """
-        x1, y1, x2, y2 = self.from_pixels(box, size, resized_size)
+        x1, y1, x2, y2 = (
+            edge * 10**self.decimals for edge in self.from_pixels(box, size, resized_size)
+        )
         loss = 1.0 if self.max_coordinate is None else 2.0  # the last token may be one unit away
         if self.max_coordinate is None and _are_integers(x1, y1, x2, y2):
             return 1.0
         return max(0.0, 1.0 - loss / (x2 - x1)) * max(0.0, 1.0 - loss / (y2 - y1))
 
     def _round(self, box: Box) -> RoundedBox:
-        x1, x2 = self._round_edges(box[0], box[2])
-        y1, y2 = self._round_edges(box[1], box[3])
-        return (x1, y1, x2, y2)
+        scale = 10**self.decimals
+        x1, x2 = self._round_edges(box[0] * scale, box[2] * scale)
+        y1, y2 = self._round_edges(box[1] * scale, box[3] * scale)
+        return (x1, y1, x2, y2) if scale == 1 else (x1 / scale, y1 / scale, x2 / scale, y2 / scale)
 
     def _round_edges(self, low: float, high: float) -> tuple[int, int]:
         limit = math.inf if self.max_coordinate is None else self.max_coordinate
@@ -242,7 +247,11 @@ PALIGEMMA = CoordinateFrame(
     grammar=_write_loc_tokens,
 )
 
+FRACTION = CoordinateFrame("fraction", "scaled to 0-1", span=1, decimals=3)
+"""Fractions of the image's sides, as lmms-eval requests on RefCOCO; no family writes them."""
+
 FRAMES = {
-    frame.name: frame for frame in (ORIGINAL, RESIZED, PERMILLE, QWEN2_VL, INTERNVL, PALIGEMMA)
+    frame.name: frame
+    for frame in (ORIGINAL, RESIZED, PERMILLE, QWEN2_VL, INTERNVL, PALIGEMMA, FRACTION)
 }
 """All frames by name."""

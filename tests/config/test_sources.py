@@ -233,6 +233,12 @@ def test_other_objects_are_not_sources(source: Any) -> None:
         load_settings("counting", data={"train": source})
 
 
+@pytest.mark.parametrize("text", ["hf:", "hf: lab/data"])
+def test_a_source_that_yaml_reads_as_a_mapping_is_explained(text: str) -> None:
+    with pytest.raises(UserError, match=r"data\.train=.* names no dataset: write hf:NAME"):
+        load_settings("counting", [f"data.train={text}"])
+
+
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [

@@ -295,10 +295,12 @@ def test_the_model_card_has_the_results_of_the_exported_step(
     assert "LoRA, r 8" in text
 
 
+@pytest.mark.parametrize("adapter", [False, True])
 def test_the_program_of_the_card_answers_as_the_policy(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapter: bool, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = export(str(finished), tmp_path / "out", dtype="float32")
+    dtype = None if adapter else "float32"
+    out = export(str(finished), tmp_path / "out", adapter=adapter, dtype=dtype)
     settings = load_settings(str(finished / "config.yaml"), ["data.eval_limit=1"])
     (example,) = load_examples("embedded:counting", load_task("counting"), settings.data, "eval")
     example.images[0].load().save(tmp_path / "a.png")

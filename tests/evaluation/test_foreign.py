@@ -154,6 +154,19 @@ def ocr_data(folder: Path) -> Path:
     return write_data(folder, rows)
 
 
+def test_boxes_of_lmms_eval_are_fractions_of_the_image(capsys, tmp_path: Path):
+    prompt = "All values are floating point numbers bounded between 0 and 1. {}"
+    rows = [  # the cup's box, and the left half of the red cup's, in an image of 640 x 480
+        lmms_eval_sample(0, prompt.format("the cup"), resps=[["[0.1, 0.1, 0.5, 0.5]"]]),
+        lmms_eval_sample(1, prompt.format("the red cup"), resps=[["[0.0, 0.0, 0.078, 0.208]"]]),
+    ]
+    given = ["--predictions", write_samples(tmp_path, rows), "--format", "lmms_eval"]
+    given += ["--data", grounding_data(tmp_path), "--frame", "fraction"]
+    first, second, _ = score_as_json(capsys, "grounding", *given)
+    assert first["rewards"]["iou"] == pytest.approx(1.0)
+    assert second["rewards"]["iou"] == pytest.approx(0.5, abs=0.01)  # 49.92 x 99.84 of 100 x 100
+
+
 def test_lmms_eval_samples_are_matched_by_index(capsys, tmp_path: Path):
     rows = [
         # The format of newer versions, of older versions, and a response that a filter changed.

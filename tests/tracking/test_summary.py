@@ -83,6 +83,8 @@ def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval() -
     before, after = evaluation(3, 2, lower_is_better=True), evaluation(1, 0, lower_is_better=True)
     assert format_change(before, after) == "-2.000 [-2.000, -2.000]"
     assert str(after) == "exact 0.500 [0.400, 0.600] (n = 2)"
+    unscored = replace(evaluation(None, mean=math.nan), interval=(math.nan, math.nan))
+    assert str(unscored) == "exact unknown (n = 1)"
     first, later = evaluation(None, mean=0.25), evaluation(None, mean=0.5)
     assert format_change(first, later) == "+25.0 points"
     # A mean over groups: each example has a value, but their mean is another number.

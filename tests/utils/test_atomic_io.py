@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,15 @@ def test_a_failed_write_leaves_the_file_unchanged(
     disk.make_room()
     write(path, b"after\n")
     assert path.read_bytes() == (b"after\n" if write is write_atomic else b"before\nafter\n")
+
+
+def test_writes_at_once_leave_one_of_their_contents(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    contents = [bytes([65 + number]) * 200_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda content: write_atomic(path, content), contents * 20))
+    assert path.read_bytes() in contents
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_full_disk_is_named_with_its_remedy(disk: SmallDisk) -> None:

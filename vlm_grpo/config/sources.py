@@ -167,6 +167,8 @@ def to_source(value: Any) -> str | InMemoryRows:
         return value
     if is_rows(value):
         return InMemoryRows(value)
+    if isinstance(value, dict) and "hf" in value:  # YAML reads "hf: x" and "hf:" as a mapping
+        raise ValueError("names no dataset: write hf:NAME[:SPLIT[:CONFIG]], without a space")
     problem = "should be text or a list of rows (mappings), a Dataset, or Examples"
     remedy = _REMEDIES.get(type(value).__name__)
     raise ValueError(f"{problem}: {remedy}" if remedy else problem)

@@ -41,7 +41,7 @@ from vlm_grpo.rewards.scorer import RewardScorer, build_scorer
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.atomic_io import write_atomic
-from vlm_grpo.utils.bootstrap import bootstrap_interval
+from vlm_grpo.utils.bootstrap import bootstrap_interval, format_value
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +94,6 @@ class Evaluation:
         )
         interval = "" if math.isnan(self.interval[0]) else f" [{low}, {high}]"
         return f"{self.primary_metric} {value}{interval} (n = {self.n})"
-
-
-def format_value(value: float, lower_is_better: bool) -> str:
-    """Format a value of the primary metric: an error as a number, anything else in percent."""
-    return f"{value:.3f}" if lower_is_better else f"{value:.1%}"
 
 
 def evaluate_policy(

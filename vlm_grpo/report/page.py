@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vlm_grpo.report.sweep import (
     list_differences,
 )
 from vlm_grpo.utils.atomic_io import write_atomic
+from vlm_grpo.utils.bootstrap import format_value
 
 SCRIPTS = ("base.js", "scales.js", "charts.js", "gallery.js", "comparison.js")
 MAX_CARDS = 3
@@ -147,7 +149,7 @@ def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], galler
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["format_value"] = format_value
+    environment.filters["format_value"] = partial(format_value, space="\N{NO-BREAK SPACE}")
     summaries = [_summarize_run(label, run) for label, run in runs]
     data = {
         "entries": gallery.entries,
@@ -241,10 +243,3 @@ def _escape_alarm(row: Mapping[str, Any], run: Run) -> dict[str, str]:
     limits = {"step": 20, "name": 2_000, "message": 2_000, "remedy": 2_000}
     texts = {key: display_text(str(row.get(key, "")), limit) for key, limit in limits.items()}
     return {**texts, "run": run.name}
-
-
-def format_value(value: float, is_error: bool = False) -> str:
-    """Format a fraction of 1 as a percentage, and an error or another number as it is."""
-    if is_error:
-        return f"{value:.3f}"
-    return f"{100 * value:.1f}\N{NO-BREAK SPACE}%" if -1.0 <= value <= 1.0 else f"{value:.3g}"

@@ -13,12 +13,12 @@ from typing import Any
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.sharding import full_shape
-from vlm_grpo.evaluation.evaluate import Evaluation, format_value
+from vlm_grpo.evaluation.evaluate import Evaluation
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
-from vlm_grpo.utils.bootstrap import bootstrap_interval
+from vlm_grpo.utils.bootstrap import bootstrap_interval, format_value
 from vlm_grpo.utils.jsonl import parse_lines
 
 COUNTED_EXAMPLES = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,11 +22,11 @@ def write_atomic(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written; the temporary file is removed.
     """
-    tmp_path = path.with_name(path.name + ".tmp")
+    tmp_path = path.with_name(f".{secrets.token_hex(8)}.tmp")  # another process may write too
     try:
         tmp_path.write_bytes(content)
         tmp_path.replace(path)
-    except OSError:
+    except BaseException:
         tmp_path.unlink(missing_ok=True)
         raise
 

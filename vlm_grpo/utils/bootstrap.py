@@ -1,4 +1,4 @@
-"""Bootstrap confidence intervals of a mean."""
+"""Bootstrap confidence intervals of a mean, and values as text."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float
         batch=100,
     )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
+
+
+def format_value(value: float, is_error: bool = False, space: str = "") -> str:
+    """Format a metric: a share in percent; an error, or a number over 1, as it is.
+
+    >>> format_value(0.884), format_value(0.25, is_error=True), format_value(math.nan)
+    ('88.4%', '0.250', 'unknown')
+    """
+    if math.isnan(value):
+        return "unknown"
+    if is_error:
+        return f"{value:.3f}"
+    return f"{100 * value:.1f}{space}%" if -1.0 <= value <= 1.0 else f"{value:.3g}"
