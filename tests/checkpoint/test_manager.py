@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,26 @@ def test_an_asynchronous_checkpoint_equals_a_synchronous_one(
     shutil.rmtree(asynchronous.run_dir / "checkpoints" / "step-4")
     train(asynchronous.model_copy(update={"resume": True}))
     assert_same_run(synchronous.run_dir, asynchronous.run_dir)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_thread_writes_only_asynchronous_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Training continues meanwhile, so that it gets copies of the weights, which cost memory."""
+    model = save_tiny_model(tmp_path / "model")
+    trainer = make_trainer(small_run(tmp_path, model, checkpoint={"asynchronous": asynchronous}))
+    written: list[tuple[bool, bool]] = []
+    pointers = {weight.data_ptr() for _, weight in trainer.policy.trainable_parameters()}
+
+    def record(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        is_copy = pointers.isdisjoint(weight.data_ptr() for weight in weights.values())
+        written.append((threading.current_thread() is not threading.main_thread(), is_copy))
+
+    monkeypatch.setattr(trainer.policy, "save", record)
+    trainer.checkpoints.save(trainer.state)
+    trainer.checkpoints.wait()
+    assert written == [(asynchronous, asynchronous)]
 
 
 def test_a_failed_step_waits_for_its_asynchronous_checkpoint(

@@ -1,7 +1,7 @@
 """Mutation testing: change the library in one place at a time, and run the tests of that place.
 
     python tests/helpers/mutants.py --jobs 2             # all mutants; continues an earlier run
-    python tests/helpers/mutants.py --only grpo/update   # those whose name contains a text
+    python tests/helpers/mutants.py --only grpo/update   # those whose name has one of these texts
     python tests/helpers/mutants.py --retry              # again those that survived
     python tests/helpers/mutants.py --list
 
@@ -12,7 +12,7 @@ mutant is a fork, in which the function's code is replaced and the tests of its 
 test file first, until one fails (killed) or all pass (survived). A mutant that exceeds the time
 limit is killed. Processes that a test starts run the library without the mutant.
 
-Results are kept with a checksum of the mutant's module: where a module has changed since, its
+Results are kept with a checksum of the mutant's module: where its code has changed since, its
 mutants run again. After other changes, delete ``build/mutants.jsonl`` to run all.
 
 Why not cosmic-ray or mutmut: cosmic-ray starts pytest for each mutant, which spends more time on
@@ -24,6 +24,7 @@ shapes in tests. Neither runs mutants that a person has written.
 from __future__ import annotations
 
 import argparse
+import ast
 import gc
 import hashlib
 import json
@@ -34,6 +35,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, TextIO
 
@@ -193,20 +195,23 @@ class Runner:
             "result": "survived" if failed == "survived" else result,
             "seconds": round(usage.ru_utime + usage.ru_stime, 1),
             "test": failed.removeprefix("survived"),
-            "source": compute_checksum(mutant) if mutant else "",
+            "source": compute_checksum(mutant.module) if mutant else "",
         }
 
 
-def compute_checksum(mutant: Mutant) -> str:
-    """Return the checksum of the mutant's module."""
-    return hashlib.sha256(read_source(mutant.module)).hexdigest()[:12]
+@cache
+def compute_checksum(module: str) -> str:
+    """Return the checksum of a module without its comments and imports."""
+    tree = ast.parse(read_source(module))
+    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
 
 
 def read_results(mutants: Sequence[Mutant]) -> list[dict[str, Any]]:
     """Return the newest results of these mutants, without those of other code."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     newest = {(result["name"], result["source"]): result for result in map(json.loads, lines)}
-    keys = [(mutant.name, compute_checksum(mutant)) for mutant in mutants]
+    keys = [(mutant.name, compute_checksum(mutant.module)) for mutant in mutants]
     return [newest[key] for key in keys if key in newest]
 
 
@@ -227,7 +232,7 @@ def run_mutants(mutants: Sequence[Mutant], jobs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the tests on mutants of the library.")
     parser.add_argument("--jobs", type=int, default=1, help="mutants that run at once")
-    parser.add_argument("--only", default="", help="run the mutants whose name contains this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="run those with one of these texts")
     parser.add_argument("--retry", action="store_true", help="run again those that survived")
     parser.add_argument("--list", action="store_true", help="list the mutants")
     options = parser.parse_args()

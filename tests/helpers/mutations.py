@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -269,8 +270,8 @@ def read_source(module: str) -> bytes:
     return (ROOT / "vlm_grpo" / module).read_bytes()
 
 
-def find_mutants(only: str = "") -> list[Mutant]:
-    """Return the mutants to run, in the order of their modules."""
+def find_mutants(only: Sequence[str] = ("",)) -> list[Mutant]:
+    """Return the mutants whose name has one of these texts, in the order of their modules."""
     mutants = []
     for module, (share, _) in TARGETS.items():
         source = read_source(module)
@@ -282,7 +283,7 @@ def find_mutants(only: str = "") -> list[Mutant]:
                 start = source.index(old.encode())  # a ValueError: the text is to be updated
                 name = f"{module}: {old} → {new or 'nothing'}"
                 mutants.append(Mutant(module, name, start, start + len(old.encode()), new))
-    return [mutant for mutant in mutants if only in mutant.name]
+    return [mutant for mutant in mutants if any(text in mutant.name for text in only)]
 
 
 def list_test_files(mutant: Mutant) -> list[str]:
