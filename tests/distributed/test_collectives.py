@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -17,6 +18,7 @@ from vlm_grpo.distributed.collectives import (
     balance_by_cost,
     explain_lost_rank,
     fail_together,
+    plan_moves,
     sum_over_ranks,
 )
 from vlm_grpo.errors import UserError
@@ -50,6 +52,48 @@ def test_costs_are_balanced_over_ranks(costs: list[int], world_size: int) -> Non
 
 def test_free_items_are_balanced_by_number() -> None:
     assert [len(share) for share in balance_by_cost([0] * 6, 3)] == [2, 2, 2]
+
+
+shares_of_ranks = st.lists(st.integers(0, 5000), max_size=40).flatmap(
+    lambda costs: st.tuples(
+        st.just(costs), st.lists(st.integers(0, 4), min_size=len(costs), max_size=len(costs))
+    )
+)
+
+
+@given(shares_of_ranks)
+def test_moves_lower_the_highest_total(costs_and_homes: tuple[list[int], list[int]]) -> None:
+    costs, homes = costs_and_homes
+    shares = [{i: costs[i] for i, home in enumerate(homes) if home == rank} for rank in range(5)]
+    moves = plan_moves(shares)
+    owners = [moves.get(item, home) for item, home in enumerate(homes)]
+    assert all(moves[item] != homes[item] for item in moves)
+    before, after = (
+        [sum(costs[i] for i, owner in enumerate(where) if owner == rank) for rank in range(5)]
+        for where in (homes, owners)
+    )
+    assert max(after) < max(before) or not moves
+    if max(after) > 1.02 * sum(costs) / 5:  # moving no item of the highest rank would help
+        high = after.index(max(after))
+        own = [costs[i] for i, owner in enumerate(owners) if owner == high and costs[i]]
+        assert all(cost >= max(after) - min(after) for cost in own)
+
+
+def test_few_moves_even_out_skewed_lengths() -> None:
+    # Eight ranks with four groups each, shared out by their prompts. The completions' lengths are
+    # log-normal (a few are ten times the median), and a third of the groups has no gradient.
+    random = np.random.default_rng(0)
+    prompts = random.integers(200, 1500, 32)
+    tokens = prompts + np.minimum(random.lognormal(5.5, 1.0, (8, 32)), 2048).astype(int).sum(0)
+    tokens[random.random(32) < 1 / 3] = 0
+    shares = [{i: int(tokens[i]) for i in own} for own in balance_by_cost(prompts.tolist(), 8)]
+    moves = plan_moves(shares)
+    kept = [sum(c for i, c in own.items() if i not in moves) for own in shares]
+    after = [kept[r] + sum(int(tokens[i]) for i in moves if moves[i] == r) for r in range(8)]
+    mean = tokens.sum() / 8
+    assert max(sum(own.values()) for own in shares) > 1.3 * mean  # 1.35
+    assert max(after) < 1.05 * mean  # 1.02
+    assert len(moves) < 32 / 2  # a new distribution would move seven of eight
 
 
 def test_every_tensor_is_summed_in_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,14 @@ def compare_with_one_process(results: Results) -> None:
 
 
 def test_two_processes_make_the_steps_of_one(folder: Path) -> None:
-    compare_with_one_process(run_launches(folder, ["ddp-1", *TWO]))
+    results = run_launches(folder, ["ddp-1", *TWO])
+    compare_with_one_process(results)
+    decodes = {
+        launch: sum(s["metrics"]["work/image_decodes"] for s in cases["ten steps, full"])
+        for launch, cases in results.items()
+    }
+    # Groups were moved: the ranks that got them read their images again.
+    assert all(decodes[launch] > decodes["ddp-1"] for launch in TWO)
 
 
 def test_two_processes_share_an_evaluation_and_its_errors(folder: Path) -> None:

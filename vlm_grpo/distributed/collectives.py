@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from vlm_grpo.errors import UserError
 BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which gradients are all-reduced: large enough to saturate the link, small
 compared with a model."""
+TOLERANCE = 0.02
+"""Excess of the most loaded rank over the mean that is worth no move of an item."""
 
 
 @dataclass
@@ -103,6 +105,41 @@ def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
         shares[rank].append(item)
         loads[rank] = (cost + costs[item], count + 1, rank)
     return [sorted(share) for share in shares]
+
+
+def plan_moves(shares: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Plan moves of items between ranks so that the ranks' total costs are about equal.
+
+    Moves cost time, so items stay where they are if possible: the rank with the highest total gives
+    an item to another rank, or exchanges it for a cheaper one, whichever lowers the higher total of
+    the two most, until the highest total is near the mean or no such move is left. The result
+    depends on the arguments alone, so all ranks compute the same result without communication.
+
+    Args:
+        shares: for each rank, the cost of each of its items by the item's number, from 0.
+
+    Returns:
+        The new rank of each item that moves.
+    """
+    totals, now = [sum(share.values()) for share in shares], [dict(share) for share in shares]
+    while max(totals) > (1 + TOLERANCE) * sum(totals) / len(totals):
+        high = totals.index(max(totals))
+        options = [
+            (max(totals[high] - cost + other, totals[low] + cost - other), low, item, back)
+            for low, share in enumerate(now)
+            for item, cost in now[high].items()
+            for back, other in [(-1, 0), *share.items()]  # -1: nothing comes back
+            if 0 < cost - other < totals[high] - totals[low]
+        ]
+        if not options:
+            break
+        _, low, item, back = min(options)
+        now[low][item] = now[high].pop(item)
+        if back >= 0:
+            now[high][back] = now[low].pop(back)
+        totals = [sum(share.values()) for share in now]
+    items = ((item, rank) for rank, share in enumerate(now) for item in share)
+    return {item: rank for item, rank in items if item not in shares[rank]}
 
 
 def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:

@@ -20,6 +20,7 @@ from vlm_grpo.distributed.collectives import (
 from vlm_grpo.engine.sampling import build_sampling_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.advantages import has_spread
+from vlm_grpo.grpo.balance import balance_groups, estimate_cost
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.prompt_loader import PromptLoader
 from vlm_grpo.model.policy import Policy
@@ -38,7 +39,7 @@ class Rollout:
         resampled: number of groups, over all ranks, that were sampled to replace groups whose
             rewards were all equal.
         rounds: for each round of sampling, the stream's indices that this rank sampled, including
-            indices of replaced groups.
+            indices of replaced groups; then those of the groups that it got from other ranks.
     """
 
     groups: tuple[Group, ...]
@@ -50,7 +51,7 @@ class RolloutSampler:
     """A sampler of the groups of each step, which also scores them.
 
     The prompts of a step are distributed over the ranks so that each has about the same number of
-    tokens.
+    tokens; groups are moved after sampling so that this holds for the update too.
 
     Args:
         policy: samples the completions.
@@ -108,9 +109,9 @@ class RolloutSampler:
     def _sample_step(self, progress: float) -> Rollout:
         rollout, wanted = self.settings.rollout, self.settings.optim.prompts_per_step
         groups = self._sample_round(wanted, progress)
-        if not rollout.dynamic_sampling:
-            return Rollout(tuple(groups.values()), rounds=(tuple(groups),))
         rounds = [tuple(groups)]
+        if not rollout.dynamic_sampling:
+            return self._balance(groups, 0, rounds)
         kept, uniform = self._split_by_spread(groups)
         resampled = 0
         for _ in range(rollout.max_resample or 3):
@@ -123,8 +124,26 @@ class RolloutSampler:
             groups |= fresh
             rounds.append(tuple(fresh))
         chosen = [*kept, *uniform[: wanted - len(kept)]]
-        own = tuple(groups[index] for index in chosen if index in groups)
-        return Rollout(own, resampled, tuple(rounds))
+        own = {index: groups[index] for index in chosen if index in groups}
+        return self._balance(own, resampled, rounds)
+
+    def _balance(
+        self, groups: Mapping[int, Group], resampled: int, rounds: Sequence[tuple[int, ...]]
+    ) -> Rollout:
+        """Return the rollout with its groups moved between the ranks."""
+        weights, shared = self.task.reward_weights(), self.policy.shared
+        costs = {
+            index: estimate_cost(group, weights, self.settings, shared)
+            for index, group in groups.items()
+        }
+        own, received = balance_groups(groups, costs, self._load_encoded, self.accelerator)
+        moved = (received,) if received else ()
+        return Rollout(tuple(own.values()), resampled, (*rounds, *moved))
+
+    def _load_encoded(self, indices: Sequence[int]) -> list[Prompt]:
+        prompts = self.loader.load(indices)
+        self.policy.encode_images(prompts)
+        return prompts
 
     def _split_by_spread(self, groups: Mapping[int, Group]) -> tuple[list[int], list[int]]:
         """Return the indices of all ranks' groups: those with different rewards, and the others."""
