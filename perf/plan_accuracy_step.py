@@ -19,9 +19,10 @@ from random_models import build_random_model
 from step_time_vlm_grpo import NoiseTask
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze, enable_gradient_checkpointing
+from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape

@@ -20,7 +20,8 @@ ELSEWHERE = {"reward_funcs", "use_peft", "model_name_or_path", "dataset_name", "
 ELSEWHERE |= {"dataset_train_split", "dataset_test_split", "lora_target_modules", "load_in_4bit"}
 ELSEWHERE |= {"load_in_8bit", "max_prompt_length", "attn_implementation", "lora_r", "lora_alpha"}
 ELSEWHERE |= {"lora_dropout", "dtype", "warmup_ratio", "vllm_importance_sampling_cap"}
-"""Names in TRL's other classes (ScriptArguments, ModelConfig) or in earlier versions of it."""
+ELSEWHERE |= {"activation_offloading"}
+"""Names in TRL's other classes (ScriptArguments, ModelConfig, SFTConfig) or in earlier versions of it."""
 
 NOT_SETTINGS = {"od_ap", "odLength", "weighted_sum", "all_match", "scripts", "swift"}
 NOT_SETTINGS |= {"get_peft_model", "model.save_lora", "model.save_pretrained"}

@@ -106,7 +106,7 @@ def test_truncated_sampling_is_allowed_with_sampler_correction():
     assert load_settings("counting", overrides).rollout.top_p == 0.9
 
 
-SWITCHES = {"resume", "trust_remote_code", "gradient_checkpointing", "dynamic_sampling"}
+SWITCHES = {"resume", "trust_remote_code", "activation_offloading", "dynamic_sampling"}
 SWITCHES |= {
     "asynchronous",
     "cuda_graphs",

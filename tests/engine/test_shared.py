@@ -13,12 +13,12 @@ from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.engine import attention, shared
+from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import PackedAttention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.shared import PackedRow
 from vlm_grpo.engine.varlen import GroupSpan
-from vlm_grpo.model.loading import enable_gradient_checkpointing
 from vlm_grpo.model.policy import Policy
 
 EXAMPLES = [
@@ -63,6 +63,10 @@ def with_checkpointing(policy: Policy) -> None:
     enable_gradient_checkpointing(policy.model)
 
 
+def with_recomputed_mlp(policy: Policy) -> None:
+    enable_gradient_checkpointing(policy.model, "mlp")
+
+
 def with_both(policy: Policy) -> None:
     with_checkpointing(policy)
     with_lora(policy)
@@ -72,7 +76,9 @@ def unchanged(policy: Policy) -> None:
     pass
 
 
-@pytest.mark.parametrize("prepare", [unchanged, with_lora, with_checkpointing, with_both])
+@pytest.mark.parametrize(
+    "prepare", [unchanged, with_lora, with_checkpointing, with_recomputed_mlp, with_both]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_equals_repeated_in_float32(family: str, prepare: Callable) -> None:
     results = []

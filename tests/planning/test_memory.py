@@ -12,6 +12,7 @@ from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine import varlen
+from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.families import ImageFeatures
 from vlm_grpo.model.policy import Policy
@@ -21,6 +22,7 @@ from vlm_grpo.planning.memory import (
     count_bytes_per_token,
     count_cache_bytes,
     count_cast_bytes,
+    count_mlp_bytes,
     estimate_memory,
 )
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -45,13 +47,15 @@ def measure_saved_bytes(policy: Policy, batch: MicroBatch) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str) -> None:
+@pytest.mark.parametrize("recomputed", ["none", "mlp"])
+def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str, recomputed: Any) -> None:
     values = POLICIES[name]
     if "lora" not in values:
         values = values | {"freeze": ("vision", "projector")}
     saved = {}
     for layers in (2, 3):
         policy, policy_settings = build_policy(family, values, text=layers)
+        enable_gradient_checkpointing(policy.model.train(), recomputed)
         prompt = build_prompt(policy)
         batch = build_batch(prompt)
         saved[layers] = measure_saved_bytes(policy, batch)
@@ -59,11 +63,13 @@ def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str) -> None
     # The difference is the third layer's share, exact to the byte.
     expected = batch.num_tokens * count_bytes_per_token(shape, True) + count_cast_bytes(shape)
     expected += len(prompt.token_ids) * count_bytes_per_prompt_token(shape, 3, on_cpu=True)
+    if recomputed == "mlp":
+        expected -= count_mlp_bytes(shape, shape.text, batch.num_tokens)
     assert saved[3] - saved[2] == expected
 
 
 def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "has_varlen", lambda query: True)
+    monkeypatch.setattr(varlen, "has_varlen", lambda query: query.device.type == "meta")
     saved = {}
     for layers in (2, 3):
         policy, policy_settings = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=layers)
@@ -84,17 +90,22 @@ def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_formula_of_a_vision_block_is_exact(family: str, dtype: str) -> None:
+@pytest.mark.parametrize("recomputed", ["none", "mlp"])
+def test_the_formula_of_a_vision_block_is_exact(family: str, dtype: str, recomputed: Any) -> None:
     saved = {}
     depths = (1, 2) if family != "qwen3_vl" else (2, 3)  # deepstack taps blocks 0 and 1
     for depth in depths:
         policy, policy_settings = build_policy(family, {"dtype": dtype}, vision=depth)
+        enable_gradient_checkpointing(policy.model.train(), recomputed)
         prompt = build_prompt(policy)
         saved[depth] = measure_saved_bytes(policy, build_batch(prompt))
     shape, _ = read_model_shape(policy.model.config, policy_settings)
     casts = 2 * shape.vision.layer_weights if dtype == "bfloat16" else 0
     patches = len(prompt.vision["pixel_values"])
-    assert saved[depths[1]] - saved[depths[0]] == patches * count_bytes_per_patch(shape) + casts
+    expected = patches * count_bytes_per_patch(shape) + casts
+    if recomputed == "mlp":
+        expected -= count_mlp_bytes(shape, shape.vision, patches)
+    assert saved[depths[1]] - saved[depths[0]] == expected
 
 
 def test_the_cache_holds_keys_and_values_of_all_tokens() -> None:
@@ -116,9 +127,12 @@ def test_settings_that_save_memory_lower_the_estimate() -> None:
         shape, _ = read_model_shape(model.config, policy.model_copy(update=changes))
         return estimate_memory(shape, work)
 
-    plain = estimate(gradient_checkpointing=False)
-    assert estimate(gradient_checkpointing=True).activations < plain.activations / 2
+    plain = estimate(gradient_checkpointing="none")
+    full = estimate(gradient_checkpointing="full")
+    assert full.activations < plain.activations / 2
+    mlp = estimate(gradient_checkpointing="mlp")
+    assert full.activations < mlp.activations < plain.activations
     lora = load_settings("ocr_qwen3_vl_4b", ["data.train=x", "data.eval=y"]).policy.lora
     assert estimate(lora=lora).optimizer < plain.optimizer
-    float32 = estimate(dtype="float32", gradient_checkpointing=False)
+    float32 = estimate(dtype="float32", gradient_checkpointing="none")
     assert float32.activations > plain.activations

@@ -26,7 +26,7 @@ _SAME_IN_TRL = {
     "objective": "num_iterations epsilon epsilon_high delta loss_type scale_rewards entropy_coef "
     "importance_sampling_level mask_truncated_completions use_bias_correction_kl",
     "optim": "warmup_steps weight_decay max_grad_norm max_steps",
-    "policy": "trust_remote_code gradient_checkpointing",
+    "policy": "trust_remote_code gradient_checkpointing activation_offloading",
 }
 """By block: the settings with the names of TRL's GRPOConfig."""
 

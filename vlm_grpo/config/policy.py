@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vlm_grpo.config.base import Frozen
 
 ModelPart = Literal["vision", "projector", "language"]
+
+
+def _name_switch(value: Any) -> Any:
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+Checkpointing = Annotated[Literal["none", "mlp", "full"], BeforeValidator(_name_switch)]
+"""Activations that are recomputed; true and false, as in TRL, mean full and none."""
 
 
 class LoraSettings(Frozen):
@@ -55,8 +63,13 @@ class PolicySettings(Frozen):
     """Parts whose weights are not trained (full-weight training only)."""
     lora: LoraSettings | None = None
     """Train low-rank adapters; None: full weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations instead of storing them: less memory, about a third slower."""
+    gradient_checkpointing: Checkpointing = "none"
+    """Recompute activations instead of storing them: ``mlp``: those of the feed-forward layers,
+    which are about two thirds; ``full`` (or true): all but each layer's input, about a third
+    slower; ``none`` (or false): store all."""
+    activation_offloading: bool = False
+    """Keep stored activations in the host's memory until the backward pass needs them (GPUs only).
+    """
     trust_remote_code: bool = False
     """Run the Python code that comes with a model."""
     engine: Literal["auto", "shared", "repeated"] = "auto"

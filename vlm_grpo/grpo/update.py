@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler
 from vlm_grpo.distributed.strategy import build_strategy
+from vlm_grpo.engine.activations import ActivationOffloader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
@@ -76,6 +78,7 @@ class Updater:
         scheduler: the learning-rate schedule, advanced once per step.
         settings: the run's settings.
         budget: maximum number of tokens per micro-batch.
+        offload: opens a context that moves the activations saved inside to the host.
     """
 
     policy: Policy
@@ -84,6 +87,7 @@ class Updater:
     scheduler: Any
     settings: Settings
     budget: TokenBudget
+    offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     # The reference pass.
 
@@ -200,7 +204,7 @@ class Updater:
         if len(micro.rows) == 1:
             raise UserError(
                 f"out of memory on a single completion of {micro.num_tokens} tokens: lower "
-                "policy.max_pixels, set policy.gradient_checkpointing=true, or train LoRA"
+                "policy.max_pixels, set policy.gradient_checkpointing=full, or train LoRA"
             ) from error
         if not self.strategy.may_retry:
             raise UserError(
@@ -214,7 +218,8 @@ class Updater:
     ) -> tuple[float, MetricAccumulator]:
         """Backpropagate the loss of a micro-batch; in the first update, also keep its log-probs."""
         objective = self.settings.objective
-        scores = self.policy.score(micro, objective.entropy_coef > 0)
+        with self.offload():
+            scores = self.policy.score(micro, objective.entropy_coef > 0)
         tokens = _token_batch(micro, scores, batch, None if first else old)
         if first and objective.needs_old_logprobs:
             old |= _by_completion(micro, scores.logprobs.detach())
@@ -228,6 +233,10 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
     strategy = build_strategy(policy, accelerator)
     optimizer = build_optimizer([weight for _, weight in strategy.trainable], settings.optim)
     strategy.attach_optimizer(optimizer, settings.optim.max_grad_norm or math.inf)
+    offload: Any = contextlib.nullcontext
+    if settings.policy.activation_offloading:
+        _check_offloading(strategy)
+        offload = ActivationOffloader(policy.model, policy.device).offload
     return Updater(
         policy,
         strategy,
@@ -235,7 +244,26 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
         build_scheduler(optimizer, settings.optim),
         settings,
         TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
+        offload,
     )
+
+
+def _check_offloading(strategy: Strategy) -> None:
+    """Check that activations can be moved to the host.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if strategy.accelerator.device.type != "cuda":
+        raise UserError(
+            "policy.activation_offloading moves activations from a GPU to the host's memory, and "
+            f"this run computes on {strategy.accelerator.device.type}: remove it"
+        )
+    if not strategy.may_retry:
+        raise UserError(
+            "policy.activation_offloading is not possible with sharded weights, which would be "
+            "moved as well: remove it, or set policy.gradient_checkpointing=full"
+        )
 
 
 def _token_batch(

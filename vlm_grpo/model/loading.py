@@ -24,6 +24,7 @@ from transformers import (
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.run import RUNS, Settings
+from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.families import Family, PixelBudget, find_part, load_family
@@ -91,8 +92,8 @@ def load_model(
     shared = settings.policy.engine != "repeated" and why_not is None
     if shared:
         use_shared_attention(family, model)
-    if training and settings.policy.gradient_checkpointing:
-        enable_gradient_checkpointing(model)
+    if training:
+        enable_gradient_checkpointing(model, settings.policy.gradient_checkpointing)
     adapters = None
     if adapter is not None:
         adapters = _load_adapter(model, adapter, training)
@@ -145,15 +146,6 @@ def _ignore_peft_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         yield
-
-
-def enable_gradient_checkpointing(model: Any) -> None:
-    """Recompute activations in the backward pass instead of storing them."""
-    # Renamed in transformers 5.23, where the old name warns.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    # A checkpointed segment needs an input with gradient, which frozen embeddings do not have.
-    model.enable_input_require_grads()
 
 
 def get_model_source(name: str) -> str:

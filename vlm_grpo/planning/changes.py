@@ -66,9 +66,11 @@ def _reduce_chunks(planner: Planner, step: StepEstimate) -> Change | None:
 
 
 def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
-    if step.settings.policy.gradient_checkpointing:
-        return None
-    return _change(planner, step, "policy", gradient_checkpointing=True)
+    used = step.settings.policy.gradient_checkpointing
+    parts = {"none": ("mlp", "full"), "mlp": ("full",), "full": ()}[used]
+    changes = [_change(planner, step, "policy", gradient_checkpointing=part) for part in parts]
+    fitting = (change for change in changes if planner.device.holds(change[1].memory.peak))
+    return next(fitting, changes[-1] if changes else None)
 
 
 def _shard(planner: Planner, step: StepEstimate) -> Change | None:

@@ -173,8 +173,9 @@ def shard_memory(memory: Memory, model: ModelShape, devices: int) -> Memory:
         changed |= {"gradients": gradients, "first_gradients": first}
     if model.precision == "autocast":  # layers are gathered in bfloat16 and hold no casts
         changed["update"] += 2 * outside
-        casts = 0 if model.checkpointing else model.text.layers * count_cast_bytes(model)
-        changed["activations"] = memory.activations - casts
+        casts = count_cast_bytes(model) * (model.checkpointing != "full")
+        casts -= _count_mlp_casts(model, model.text) * (model.checkpointing == "mlp")
+        changed["activations"] = memory.activations - model.text.layers * casts
     else:
         changed["folded"] = memory.folded + layers * model.value_bytes
     return replace(memory, **changed)
@@ -270,17 +271,41 @@ def count_activation_bytes(model: ModelShape, work: Workload, on_cpu: bool = Fal
     tokens, patches = work.micro_tokens, work.micro_patches
     stream_bytes = 2 if model.precision == "bfloat16" else 4  # per value of the residual stream
     inputs = tokens * text.hidden * stream_bytes
+    layer = _count_layer_bytes(model, work, on_cpu)
     saved = text.layers * (
-        inputs if model.checkpointing else _count_layer_bytes(model, work, on_cpu)
+        inputs
+        if model.checkpointing == "full"
+        else layer - _count_recomputed_bytes(model, text, tokens)
     )
     if model.trains_vision:
         inputs = patches * vision.hidden * model.value_bytes
         saved += vision.layers * (
-            inputs if model.checkpointing else _count_block_bytes(model, work)
+            inputs
+            if model.checkpointing == "full"
+            else _count_block_bytes(model, work) - _count_recomputed_bytes(model, vision, patches)
         )
         saved += 3 * patches * vision.hidden * 4  # the merger
     # The embeddings, the final norm, and the hidden states that predict tokens.
     return saved + 4 * tokens * text.hidden * 4
+
+
+def count_mlp_bytes(model: ModelShape, part: TextShape | VisionShape, tokens: int) -> int:
+    """Count the bytes that a layer's feed-forward part saves, in addition to its input."""
+    values = part.mlp_activations * part.intermediate
+    if part is model.text:
+        values += 3 * model.lora_rank
+    return tokens * values * model.value_bytes + _count_mlp_casts(model, part)
+
+
+def _count_mlp_casts(model: ModelShape, part: TextShape | VisionShape) -> int:
+    if model.precision == "autocast":
+        return 2 * part.mlp_weights
+    is_adapted = part is model.text and model.precision == "bfloat16"
+    return 2 * model.lora_rank * 3 * (part.hidden + part.intermediate) if is_adapted else 0
+
+
+def _count_recomputed_bytes(model: ModelShape, part: TextShape | VisionShape, tokens: int) -> int:
+    return count_mlp_bytes(model, part, tokens) if model.checkpointing == "mlp" else 0
 
 
 def _count_layer_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
@@ -316,9 +341,10 @@ def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
     layer = work.micro_tokens * (3 * text.intermediate + 4 * text.hidden)
     layer = layer * model.value_bytes + (0 if model.lora_rank else 4 * text.layer_weights)
     encoding = _count_encoding_bytes(model, work) if model.trains_vision else 0
-    if model.checkpointing:
+    if model.checkpointing == "full":
         layer += _count_layer_bytes(model, work, on_cpu)
         encoding += _count_block_bytes(model, work) if model.trains_vision else 0
+    layer += _count_recomputed_bytes(model, text, work.micro_tokens)
     return max(logits, layer, encoding)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.policy import Checkpointing, PolicySettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
 from vlm_grpo.model.loading import apply_lora_or_freeze
@@ -42,11 +42,17 @@ class TextShape:
     key: int
     vocabulary: int
     qk_norm: bool
+    mlp_activations: int = 4
 
     @property
     def layer_weights(self) -> int:
         """Number of weights in a layer's linear modules."""
-        return 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.intermediate_total
+        return 2 * self.hidden * (self.query + self.key) + self.mlp_weights
+
+    @property
+    def mlp_weights(self) -> int:
+        """Number of weights in the linear modules of a layer's feed-forward part."""
+        return 3 * self.hidden * self.intermediate_total
 
     @property
     def weights_per_token(self) -> int:
@@ -87,8 +93,12 @@ class VisionShape:
     @property
     def layer_weights(self) -> int:
         """Number of weights in a block's linear modules."""
-        matrices = 3 if self.gated else 2
-        return 4 * self.hidden**2 + matrices * self.hidden * self.intermediate
+        return 4 * self.hidden**2 + self.mlp_weights
+
+    @property
+    def mlp_weights(self) -> int:
+        """Number of weights in the linear modules of a block's feed-forward part."""
+        return (3 if self.gated else 2) * self.hidden * self.intermediate
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class ModelShape:
         trains_vision: whether the vision tower has a backward pass.
         head_frozen: whether the output head is frozen.
         precision: see ``Precision``.
-        checkpointing: gradient checkpointing: only each layer's input is saved.
+        checkpointing: what is recomputed in the backward pass.
         quantized_weights: number of weights held in 4 bits.
     """
 
@@ -123,8 +133,14 @@ class ModelShape:
     trains_vision: bool
     head_frozen: bool
     precision: Precision
-    checkpointing: bool
+    checkpointing: Checkpointing
     quantized_weights: int = 0
+
+    def recomputed_share(self, part: TextShape | VisionShape) -> float:
+        """Return the share of a layer's products that the backward pass recomputes."""
+        if self.checkpointing == "mlp":
+            return part.mlp_weights / part.layer_weights
+        return float(self.checkpointing == "full")
 
     def quantize(self) -> ModelShape:
         """Return the shape with the linear modules of the decoder layers in 4 bits."""

@@ -41,12 +41,13 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
     packed_once = work.num_prompts * (work.prompt_tokens + work.num_generations * input_tokens)
     repeats = work.update_tokens / packed_once
     forward = repeats * (work.num_prompts * prompt + completions * decoding)
-    backward = (2 if model.lora_rank else 3) + model.checkpointing
+    backward = (2 if model.lora_rank else 3) + model.recomputed_share(text)
     scoring = completions * work.completion_tokens * head * (2 if model.head_frozen else 4)
     update = forward * backward + scoring
     vision = encoding
     if model.trains_vision:
-        vision += work.iterations * repeats * encoding * (3 + model.checkpointing)
+        recomputed = model.recomputed_share(model.vision)
+        vision += work.iterations * repeats * encoding * (3 + recomputed)
     elif not model.shares_prompts:  # features are not kept
         vision += (work.iterations + work.uses_reference) * encoding
     reference = forward + completions * work.completion_tokens * head if work.uses_reference else 0
