@@ -15,6 +15,7 @@ TARGETS = {
     "grpo/update.py": (0.5, "grpo/test_update.py test_wiring.py grpo/test_reference.py"),
     "grpo/batch.py": (0.6, "grpo/test_batch.py test_wiring.py"),
     "grpo/advantages.py": (0.6, "grpo/test_advantages.py test_wiring.py"),
+    "grpo/balance.py": (0.4, "grpo/test_balance.py"),
     "grpo/rollout.py": (0.3, "grpo/test_rollout.py test_wiring.py"),
     "grpo/memory.py": (0.4, "grpo/test_memory.py grpo/test_update.py grpo/test_rollout.py"),
     "grpo/reference.py": (0.5, "grpo/test_reference.py test_wiring.py"),
@@ -32,7 +33,8 @@ TARGETS = {
     "objective/losses.py": (0.25, "objective/test_losses.py objective/test_trl.py test_wiring.py"),
     "engine/attention.py": (
         0.2,
-        "engine/test_attention.py engine/test_shared.py engine/test_decode.py",
+        "engine/test_attention.py engine/test_shared.py engine/test_devices.py "
+        "engine/test_decode.py",
     ),
     "engine/batch.py": (0.3, "engine/test_batch.py engine/test_shared.py"),
     "engine/decode.py": (0.08, "engine/test_decode.py engine/test_graphs.py"),
