@@ -61,6 +61,28 @@ REFERENCES = [
 ]
 
 
+def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the groups of all ranks are dealt out in turn."""
+    trainer = make_trainer(small_run(tmp_path, model))
+    trainer.stop_request = StopAt(1)
+    with pytest.raises(trainer_module.StepInterrupted):
+        trainer.step()
+    assert trainer.partial is not None
+    values, tensors = serialize_step(trainer.partial, trainer.policy)
+    tensors |= {f"1{name.removeprefix('0')}": tensor for name, tensor in tensors.items()}
+    monkeypatch.setattr(batch_module, "sum_over_ranks", lambda *_: None)  # there is one process
+    a, b, c = (group.id for group in trainer.partial.rollout.groups)
+    own, all_groups = [a, b, c], [a, b, c, a, b, c]  # of two ranks that saved the same
+    for rank, world, expected in ((1, 2, own), (0, 1, all_groups), (1, 3, [b, b]), (1, 4, [b, c])):
+        ranks: Any = SimpleNamespace(
+            process_index=rank, num_processes=world, device=torch.device("cpu")
+        )
+        step = restore_step(values * 2, tensors, trainer.sampler, trainer.settings, ranks)
+        assert [group.id for group in step.rollout.groups] == expected
+
+
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("reference", REFERENCES, ids=["none", "k1", "k2", "never"])
@@ -130,28 +152,6 @@ def test_a_prompt_that_changed_since_the_stop_is_named(
     (tmp_path / "letters.py").write_text(f"{TASK}\n{question}")
     with pytest.raises(UserError, match=r"its prompt had \d+ tokens .* and has \d+ now"):
         train(run.model_copy(update={"resume": True}))
-
-
-def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the groups of all ranks are dealt out in turn."""
-    trainer = make_trainer(small_run(tmp_path, model))
-    trainer.stop_request = StopAt(1)
-    with pytest.raises(trainer_module.StepInterrupted):
-        trainer.step()
-    assert trainer.partial is not None
-    values, tensors = serialize_step(trainer.partial, trainer.policy)
-    tensors |= {f"1{name.removeprefix('0')}": tensor for name, tensor in tensors.items()}
-    monkeypatch.setattr(batch_module, "sum_over_ranks", lambda *_: None)  # there is one process
-    a, b, c = (group.id for group in trainer.partial.rollout.groups)
-    own, all_groups = [a, b, c], [a, b, c, a, b, c]  # of two ranks that saved the same
-    for rank, world, expected in ((1, 2, own), (0, 1, all_groups), (1, 3, [b, b]), (1, 4, [b, c])):
-        ranks: Any = SimpleNamespace(
-            process_index=rank, num_processes=world, device=torch.device("cpu")
-        )
-        step = restore_step(values * 2, tensors, trainer.sampler, trainer.settings, ranks)
-        assert [group.id for group in step.rollout.groups] == expected
 
 
 def test_the_format_of_a_checkpoint_within_a_step_is_kept(

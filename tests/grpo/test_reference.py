@@ -30,6 +30,73 @@ KL = "objective.beta=0.05"
 both_kinds = pytest.mark.parametrize("weights", [FULL, LORA], ids=["full", "lora"])
 
 
+def make_reference(device: str, weight: torch.nn.Parameter) -> Reference:
+    fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
+    return Reference([("w", weight)], ObjectiveSettings.model_validate(fields))
+
+
+def test_a_host_snapshot_leaves_the_weights_device() -> None:
+    """Torch's device without memory replaces an accelerator: nothing can be copied from it."""
+    weight = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    assert make_reference("model", weight).state_dict()["w"].device.type == "meta"
+    with pytest.raises(NotImplementedError, match="meta"):
+        make_reference("cpu", weight)
+
+
+@pytest.mark.gpu
+def test_a_host_snapshot_on_an_accelerator() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    host = make_reference("cpu", weight)
+    assert host.state_dict()["w"].device.type == "cpu"
+    weight.data.add_(1)
+    with host.in_place():
+        assert weight.device.type == "cuda"
+        assert weight.tolist() == [0, 0, 0]
+    assert weight.tolist() == [1, 1, 1]
+    host.refresh(2)
+    assert host.state_dict()["w"].tolist() == [1, 1, 1]
+
+
+def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
+    for device in ("model", "cpu"):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        reference = make_reference(device, weight)
+        weight.data.add_(1)
+        assert reference.state_dict()["w"].tolist() == [0, 0, 0]
+        saved = {"w": torch.full((3,), 7.0)}
+        reference.load_state_dict(saved)
+        reference.refresh(1)  # not due: 1 is no multiple of 2
+        assert reference.state_dict()["w"].tolist() == [7, 7, 7]
+        reference.refresh(2)
+        assert reference.state_dict()["w"].tolist() == [1, 1, 1]
+        assert not reference.state_dict()["w"].requires_grad
+        assert saved["w"].tolist() == [7, 7, 7]
+
+
+def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value() -> None:
+    """A shard is a view of memory that the strategy manages; a full weight is not copied."""
+    full, shard = torch.nn.Parameter(torch.zeros(3)), torch.zeros(2)
+    sharded: Any = torch.nn.Parameter(torch.zeros(3))
+    sharded.ds_tensor = shard  # as DeepSpeed keeps this rank's part of a weight
+    for weight, held in ((full, full), (sharded, shard)):
+        reference = make_reference("model", weight)
+        with torch.no_grad():
+            held += 1
+        pointer = held.data_ptr()
+        with reference.in_place():
+            assert not held.any()
+            assert (held.data_ptr() == pointer) == (held is shard)
+        assert (held == 1).all()
+        assert held.data_ptr() == pointer
+
+
+def test_a_snapshot_of_another_model_is_refused() -> None:
+    reference = make_reference("model", torch.nn.Parameter(torch.zeros(3)))
+    for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast
+        with pytest.raises(UserError, match="other weights"):
+            reference.load_state_dict(wrong)
+
+
 def run_steps(trainer: Trainer, count: int) -> list[dict[str, float]]:
     return [trainer.step() for _ in range(count)]
 
@@ -161,73 +228,6 @@ def test_gathered_weights_are_dropped_around_the_reference_pass(
     trainer.updater.reference_logprobs(())
     assert dropped == [False, True]
     assert not weight.any()
-
-
-def make_reference(device: str, weight: torch.nn.Parameter) -> Reference:
-    fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
-    return Reference([("w", weight)], ObjectiveSettings.model_validate(fields))
-
-
-def test_a_host_snapshot_leaves_the_weights_device() -> None:
-    """Torch's device without memory replaces an accelerator: nothing can be copied from it."""
-    weight = torch.nn.Parameter(torch.zeros(3, device="meta"))
-    assert make_reference("model", weight).state_dict()["w"].device.type == "meta"
-    with pytest.raises(NotImplementedError, match="meta"):
-        make_reference("cpu", weight)
-
-
-@pytest.mark.gpu
-def test_a_host_snapshot_on_an_accelerator() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
-    host = make_reference("cpu", weight)
-    assert host.state_dict()["w"].device.type == "cpu"
-    weight.data.add_(1)
-    with host.in_place():
-        assert weight.device.type == "cuda"
-        assert weight.tolist() == [0, 0, 0]
-    assert weight.tolist() == [1, 1, 1]
-    host.refresh(2)
-    assert host.state_dict()["w"].tolist() == [1, 1, 1]
-
-
-def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
-    for device in ("model", "cpu"):
-        weight = torch.nn.Parameter(torch.zeros(3))
-        reference = make_reference(device, weight)
-        weight.data.add_(1)
-        assert reference.state_dict()["w"].tolist() == [0, 0, 0]
-        saved = {"w": torch.full((3,), 7.0)}
-        reference.load_state_dict(saved)
-        reference.refresh(1)  # not due: 1 is no multiple of 2
-        assert reference.state_dict()["w"].tolist() == [7, 7, 7]
-        reference.refresh(2)
-        assert reference.state_dict()["w"].tolist() == [1, 1, 1]
-        assert not reference.state_dict()["w"].requires_grad
-        assert saved["w"].tolist() == [7, 7, 7]
-
-
-def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value() -> None:
-    """A shard is a view of memory that the strategy manages; a full weight is not copied."""
-    full, shard = torch.nn.Parameter(torch.zeros(3)), torch.zeros(2)
-    sharded: Any = torch.nn.Parameter(torch.zeros(3))
-    sharded.ds_tensor = shard  # as DeepSpeed keeps this rank's part of a weight
-    for weight, held in ((full, full), (sharded, shard)):
-        reference = make_reference("model", weight)
-        with torch.no_grad():
-            held += 1
-        pointer = held.data_ptr()
-        with reference.in_place():
-            assert not held.any()
-            assert (held.data_ptr() == pointer) == (held is shard)
-        assert (held == 1).all()
-        assert held.data_ptr() == pointer
-
-
-def test_a_snapshot_of_another_model_is_refused() -> None:
-    reference = make_reference("model", torch.nn.Parameter(torch.zeros(3)))
-    for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast
-        with pytest.raises(UserError, match="other weights"):
-            reference.load_state_dict(wrong)
 
 
 def test_a_host_snapshot_is_part_of_the_checkpoint(tmp_path: Path) -> None:
