@@ -241,7 +241,8 @@ def test_tensorboard_receives_metrics_with_trls_names_and_images(settings: Any) 
         "reward", "reward_std", "frac_reward_zero_std", "rewards/letters/mean",
         "rewards/letters/std", "completions/mean_length", "completions/clipped_ratio", "entropy",
         "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean", "loss", "grad_norm",
-        "learning_rate", "memory/resident", "rewards/letters/failed",
+        "learning_rate", "memory/resident", "speed/rollout_tokens_per_second",
+        "rewards/letters/failed",
     }  # fmt: skip
     assert names <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]

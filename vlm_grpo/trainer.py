@@ -27,19 +27,19 @@ from vlm_grpo.grpo import (
     compute_advantages,
     pack_step,
 )
-from vlm_grpo.model.policy import Counters, Policy, load_policy
+from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.registry import check_trainable, load_task
 from vlm_grpo.task import Task
 from vlm_grpo.tracking import (
     HELD_OUT_SHOWN,
     Progress,
     RunDir,
+    StepMeter,
     TrainResult,
     check_installed,
     describe_run,
     lock_run,
     rollout_metrics,
-    step_metrics,
 )
 from vlm_grpo.types import Example
 from vlm_grpo.utils.signals import StopRequest
@@ -110,16 +110,16 @@ class Trainer:
         self.task = replace(task, frame=policy.frame, token_limit=limit)
         usable = self.train_examples = policy.prompts.select_usable(train_examples, self.task, skip)
         held_out = policy.prompts.select_usable(held_out, self.task, skip)
-        self.accelerator = accelerator or build_accelerator(settings)
+        ranks = self.accelerator = accelerator or build_accelerator(settings)
         self.updater = build_updater(policy, settings, self.accelerator)
         self.strategy = self.updater.strategy
         self.sampler = RolloutSampler(policy, self.task, usable, settings, self.accelerator)
         scorer = self.sampler.scorer
         self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)
         self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
+        self.meter = StepMeter(policy, settings, self.accelerator)
         self.nonfinite = NonfiniteGuard(settings.run_dir, self.accelerator.process_index)
-        is_main = self.accelerator.is_main_process
-        self.run_dir = RunDir(settings, self.task, self.evaluator.task, is_main)
+        self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
         self.global_step, self.is_resumed = 0, False
         self.partial: PartialStep | None = None
         self.stop_request = StopRequest()
@@ -142,12 +142,13 @@ class Trainer:
                 self.partial = PartialStep(rollout, batch, rollout_metrics(rollout, advantages))
             self.updater.update(self.partial.batch, self.partial.updates, self._interrupt)
             metrics = self._finish_step(self.partial)
+        metrics |= self.meter.measure(self.partial.rollout, self.partial.batch)
         self.partial, self.global_step = None, self.global_step + 1
-        return metrics | step_metrics(self.policy, self.accelerator)
+        return metrics
 
     def _rollout(self) -> Rollout:
         """Sample and score the step's groups. If that fails, save the state before the step."""
-        self.policy.counters = Counters()
+        self.meter.reset()
         with self._save_on_error(), self.strategy.gathered():
             return self.sampler.sample(self.global_step / self.settings.optim.max_steps)
 
@@ -193,7 +194,6 @@ class Trainer:
         progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
         with closing(self.sampler), self.stop_request, self.checkpoints.writing(), progress:
             while self.global_step < last and not self._stop_requested():
-                self.stopwatch.reset()
                 try:
                     metrics = self.step()
                 except StepInterrupted:

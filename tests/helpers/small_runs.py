@@ -108,9 +108,9 @@ class StopAt(StopRequest):
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``metrics.jsonl`` without times and memory, which differ between runs."""
+    """Return the rows of ``metrics.jsonl`` without times, speed and memory, which differ."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    measured = ("time/", "memory/")
+    measured = ("time/", "speed/", "memory/")
     return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 

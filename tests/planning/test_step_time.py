@@ -15,10 +15,12 @@ from vlm_grpo.planning.step_time import (
     count_completion_flops,
     count_flops,
     count_prompt_flops,
+    count_step_flops,
     count_vision_flops,
     estimate_seconds,
 )
 from vlm_grpo.planning.workload import Workload
+from vlm_grpo.types import Completion, Group
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -61,6 +63,23 @@ def test_flops_of_the_repeated_form_match_pytorchs_counter() -> None:
     vision = 3 * count_vision_flops(shape, patches)
     assert flops.vision == pytest.approx(vision * (1 + 3))  # rollout, update with its gradient
     assert counter.get_total_flops() == pytest.approx(forward + vision + scoring, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["lora-bfloat16", "full-bfloat16"])
+def test_flops_of_a_gradient_step_match_pytorchs_counter(name: str) -> None:
+    policy, policy_settings = build_policy("qwen2_5_vl", POLICIES[name])
+    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    prompt = build_prompt(policy)
+    batch = build_batch(prompt)
+    with FlopCounterMode(display=False) as counter:
+        policy.score(batch).logprobs.sum().backward()
+    completions = tuple(Completion(c, (), "", "eos", ()) for c in batch.completions)
+    flops = count_step_flops(shape, [Group(prompt, completions, ())], batch.slices, iterations=2)
+    encoding = 0.0 if shape.trains_vision else flops.vision  # a frozen tower is run by the score
+    assert counter.get_total_flops() == pytest.approx(flops.update / 2 + encoding, rel=0.15)
+    rollout = count_vision_flops(shape, len(prompt.vision["pixel_values"]))
+    rollout += count_prompt_flops(shape, len(prompt.token_ids))
+    assert flops.vision + flops.prefill == rollout
 
 
 def test_seconds_depend_on_the_device() -> None:

@@ -81,7 +81,9 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert "\r" not in done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
-    assert re.match(r"step 3/3  reward .* held-out exact .* samples/s .* GiB  0 s left$", line)
+    assert re.match(
+        r"step 3/3  reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left$", line
+    )
     starts = ["model", "task", "data", "images", "rewards", "step", "reference", "note"]
     starts += ["run folder", "before", "after", "change", "best", "report", "samples"]
     starts += ["checkpoint", "next", ""]

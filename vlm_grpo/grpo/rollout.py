@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -45,6 +45,7 @@ class Rollout:
     groups: tuple[Group, ...]
     resampled: int = 0
     rounds: tuple[tuple[int, ...], ...] = ()
+    num_tokens: int = 0
 
 
 class RolloutSampler:
@@ -63,6 +64,7 @@ class RolloutSampler:
     Attributes:
         position: number of examples that earlier steps took from the stream.
         budget: maximum number of tokens sampled at once.
+        num_tokens: number of tokens sampled in the current step.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class RolloutSampler:
     ) -> None:
         self.policy, self.task, self.settings = policy, task, settings
         self.accelerator, self.world_size = accelerator, accelerator.num_processes
-        self.position = 0
+        self.position, self.num_tokens = 0, 0
         max_tokens = settings.rollout.max_tokens_per_batch
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
         self.stream = ExampleStream(examples, settings.seed)
@@ -99,9 +101,9 @@ class RolloutSampler:
             UserError: on all ranks, if one of them could not make its groups, or if a reward failed
                 on every completion. ``position`` is unchanged then.
         """
-        position = self.position
+        position, self.num_tokens = self.position, 0
         try:
-            return self._sample_step(progress)
+            return replace(self._sample_step(progress), num_tokens=self.num_tokens)
         except UserError:
             self.position = position
             raise
@@ -199,6 +201,7 @@ class RolloutSampler:
             return []
         with stopwatch("rollout"):
             completions = self._sample_completions(prompts, indices)
+        self.num_tokens += sum(len(c.token_ids) for members in completions for c in members)
         with stopwatch("reward"):
             return score_groups(self.scorer, self.task.at(progress), prompts, completions)
 

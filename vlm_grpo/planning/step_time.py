@@ -7,11 +7,14 @@ FLOPs per query of width q and key: half for the scores, half for the weighted s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vlm_grpo.engine.batch import GroupSlice
 from vlm_grpo.planning.devices import Device
 from vlm_grpo.planning.model_shape import ModelShape
 from vlm_grpo.planning.workload import Workload
+from vlm_grpo.types import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,49 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
     return PhaseCosts(
         vision, work.num_prompts * prompt, rollout, work.iterations * update + reference
     )
+
+
+def count_step_flops(
+    model: ModelShape, groups: Sequence[Group], slices: Sequence[GroupSlice], iterations: int = 1
+) -> PhaseCosts:
+    """Return the FLOPs that a step needs, with each prompt once per group.
+
+    Those of gradient checkpointing, a reference policy and replaced groups are not included, as in
+    the model FLOPs utilization of PaLM (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
+
+    Args:
+        model: the model's shape.
+        groups: the sampled groups.
+        slices: the completions that have a gradient.
+        iterations: updates on them.
+    """
+    head = 2 * model.text.hidden * model.text.vocabulary
+    vision = prefill = decode = update = 0.0
+    for group in groups:
+        prompt = len(group.prompt.token_ids)
+        lengths = [len(completion.token_ids) for completion in group.completions]
+        vision += _count_image_flops(model, group.prompt)
+        prefill += count_prompt_flops(model, prompt)
+        decode += head * sum(lengths)
+        decode += sum(count_completion_flops(model, prompt, length - 1) for length in lengths)
+    for piece in slices:
+        prompt, lengths = len(piece.prompt.token_ids), [len(c) for c in piece.completions]
+        forward = sum(count_completion_flops(model, prompt, length - 1) for length in lengths)
+        forward += count_prompt_flops(model, prompt)
+        update += forward * (2 if model.lora_rank else 3)
+        update += head * sum(lengths) * (2 if model.head_frozen else 3)
+        if model.trains_vision:
+            update += 3 * _count_image_flops(model, piece.prompt)
+    return PhaseCosts(vision, prefill, decode, iterations * update)
+
+
+def _count_image_flops(model: ModelShape, prompt: Prompt) -> float:
+    """Return the FLOPs of one pass of the vision tower over a prompt's images of equal size."""
+    images = len(prompt.example.images)
+    if not images:
+        return 0.0
+    patches = prompt.vision["pixel_values"].numel() // model.vision.patch_values
+    return images * count_vision_flops(model, patches // images)
 
 
 def count_vision_flops(model: ModelShape, patches: int) -> float:

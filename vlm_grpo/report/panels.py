@@ -112,6 +112,20 @@ PANELS = (
     Panel("Loss", "Near 0 by construction: watch the reward instead.", _is_one_of("loss")),
     Panel("Learning rate", "At the end of each step.", _is_one_of("learning_rate")),
     Panel(
+        "Tokens per second",
+        "Over all devices: completion tokens over the time of the rollout, and prompt and "
+        "completion tokens over that of the update and a reference pass.",
+        lambda name: name.startswith("speed/") and name.endswith("_per_second"),
+        lambda name: name.removeprefix("speed/").partition("_")[0],
+    ),
+    Panel(
+        "Model FLOPs utilization (MFU)",
+        "Share of the device's peak rate in matrix products, over the step and over the update.",
+        _is_one_of("speed/mfu", "speed/update_mfu"),
+        lambda name: "update" if name == "speed/update_mfu" else "step",
+        share=True,
+    ),
+    Panel(
         "Memory",
         "In GiB: resident memory at the end of each step, and the peak of each step on CUDA.",
         lambda name: name.startswith("memory/"),

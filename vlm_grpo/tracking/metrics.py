@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from vlm_grpo.distributed.collectives import gather_object
-from vlm_grpo.grpo import Rollout, StepAdvantages, memory_metrics
-from vlm_grpo.model.policy import Policy
+from vlm_grpo.grpo import Rollout, StepAdvantages
 from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.types import Group
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
@@ -64,19 +61,6 @@ def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, f
         "frac_reward_zero_std": step.frac_reward_zero_std,
         "unscorable": step.unscorable,
         "resampled_groups": rollout.resampled,
-    }
-
-
-def step_metrics(policy: Policy, accelerator: Accelerator) -> dict[str, float]:
-    """Return a step's work over all ranks, memory usage and times. All ranks must call it."""
-    work = {
-        name if name == "replaced_prompts" else f"work/{name}": count
-        for name, count in vars(policy.counters).items()
-    }
-    return {
-        **sum(gather_object([MetricAccumulator(sums=work)]), MetricAccumulator()).values(),
-        **memory_metrics(accelerator.device),
-        **{f"time/{phase}": seconds for phase, seconds in policy.stopwatch.seconds.items()},
     }
 
 

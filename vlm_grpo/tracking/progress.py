@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -73,6 +73,7 @@ class Progress:
             f"length {metrics['completions/mean_length']:.1f}",
             f"{self.completions / metrics['time/step']:.3g} samples/s",
             self._memory(metrics),
+            *self._speed(metrics),
         )
         if not self.bar.disable:
             self.bar.update(self.row, completed=self.done)
@@ -83,6 +84,12 @@ class Progress:
             left = (now - self.started) / (self.done - self.first) * (self.total - self.done)
             line = "  ".join((f"step {self.done}/{self.total}", *self.fields, f"{left:.0f} s left"))
             print(line, file=sys.stderr, flush=True)
+
+    def _speed(self, metrics: Mapping[str, float]) -> Iterator[str]:
+        if (tokens := metrics.get("speed/rollout_tokens_per_second")) is not None:
+            yield f"{tokens:,.0f} tokens/s"
+        if (share := metrics.get("speed/mfu")) is not None:
+            yield f"MFU {share:.0%}"
 
     def _memory(self, metrics: Mapping[str, float]) -> str:
         on_device = metrics.get("memory/cuda_peak")

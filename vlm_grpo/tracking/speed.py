@@ -1,0 +1,82 @@
+"""Work, speed, memory and times of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accelerate import Accelerator
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.distributed.collectives import gather_object
+from vlm_grpo.grpo import Rollout, StepBatch, memory_metrics
+from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.objective import MetricAccumulator
+from vlm_grpo.planning.devices import find_peak_rate
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.step_time import count_step_flops
+
+
+class StepMeter:
+    """A meter of the steps of a run.
+
+    Args:
+        policy: counts its work, and times its phases.
+        settings: the run's settings.
+        accelerator: the ranks.
+
+    Attributes:
+        rate: FLOP/s of matrix products on each device in the policy's precision; None if unknown.
+    """
+
+    def __init__(self, policy: Policy, settings: Settings, accelerator: Accelerator) -> None:
+        self.policy, self.accelerator = policy, accelerator
+        self.iterations = settings.objective.num_iterations
+        self.rate = find_peak_rate(policy.device, settings.policy.dtype)
+        if self.rate is not None:
+            self.shape, _ = read_model_shape(policy.model.config, settings.policy)
+
+    def reset(self) -> None:
+        """Begin a step: reset the policy's counters and times."""
+        self.policy.counters = Counters()
+        self.policy.stopwatch.reset()
+
+    def measure(self, rollout: Rollout, batch: StepBatch) -> dict[str, float]:
+        """Return the metrics of a finished step over all ranks. All ranks must call it.
+
+        Times and memory are of this rank. A step that another process began has no speed.
+        """
+        policy = self.policy
+        seconds = dict(policy.stopwatch.seconds)
+        sums = {"sampled_tokens": rollout.num_tokens, **vars(policy.counters)}
+        if self.rate is not None:
+            flops = count_step_flops(self.shape, rollout.groups, batch.slices, self.iterations)
+            sums |= {"step_flops": int(flops.total), "update_flops": int(flops.update)}
+        parts = gather_object([MetricAccumulator(sums=sums, maxima=seconds)])
+        every = sum(parts, MetricAccumulator())
+        work = {name: every.sums[name] for name in vars(policy.counters)}
+        return {
+            **{n if n == "replaced_prompts" else f"work/{n}": count for n, count in work.items()},
+            **memory_metrics(self.accelerator.device),
+            **{f"time/{phase}": spent for phase, spent in seconds.items()},
+            **self._rates(every.sums, every.values()),
+        }
+
+    def _rates(self, sums: Mapping[str, int], slowest: Mapping[str, float]) -> dict[str, float]:
+        """Return tokens per second of all ranks, and shares of their devices' rates.
+
+        Args:
+            sums: sums over the ranks.
+            slowest: seconds of each phase on the slowest rank.
+        """
+        if "rollout" not in slowest:
+            return {}
+        scoring = slowest["update"] + slowest.get("reference", 0.0)
+        rates = {
+            "speed/rollout_tokens_per_second": sums["sampled_tokens"] / slowest["rollout"],
+            "speed/update_tokens_per_second": sums["update_tokens"] / scoring,
+        }
+        if self.rate is not None:
+            rate = self.rate * self.accelerator.num_processes
+            rates["speed/mfu"] = sums["step_flops"] / (slowest["step"] * rate)
+            rates["speed/update_mfu"] = sums["update_flops"] / (slowest["update"] * rate)
+        return rates
