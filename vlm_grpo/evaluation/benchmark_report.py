@@ -16,6 +16,7 @@ from vlm_grpo.benchmarks.official import unwrap
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
+from vlm_grpo.utils.paired_test import compare_pairs
 
 RESAMPLES = 2000
 _CHUNK_VALUES = 2_000_000
@@ -39,6 +40,7 @@ class Comparison:
     """Difference of two sets of outputs for the same examples, first minus second.
 
     Attributes:
+        test: name of the test; see ``compare_pairs``.
         n: number of examples for which both have a value.
         difference: mean of the differences, in the unit of the metric.
         low, high: 95 % bootstrap interval of the difference.
@@ -46,6 +48,7 @@ class Comparison:
         better, worse: number of examples on which the first is better, and worse.
     """
 
+    test: str
     n: int
     difference: float
     low: float
@@ -257,23 +260,13 @@ def _natural_key(group: str) -> tuple[int, float, str]:
 
 
 def compare(
-    first: Sequence[float | None],
-    second: Sequence[float | None],
-    seed: int = 0,
-    lower_is_better: bool = False,
+    first: Sequence[float | None], second: Sequence[float | None], lower_is_better: bool = False
 ) -> Comparison:
-    """Test the differences of two sets of outputs for the same examples by a paired bootstrap.
-
-    The differences are shifted to mean 0 and resampled. The p-value is the share of resamples whose
-    mean is at least as far from 0 as the observed one; one is added to both counts, so that it is
-    never 0.
-
-    Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 16.4.
+    """Test the differences of two sets of outputs for the same examples, as ``compare_pairs`` does.
 
     Args:
         first, second: metric of each example, in the same order; examples where either is None are
             ignored.
-        seed: seed of the resampling.
         lower_is_better: the metric is an error.
 
     Raises:
@@ -282,21 +275,9 @@ def compare(
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
         raise UserError("there is nothing to compare: no example has an answer in both outputs")
-    differences = np.asarray([a - b for a, b in pairs], float)
-    mean = float(differences.mean())
-    resampled = _resample_means(differences, seed)
-    low, high = np.percentile(resampled, (2.5, 97.5))
-    # The tolerance is for rounding errors of the shift where all differences are equal.
-    as_far = np.abs(resampled - mean) >= abs(mean) - 1e-12
-    return Comparison(
-        n=len(differences),
-        difference=mean,
-        low=float(low),
-        high=float(high),
-        p_value=float((as_far.sum() + 1) / (RESAMPLES + 1)),
-        better=int((differences < 0 if lower_is_better else differences > 0).sum()),
-        worse=int((differences > 0 if lower_is_better else differences < 0).sum()),
-    )
+    test = compare_pairs([b for _, b in pairs], [a for a, _ in pairs])
+    counts = (test.lower, test.higher) if lower_is_better else (test.higher, test.lower)
+    return Comparison(test.test, test.n, test.b - test.a, *test.interval, test.p_value, *counts)
 
 
 def _score_baseline(
@@ -381,5 +362,5 @@ def format_comparison(comparison: Comparison, scale: float = 100.0) -> str:
     c = comparison
     return (
         f"difference {c.difference * scale:+.1f} [{c.low * scale:+.1f}, {c.high * scale:+.1f}], "
-        f"p = {c.p_value:.3g} (paired bootstrap, n = {c.n}; {c.better} better, {c.worse} worse)"
+        f"p = {c.p_value:.3g} ({c.test}, n = {c.n}; {c.better} better, {c.worse} worse)"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -172,22 +172,10 @@ def _read_vlm_r1(path: Path) -> list[ForeignRow]:
 
     Source: VLM-R1, src/eval/test_rec_r1.py and its siblings.
     """
-    rows = []
-    for location, result in _read_results(path, "vlm_r1", str, lambda r: r.get("image")):
-        size = result.get("input_size")
-        if size is not None and not _is_size(size):
-            raise UserError(f"{location}: input_size is {size!r}, not [height, width] in pixels")
-        rows.append(
-            ForeignRow(
-                location,
-                result["model_output"],
-                image=result.get("image"),
-                question=result["question"],
-                gold=result["ground_truth"],
-                resized_size=None if size is None else (size[1], size[0]),
-            )
-        )
-    return rows
+    return [
+        _build_row(location, result, result, "image")
+        for location, result in _read_results(path, "vlm_r1", str)
+    ]
 
 
 def _read_r1_v(path: Path) -> list[ForeignRow]:
@@ -195,32 +183,40 @@ def _read_r1_v(path: Path) -> list[ForeignRow]:
 
     Source: R1-V, src/eval/test_qwen2vl_counting_superclevr.py and its siblings.
     """
-    rows = []
-    results = _read_results(path, "r1_v", dict, lambda r: r["question"].get("image_path"))
-    for location, result in results:
-        question = result["question"]
-        rows.append(
-            ForeignRow(
-                location,
-                result["model_output"],
-                image=question.get("image_path"),
-                question=question.get("question"),
-                gold=result["ground_truth"],
-            )
-        )
-    return rows
+    return [
+        _build_row(location, result, result["question"], "image_path")
+        for location, result in _read_results(path, "r1_v", dict)
+    ]
+
+
+def _build_row(
+    location: str, result: Mapping[str, Any], asked: Mapping[str, Any], image_key: str
+) -> ForeignRow:
+    """Build the row of a result, whose mapping ``asked`` has the question and the image."""
+    image, size = asked.get(image_key), result.get("input_size")
+    if not all(isinstance(text, str) for text in (result["model_output"], image or "")):
+        raise UserError(f"{location}: its output and its image must be strings")
+    if size is not None and not _is_size(size):
+        raise UserError(f"{location}: input_size is {size!r}, not [height, width] in pixels")
+    return ForeignRow(
+        location,
+        result["model_output"],
+        image=image,
+        question=asked.get("question"),
+        gold=result["ground_truth"],
+        resized_size=None if size is None else (size[1], size[0]),
+    )
 
 
 def _read_results(
-    path: Path, layout: str, question_type: type, get_image: Callable[[Any], Any]
-) -> list[tuple[str, Mapping[str, Any]]]:
-    """Read the ``results`` of a JSON file, each with its location.
+    path: Path, layout: str, question_type: type
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the ``results`` of a JSON file, each with its location.
 
     Args:
         path: the file.
         layout: name of the layout, for messages.
         question_type: type of a result's question.
-        get_image: returns the path of a result's image, or None.
 
     Raises:
         UserError: the file cannot be read, or has another layout.
@@ -234,7 +230,6 @@ def _read_results(
     results = content.get("results") if isinstance(content, dict) else None
     if not isinstance(results, list):
         raise UserError(f'{path} is not an output of {layout}: it lacks {{"results": […]}}')
-    found = []
     for number, result in enumerate(results):
         location = f"{path}: results[{number}]"
         keys = ("question", "ground_truth", "model_output")
@@ -245,11 +240,7 @@ def _read_results(
                 f"{location}: its question is a {type(result['question']).__name__}, but {layout} "
                 f"writes a {question_type.__name__}: is it another --format?"
             )
-        texts = (result["model_output"], get_image(result) or "")
-        if not all(isinstance(text, str) for text in texts):
-            raise UserError(f"{location}: its output and its image must be strings")
-        found.append((location, result))
-    return found
+        yield location, result
 
 
 def _read_lmms_eval(path: Path) -> list[ForeignRow]:
