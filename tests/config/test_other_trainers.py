@@ -21,7 +21,7 @@ ELSEWHERE |= {"dataset_train_split", "dataset_test_split", "lora_target_modules"
 ELSEWHERE |= {"load_in_8bit", "max_prompt_length", "attn_implementation", "lora_r", "lora_alpha"}
 ELSEWHERE |= {"lora_dropout", "dtype", "warmup_ratio", "vllm_importance_sampling_cap"}
 ELSEWHERE |= {"activation_offloading"}
-"""Names in TRL's other classes (ScriptArguments, ModelConfig, SFTConfig) or in earlier versions of it."""
+"""Names in TRL's other classes (ScriptArguments, ModelConfig, SFTConfig) or in earlier versions."""
 
 NOT_SETTINGS = {"od_ap", "odLength", "weighted_sum", "all_match", "scripts", "swift"}
 NOT_SETTINGS |= {"get_peft_model", "model.save_lora", "model.save_pretrained"}
