@@ -12,8 +12,8 @@ mutant is a fork, in which the function's code is replaced and the tests of its 
 test file first, until one fails (killed) or all pass (survived). A mutant that exceeds the time
 limit is killed. Processes that a test starts run the library without the mutant.
 
-Results are kept with a checksum of the mutant's module: where its code has changed since, its
-mutants run again. After other changes, delete ``build/mutants.jsonl`` to run all.
+Results are kept with a checksum of the function: if that has changed since, its mutants run again.
+After other changes, delete ``build/mutants.jsonl`` to run all.
 
 Why not cosmic-ray or mutmut: cosmic-ray starts pytest for each mutant, which spends more time on
 importing torch, transformers and TRL than most mutants live. mutmut forks, but replaces each
@@ -195,23 +195,31 @@ class Runner:
             "result": "survived" if failed == "survived" else result,
             "seconds": round(usage.ru_utime + usage.ru_stime, 1),
             "test": failed.removeprefix("survived"),
-            "source": compute_checksum(mutant.module) if mutant else "",
+            "source": compute_checksum(mutant) if mutant else "",
         }
 
 
+def compute_checksum(mutant: Mutant) -> str:
+    """Return the checksum of the function, or method, that the mutant changes."""
+    line = read_source(mutant.module)[: mutant.start].count(b"\n") + 1
+    (code,) = (code for lines, code in _list_functions(mutant.module) if line in lines)
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
 @cache
-def compute_checksum(module: str) -> str:
-    """Return the checksum of a module without its comments and imports."""
-    tree = ast.parse(read_source(module))
-    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
+def _list_functions(module: str) -> list[tuple[range, str]]:
+    """Return the lines of each function and method of a module, and its code without comments."""
+    nodes = ast.parse(read_source(module)).body
+    nodes += [node for parent in nodes if isinstance(parent, ast.ClassDef) for node in parent.body]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return [(range(f.lineno, (f.end_lineno or f.lineno) + 1), ast.dump(f)) for f in functions]
 
 
 def read_results(mutants: Sequence[Mutant]) -> list[dict[str, Any]]:
     """Return the newest results of these mutants, without those of other code."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     newest = {(result["name"], result["source"]): result for result in map(json.loads, lines)}
-    keys = [(mutant.name, compute_checksum(mutant.module)) for mutant in mutants]
+    keys = [(mutant.name, compute_checksum(mutant)) for mutant in mutants]
     return [newest[key] for key in keys if key in newest]
 
 
