@@ -132,7 +132,7 @@ class Trainer:
             UserError: the step failed for a reason that the user can fix.
         """
         settings, ranks = self.settings, self.accelerator
-        with self.stopwatch("step"):
+        with self.meter.step(self.global_step):
             if self.partial is None:
                 rollout = self._rollout()
                 groups = rollout.groups

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import (
     Field,
+    NonNegativeInt,
     ValidationInfo,
     field_serializer,
     field_validator,
@@ -187,6 +188,9 @@ class LoggingSettings(Frozen):
     """Steps between records of sampled completions; 0: none."""
     samples_per_step: int = Field(default=4, ge=1)
     """Number of groups in each record."""
+    profile_steps: tuple[NonNegativeInt, ...] = ()
+    """Steps, numbered as in ``metrics.jsonl``, of which the first process writes a trace and, on
+    CUDA, a snapshot of the memory into the run's folder ``profile``; empty: none."""
 
 
 class Settings(Frozen):
@@ -269,6 +273,11 @@ class Settings(Frozen):
                 "model has no value: add model=… with a hub name such as "
                 "Qwen/Qwen2.5-VL-3B-Instruct or a folder; the embedded model has learned only "
                 f"{', '.join(EMBEDDED_TASKS)} (model=embedded uses it all the same)"
+            )
+        if self.logging.profile_steps and max(self.logging.profile_steps) >= self.optim.max_steps:
+            problems.append(
+                f"logging.profile_steps={list(self.logging.profile_steps)} has a step that is "
+                f"never run: steps are numbered from 0 to {self.optim.max_steps - 1}"
             )
         if self.data.eval is None and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from accelerate import Accelerator
 
@@ -14,6 +15,7 @@ from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.planning.devices import find_peak_rate
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
+from vlm_grpo.tracking.profiling import profile_step
 
 
 class StepMeter:
@@ -30,10 +32,23 @@ class StepMeter:
 
     def __init__(self, policy: Policy, settings: Settings, accelerator: Accelerator) -> None:
         self.policy, self.accelerator = policy, accelerator
-        self.iterations = settings.objective.num_iterations
+        self.settings = settings
         self.rate = find_peak_rate(policy.device, settings.policy.dtype)
         if self.rate is not None:
             self.shape, _ = read_model_shape(policy.model.config, settings.policy)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Time a step, and profile it on the main process if ``logging.profile_steps`` has it."""
+        stopwatch, is_main = self.policy.stopwatch, self.accelerator.is_main_process
+        if not (is_main and number in self.settings.logging.profile_steps):
+            with stopwatch("step"):
+                yield
+            return
+        path = self.settings.run_dir / "profile" / f"step-{number}"
+        with profile_step(path, stopwatch, self.policy.device), stopwatch("step"):
+            yield
+        self.accelerator.print(f"profile    {path}.json.gz: open it at https://ui.perfetto.dev")
 
     def reset(self) -> None:
         """Begin a step: reset the policy's counters and times."""
@@ -49,7 +64,8 @@ class StepMeter:
         seconds = dict(policy.stopwatch.seconds)
         sums = {"sampled_tokens": rollout.num_tokens, **vars(policy.counters)}
         if self.rate is not None:
-            flops = count_step_flops(self.shape, rollout.groups, batch.slices, self.iterations)
+            iterations = self.settings.objective.num_iterations
+            flops = count_step_flops(self.shape, rollout.groups, batch.slices, iterations)
             sums |= {"step_flops": int(flops.total), "update_flops": int(flops.update)}
         parts = gather_object([MetricAccumulator(sums=sums, maxima=seconds)])
         every = sum(parts, MetricAccumulator())

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -21,11 +21,14 @@ class Stopwatch:
         phase: the innermost running phase; None between phases.
         wait: called at the start and end of each phase; benchmarks on an accelerator synchronize
             the device here, since otherwise only the host's time is measured.
+        annotate: returns a context entered in each phase, given its name; a profiler marks the
+            phase with it.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     phase: str | None = None
     wait: Callable[[], None] = lambda: None
+    annotate: Callable[[str], AbstractContextManager] = nullcontext
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -33,7 +36,8 @@ class Stopwatch:
         started = time.perf_counter()
         outer, self.phase = self.phase, phase
         try:
-            yield
+            with self.annotate(phase):
+                yield
         finally:
             self.wait()
             self.phase = outer
