@@ -8,8 +8,8 @@ of ``Candidate`` is what a reward of many completions sees of them.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -86,6 +86,11 @@ class Example:
     def name(self) -> str:
         """Return the example's name in messages: its location, if known, and its id."""
         return f"{self.location}: example {self.id}" if self.location else f"example {self.id}"
+
+    def with_resized_sizes(self, sizes: Iterable[tuple[int, int]]) -> Example:
+        """Return the example with the ``resized_size`` of each of its images."""
+        pairs = zip(self.images, sizes, strict=True)
+        return replace(self, images=tuple(replace(i, resized_size=size) for i, size in pairs))
 
 
 @dataclass(frozen=True)

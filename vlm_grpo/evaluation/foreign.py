@@ -10,7 +10,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -102,9 +102,12 @@ def read_foreign(
     if not found:
         raise UserError(f"{path} has no outputs")
     order = sorted(found)
-    return [_with_resized_size(examples[i], found[i].resized_size) for i in order], [
-        found[i].output for i in order
-    ]
+    matched = []
+    for index in order:
+        example, size = examples[index], found[index].resized_size
+        sizes = [image.resized_size if size is None else size for image in example.images]
+        matched.append(example.with_resized_sizes(sizes))
+    return matched, [found[index].output for index in order]
 
 
 class _Matcher:
@@ -276,14 +279,6 @@ LAYOUTS: dict[str, Callable[[Path], list[ForeignRow]]] = {
     "lmms_eval": _read_lmms_eval,
 }
 """Readers of the files of other projects, by the value of ``--format``."""
-
-
-def _with_resized_size(example: Example, resized_size: tuple[int, int] | None) -> Example:
-    if resized_size is None:
-        return example
-    return replace(
-        example, images=tuple(replace(image, resized_size=resized_size) for image in example.images)
-    )
 
 
 def _is_size(value: Any) -> bool:

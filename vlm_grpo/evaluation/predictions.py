@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +167,4 @@ def _with_resized_sizes(example: Example, sizes: Any) -> Example:
     """Return the example with the resized sizes of its images, if they are valid."""
     if not _are_valid_sizes(sizes, example):
         return example
-    pairs = zip(example.images, sizes, strict=True)
-    images = tuple(replace(image, resized_size=(width, height)) for image, (width, height) in pairs)
-    return replace(example, images=images)
+    return example.with_resized_sizes((width, height) for width, height in sizes)

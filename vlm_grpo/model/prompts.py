@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -50,14 +49,10 @@ class PromptBuilder:
         """
         if self.budget is None:
             return example
-        images = tuple(
-            replace(
-                image,
-                resized_size=self.family.resized_size(image.size, self.budget, self.processor),
-            )
+        return example.with_resized_sizes(
+            self.family.resized_size(image.size, self.budget, self.processor)
             for image in example.images
         )
-        return replace(example, images=images)
 
     def estimate_tokens(self, example: Example, task: Task) -> int:
         """Estimate the number of tokens of the example's prompt, without reading its images.
