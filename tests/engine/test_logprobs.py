@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vlm_grpo.engine import logprobs
 from vlm_grpo.engine.logprobs import ScoringSettings, score_tokens
 from vlm_grpo.engine.sampling import SamplingDistribution
 
@@ -108,6 +109,28 @@ def test_no_tensor_is_larger_than_a_chunk() -> None:
         scores.logprobs.sum().backward()
     # A chunk has 4 × 40 logits, the hidden states 23 × 8; the plain form would have 23 × 40 logits.
     assert max(sizes) <= max(4 * VOCABULARY, TOKENS * WIDTH, WIDTH * VOCABULARY)
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+def test_the_chunks_of_a_trained_head_share_one_gradient(
+    entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "MAX_GRADIENTS", 5 * WIDTH)
+    head, hidden, targets, positions = make_inputs()
+    large: dict[int, Any] = {head.weight.data_ptr(): head.weight}  # kept, so that none is reused
+
+    class RecordLarge(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.numel() >= WIDTH * VOCABULARY:
+                large.setdefault(out.data_ptr(), out)
+            return out
+
+    settings = ScoringSettings(DISTRIBUTION, 4, entropy)
+    with RecordLarge():
+        scores = score_tokens(head, hidden, targets, positions, settings)
+        scores.logprobs.sum().backward()
+    assert len(large) == 2
 
 
 class CountProducts(TorchDispatchMode):

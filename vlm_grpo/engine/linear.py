@@ -205,7 +205,7 @@ class _Product(torch.autograd.Function):
         rows = grad.flatten(0, -2)
         return (
             product(grad, weight.T) if needs_input else None,
-            _outer(rows, input.flatten(0, -2)) if needs_weight else None,
+            outer(rows, input.flatten(0, -2)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
 
@@ -236,7 +236,7 @@ class _AdaptedProduct(torch.autograd.Function):
         rows, weight, a, b, inner = ctx.saved_tensors
         grad = grad_outputs[0].flatten(0, -2)
         d_inner = product(grad, b.T).mul_(ctx.scaling)
-        d_a, d_b = _outer(d_inner, rows), _outer(grad, inner).mul_(ctx.scaling)
+        d_a, d_b = outer(d_inner, rows), outer(grad, inner).mul_(ctx.scaling)
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = product(grad, weight.T).addmm_(d_inner, a)
@@ -244,7 +244,7 @@ class _AdaptedProduct(torch.autograd.Function):
         return d_x, None, None, d_a, d_b, None
 
 
-def _outer(left: Float[Tensor, "n p"], right: Float[Tensor, "n q"]) -> Float[Tensor, "p q"]:
+def outer(left: Float[Tensor, "n p"], right: Float[Tensor, "n q"]) -> Float[Tensor, "p q"]:
     """Compute ``left.T @ right`` in the faster order."""
     if left.shape[1] > right.shape[1]:
         return product(right.T, left.T).T

@@ -7,21 +7,28 @@ gradient of each log-probability with respect to its hidden state,
 
 is computed in the same pass as the log-probability: one more matrix product, and no recomputation
 in backward. A trained head, or one with an adapter, is recomputed chunk by chunk in backward,
-because its weights' gradient needs the loss's coefficients.
+because its weights' gradient needs the loss's coefficients. All chunks add to one gradient of the
+head's weights, a block of rows at a time.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from vlm_grpo.engine.linear import Linear, product
+from vlm_grpo.engine.linear import Linear, outer, product
 from vlm_grpo.engine.sampling import SamplingDistribution
+
+MAX_GRADIENTS = 2**22
+"""Number of the head's gradients that are computed at once, before they are added to the others."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,11 @@ class ScoringSettings:
     distribution: SamplingDistribution
     chunk_tokens: int = 0
     with_entropy: bool = False
+
+    @property
+    def arguments(self) -> tuple[SamplingDistribution, bool]:
+        """The last arguments of ``score_logits``."""
+        return self.distribution, self.with_entropy
 
 
 @dataclass(frozen=True)
@@ -69,13 +81,16 @@ def score_tokens(
         settings: how the tokens are scored.
     """
     rows = settings.chunk_tokens or len(targets)
-    frozen = type(head) in (nn.Linear, Linear) and not head.weight.requires_grad  # type: ignore[union-attr]
-    with_gradient = hidden.requires_grad and torch.is_grad_enabled()
-    one_pass = frozen and with_gradient and not settings.with_entropy
+    weight: Any = head.weight
+    is_plain = type(head) in (nn.Linear, Linear) and head.bias is None
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    one_pass = is_plain and not weight.requires_grad and not settings.with_entropy
+    if is_plain and with_gradient and not one_pass:
+        return TokenScores(*_RecomputedHead.apply(hidden, weight, targets, positions, settings))  # type: ignore[misc]
     parts: list[tuple[Tensor, Tensor | None]] = []
     for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):
-        if one_pass:
-            logprobs = _FrozenHead.apply(h, head.weight, y, t, settings.distribution)  # type: ignore[arg-type]
+        if one_pass and with_gradient:
+            logprobs = _FrozenHead.apply(h, weight, y, t, settings.distribution)  # type: ignore[arg-type]
             parts.append((logprobs, None))
         elif torch.is_grad_enabled():
             parts.append(checkpoint(_score_chunk, head, h, y, t, settings, use_reentrant=False))  # type: ignore[arg-type]
@@ -90,9 +105,7 @@ def score_tokens(
 def _score_chunk(
     head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor, settings: ScoringSettings
 ) -> tuple[Tensor, Tensor | None]:
-    scores = score_logits(
-        head(hidden), targets, positions, settings.distribution, settings.with_entropy
-    )
+    scores = score_logits(head(hidden), targets, positions, *settings.arguments)
     return scores.logprobs, scores.entropies
 
 
@@ -137,3 +150,61 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
         return (gradient * grad_outputs[0][:, None].to(gradient.dtype), None, None, None, None)
+
+
+class _RecomputedHead(torch.autograd.Function):
+    """Scores of all chunks; backward recomputes their logits, and adds to one weight gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "M width"],
+        weight: Float[Tensor, "vocabulary width"],
+        targets: Int[Tensor, " M"],
+        positions: Int[Tensor, " M"],
+        settings: ScoringSettings,
+    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+        kind = hidden.device.type
+        ctx.settings = settings
+        ctx.is_autocast = is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        ctx.dtype = torch.get_autocast_dtype(kind) if ctx.is_autocast else weight.dtype
+        ctx.save_for_backward(hidden, weight, targets, positions)
+        rows, cast = settings.chunk_tokens or len(targets), weight.to(ctx.dtype)
+        scores = [
+            score_logits(product(h.to(ctx.dtype), cast), y, t, *settings.arguments)
+            for h, y, t in zip(*(x.split(rows) for x in (hidden, targets, positions)), strict=True)
+        ]
+        logprobs = torch.cat([part.logprobs for part in scores])
+        if not settings.with_entropy:
+            return logprobs, None
+        return logprobs, torch.cat([part.entropies for part in scores])  # type: ignore[misc]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, positions = ctx.saved_tensors
+        settings: ScoringSettings = ctx.settings
+        rows, cast = settings.chunk_tokens or len(targets), weight.detach().to(ctx.dtype)
+        d_hidden, d_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            d_weight = torch.zeros_like(weight, dtype=wide)
+        for start in reversed(range(0, len(targets), rows)):
+            chunk = slice(start, start + rows)
+            h = hidden[chunk].detach().to(ctx.dtype)
+            kind = h.device.type
+            autocast = torch.autocast(kind, ctx.dtype) if ctx.is_autocast else nullcontext()
+            with torch.enable_grad(), autocast:
+                logits = product(h, cast).requires_grad_()
+                scores = score_logits(logits, targets[chunk], positions[chunk], *settings.arguments)
+            outputs = [s for s in (scores.logprobs, scores.entropies) if s is not None]
+            grads = [None if grad is None else grad[chunk] for grad in grad_outputs[: len(outputs)]]
+            (d_logits,) = torch.autograd.grad(outputs, logits, grads)
+            del logits, scores, outputs
+            d_hidden[chunk] = product(d_logits, cast.T)
+            if d_weight is not None:
+                count = max(1, MAX_GRADIENTS // weight.shape[1])
+                for total, part in zip(
+                    d_weight.split(count), d_logits.split(count, dim=1), strict=True
+                ):
+                    total += outer(part, h) if h.dtype == torch.float32 else part.T @ h
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
