@@ -6,16 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import FAMILIES, tiny_model
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
+from work_counts import measure_saved_bytes
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine import varlen
 from vlm_grpo.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.families import ImageFeatures
-from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import (
     count_bytes_per_patch,
     count_bytes_per_prompt_token,
@@ -27,22 +25,6 @@ from vlm_grpo.planning.memory import (
 )
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import Workload
-
-
-def measure_saved_bytes(policy: Policy, batch: MicroBatch) -> int:
-    """Return the bytes of all storages that autograd saves, without weights."""
-    weights = [weight.untyped_storage() for weight in policy.model.parameters()]
-    saved = {id(storage): storage for storage in weights}
-    known = len(saved)
-
-    def record(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[id(storage)] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        policy.score(batch)
-    return sum(storage.nbytes() for storage in list(saved.values())[known:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,139 @@
+"""Work of fixed small steps, which does not depend on the machine; run to record it again.
+
+    python tests/helpers/work_counts.py
+
+writes ``tests/recorded/work.json``, with which ``tests/test_work.py`` compares the work of today.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_runs import make_embedded_trainer
+from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.engine.sampling import build_sampling_settings
+from vlm_grpo.model.policy import Policy
+
+RECORDED = Path(__file__).parents[1] / "recorded/work.json"
+READS_OF_VALUES = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2"}
+"""Operations for which the host waits for values from the device."""
+
+Counts = dict[str, int]
+
+
+class _Reads(TorchFunctionMode):
+    """Counts of reads that are no operations on a CPU."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") in ("tolist", "numpy", "__array__")
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    """Counts of dispatched operations, and of those that read values."""
+
+    count = reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(index, Tensor) and index.dtype == torch.bool
+            for index in (args[1] if isinstance(args[1], list | tuple) else ())
+        )
+        self.reads += name in READS_OF_VALUES or by_mask
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_work() -> Iterator[Counts]:
+    """Count the block's operations and host reads."""
+    counts: Counts = {}
+    with _Reads() as reads, _Operations() as operations:
+        yield counts
+    counts |= {"operations": operations.count, "host_reads": operations.reads + reads.count}
+
+
+def measure_saved_bytes(policy: Policy, batch: MicroBatch) -> int:
+    """Return the bytes of all storages that autograd saves of a batch, without weights."""
+    weights = [weight.untyped_storage() for weight in policy.model.parameters()]
+    saved = {id(storage): storage for storage in weights}
+    known = len(saved)
+
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[id(storage)] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        policy.score(batch)
+    return sum(storage.nbytes() for storage in list(saved.values())[known:])
+
+
+def measure_work(precision: str) -> dict[str, Counts]:
+    """Return the counts of each fixed step with LoRA in a precision."""
+    policy, _ = build_policy("qwen2_5_vl", POLICIES[f"lora-{precision}"])
+    prompt = build_prompt(policy)
+    found: dict[str, Counts] = {}
+    with count_work() as found["vision"]:
+        policy.encode_images([prompt])
+    for tokens in (8, 16):
+        length = f"rollout.max_completion_length={tokens}"
+        rollout = load_settings("counting", [length, f"rollout.min_new_tokens={tokens}"]).rollout
+        sampling = build_sampling_settings(policy.distribution, rollout)
+        policy.sample([prompt], sampling, 4, [(0,)], 4096)  # libraries prepare themselves
+        with count_work() as found[f"rollout of {tokens} tokens"]:
+            policy.sample([prompt], sampling, 4, [(0,)], 4096)
+    short, long = (found[f"rollout of {tokens} tokens"] for tokens in (8, 16))
+    found["8 decode steps"] = {name: long[name] - short[name] for name in short}
+    policy.model.train()
+    batch = build_batch(prompt)
+    with count_work() as found["update"]:
+        policy.score(batch).logprobs.sum().backward()
+    found["update"]["saved_bytes"] = measure_saved_bytes(policy, batch)
+    return found
+
+
+def measure_step() -> Counts:
+    """Return the work of a step of the embedded model that its trainer counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_embedded_trainer(Path(folder))
+        metrics = trainer.step()
+        trainer.sampler.close()
+    return {name: int(value) for name, value in metrics.items() if name.startswith("work/")}
+
+
+def measure_all() -> dict[str, Counts]:
+    """Return the counts of all fixed steps."""
+    found = {"step": measure_step()}
+    for precision in ("float32", "bfloat16"):
+        work = measure_work(precision)
+        found |= {f"{name}, {precision}": counts for name, counts in work.items()}
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
+    work = {"versions": versions, "counts": measure_all()}
+    RECORDED.write_text(json.dumps(work, indent=1) + "\n")
+    print(RECORDED.read_text())
+
+
+if __name__ == "__main__":
+    main()

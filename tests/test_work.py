@@ -1,0 +1,42 @@
+"""Fixed small steps do no more work than recorded: operations, host reads, bytes, passes."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from work_counts import RECORDED, count_work, measure_all
+
+
+def test_fixed_steps_do_no_more_work_than_recorded() -> None:
+    recorded = json.loads(RECORDED.read_text())
+    found = measure_all()
+    assert found.keys() == recorded["counts"].keys()
+    more = [
+        f"{step}: {name} {recorded['counts'][step][name]} → {count}"
+        for step, counts in found.items()
+        for name, count in counts.items()
+        if count > recorded["counts"][step][name]
+    ]
+    remedy = (
+        f"recorded with {recorded['versions']}; if this is intended, run "
+        "python tests/helpers/work_counts.py and commit tests/recorded/work.json"
+    )
+    assert not more, "\n".join([*more, remedy])
+
+
+def test_operations_and_reads_of_the_host_are_counted() -> None:
+    values = torch.arange(6.0)
+    with count_work() as counts:
+        torch.add(values, 1)
+    assert counts == {"operations": 1, "host_reads": 0}
+    for read in (
+        lambda: values.sum().item(),
+        lambda: bool(values.any()),
+        lambda: values.tolist(),
+        lambda: values[values > 2],
+        lambda: values.nonzero(),
+    ):
+        with count_work() as counts:
+            read()
+        assert counts["host_reads"] == 1
