@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vlm_grpo.config.run import DataSettings
 from vlm_grpo.coordinates import FRAMES
@@ -156,14 +155,14 @@ def build_exploits(task: Task, example: Example, other: Example) -> list[Exploit
     return exploits
 
 
-def _score(task: Task, texts: Sequence[str], examples: Sequence[Example]) -> list[Score]:
+def _score(
+    task: Task,
+    texts: Sequence[str],
+    examples: Sequence[Example],
+    groups: Sequence[int] | None = None,
+) -> list[Score]:
     with RewardScorer(REWARD_TIMEOUT) as scorer:
-        return scorer.score(task, texts, examples)
-
-
-def _time_limited() -> AbstractContextManager[Callable[..., Any]]:
-    """Apply the time limit of rewards in training, where the platform can enforce it."""
-    return time_limit(REWARD_TIMEOUT if can_interrupt() else None)
+        return scorer.score(task, texts, examples, groups=groups)
 
 
 def _reward_shares(
@@ -187,8 +186,7 @@ def _reward_shares(
 def _check_group(task: Task, text: str, example: Example, full: float) -> str:
     """Score a group of equal completions, and report what each of them earns."""
     texts, examples = [text] * _GROUP_SIZE, [example] * _GROUP_SIZE
-    with RewardScorer(REWARD_TIMEOUT) as scorer:
-        scores = scorer.score(task, texts, examples, groups=[0] * _GROUP_SIZE)
+    scores = _score(task, texts, examples, groups=[0] * _GROUP_SIZE)
     earned = fmean(_reward_shares(texts, examples, scores, full))
     return f"in a group of {_GROUP_SIZE} equal completions, the gold answer earns {earned:.3f}"
 
@@ -263,13 +261,14 @@ def _find_other(task: Task, example: Example, examples: Sequence[Example]) -> Ex
 
 def _find_parser_problems(task: Task, example: Example) -> list[str]:
     problems = []
+    limit = REWARD_TIMEOUT if can_interrupt() else None  # as in training
     for name, text in _HOSTILE.items():
         text = f"<answer>{text}</answer>" if task.tags else text
         times = []
         for _ in range(3):  # the fastest of three: the machine may be busy
             start = time.perf_counter()
             try:
-                with _time_limited() as call:
+                with time_limit(limit) as call:
                     call(task.read, text, example)
             except FAILURES as error:  # a user's parser may raise anything
                 problems.append(f"{name}: it raised {type(error).__name__}: {error}")

@@ -115,7 +115,9 @@ def build_report(
         value = corpus[benchmark.metric]
     else:
         value = _mean(values) if benchmark.average == "examples" else corpus[benchmark.metric]
-        low, high = bootstrap_interval(_split(values, _get_strata(benchmark, examples)), seed)
+        low, high = bootstrap_interval(
+            [*_split(values, _get_strata(benchmark, examples)).values()], seed
+        )
         interval = (low * benchmark.scale, high * benchmark.scale)
         for name in benchmark.groups:
             groups = [get_group(name, example) for example in examples]
@@ -208,12 +210,13 @@ def _get_strata(benchmark: Benchmark, examples: Sequence[Example]) -> list[str]:
     return [""] * len(examples)
 
 
-def _split(values: Sequence[float | None], strata: Sequence[str]) -> list[np.ndarray]:
+def _split(values: Sequence[float | None], groups: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return the values that are not None of each group."""
     split: dict[str, list[float]] = defaultdict(list)
-    for value, stratum in zip(values, strata, strict=True):
+    for value, group in zip(values, groups, strict=True):
         if value is not None:
-            split[stratum].append(value)
-    return [np.asarray(part, float) for part in split.values()]
+            split[group].append(value)
+    return {group: np.asarray(part, float) for group, part in split.items()}
 
 
 def bootstrap_interval(strata: Sequence[np.ndarray], seed: int) -> tuple[float, float]:
@@ -242,17 +245,11 @@ def build_group_table(
     values: Sequence[float | None], groups: Sequence[str], seed: int = 0
 ) -> tuple[GroupRow, ...]:
     """Return n, mean and interval of every group, in natural order (numbers by size)."""
-    by_group: dict[str, list[float]] = defaultdict(list)
-    for value, group in zip(values, groups, strict=True):
-        if value is not None:
-            by_group[group].append(value)
-    rows = []
-    for group in sorted(by_group, key=_natural_key):
-        part = np.asarray(by_group[group], float)
-        rows.append(
-            GroupRow(group, len(part), float(part.mean()), *bootstrap_interval([part], seed))
-        )
-    return tuple(rows)
+    parts = sorted(_split(values, groups).items(), key=lambda item: _natural_key(item[0]))
+    return tuple(
+        GroupRow(group, len(part), float(part.mean()), *bootstrap_interval([part], seed))
+        for group, part in parts
+    )
 
 
 def _natural_key(group: str) -> tuple[int, float, str]:

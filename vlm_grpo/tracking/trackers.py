@@ -153,25 +153,16 @@ def _store_config(tracker: Any, config: dict[str, Any]) -> None:
         tracker.store_init_configuration(config)
 
 
-def _show_tensorboard(tracker: Any, name: str, image: Image.Image, step: int) -> None:
-    tracker.log_images({name: np.asarray(image)[None]}, step=step, dataformats="NHWC")
-
-
-def _show_wandb(tracker: Any, name: str, image: Image.Image, step: int) -> None:
-    tracker.log_images({name: [image]}, step=step)
-
-
-def _show_trackio(tracker: Any, name: str, image: Image.Image, step: int) -> None:
-    tracker.log({name: importlib.import_module("trackio").Image(image)}, step=step)
-
-
-def _show_mlflow(tracker: Any, name: str, image: Image.Image, step: int) -> None:
-    importlib.import_module("mlflow").log_image(image, key=name, step=step)
-
-
 _SHOW: Mapping[str, Callable[[Any, str, Image.Image, int], None]] = {
-    "tensorboard": _show_tensorboard,
-    "wandb": _show_wandb,
-    "trackio": _show_trackio,
-    "mlflow": _show_mlflow,
+    "tensorboard": lambda tracker, name, image, step: tracker.log_images(
+        {name: np.asarray(image)[None]}, step=step, dataformats="NHWC"
+    ),
+    "wandb": lambda tracker, name, image, step: tracker.log_images({name: [image]}, step=step),
+    "trackio": lambda tracker, name, image, step: tracker.log(
+        {name: importlib.import_module("trackio").Image(image)}, step=step
+    ),
+    "mlflow": lambda tracker, name, image, step: importlib.import_module("mlflow").log_image(
+        image, key=name, step=step
+    ),
 }
+"""Functions that show an image, by tracker."""
