@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from partial_step_ranks import make_run
+from forked import run_ranks
+from partial_step_ranks import make_run, train_on_ranks
 from small_runs import (
     LORA,
     TASK,
@@ -53,12 +51,13 @@ def train_with_stops(
     return checkpoints
 
 
-REFERENCES = [
-    {"beta": 0.0},
-    {"beta": 0.1, "reference_refresh_every": 1},
-    {"beta": 0.1, "reference_refresh_every": 2},
-    {"beta": 0.1, "reference_refresh_every": "never"},
-]
+REFERENCES = {
+    "none": {"beta": 0.0},
+    "k1": {"beta": 0.1, "reference_refresh_every": 1},
+    "k2": {"beta": 0.1, "reference_refresh_every": 2},
+    "never": {"beta": 0.1, "reference_refresh_every": "never"},
+}
+POLICIES = {"full": {}, "lora": LORA}
 
 
 def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
@@ -83,20 +82,26 @@ def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
         assert [group.id for group in step.rollout.groups] == expected
 
 
-@pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("iterations", [1, 2])
-@pytest.mark.parametrize("reference", REFERENCES, ids=["none", "k1", "k2", "never"])
+# Runs with two updates per step are also stopped before the first, where those with one stop.
+@pytest.mark.parametrize(
+    ("reference", "iterations", "policy"),
+    [
+        *((reference, 2, policy) for reference in REFERENCES for policy in POLICIES),
+        ("none", 1, "full"),
+        ("k1", 1, "lora"),
+    ],
+)
 def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
     tmp_path: Path,
     model: Path,
-    policy: dict,
+    policy: str,
     iterations: int,
-    reference: dict,
+    reference: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes: dict[str, Any] = {
-        "policy": policy,
-        "objective": {"num_iterations": iterations, **reference},
+        "policy": POLICIES[policy],
+        "objective": {"num_iterations": iterations, **REFERENCES[reference]},
         "optim": {"max_steps": 3},
     }
     uninterrupted = small_run(tmp_path, model, name="uninterrupted", **changes)
@@ -105,7 +110,7 @@ def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
     # A run checks before each step and each update; a resumed run also before its first step.
     counts, expected = {
         1: ([2, 3, 4], ["step-0-0", "step-1", "step-2-0"]),
-        2: ([3, 3, 6], ["step-0-1", "step-1", "step-2-1"]),
+        2: ([2, 3, 3, 6], ["step-0-0", "step-0-1", "step-1", "step-2-1"]),
     }[iterations]
     assert train_with_stops(stopped, counts, monkeypatch) == expected
     assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-3")
@@ -187,23 +192,8 @@ def test_the_format_of_a_checkpoint_within_a_step_is_kept(
 
 
 def launch(folder: Path, model: Path, count: int, name: str) -> None:
-    """Run ``partial_step_ranks.py`` on two ranks."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"),
-        *("--master_port=0", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"),
-        *(
-            str(Path(__file__).parents[1] / "helpers" / "partial_step_ranks.py"),
-            folder,
-            model,
-            name,
-            str(count),
-        ),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Run two ranks."""
+    run_ranks(folder / "log", 2, train_on_ranks, folder, model, name, count)
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ import torch
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from forked import run_ranks
 from small_runs import read_metrics
 
+from vlm_grpo.cli import main
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed import launch as launch_module
@@ -171,21 +173,19 @@ def test_a_launch_on_cpus_does_not_use_an_accelerator() -> None:
     subprocess.run([sys.executable, "-c", script], env=env, check=True, timeout=200)
 
 
-# Runs started by accelerate's launcher.
+# Runs of several processes.
+
+RUN = ("optim.prompts_per_step=4", "evaluation.every=0", "optim.warmup_steps=0")
 
 
-def build_launch(
-    folder: Path, name: str, processes: int, *overrides: str, restarts: int = 0
-) -> dict[str, Any]:
-    """Build the arguments of ``subprocess.run`` for a run as users launch it."""
+def build_launch(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
+    """Build the arguments of ``subprocess.Popen`` for a run on two processes as users launch it."""
     return {
         "args": [
             *(*LAUNCHER, "--config_file", str(CONFIGS / "cpu.yaml")),
-            *("--num_processes", str(processes)),
-            *("--main_process_port", "0", "--max_restarts", str(restarts)),
+            *("--num_processes", "2", "--main_process_port", "0", "--max_restarts", "1"),
             *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
-            *("optim.prompts_per_step=4", "evaluation.every=0", "optim.warmup_steps=0"),
-            *overrides,
+            *(*RUN, *overrides),
         ],
         "env": {**os.environ, "OMP_NUM_THREADS": "1"},
         "stderr": subprocess.PIPE,
@@ -193,11 +193,12 @@ def build_launch(
     }
 
 
-def launch(folder: Path, name: str, processes: int, *overrides: str) -> list[dict[str, Any]]:
-    """Launch a run of two steps, and return its metrics."""
-    call = build_launch(folder, name, processes, "optim.max_steps=2", *overrides)
-    done = subprocess.run(**call, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+def run_two_steps(folder: Path, name: str, processes: int) -> list[dict[str, Any]]:
+    """Run two steps on several processes, and return the metrics."""
+    # 70 held-out examples are two parts of an evaluation; each of two ranks takes one.
+    overrides = ("optim.max_steps=2", "data.eval=embedded:counting", "data.eval_limit=70")
+    words = ["train", "counting", f"name={name}", f"output_dir={folder}", *RUN, *overrides]
+    run_ranks(folder / f"{name}.log", processes, main, words)
     return read_metrics(folder / name)
 
 
@@ -205,7 +206,7 @@ def launch(folder: Path, name: str, processes: int, *overrides: str) -> list[dic
 def test_the_launcher_continues_after_a_killed_process(tmp_path: Path) -> None:
     overrides = ("data.eval=null", "data.eval_limit=null", "checkpoint.keep_best=false")
     overrides += ("optim.max_steps=6", "checkpoint.every=2", "resume=true")
-    with subprocess.Popen(**build_launch(tmp_path, "killed", 2, *overrides, restarts=1)) as process:
+    with subprocess.Popen(**build_launch(tmp_path, "killed", *overrides)) as process:
         checkpoints = tmp_path / "killed" / "checkpoints"
         while not (checkpoints / "step-2").exists():
             assert process.poll() is None
@@ -221,10 +222,8 @@ def test_the_launcher_continues_after_a_killed_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_launched_processes_share_an_evaluation(tmp_path: Path) -> None:
-    # 70 held-out examples are two parts of an evaluation; each rank takes one.
-    held_out = ("data.eval=embedded:counting", "data.eval_limit=70")
-    one, two = launch(tmp_path, "one", 1, *held_out), launch(tmp_path, "two", 2, *held_out)
+def test_processes_share_an_evaluation(tmp_path: Path) -> None:
+    one, two = run_two_steps(tmp_path, "one", 1), run_two_steps(tmp_path, "two", 2)
     for a, b in zip(one, two, strict=True):
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b["reward"] == pytest.approx(a["reward"], abs=1e-6)

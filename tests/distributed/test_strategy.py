@@ -6,14 +6,13 @@ import fcntl
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_cases import run_launch
 from rank_setup import SHORT
 from safetensors.torch import load_file
 from small_runs import assert_same_weights, read_metrics
@@ -23,7 +22,6 @@ from vlm_grpo.deploy.export import export
 from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.model.loading import load_model
 
-PROGRAM = Path(__file__).parents[1] / "helpers" / "rank_cases.py"
 TWO = ["ddp-2", "fsdp-2", "fsdp_held-2"]
 FOUR = ["ddp-4", "fsdp-4", "fsdp_held-4", "hsdp-4"]
 RESUMED = ["ddp-2-resumed", "fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed"]
@@ -57,10 +55,9 @@ def run_launches(folder: Path, launches: list[str]) -> Results:
     """Return the results of each launch by case. Launches without results in the folder are run."""
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if missing := [name for name in launches if not (folder / f"{name}.pt").exists()]:
-            command = [sys.executable, str(PROGRAM), str(folder), *missing]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[-5000:]
+        for name in launches:
+            if not (folder / f"{name}.pt").exists():
+                run_launch(folder, name)
     return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in launches}
 
 

@@ -47,6 +47,11 @@ def read_commands(guide: Path) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
+def remove_launcher(line: str) -> str:
+    """Return the command that a launcher starts in each of its processes."""
+    return re.sub(r"accelerate launch .*-m vlm_grpo\.cli ", "vlm-grpo ", line)
+
+
 def run_command(line: str, step: int) -> None:
     """Run one command of a guide in short form, in the current folder and in this process.
 
@@ -54,8 +59,6 @@ def run_command(line: str, step: int) -> None:
         line: the command as in the guide.
         step: the last step of the runs in the folder, which replaces the steps in the command.
     """
-    launched = re.match(r"accelerate launch .*-m vlm_grpo\.cli (?=train)", line)
-    line = re.sub(r"accelerate launch .*-m vlm_grpo\.cli ", "vlm-grpo ", line)
     line = line.removeprefix("until ").partition(";")[0]  # one iteration of a shell loop
     program, *arguments = shlex.split(line, comments=True)
     arguments = [re.sub(r"step-\d+", f"step-{step}", argument) for argument in arguments]
@@ -68,8 +71,6 @@ def run_command(line: str, step: int) -> None:
         arguments += HELD_OUT
     if "data_scripts" in line:  # the files are a part of a dataset
         arguments += ["--allow-partial"]
-    if launched:  # the guide shows several ways to start the same run
-        arguments += [f"name={re.sub('[^a-z0-9]+', '-', launched[0])}"]
     if program == "vlm-grpo":
         with pytest.raises(SystemExit) as caught:
             cli.main(arguments)

@@ -1,8 +1,8 @@
-"""Train on several ranks: FOLDER MODEL NAME COUNT stops at the run's COUNT-th check (0: never)."""
+"""The run that several ranks of ``tests/checkpoint/test_partial_step.py`` make."""
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from pathlib import Path
 
 from small_runs import StopAt, small_run
@@ -25,11 +25,9 @@ def make_run(folder: Path, model: Path, name: str) -> Settings:
     )
 
 
-if __name__ == "__main__":
-    folder, model, name, count = sys.argv[1:]
-    stop = StopAt(int(count)) if int(count) else StopRequest()
-    trainer.StopRequest = lambda *_: stop
-    try:
-        trainer.train(make_run(Path(folder), Path(model), name))
-    except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+def train_on_ranks(folder: Path, model: Path, name: str, count: int) -> None:
+    """Train as one rank, and stop at the run's ``count``-th check (0: never)."""
+    stop = StopAt(count) if count else StopRequest()
+    trainer.StopRequest = lambda *_: stop  # type: ignore[assignment, misc]
+    with contextlib.suppress(Stopped):
+        trainer.train(make_run(folder, model, name))

@@ -74,7 +74,7 @@ UNEVEN: dict[str, dict[str, Any]] = {
 UNEVEN_WITH_DEEPSPEED = ("a reference and two updates", "one example", "nothing to learn")
 """The cases of ``UNEVEN`` for DeepSpeed; the others differ in what precedes the update."""
 SHORT = ("fsdp_held-4", "hsdp-4")
-"""Launches that make only ten steps of each kind of weights, and count their communication."""
+"""Launches that make only four steps of each kind of weights, and count their communication."""
 
 BEGUN_BY = {
     "ddp-2-resumed": "fsdp_held-2",

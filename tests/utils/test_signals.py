@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from small_runs import assert_same_run, save_tiny_model, small_run
 
 from vlm_grpo.checkpoint.store import list_checkpoints
+from vlm_grpo.cli import main
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped
 from vlm_grpo.trainer import train
@@ -25,51 +28,88 @@ STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 """Exit status by signal: 128 + the signal's number, as in shells."""
 
 
+# No image is used twice: a resumed run would decode it again and count that.
+TWELVE_STEPS: dict[str, Any] = {
+    "objective": {"num_iterations": 2},
+    "optim": {"max_steps": 12},
+    "data": {"train_limit": 36},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Return a run of twelve steps that was not stopped."""
+    run = small_run(tmp_path_factory.mktemp("unbroken"), model, **TWELVE_STEPS)
+    train(run)
+    return run
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Any:
-    return partial(small_run, tmp_path, save_tiny_model(tmp_path / "model"))
+def run(tmp_path: Path, model: Path) -> Any:
+    return partial(small_run, tmp_path, model)
 
 
-def build_command(run: Settings, *overrides: str) -> Sequence[str]:
-    """Return the command that trains with the settings of ``run``."""
+@dataclass
+class Command:
+    """A ``train`` command in a process of its own.
+
+    Attributes:
+        output: file with what it has written.
+    """
+
+    process: BaseProcess
+    output: Path
+
+    def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            assert self.process.is_alive(), self.output.read_text()
+            time.sleep(0.02)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def finish(self) -> str:
+        """Wait for the end, and return what the command has written."""
+        self.process.join(120)
+        return self.output.read_text()
+
+
+def start(run: Settings, *overrides: str) -> Command:
+    """Start the command that trains with the settings of ``run``."""
     recipe = run.output_dir.parent / f"{run.run_dir.name}.yaml"
     run.save(recipe)
-    return [sys.executable, "-m", "vlm_grpo.cli", "train", str(recipe), *overrides]
+    output = recipe.with_suffix(".log")
+    return Command(forked.start(output, main, ["train", str(recipe), *overrides]), output)
 
 
-def start(run: Settings, *overrides: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(build_command(run, *overrides), env=environment, **pipes)
-
-
-def wait_for_steps(run: Settings, count: int, process: subprocess.Popen[str]) -> None:
-    """Wait until ``metrics.jsonl`` has ``count`` steps."""
+def count_steps(run: Settings) -> int:
     path = run.run_dir / "metrics.jsonl"
-    while not path.is_file() or path.read_text().count("\n") < count:
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
+    return path.read_text().count("\n") if path.is_file() else 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STATUS)
-def test_a_signal_saves_and_loses_no_step(run: Any, number: signal.Signals) -> None:
-    # No image is used twice: a resumed run would decode it again and count that.
-    more: Any = {"objective": {"num_iterations": 2}, "optim": {"max_steps": 30}}
-    more["data"] = {"train_limit": 90}
-    unbroken, broken = run(name="unbroken", **more), run(name="broken", **more)
-    train(unbroken)
-    process = start(broken)
-    wait_for_steps(broken, 2, process)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == STATUS[number], errors
+def test_a_signal_saves_and_loses_no_step(
+    run: Any, unbroken: Settings, number: signal.Signals
+) -> None:
+    broken = run(**TWELVE_STEPS)
+    command = start(broken)
+    command.wait_until(lambda: count_steps(broken) >= 2)
+    command.signal(number)
+    errors = command.finish()
+    assert command.process.exitcode == STATUS[number], errors
     assert f"{number.name}: finishing this update and saving; repeat to stop at once" in errors
     assert f"stopped by {number.name} after step" in errors
     ((_, saved),) = list_checkpoints(broken.run_dir / "checkpoints")
     assert f"saved in {saved}; continue with resume=true" in errors
     train(broken.model_copy(update={"resume": True}))
-    assert_same_run(broken.run_dir, unbroken.run_dir, "step-30")
+    assert_same_run(broken.run_dir, unbroken.run_dir, "step-12")
 
 
 @pytest.mark.slow
@@ -87,20 +127,16 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path:
         )
     )
     task.write_text(f"import time\n{task.read_text()}")
-    process = start(slow)
-    while not (tmp_path / "reached").exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    for line in process.stderr:  # wait until the first signal has been handled
-        if "repeat to stop at once" in line:
-            break
+    command = start(slow)
+    command.wait_until((tmp_path / "reached").exists)
+    command.signal(signal.SIGINT)
+    # Until the first signal has been handled.
+    command.wait_until(lambda: "repeat to stop at once" in command.output.read_text())
     sent = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    command.signal(signal.SIGINT)
+    errors = command.finish()
     assert time.monotonic() - sent < 30  # the reward would have taken twice that
-    assert process.returncode == 130
+    assert command.process.exitcode == 130
     assert "interrupted; finished checkpoints are kept (resume=true)" in errors
     assert [step.name for step, _ in list_checkpoints(slow.run_dir / "checkpoints")] == [
         "step-1",
@@ -110,9 +146,9 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path:
 
 @pytest.mark.slow
 def test_the_time_limit_has_its_own_exit_status(run: Any) -> None:
-    process = start(run(), "checkpoint.max_hours=1e-6")
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 75, errors
+    command = start(run(), "checkpoint.max_hours=1e-6")
+    errors = command.finish()
+    assert command.process.exitcode == 75, errors
     assert "stopped by the time limit (checkpoint.max_hours) after step 0 of 4" in errors
 
 

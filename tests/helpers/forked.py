@@ -1,0 +1,75 @@
+"""Calls in processes that are forked from one that has imported the library.
+
+A new interpreter takes eight seconds for these imports; a fork needs none.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["vlm_grpo.trainer", "vlm_grpo.cli.app", "deepspeed"])
+
+TIMEOUT = 240
+"""Seconds after which ranks count as hanging: ten times what they need on a busy machine."""
+
+
+def start(
+    output: Path, function: Callable[..., Any], *arguments: Any, **environment: str
+) -> BaseProcess:
+    """Start a call in a process of its own.
+
+    Args:
+        output: file to which stdout and stderr are appended.
+        environment: environment variables of the process.
+    """
+    process = SERVER.Process(target=_call, args=(output, environment, function, arguments))
+    process.start()
+    return process
+
+
+def _call(
+    output: Path, environment: dict[str, str], function: Callable[..., Any], arguments: Any
+) -> None:
+    os.environ |= environment
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    function(*arguments)
+
+
+def run_ranks(
+    output: Path, count: int, function: Callable[..., Any], *arguments: Any, status: int = 0
+) -> None:
+    """Run a call in every process of a group on CPUs, as launchers start them.
+
+    Args:
+        status: exit status that every rank must have.
+
+    Raises:
+        AssertionError: a rank hangs or ends with another status.
+    """
+    environment = {"ACCELERATE_USE_CPU": "true"}
+    if count > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            environment["MASTER_PORT"] = str(free.getsockname()[1])
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+        environment |= {"MASTER_ADDR": "localhost", **sizes}
+    ranks = []
+    for rank in range(count):
+        own = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) if count > 1 else {}
+        ranks.append(start(output, function, *arguments, **environment, **own))
+    try:
+        for process in ranks:
+            process.join(TIMEOUT)
+        found = [process.exitcode for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert found == [status] * count, f"exit statuses {found}\n{output.read_text()[-5000:]}"
