@@ -49,6 +49,22 @@ def test_greedy_scores_have_the_gradient_of_temperature_one(entropy: bool) -> No
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize(("bias", "enabled"), [(True, True), (True, False), (False, False)])
+def test_entropies_of_a_head_with_a_bias_or_without_gradient(bias: bool, enabled: bool) -> None:
+    head, hidden, targets, positions = make_inputs()
+    if bias:
+        head.bias = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.float64))
+    expected, expected_entropy = score_plainly(head, hidden, targets, positions)
+    with torch.set_grad_enabled(enabled):
+        found = score_tokens(
+            head, hidden, targets, positions, ScoringSettings(DISTRIBUTION, 7, with_entropy=True)
+        )
+    assert found.entropies is not None
+    assert found.entropies.requires_grad == enabled
+    assert torch.allclose(found.logprobs, expected, atol=1e-12)
+    assert torch.allclose(found.entropies, expected_entropy, atol=1e-12)
+
+
 @pytest.mark.parametrize("chunk", [0, 1, 7, 100])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("entropy", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from small_runs import make_trainer
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo import pack_step
+from vlm_grpo.grpo import update as update_module
 from vlm_grpo.grpo.batch import StepBatch
-from vlm_grpo.grpo.update import Updater, Updates
+from vlm_grpo.grpo.update import Updater, Updates, build_updater
 from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.trainer import Trainer
 
@@ -155,3 +157,39 @@ def test_other_errors_of_the_backward_pass_are_raised(
     monkeypatch.setattr(Updater, "_backward", fail)
     with pytest.raises(RuntimeError, match="shapes"):
         trainer.updater.update(batch, Updates())
+
+
+@pytest.mark.parametrize(
+    ("device", "may_retry", "message"),
+    [
+        ("cpu", True, "this run computes on cpu: remove it"),
+        ("cuda", False, "not possible with sharded weights"),
+        ("cuda", True, None),
+    ],
+)
+def test_activations_can_be_offloaded_from_a_gpu_that_has_all_weights(
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    may_retry: bool,
+    message: str | None,
+) -> None:
+    """A strategy that only names its device stands for a GPU."""
+    weights = [("weight", torch.nn.Parameter(torch.zeros(1)))]
+    strategy = SimpleNamespace(
+        trainable=weights,
+        attach_optimizer=lambda *_: None,
+        may_retry=may_retry,
+        accelerator=SimpleNamespace(device=torch.device(device)),
+    )
+    offloader = SimpleNamespace(offload=object())
+    monkeypatch.setattr(update_module, "build_strategy", lambda *_: strategy)
+    monkeypatch.setattr(update_module, "ActivationOffloader", lambda *_: offloader)
+    run = settings(policy={"activation_offloading": True})
+    policy: Any = SimpleNamespace(model=None, device=None)
+    ranks: Any = strategy.accelerator
+    if message is None:
+        assert build_updater(policy, run, ranks).offload is offloader.offload
+    else:
+        with pytest.raises(UserError, match=message):
+            build_updater(policy, run, ranks)
