@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
@@ -38,6 +39,26 @@ def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Pat
     load_model(two_updates, training=False)
     with pytest.raises(UserError, match=r"layers\.\d\.self_attn: dropout of 0\.25.*config\.json"):
         load_model(two_updates)
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter"])
+@pytest.mark.parametrize("damage", ["cut", "shape"])
+def test_damaged_weights_are_one_message(kind: str, damage: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(get_model_source("embedded"), folder)
+    settings = load_settings("quickstart", ["policy.lora.r=2"])
+    if kind == "adapter":
+        adapters = load_model(settings).adapters
+        assert adapters is not None
+        adapters.save_pretrained(str(folder))
+    path = folder / ("model.safetensors" if kind == "model" else "adapter_model.safetensors")
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        weights = load_file(path)
+        save_file({name: w.new_zeros(1) for name, w in weights.items()}, path, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"^{kind} \S+ cannot be loaded: "):
+        load_model(settings, folder)
 
 
 def test_the_largest_dropout_is_found_in_modules_and_attributes() -> None:

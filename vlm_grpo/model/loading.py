@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -33,6 +34,8 @@ from vlm_grpo.model.hub import check_reachable
 logger = logging.getLogger(__name__)
 
 EMBEDDED_MODEL = "tiny-vlm"
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
+"""Errors of missing and damaged files, and of weights with other shapes (RuntimeError)."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,13 @@ def get_model_source(name: str) -> str:
 
 def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
     """Add a checkpoint's adapter to the base model; the names of its weights must match."""
-    with _ignore_peft_warning():
-        warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
-        adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
-    saved = set(load_file(checkpoint / "adapter_model.safetensors"))
+    try:
+        with _ignore_peft_warning():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
+            adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
+        saved = set(load_file(checkpoint / "adapter_model.safetensors"))
+    except LOAD_ERRORS as error:
+        raise UserError(f"adapter {checkpoint} cannot be loaded: {error}") from error
     _check_weight_names(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
     return adapters
 
@@ -206,7 +212,7 @@ def _load_pretrained(
             use_safetensors=True,  # never unpickle weights
             **_hub_arguments(settings),
         )
-    except (OSError, ValueError) as error:
+    except LOAD_ERRORS as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error
     _check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
     return model, processor
