@@ -190,7 +190,7 @@ class _RecomputedHead(torch.autograd.Function):
             d_weight = torch.zeros_like(weight, dtype=wide)
         for start in reversed(range(0, len(targets), rows)):
             chunk = slice(start, start + rows)
-            h = hidden[chunk].detach().to(ctx.dtype)
+            h = hidden[chunk].to(ctx.dtype)
             kind = h.device.type
             autocast = torch.autocast(kind, ctx.dtype) if ctx.is_autocast else nullcontext()
             with torch.enable_grad(), autocast:
