@@ -167,6 +167,13 @@ def test_a_path_without_a_root_names_the_setting():
         ImageReader(None, 10**6).read("a.png", "row 1")
 
 
+def test_a_root_that_is_a_symlink_loop_is_a_missing_image(tmp_path: Path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ValueError, match=r"image a\.png (is missing|cannot be read)"):
+        ImageReader(loop, 10**6).read("a.png", "row 1")
+
+
 def test_the_pixel_limit_is_a_setting(folder: Path):
     source = write_rows(folder, make_row())
 

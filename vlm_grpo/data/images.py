@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -27,7 +28,8 @@ class ImageReader:
     """
 
     def __init__(self, root: Path | None, max_pixels: int) -> None:
-        self.root = root.resolve() if root is not None else None
+        # Unlike resolve, realpath raises nothing for a symlink loop.
+        self.root = Path(os.path.realpath(root)) if root is not None else None
         self.max_pixels = max_pixels
         self._cache: dict[str, ImageRef | str] = {}
 
