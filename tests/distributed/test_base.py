@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vlm_grpo.config.run import OptimSettings
 from vlm_grpo.distributed import base as base_module
+from vlm_grpo.distributed import data_parallel
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.data_parallel import DataParallel
 from vlm_grpo.distributed.optimizer import build_optimizer
@@ -42,7 +43,7 @@ def test_plain_launches_use_data_parallelism() -> None:
 
 def test_the_model_is_moved_to_the_device_of_its_rank() -> None:
     """Torch's device without memory stands for an accelerator."""
-    ranks: Any = SimpleNamespace(device=torch.device("meta"))
+    ranks: Any = SimpleNamespace(device=torch.device("meta"), num_processes=1)
     strategy = DataParallel(tiny_policy("qwen2_5_vl"), ranks)
     assert {weight.device.type for _, weight in strategy.trainable} == {"meta"}
 
@@ -114,3 +115,101 @@ def test_gradients_are_summed_over_ranks_once_per_update(monkeypatch: pytest.Mon
     assert calls == [len(strategy.trainable)]
     assert first.grad is not None
     assert bool((first.grad == 2).all())
+
+
+class Link:
+    """A link to a rank with equal gradients, which records what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Tensor] = []
+
+    def all_reduce(self, flat: Tensor, async_op: bool) -> Any:
+        assert async_op
+        self.sent.append(flat.clone())
+        return SimpleNamespace(wait=lambda: flat.mul_(2))
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+    link = Link()
+    monkeypatch.setattr(torch.distributed, "all_reduce", link.all_reduce)
+    monkeypatch.setattr(data_parallel, "OVERLAP_BYTES", 1 << 14)
+    return link
+
+
+def run_passes(strategy: Strategy, count: int = 2) -> None:
+    batch = strategy.policy.dummy_batch()
+    for _ in strategy.passes([batch] * count):
+        strategy.policy.score(batch).logprobs.sum().backward()
+
+
+def make_overlapping() -> tuple[DataParallel, dict[str, Tensor]]:
+    """Build the strategy of one of two ranks; also return the sums of two passes' gradients."""
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
+    expected = DataParallel(tiny_policy("qwen2_5_vl"), Accelerator(cpu=True))
+    run_passes(expected)
+    expected.reduce_gradients()
+    sums = {name: 2 * w.grad for name, w in expected.trainable if w.grad is not None}
+    return DataParallel(tiny_policy("qwen2_5_vl"), ranks), sums
+
+
+def check_sums(strategy: Strategy, sums: dict[str, Tensor]) -> None:
+    assert all(torch.equal(w.grad, sums[n]) for n, w in strategy.trainable if w.grad is not None)
+    assert {name for name, weight in strategy.trainable if weight.grad is not None} == set(sums)
+
+
+def test_gradients_are_sent_while_the_last_pass_computes_others(link: Link) -> None:
+    strategy, sums = make_overlapping()
+    sent_at: list[int] = []
+    strategy.trainable[-1][1].register_post_accumulate_grad_hook(
+        lambda _: sent_at.append(len(link.sent))
+    )
+    run_passes(strategy)
+    assert sent_at[0] == 0  # nothing in the first pass
+    early = len(link.sent)
+    assert early > 5
+    strategy.reduce_gradients()
+    assert len(link.sent) > early  # the vision tower's, at the end
+    assert not torch.cat(link.sent[-3:]).any()  # without an image its gradient is 0
+    check_sums(strategy, sums)
+
+
+def test_a_rank_without_passes_sends_the_same_buckets(link: Link) -> None:
+    strategy, _ = make_overlapping()
+    run_passes(strategy)
+    strategy.reduce_gradients()
+    sizes = [len(flat) for flat in link.sent]
+    strategy.drop_gradients()
+    link.sent.clear()
+    run_passes(strategy, count=0)
+    strategy.reduce_gradients()
+    assert [len(flat) for flat in link.sent] == sizes
+    assert not torch.cat(link.sent).any()
+
+
+def test_passes_that_run_out_of_memory_and_are_repeated_send_no_bucket_twice(link: Link) -> None:
+    strategy, sums = make_overlapping()
+    language = [w for n, w in strategy.trainable if "layers.0" in n and "visual" not in n]
+
+    def fail(_: Tensor) -> None:
+        if link.sent:  # late in the last pass
+            handle.remove()
+            raise torch.OutOfMemoryError
+
+    handle = language[0].register_post_accumulate_grad_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_passes(strategy)
+    early = len(link.sent)
+    assert early > 2
+    strategy.drop_gradients()
+    run_passes(strategy)
+    strategy.reduce_gradients()
+    assert sum(len(flat) for flat in link.sent) == sum(w.numel() for _, w in strategy.trainable)
+    check_sums(strategy, sums)
+
+
+def test_a_gradient_that_changes_after_it_is_finished_is_an_error(link: Link) -> None:
+    strategy, _ = make_overlapping()
+    run_passes(strategy)
+    with pytest.raises(KeyError):
+        strategy.policy.score(strategy.policy.dummy_batch()).logprobs.sum().backward()

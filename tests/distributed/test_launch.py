@@ -133,7 +133,9 @@ def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sharded_checkpoints_of_replicated_weights_are_refused() -> None:
-    with pytest.raises(UserError, match=r"checkpoint\.sharded=true needs weights sharded by FSDP2"):
+    with pytest.raises(
+        UserError, match=r"sharded=true needs weights sharded by FSDP2 or DeepSpeed"
+    ):
         build_accelerator(make_settings("checkpoint.sharded=true"))
 
 

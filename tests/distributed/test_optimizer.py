@@ -83,13 +83,28 @@ def test_state_from_before_the_first_update_is_empty() -> None:
 def test_state_of_other_weights_is_refused() -> None:
     state = make_state(make_weights())
     shapes = {name: weight.shape for name, weight in make_weights()}
-    assert set(state_by_weight(state, shapes)["norm"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert set(dict(state_by_weight(state, shapes))["norm"]) == {"step", "exp_avg", "exp_avg_sq"}
     with pytest.raises(UserError, match=r"optimizer state norm/.* fits no weight"):
-        state_by_weight(state, {"linear": shapes["linear"]})
+        dict(state_by_weight(state, {"linear": shapes["linear"]}))
     with pytest.raises(UserError, match=r"linear/exp_avg of shape \[2, 3\] fits no weight"):
-        state_by_weight(state, {**shapes, "linear": torch.Size([3, 2])})
+        dict(state_by_weight(state, {**shapes, "linear": torch.Size([3, 2])}))
     with pytest.raises(UserError, match=r"no optimizer state for 1 of the weights .* head:"):
-        state_by_weight(state, {**shapes, "head": torch.Size([4])})
+        dict(state_by_weight(state, {**shapes, "head": torch.Size([4])}))
+
+
+def test_only_the_state_of_one_weight_at_a_time_is_read() -> None:
+    state, read = make_state(make_weights()), list[str]()
+
+    class Recorded(dict[str, torch.Tensor]):
+        def __getitem__(self, key: str) -> torch.Tensor:
+            read.append(key)
+            return super().__getitem__(key)
+
+    weights = state_by_weight(Recorded(state), {n: weight.shape for n, weight in make_weights()})
+    name, _ = next(weights)
+    assert sorted(read) == [f"{name}/{key}" for key in ("exp_avg", "exp_avg_sq", "step")]
+    assert len(list(weights)) == 1
+    assert sorted(read) == sorted(state)
 
 
 def test_settings_override_the_rates_of_a_checkpoint() -> None:

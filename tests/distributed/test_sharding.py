@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from vlm_grpo.distributed.sharding import (
+    Deferred,
     full_shape,
     gather_full,
     is_sharded,
@@ -60,7 +61,10 @@ def test_the_shards_of_a_zero3_weight_are_joined_without_padding(
 
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_gather_into_tensor", gather)
-    assert torch.equal(unshard_like(SHARDS[0], make_zero3_weight()), FULL)
+    deferred = unshard_like(SHARDS[0], make_zero3_weight())
+    assert isinstance(deferred, Deferred)
+    assert (deferred.numel(), deferred.element_size()) == (FULL.numel(), 4)
+    assert torch.equal(deferred.full_tensor(), FULL)
 
 
 def test_gather_full_keeps_the_requested_names_and_ties() -> None:

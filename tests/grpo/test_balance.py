@@ -62,7 +62,8 @@ def run_ranks(
     monkeypatch: pytest.MonkeyPatch, groups: list[dict[int, Group]], broken: int = -1
 ) -> list[Any]:
     """Run ``balance_groups`` in one thread per rank; return the results or errors."""
-    exchange, results = Exchange(len(groups)), [None] * len(groups)
+    exchange = Exchange(len(groups))
+    results: list[Any] = [None] * len(groups)
     monkeypatch.setattr(balance, "gather_object", exchange.gather)
     monkeypatch.setattr(collectives, "any_rank", exchange.any_rank)
 

@@ -44,9 +44,11 @@ from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.distributed import data_parallel
 from vlm_grpo.distributed.base import Strategy
+from vlm_grpo.distributed.data_parallel import DataParallel
 from vlm_grpo.distributed.launch import build_accelerator
-from vlm_grpo.distributed.sharding import full_shape
+from vlm_grpo.distributed.sharding import full_shape, gather_full
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.trainer import Trainer
@@ -87,20 +89,45 @@ def full_gradient(weight: nn.Parameter) -> Tensor:
 
 
 def retry_after_out_of_memory(settings: Settings) -> list[dict[str, Any]]:
-    """Run a step that the first rank alone repeats in smaller micro-batches."""
-    trainer = build_trainer(settings)
-    score, failures = trainer.policy.score, [trainer.accelerator.is_main_process]
+    """Run a step that the first rank alone repeats in smaller micro-batches.
 
-    def fail_once(*args: Any) -> Any:
-        if any(failures) and torch.is_grad_enabled():
+    It fails near the end of a backward pass, when other gradients may have been sent.
+    """
+    trainer = build_trainer(settings)
+    failures = [trainer.accelerator.is_main_process]
+
+    def fail_once(_: Tensor) -> None:
+        if any(failures):
             failures.clear()
             raise torch.OutOfMemoryError("out of memory")
-        return score(*args)
 
-    trainer.policy.score = fail_once  # type: ignore[method-assign]
+    layer = trainer.policy.family.language_model(trainer.policy.model).layers[0]
+    next(layer.parameters()).register_post_accumulate_grad_hook(fail_once)
     steps = run_steps(trainer, 1)
     assert not any(failures)
     return steps
+
+
+def compare_with_one_exchange(settings: Settings) -> list[Any]:
+    """Run a step whose gradients are sent in the backward pass, and one that sends them after it.
+
+    Returns:
+        Whether the gradients are equal bit for bit, and the number of buckets sent in the pass.
+    """
+    sent, reduce_gradients = [], DataParallel.reduce_gradients
+
+    def count_and_reduce(self: DataParallel) -> None:
+        sent.append(len(self._sums))
+        reduce_gradients(self)
+
+    DataParallel.reduce_gradients = count_and_reduce
+    (overlapped,) = run_steps(build_trainer(settings), 1)
+    DataParallel.reduce_gradients = Strategy.reduce_gradients
+    DataParallel.passes, passes = Strategy.passes, DataParallel.passes
+    (after,) = run_steps(build_trainer(settings), 1)
+    DataParallel.passes, DataParallel.reduce_gradients = passes, reduce_gradients
+    pairs = ((overlapped["grads"][name], grad) for name, grad in after["grads"].items())
+    return [all(torch.equal(a, b) for a, b in pairs), sent[0]]
 
 
 def skip_infinite_gradient(settings: Settings) -> list[Any]:
@@ -114,13 +141,13 @@ def skip_infinite_gradient(settings: Settings) -> list[Any]:
     strategy = trainer.strategy
     before, passes = _copy_weights(strategy), strategy.passes
 
-    def spoil_after_passes(batches: Any) -> Iterator[Any]:
-        yield from passes(batches)
+    def spoil(batches: Any) -> Iterator[Any]:
         if trainer.accelerator.is_main_process:
             for _, weight in strategy.trainable:
                 weight.grad = torch.full_like(weight, torch.inf)
+        yield from passes(batches)
 
-    strategy.passes = spoil_after_passes  # type: ignore[method-assign]
+    strategy.passes = spoil  # type: ignore[method-assign]
     skipped = trainer.step()["skipped_updates"]
     after = _copy_weights(strategy)
     strategy.passes = passes  # type: ignore[method-assign]
@@ -131,7 +158,8 @@ def skip_infinite_gradient(settings: Settings) -> list[Any]:
 
 
 def _copy_weights(strategy: Strategy) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in strategy.weights().items()}
+    weights = strategy.weights()
+    return {name: weight.clone() for name, weight in gather_full(weights, weights).items()}
 
 
 class CommunicationCounter(TorchDispatchMode):
@@ -247,6 +275,10 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         settings = make_settings(folder, launch)
         yield "out of memory", lambda: retry_after_out_of_memory(settings)
         yield "infinite gradient", lambda: skip_infinite_gradient(settings)
+    if launch == "ddp-2":
+        for kind in ("full", "lora"):
+            settings = make_settings(folder, launch, policy=WEIGHTS[kind])
+            yield f"overlap, {kind}", lambda settings=settings: compare_with_one_exchange(settings)
     if launch in ("ddp-1", "ddp-2"):
         yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
     if launch == "fsdp_held-2":
@@ -260,6 +292,7 @@ def run_rank(folder: Path, launch: str) -> None:
     if "ACCELERATE_USE_DEEPSPEED" in os.environ:
         # It would compile a shared-memory module, which takes a minute and is not used here.
         importlib.import_module("deepspeed.ops").__compatible_ops__ = {}  # type: ignore[attr-defined]
+    data_parallel.OVERLAP_BYTES = 1 << 14  # several buckets of the tiny model
     rank, results = os.environ.get("RANK", "0"), {}
     if launch.endswith("-late"):  # its ranks end without results
         if rank == "0":

@@ -131,7 +131,7 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
     """Build the settings of a run of four steps that depend on everything in a checkpoint.
 
     These are the weights, the optimizer's state, and the first weights as the reference. Launches
-    of ``fsdp_held`` write sharded checkpoints.
+    of ``fsdp_held`` and of DeepSpeed write sharded checkpoints.
     """
     return make_settings(
         folder,
@@ -139,7 +139,7 @@ def make_run_settings(folder: Path, launch: str, **changes: Any) -> Settings:
         **{
             "objective": {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"},
             "optim": {"lr": 1e-3, "max_steps": 4},
-            "checkpoint": {"sharded": launch.startswith("fsdp_held")},
+            "checkpoint": {"sharded": launch.startswith(("fsdp_held", "zero"))},
             **changes,
         },
     )

@@ -39,7 +39,7 @@ from vlm_grpo.checkpoint.store import (
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import fail_together, gather_object
 from vlm_grpo.distributed.optimizer import set_rates
-from vlm_grpo.distributed.sharding import gather_full
+from vlm_grpo.distributed.sharding import Deferred, gather_full
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.rollout import RolloutSampler
 from vlm_grpo.grpo.update import Updater
@@ -178,7 +178,7 @@ class CheckpointManager:
                 write()
         self.last_saved = at
 
-    def _gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _gather(self, tensors: Mapping[str, torch.Tensor | Deferred]) -> dict[str, torch.Tensor]:
         """Gather the full tensors that this rank writes. All ranks must call it."""
         if self.settings.checkpoint.sharded:
             return gather_full(tensors, get_local_names(self.accelerator, tensors))

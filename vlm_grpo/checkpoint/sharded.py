@@ -19,9 +19,10 @@ from vlm_grpo.checkpoint.store import (
     write_files,
 )
 from vlm_grpo.distributed.collectives import balance_by_cost, fail_together, gather_object
+from vlm_grpo.distributed.sharding import Deferred
 
 
-def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> set[str]:
+def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor | Deferred]) -> set[str]:
     """Return the names of the tensors that this rank writes; ranks write similar amounts.
 
     Every tensor is written in full by one rank, so that any program can read the files. Names that

@@ -172,8 +172,8 @@ class CheckpointSettings(Frozen):
     """Copy the state to host memory and write it in the background; a crash while writing loses
     this checkpoint but not the one before. False: training waits for the write."""
     sharded: bool = False
-    """Every process writes a part of the weights (FSDP2 only), as a model in several files. False:
-    the first process writes all of them. A run resumes from either form."""
+    """Every process writes a part of the weights (FSDP2 and DeepSpeed), as a model in several
+    files. False: the first process writes all of them. A run resumes from either form."""
     keep_best: bool = False
     """Also keep the checkpoint with the best held-out value of the primary metric, or of the
     official metric of ``evaluation.benchmark``."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from vlm_grpo.distributed.collectives import sum_over_ranks
 from vlm_grpo.distributed.optimizer import load_optimizer_tensors, optimizer_tensors
+from vlm_grpo.distributed.sharding import Deferred
 from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.model.policy import Policy
 
@@ -73,7 +74,7 @@ class Strategy(ABC):
         """Drop gathered copies of the weights, because these have changed or will change."""
         return
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor | Deferred]:
         """Return the tensors of ``Policy.weights``, sharded where the strategy shards them."""
         return self.policy.weights()
 
@@ -125,7 +126,7 @@ class Strategy(ABC):
         for _, weight in self.trainable:
             weight.grad = None
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> Mapping[str, Tensor | Deferred]:
         """Return the optimizer's state in the form of the function ``optimizer_tensors``."""
         return optimizer_tensors(self.optimizer, self.trainable)
 

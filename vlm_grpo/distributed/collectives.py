@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState, utils
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from vlm_grpo.errors import UserError
 
+TensorT = TypeVar("TensorT", bound=Tensor)
+
 BUCKET_BYTES = 256 * 2**20
-"""Size of the buckets in which gradients are all-reduced: large enough to saturate the link, small
+"""Size of the buckets in which tensors are all-reduced: large enough to saturate the link, small
 compared with a model."""
 TOLERANCE = 0.02
 """Excess of the most loaded rank over the mean that is worth no move of an item."""
@@ -151,7 +153,7 @@ def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
     if accelerator.num_processes == 1:
         return
     EXCHANGES.count += 1
-    for bucket in _buckets(tensors):
+    for bucket in split_into_buckets(tensors, BUCKET_BYTES):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         torch.distributed.all_reduce(flat)
         parts = flat.split([tensor.numel() for tensor in bucket])
@@ -159,17 +161,17 @@ def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(part.view_as(tensor))
 
 
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split the tensors, in order, into runs of one dtype and at most ``BUCKET_BYTES``.
+def split_into_buckets(tensors: Sequence[TensorT], size: int) -> list[list[TensorT]]:
+    """Split the tensors, in order, into runs of one dtype and at most ``size`` bytes.
 
     A larger tensor has a bucket to itself.
     """
-    buckets: list[list[Tensor]] = []
+    buckets: list[list[TensorT]] = []
     room, dtype = 0, None
     for tensor in tensors:
         if tensor.nbytes > room or tensor.dtype != dtype:
             buckets.append([])
-            room, dtype = BUCKET_BYTES, tensor.dtype
+            room, dtype = size, tensor.dtype
         buckets[-1].append(tensor)
         room -= tensor.nbytes
     return buckets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.collectives import BUCKET_BYTES
 from vlm_grpo.distributed.optimizer import state_by_weight
-from vlm_grpo.distributed.sharding import full_shape, shard_like
+from vlm_grpo.distributed.sharding import Deferred, full_shape, shard_like
 from vlm_grpo.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -111,31 +112,30 @@ class DeepSpeedZero2(Strategy):
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 
-    def optimizer_tensors(self) -> dict[str, Tensor]:
+    def optimizer_tensors(self) -> dict[str, Tensor | Deferred]:
         steps = next((float(state["step"]) for state in self.optimizer.state.values()), 0.0)
         if not steps:
             return {}
-        is_main = self.accelerator.is_main_process
-        tensors = {}
+        tensors: dict[str, Tensor | Deferred] = {}
         for name, weight in self.trainable:
             tensors[f"{name}/step"] = torch.tensor(steps)
             for moment in MOMENTS:
-                value: Any = safe_get_full_optimizer_state(weight, moment)
-                tensors[f"{name}/{moment}"] = value.cpu() if is_main else torch.empty(0)
+                gather: Any = partial(safe_get_full_optimizer_state, weight, moment)
+                tensors[f"{name}/{moment}"] = Deferred(full_shape(weight), torch.float32, gather)
         return tensors
 
     def load_optimizer_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         if not tensors:
             return
+        weights = dict(self.trainable)
         shapes = {name: full_shape(weight) for name, weight in self.trainable}
-        state = state_by_weight(tensors, shapes)
         self._create_state()
-        for name, weight in self.trainable:
+        for name, state in state_by_weight(tensors, shapes):
+            weight = weights[name]
             for moment in MOMENTS:
-                self._set_moment(weight, state[name][moment].to(weight.device), moment)
-        steps = state[self.trainable[0][0]]["step"]
-        for held in self.optimizer.state.values():
-            held["step"].copy_(steps)
+                self._set_moment(weight, state[moment].to(weight.device), moment)
+            for held in self.optimizer.state.values():
+                held["step"].copy_(state["step"])  # of all weights
 
     def _set_moment(self, weight: nn.Parameter, value: Tensor, moment: str) -> None:
         safe_set_full_optimizer_state(weight, value, moment)
@@ -170,26 +170,21 @@ class DeepSpeedZero3(DeepSpeedZero2):
         with deepspeed.zero.GatheredParameters(list(self.policy.model.parameters())):
             yield
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor | Deferred]:
         module = self.policy.adapters or self.policy.model
-        # A tied weight has several names and one tensor; the copies share it too.
-        named = dict(module.named_parameters(remove_duplicate=False))
-        copies: dict[int, Tensor] = {}
-        weights = {}
-        for name, value in self.policy.weights().items():
-            weight = named.get(name)
-            weights[name] = value
-            if weight is not None:
-                if id(weight) not in copies:
-                    copies[id(weight)] = self._gather_on_host(weight)
-                weights[name] = copies[id(weight)]
-        return weights
+        full: dict[str, Tensor | Deferred] = {
+            name: Deferred(full_shape(weight), weight.dtype, partial(self._gather, weight))
+            for name, weight in module.named_parameters()
+        }
+        # A tied weight has several names and one tensor.
+        tied = {id(weight): full[name] for name, weight in module.named_parameters()}
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            full[name] = tied[id(weight)]
+        return {name: full.get(name, value) for name, value in self.policy.weights().items()}
 
-    def _gather_on_host(self, weight: nn.Parameter) -> Tensor:
-        """Return the weight in the main process's host memory; an empty tensor on other ranks."""
+    def _gather(self, weight: nn.Parameter) -> Tensor:
         with deepspeed.zero.GatheredParameters([weight]):
-            is_main = self.accelerator.is_main_process
-            return weight.detach().to("cpu", copy=True) if is_main else torch.empty(0)
+            return weight.detach().clone()
 
     def _set_moment(self, weight: nn.Parameter, value: Tensor, moment: str) -> None:
         safe_set_local_optimizer_state(weight, shard_like(value, weight), moment)

@@ -115,12 +115,13 @@ def build_accelerator(settings: Settings) -> Accelerator:
             f"{accelerator.distributed_type.value} is not supported: launch with plain data "
             "parallelism, FSDP2 or DeepSpeed; configs/accelerate has settings for each"
         )
-    if settings.checkpoint.sharded and get_fsdp_plugin(accelerator) is None:
+    is_sharded = get_fsdp_plugin(accelerator) or get_deepspeed_config(accelerator)
+    if settings.checkpoint.sharded and not is_sharded:
         raise UserError(
-            "checkpoint.sharded=true needs weights sharded by FSDP2: set it to false, or launch "
-            "with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of either kind)"
+            "checkpoint.sharded=true needs weights sharded by FSDP2 or DeepSpeed: set it to false, "
+            "or launch with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of "
+            "either kind)"
         )
-    get_deepspeed_config(accelerator)
     if settings.optim.prompts_per_step < accelerator.num_processes:
         raise UserError(
             f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the number of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,15 +66,14 @@ def load_optimizer_tensors(
     """
     if not tensors:  # saved before the first update
         return
-    held = dict(trainable)
-    state = state_by_weight(tensors, {name: weight.shape for name, weight in trainable})
+    held, shapes = dict(trainable), {name: weight.shape for name, weight in trainable}
     places = {name: index for index, name in enumerate(_names_in_order(optimizer, trainable))}
     sharded = {
         places[name]: {
             key: shard_like(value, held[name]) if value.dim() else value  # the number of updates
             for key, value in values.items()
         }
-        for name, values in state.items()
+        for name, values in state_by_weight(tensors, shapes)
     }
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": sharded, "param_groups": groups})
@@ -82,8 +81,10 @@ def load_optimizer_tensors(
 
 def state_by_weight(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Group the state that ``optimizer_tensors`` returned by weight, then by key.
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield each weight's name and state by key, from the state of ``optimizer_tensors``.
+
+    Only the tensors of one weight at a time are read from the mapping.
 
     Args:
         tensors: the state.
@@ -92,22 +93,23 @@ def state_by_weight(
     Raises:
         UserError: the state belongs to other weights.
     """
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        name, _, entry = key.rpartition("/")
-        if name not in shapes or (value.dim() and value.shape != shapes[name]):
-            raise UserError(
-                f"the checkpoint's optimizer state {key} of shape {list(value.shape)} fits no "
-                "weight that these settings train: resume with the settings that wrote it"
-            )
-        state.setdefault(name, {})[entry] = value
-    missing = sorted(shapes.keys() - state.keys())
-    if missing:
+    keys: dict[str, list[str]] = {}
+    for key in tensors:
+        keys.setdefault(key.rpartition("/")[0], []).append(key)
+    if missing := sorted(shapes.keys() - keys.keys()):
         raise UserError(
             f"the checkpoint holds no optimizer state for {len(missing)} of the weights that these "
             f"settings train, such as {missing[0]}: resume with the settings that wrote it"
         )
-    return state
+    for name, own in keys.items():
+        state = {key: tensors[key] for key in own}
+        for key, value in state.items():
+            if name not in shapes or (value.dim() and value.shape != shapes[name]):
+                raise UserError(
+                    f"the checkpoint's optimizer state {key} of shape {list(value.shape)} fits no "
+                    "weight that these settings train: resume with the settings that wrote it"
+                )
+        yield name, {key.rpartition("/")[2]: value for key, value in state.items()}
 
 
 def _names_in_order(optimizer: Any, trainable: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """A full tensor that the ranks gather together once it is needed.
+
+    It stands for the shards of DeepSpeed, which have no type of their own, as a ``DTensor`` does
+    for those of FSDP2.
+
+    Attributes:
+        shape: shape of the full tensor.
+        dtype: its dtype.
+        full_tensor: gathers it. All ranks must call it.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    full_tensor: Callable[[], Tensor]
+
+    def numel(self) -> int:
+        """Return the number of elements of the full tensor."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        """Return the bytes of an element."""
+        return self.dtype.itemsize
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -45,9 +73,8 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     return part
 
 
-def unshard_like(part: Tensor, like: Tensor) -> Tensor:
-    """Return the tensor sharded like ``like`` whose local shard is ``part``; the full tensor with
-    ZeRO-3."""
+def unshard_like(part: Tensor, like: Tensor) -> Tensor | Deferred:
+    """Return the tensor sharded like ``like`` whose local shard is ``part``."""
     if isinstance(like, DTensor):
         return DTensor.from_local(
             part.to(like.device),
@@ -59,13 +86,20 @@ def unshard_like(part: Tensor, like: Tensor) -> Tensor:
         )
     if not is_sharded(like):
         return part
+    return Deferred(full_shape(like), part.dtype, partial(_gather_flat, part, like))
+
+
+def _gather_flat(part: Tensor, like: Tensor) -> Tensor:
+    """Gather the full tensor of flat shards, which are sharded like a weight of ZeRO-3."""
     flat = part.new_empty(len(part) * distributed.get_world_size(), device=like.device)
     distributed.all_gather_into_tensor(flat, part.to(like.device))
     shape = full_shape(like)
-    return flat[: shape.numel()].view(shape).cpu()
+    return flat[: shape.numel()].view(shape)
 
 
-def gather_full(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str, Tensor]:
+def gather_full(
+    tensors: Mapping[str, Tensor | Deferred], keep: Container[str]
+) -> dict[str, Tensor]:
     """Gather sharded tensors in host memory. All ranks must call it with the same names.
 
     Only one full tensor at a time is on the device.
@@ -76,10 +110,12 @@ def gather_full(tensors: Mapping[str, Tensor], keep: Container[str]) -> dict[str
     """
     copies: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and id(tensor) not in copies:
+        if id(tensor) in copies:
+            continue
+        full: Tensor = tensor  # type: ignore[assignment]
+        if isinstance(tensor, DTensor | Deferred):
             with torch.no_grad():
                 full = tensor.full_tensor()
-            copies[id(tensor)] = full.cpu() if name in keep else torch.empty(0)
-    return {
-        name: copies.get(id(tensor), tensor) for name, tensor in tensors.items() if name in keep
-    }
+            full = full.cpu() if name in keep else torch.empty(0)
+        copies[id(tensor)] = full
+    return {name: copies[id(tensor)] for name, tensor in tensors.items() if name in keep}

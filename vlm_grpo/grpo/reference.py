@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -85,8 +85,8 @@ class Reference:
             for name, weight in self.trainable.items():
                 _set(weight, policy[name])
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the snapshot, sharded like the weights; empty if there is none."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the snapshot's tensors, sharded like the weights; empty if there is none."""
         snapshot = self.snapshot or {}
         return {name: unshard_like(part, self.trainable[name]) for name, part in snapshot.items()}
 
