@@ -102,7 +102,7 @@ def test_two_processes_make_the_steps_of_one(folder: Path) -> None:
     results = run_launches(folder, ["ddp-1", *TWO])
     compare_with_one_process(results)
     decodes = {
-        launch: sum(s["metrics"]["work/image_decodes"] for s in cases["ten steps, full"])
+        launch: sum(s["metrics"]["work/image_decodes"] for s in cases["four steps, full"])
         for launch, cases in results.items()
     }
     # Groups were moved: the ranks that got them read their images again.
