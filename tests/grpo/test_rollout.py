@@ -29,6 +29,7 @@ def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
     sampler = make_trainer(settings()).sampler
     sample = sampler.policy.sample
     expected = sampler.sample(progress=0)
+    assert expected.resampled == 0  # without dynamic sampling
 
     def sample_within_limit(*args: Any) -> Any:
         if args[-1] > limit:
