@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import crash
+import forked
 import pytest
 
 
 @pytest.mark.slow
-def test_a_killed_run_equals_an_uninterrupted_one() -> None:
-    script = Path(__file__).parent / "helpers" / "crash.py"
-    command = [sys.executable, str(script), "--kills", "3", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("3 kills of a run of 9 steps")
-    assert "the same weights, metrics and samples" in done.stdout
+def test_a_killed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    process = forked.start(output, crash.main, ["--kills", "3", "--seed", "1"])
+    process.join(500)
+    assert process.exitcode == 0, output.read_text()
+    assert "3 kills of a run of 9 steps" in output.read_text()
+    assert "the same weights, metrics and samples" in output.read_text()
