@@ -4,6 +4,7 @@
 #   make test         install the development tools and run the tests, with coverage
 #   make mutants      change the library in one place at a time, and see whether a test fails
 #   make crash        kill a training run fifty times and compare it with an uninterrupted one
+#   make gpu          on a machine with a GPU: its tests and measurements, in perf/README.md
 #   make check        lint, format, types, layers, doctests
 #   make docs         build the documentation site in site/; a warning is an error
 #   make lock         update requirements.lock and constraints.txt after a change of dependencies
@@ -23,7 +24,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo)
 
 .DELETE_ON_ERROR:
-.PHONY: quickstart test mutants crash check docs lock clean
+.PHONY: quickstart test mutants crash gpu check docs lock clean
 
 quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
@@ -37,6 +38,10 @@ mutants: $(VENV)/dev.stamp
 
 crash: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/crash.py --kills 50
+
+# Parts of at most eight minutes. Results are in perf/results/gpu; another call continues.
+gpu: $(VENV)/dev.stamp
+	$(BIN)/python perf/gpu.py
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check

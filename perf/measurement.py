@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +19,69 @@ from random_models import build_random_model
 from torch.nn import functional
 
 from vlm_grpo.engine.linear import product
+from vlm_grpo.planning.devices import find_peak_rate
 
 QUESTION = "What is in the image? Describe every object that you can see in a few words."
 LORA = {"r": 16, "lora_alpha": 32}
 
 
-def measure(options: argparse.Namespace, run: Callable) -> None:
-    """Build the model, run the engine's steps and print the figures as JSON.
+@dataclass
+class Steps:
+    """The steps of an engine, of which the first is a warm-up.
+
+    Attributes:
+        seconds: seconds of each step.
+        phases: seconds of each step by phase.
+        flops: FLOPs that a step needs by phase, as in ``PhaseCosts``; empty if not counted.
+        tokens: completion tokens of a step.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    phases: dict[str, list[float]] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+
+
+def measure(
+    options: argparse.Namespace, run: Callable[[argparse.Namespace, Any, Any, list], Steps]
+) -> dict[str, Any]:
+    """Build the model, run the engine's steps and return the figures.
 
     Args:
-        run: (options, model, processor, images) → seconds per step, seconds per step by phase, and
-            FLOPs per step (0 if not counted). The first step is a warm-up and is not reported.
+        options: the arguments of ``step_time.py``.
+        run: runs the steps, given the options, the model, its processor and the images.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
-    model, processor = build_random_model(options.size, dtype, device, max_pixels=options.image**2)
+    weights = torch.float32 if options.full else dtype  # trained weights are in float32
+    model, processor = build_random_model(
+        options.size, weights, device, max_pixels=options.image**2
+    )
     random = np.random.default_rng(0)
     shape = (options.image, options.image, 3)
     images = [
         Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8))
-        for _ in range(options.prompts * (options.steps + 1))
+        for _ in range(options.prompts * (options.steps + 2))
     ]
-    rate = measure_matmul_rate(dtype, device)
+    rate = measure_matmul_rate(dtype, device, edge=64 if options.smoke else None)
     memory = PeakMemory(device)
-    seconds, phases, flops = run(options, model, processor, images)
+    steps = run(options, model, processor, images)
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-    figures = {
-        "seconds": seconds[1:],
-        "phases": {name: values[1:] for name, values in phases.items()},
+    return {
+        "seconds": steps.seconds[1:],
+        "phases": {name: values[1:] for name, values in steps.phases.items()},
         "memory": memory.peak(),
-        "flops": flops,
+        "flops": steps.flops,
+        "tokens": steps.tokens,
         "matmul_rate": rate,
+        "peak_rate": find_peak_rate(torch.device(device), options.dtype),
         "machine": {"device": name, "threads": torch.get_num_threads(), "cores": os.cpu_count()},
     }
-    print(json.dumps(figures))
 
 
-def measure_matmul_rate(dtype: Any, device: str) -> float:
+def measure_matmul_rate(dtype: Any, device: str, edge: int | None = None) -> float:
     """Return the FLOP/s of a large matrix product with the faster of PyTorch's two libraries."""
-    edge = 8192 if device == "cuda" else 2048
+    edge = edge or (8192 if device == "cuda" else 2048)
     a = torch.randn(edge, edge, dtype=dtype, device=device)
     best = 0.0
     for multiply in (functional.linear, product):
@@ -76,16 +100,20 @@ def synchronize() -> None:
 
 
 class PeakMemory:
-    """Peak memory in bytes since construction, above the memory in use at construction."""
+    """Peak memory in bytes, above the memory in use at construction."""
 
     def __init__(self, device: str) -> None:
         self.device = device
-        if device == "cuda":
+        self.reset()
+        on_cuda = device == "cuda"
+        self.before = torch.cuda.memory_allocated() if on_cuda else self._status("VmRSS")
+
+    def reset(self) -> None:
+        """Forget the peak so far."""
+        if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-            self.before = self._status("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
         if self.device == "cuda":

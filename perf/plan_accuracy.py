@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ CASES: dict[str, dict[str, Any]] = {
     "small, full, 16 completions": {"size": "12m", "full": True, "generations": 16},
     "small, LoRA, 8 prompts": {"size": "12m", "generations": 16, "prompts": 8},
 }
+SMOKE = {"size": "tiny", "image": 56, "prompts": 1, "generations": 2, "tokens": 3}
+GPU_CASES = {
+    "3B, full": {"size": "qwen2.5-vl-3b", "full": True},
+    "3B, LoRA": {"size": "qwen2.5-vl-3b"},
+    "3B, LoRA, mlp recomputed": {"size": "qwen2.5-vl-3b", "checkpointing": "mlp"},
+    "7B, LoRA, checkpointing": {"size": "qwen2.5-vl-7b", "checkpointing": True},
+}
+"""Cases of a GPU, in bfloat16 with images of 1008 × 1008."""
 ALSO_WITH_GLIBC_DEFAULTS = ("LoRA", "full")
 
 
@@ -48,7 +57,14 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="JSON file for the results; other cases in it are kept"
     )
+    parser.add_argument("--gpu", action="store_true", help="the cases of a GPU")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model in this process: does it run at all?"
+    )
     options = parser.parse_args()
+    if options.gpu:
+        measure_gpu_cases(options)
+        return
     results = json.loads(options.out.read_text()) if options.out and options.out.is_file() else {}
     for name in options.cases:
         for environment in (
@@ -59,6 +75,23 @@ def main() -> None:
             print(format_row(label, figures), flush=True)
             if options.out:
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure_gpu_cases(options: argparse.Namespace) -> None:
+    results = {}
+    print("| setting | rollout, planned | measured | update, planned | measured | peak |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, changes in GPU_CASES.items():
+        case = DEFAULTS | {"dtype": "bfloat16", "image": 1008} | changes
+        if options.smoke:
+            module = import_module("plan_accuracy_step")
+            found = {"case": case, **module.run_case(case | SMOKE)}
+        else:
+            found = measure_case(case, {})
+        results[name] = found
+        print(format_row(name, found), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def measure_case(case: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +14,9 @@ import torch
 from measurement import LORA, QUESTION, PeakMemory
 from PIL import Image
 from random_models import build_random_model
-from step_time_vlm_grpo import NoiseTask
+from step_time_vlm_grpo import OUTPUT, NoiseTask, build_policy
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.sampling import build_sampling_distribution
-from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze
-from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.prompt_sizes import PromptSize
@@ -31,12 +24,18 @@ from vlm_grpo.planning.workload import estimate_workload
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def main() -> None:
-    case = json.loads(sys.argv[1])
+    print(json.dumps(run_case(json.loads(sys.argv[1]))))
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the measured and planned peaks of a case."""
     settings = make_settings(case)
     examples = make_examples(case)
-    memory = PeakMemory("cpu")
+    memory = PeakMemory(DEVICE)
     trainer = build_trainer(case, settings, examples)
     peaks: dict[str, int] = {}
     trainer.policy.sample = record_peak(trainer.policy.sample, peaks, memory)
@@ -46,11 +45,7 @@ def main() -> None:
         trainer.step()
         peaks["update"] = max(peaks.get("update", 0), memory.peak())
         seconds.append(time.perf_counter() - started)
-    print(
-        json.dumps(
-            {"measured": peaks, "seconds": seconds[-1], **predict(case, trainer, examples[0])}
-        )
-    )
+    return {"measured": peaks, "seconds": seconds[-1], **predict(case, trainer, examples[0])}
 
 
 def make_settings(case: dict[str, Any]) -> Settings:
@@ -58,8 +53,9 @@ def make_settings(case: dict[str, Any]) -> Settings:
     return Settings.model_validate(
         {
             "task": "noise",
+            "model": "random",
             "data": {"train": "unused"},
-            "output_dir": os.devnull,
+            "output_dir": OUTPUT.name,
             "policy": {
                 "dtype": case["dtype"],
                 "gradient_checkpointing": case["checkpointing"],
@@ -99,18 +95,9 @@ def build_trainer(case: dict[str, Any], settings: Settings, examples: list[Examp
     """Build a trainer of a random model that is prepared as by ``load_model``."""
     weights = torch.float32 if case["full"] else getattr(torch, case["dtype"])
     model, processor = build_random_model(
-        case["size"], weights, "cpu", max_pixels=case["image"] ** 2
+        case["size"], weights, DEVICE, max_pixels=case["image"] ** 2
     )
-    _, family = read_model_shape(model.config, settings.policy)
-    if case["checkpointing"]:
-        enable_gradient_checkpointing(model)
-    adapters = apply_lora_or_freeze(model, settings.policy)
-    use_shared_attention(family, model)
-    autocast = case["full"] and case["dtype"] == "bfloat16"
-    budget = family.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, family, budget, True, adapters, autocast)
-    distribution = build_sampling_distribution(model, family, settings.rollout)
-    policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens)
+    policy = build_policy(settings, model, processor)
     return Trainer(settings, policy, NoiseTask(), examples, [])
 
 
@@ -118,17 +105,13 @@ def record_peak(sample: Callable, peaks: dict[str, int], memory: PeakMemory) -> 
     """Wrap ``sample`` to record its peak memory, and reset the peak for the phase after it."""
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
-        reset_high_water_mark()
+        memory.reset()
         completions = sample(*arguments, **named)
         peaks["rollout"] = max(peaks.get("rollout", 0), memory.peak())
-        reset_high_water_mark()
+        memory.reset()
         return completions
 
     return wrapped
-
-
-def reset_high_water_mark() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def predict(case: dict[str, Any], trainer: Trainer, example: Example) -> dict[str, Any]:
@@ -139,7 +122,7 @@ def predict(case: dict[str, Any], trainer: Trainer, example: Example) -> dict[st
     values = prompt.vision["pixel_values"].numel()
     size = PromptSize(len(prompt.token_ids), 0, values, case["image"] ** 2)
     work = estimate_workload(settings, size, shape)
-    found = estimate_memory(shape, work, on_cpu=True)
+    found = estimate_memory(shape, work, on_cpu=DEVICE == "cpu")
     predicted = {"rollout": found.rollout, "update": found.backward}
     return {"predicted": predicted, "parts": vars(found), "weights": shape.num_weights}
 

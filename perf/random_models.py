@@ -34,6 +34,26 @@ _QWEN25_VISION = {
 }
 
 SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "text": {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {**_MROPE, "mrope_section": [4, 6, 6]},
+            "tie_word_embeddings": True,
+        },
+        "vision": {
+            "depth": 2,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [1],
+        },
+    },
     "12m": {
         "text": {
             "vocab_size": 4096,

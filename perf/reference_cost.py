@@ -68,7 +68,7 @@ def build_trainers(
     shape = (options.image, options.image, 3)
     count = options.prompts * (options.steps + 1)
     images = [Image.fromarray(random.integers(0, 256, shape, dtype=np.uint8)) for _ in range(count)]
-    options.full, options.checkpointing = options.weights == "full", False
+    options.full, options.checkpointing = options.weights == "full", "none"
     memory, trainers = PeakMemory(device), []
     for kind in kinds:
         options.objective = KINDS[kind]

@@ -5,8 +5,9 @@
 
 Every engine runs in separate processes, which alternate so that drifts in the machine's speed
 affect all engines alike. Memory is the peak above the memory of the interpreter with the loaded
-model. The share of the matmul rate divides the FLOP/s of the counted matrix products by the rate
-of one large matrix product in the same precision, measured in the same process.
+model. MFU divides the FLOP/s of the products that a step needs, with each prompt once per group and
+without recomputation, by the GPU's peak rate, or elsewhere by the rate of one large matrix product
+in the same precision, measured in the same process.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import json
 import statistics
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
-ENGINES = ("shared", "repeated", "trl")
+ENGINES = ("shared", "repeated", "trl", "trl-vllm")
+SMOKE = ["--size", "tiny", "--image", "56", "--prompts", "2", "--generations", "2"]
+SMOKE += ["--tokens", "3", "--rounds", "1", "--steps", "1", "--trl-batch", "4"]
+SMOKE += ["--no-cuda-graphs"]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", default="35m", help="a name in perf/random_models.py")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -30,12 +36,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=4, help="prompts per step")
     parser.add_argument("--generations", type=int, default=8, help="completions per prompt, G")
     parser.add_argument("--tokens", type=int, default=64, help="tokens per completion")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES[:3]), choices=ENGINES)
     parser.add_argument("--rounds", type=int, default=2, help="processes per engine")
     parser.add_argument(
         "--steps", type=int, default=2, help="timed steps per process, after one warm-up step"
     )
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument(
+        "--checkpointing", nargs="?", const="full", default="none", choices=["none", "mlp", "full"],
+        help="policy.gradient_checkpointing; TRL knows only full",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="rollout.cuda_graphs"
+    )
+    parser.add_argument("--profile", type=Path, help="trace of one more step (ours), without .json")
     parser.add_argument("--full", action="store_true", help="full weights instead of LoRA")
     parser.add_argument(
         "--max-tokens", type=int, default=16384, help="tokens per micro-batch (ours)"
@@ -44,24 +57,30 @@ def parse_arguments() -> argparse.Namespace:
         "--trl-batch", type=int, help="completions per micro-batch (TRL); default: all"
     )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model in this process: does it run at all?"
+    )
     parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    smoke = SMOKE if "--smoke" in arguments else []
+    options = parser.parse_args([*arguments, *smoke])
+    if "trl-vllm" in options.engines and find_spec("vllm") is None:
+        parser.error("trl-vllm needs vLLM: pip install vllm, or leave it out of --engines")
+    return options
 
 
-def main() -> None:
-    options = parse_arguments()
+def main(arguments: list[str]) -> None:
+    options = parse_arguments(arguments)
     results: dict[str, list[dict]] = {engine: [] for engine in options.engines}
     for _ in range(options.rounds):
         for engine in options.engines:
-            module = "step_time_trl.py" if engine == "trl" else "step_time_vlm_grpo.py"
-            script = str(Path(__file__).with_name(module))
-            command = [sys.executable, script, *sys.argv[1:], "--child", engine]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            results[engine].append(json.loads(done.stdout.splitlines()[-1]))
+            results[engine].append(run_engine(engine, arguments))
             print(f"{engine}: {results[engine][-1]['seconds']}", file=sys.stderr)
     report = {
         "settings": {
-            k: v for k, v in vars(options).items() if k not in ("out", "child") and v is not None
+            k: v
+            for k, v in vars(options).items()
+            if k not in ("out", "child", "profile", "smoke") and v is not None
         },
         "machine": results[options.engines[0]][0]["machine"],
         "versions": {n: version(n) for n in ("torch", "transformers", "trl", "peft")},
@@ -71,6 +90,18 @@ def main() -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
+
+
+def run_engine(engine: str, arguments: list[str]) -> dict:
+    """Run an engine in a new process, or with --smoke in this one, and return its figures."""
+    name = "step_time_trl" if engine.startswith("trl") else "step_time_vlm_grpo"
+    arguments = [*arguments, "--child", engine]
+    if "--smoke" in arguments:
+        module = import_module(name)
+        return module.measure(parse_arguments(arguments), module.run_steps)
+    command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def summarize(runs: list[dict]) -> dict:
@@ -85,29 +116,44 @@ def summarize(runs: list[dict]) -> dict:
             for name in phases
         },
         "flops": runs[0]["flops"],
+        "tokens": runs[0]["tokens"],
         "matmul_rate": statistics.median([run["matmul_rate"] for run in runs]),
+        "peak_rate": runs[0]["peak_rate"],
     }
 
 
 def print_table(report: dict) -> None:
-    slowest = max(e["step_seconds"] for e in report["engines"].values())
-    most = max(e["peak_memory_bytes"] for e in report["engines"].values())
-    print("| engine | s per step | speedup | peak MB | share of memory | of matmul rate |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, engine in report["engines"].items():
+    """Print seconds, memory and MFU of each engine, and of the phases of ours.
+
+    MFU is relative to the GPU's peak rate or, where that is unknown, to the measured matmul rate.
+    All engines need the same FLOPs.
+    """
+    engines = report["engines"]
+    slowest = max(engine["step_seconds"] for engine in engines.values())
+    most = max(engine["peak_memory_bytes"] for engine in engines.values())
+    flops = next((engine["flops"] for engine in engines.values() if engine["flops"]), {})
+
+    def share(flops: float, seconds: float, engine: dict) -> str:
+        rate = engine["peak_rate"] or engine["matmul_rate"]
+        return f"{flops / seconds / rate:.1%}" if flops and seconds else "—"
+
+    print("| engine | s per step | speedup | tokens/s | peak MB | share of memory | MFU |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, engine in engines.items():
         seconds, memory = engine["step_seconds"], engine["peak_memory_bytes"]
-        share = "—"
-        if engine["flops"]:
-            share = f"{engine['flops'] / seconds / engine['matmul_rate']:.0%}"
+        tokens, mfu = engine["tokens"] / seconds, share(sum(flops.values()), seconds, engine)
         print(
-            f"| {name} | {seconds:.2f} | {slowest / seconds:.1f} | {memory / 1e6:.0f} "
-            f"| {memory / most:.2f} | {share} |"
+            f"| {name} | {seconds:.2f} | {slowest / seconds:.1f} | {tokens:,.0f} "
+            f"| {memory / 1e6:.0f} | {memory / most:.2f} | {mfu} |"
         )
-    for name, engine in report["engines"].items():
-        phases = ", ".join(f"{k} {v:.2f}" for k, v in engine["phases"].items())
-        if phases:
-            print(f"\n{name}: {phases}")
+    for name, engine in engines.items():
+        if engine["phases"]:
+            print(f"\n| {name}: phase | s | TFLOP | MFU |\n| --- | --- | --- | --- |")
+        for phase, seconds in engine["phases"].items():
+            work = engine["flops"].get(phase, 0.0)
+            shown = f"{work / 1e12:.3g} | {share(work, seconds, engine)}" if work else "— | —"
+            print(f"| {phase} | {seconds:.3f} | {shown} |")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

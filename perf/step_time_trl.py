@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from typing import Any
 
 import torch
 from datasets import Dataset
-from measurement import LORA, QUESTION, measure, noise_reward, synchronize
+from measurement import LORA, QUESTION, Steps, measure, noise_reward, synchronize
 from peft import LoraConfig
 from step_time import parse_arguments
 from transformers import TrainerCallback
@@ -35,7 +36,7 @@ def noise(completions: list, **kwargs: Any) -> list[float]:
     return [noise_reward(completion[0]["content"]) for completion in completions]
 
 
-def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> Steps:
     rows = {
         "prompt": [[{"role": "user", "content": QUESTION}] for _ in images],
         "image": images,
@@ -55,7 +56,9 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
             learning_rate=1e-6,
             bf16=options.dtype == "bfloat16",
             use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing=options.checkpointing,
+            gradient_checkpointing=options.checkpointing != "none",
+            use_vllm=options.child == "trl-vllm",
+            model_init_kwargs={"dtype": options.dtype} if options.child == "trl-vllm" else None,
             logging_steps=1000,
             save_strategy="no",
             report_to=[],
@@ -67,6 +70,10 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
             target_modules=r".*language_model.*\.(q|k|v|o|gate|up|down)_proj",
             task_type="CAUSAL_LM",
         )
+        if options.child == "trl-vllm":  # vLLM loads the weights from a folder
+            model.save_pretrained(f"{folder}/model")
+            processor.save_pretrained(f"{folder}/model")
+            model = f"{folder}/model"
         timer = StepTimer()
         trainer = GRPOTrainer(
             model=model,
@@ -78,8 +85,8 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
             callbacks=[timer],
         )
         trainer.train()
-    return timer.seconds, {}, 0
+    return Steps(timer.seconds, tokens=batch * options.tokens)
 
 
 if __name__ == "__main__":
-    measure(parse_arguments(), run_steps)
+    print(json.dumps(measure(parse_arguments(), run_steps)))

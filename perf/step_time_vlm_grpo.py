@@ -4,34 +4,34 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
+import json
 import tempfile
 import time
 from typing import Any
 
-import torch
-from measurement import LORA, QUESTION, measure, noise_reward, synchronize
+from measurement import LORA, QUESTION, Steps, measure, noise_reward, synchronize
 from step_time import parse_arguments
-from torch.utils.flop_counter import FlopCounterMode
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.engine.graphs import get_capture
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.families import load_family
+from vlm_grpo.grpo import Rollout
+from vlm_grpo.grpo.batch import build_slices
 from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.task import Task, reward
+from vlm_grpo.tracking.profiling import profile_step
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 
 OUTPUT = tempfile.TemporaryDirectory()
 """Output folder of the run, deleted when the process ends."""
-ONEDNN = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
-
-
-def onednn_flops(input: Any, weight: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """Return the FLOPs of a oneDNN product, which PyTorch's counter does not know."""
-    return 2 * math.prod(input) * weight[0]
+PHASES = ("prompts", "vision", "prefill", "decode", "reward", "update")
 
 
 class NoiseTask(Task):
@@ -49,6 +49,7 @@ def build_trainer(
     options: argparse.Namespace, model: Any, processor: Any, images: list, shared: bool = True
 ) -> Trainer:
     """Build a trainer of the model; ``options.objective`` may hold settings of the loss."""
+    graphs = vars(options).get("cuda_graphs")
     settings = Settings.model_validate(
         {
             "task": "noise",
@@ -64,24 +65,18 @@ def build_trainer(
                 "num_generations": options.generations,
                 "max_completion_length": options.tokens,
                 "min_new_tokens": options.tokens,
+                **({} if graphs is None else {"cuda_graphs": graphs}),
             },
             "optim": {
                 "prompts_per_step": options.prompts,
-                "max_steps": options.steps + 1,
+                "max_steps": options.steps + 2,
                 "max_tokens_per_batch": options.max_tokens,
             },
             "objective": vars(options).get("objective", {}),
             "logging": {"samples_every": 0},
         }
     )
-    family = load_family(model.config)
-    adapters = apply_lora_or_freeze(model, settings.policy)
-    if shared:
-        use_shared_attention(family, model)
-    budget = family.pixel_budget(processor)
-    loaded = LoadedModel(model, processor, family, budget, shared, adapters)
-    distribution = build_sampling_distribution(model, family, settings.rollout)
-    policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens)
+    policy = build_policy(settings, model, processor, shared)
     policy.stopwatch.wait = synchronize
     examples = []
     for index, image in enumerate(images):
@@ -92,23 +87,50 @@ def build_trainer(
     return Trainer(settings, policy, NoiseTask(), examples, [])
 
 
-def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> tuple:
+def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = True) -> Policy:
+    """Build the policy of a random model, which is prepared as by ``load_model``."""
+    family = load_family(model.config)
+    if shared:
+        use_shared_attention(family, model)
+    enable_gradient_checkpointing(model, settings.policy.gradient_checkpointing)
+    adapters = apply_lora_or_freeze(model, settings.policy)
+    autocast = settings.policy.lora is None and settings.policy.dtype == "bfloat16"
+    budget = family.pixel_budget(processor)
+    loaded = LoadedModel(model, processor, family, budget, shared, adapters, autocast)
+    distribution = build_sampling_distribution(model, family, settings.rollout)
+    capture = get_capture(settings.rollout, shared, training=True)
+    return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
+
+
+def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> Steps:
     trainer = build_trainer(options, model, processor, images, options.child == "shared")
-    policy = trainer.policy
-    seconds, phases = [], {}
+    shape, _ = read_model_shape(model.config, trainer.settings.policy)
+    steps, rollouts = Steps(), []
+    sample = trainer.sampler.sample
+
+    def sample_and_keep(progress: float) -> Rollout:
+        rollouts.append(sample(progress))
+        return rollouts[-1]
+
+    trainer.sampler.sample = sample_and_keep
     for _ in range(options.steps + 1):
-        policy.stopwatch.reset()
         synchronize()
         started = time.perf_counter()
         metrics = trainer.step()
         synchronize()
-        seconds.append(time.perf_counter() - started)
-        for name in ("prompts", "vision", "prefill", "decode", "reward", "update"):
-            phases.setdefault(name, []).append(metrics.get(f"time/{name}", 0.0))
-    with FlopCounterMode(display=False, custom_mapping={ONEDNN: onednn_flops}) as counter:
-        trainer.step()
-    return seconds, phases, counter.get_total_flops()
+        steps.seconds.append(time.perf_counter() - started)
+        for name in PHASES:
+            steps.phases.setdefault(name, []).append(metrics.get(f"time/{name}", 0.0))
+    groups = rollouts[-1].groups
+    slices = build_slices(groups, [True] * options.prompts * options.generations)
+    steps.flops = vars(count_step_flops(shape, groups, slices))
+    steps.tokens = rollouts[-1].num_tokens
+    if options.profile:
+        policy = trainer.policy
+        with profile_step(options.profile, policy.stopwatch, policy.device):
+            trainer.step()
+    return steps
 
 
 if __name__ == "__main__":
-    measure(parse_arguments(), run_steps)
+    print(json.dumps(measure(parse_arguments(), run_steps)))
