@@ -128,6 +128,7 @@ class Runner:
                     os._exit(1)
         for job in jobs:
             os.waitpid(job, 0)
+        gc.unfreeze()  # what is left at the end of Python would be reported as leaked
         return True
 
     def _print(self, text: str) -> None:
