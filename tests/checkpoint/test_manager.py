@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from small_runs import (
 )
 from tiny_models import FAMILIES
 
-from vlm_grpo.checkpoint.manager import get_versions
+from vlm_grpo.checkpoint import manager
+from vlm_grpo.checkpoint.manager import CheckpointManager, get_versions
 from vlm_grpo.checkpoint.store import read_metadata
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
@@ -182,3 +184,21 @@ def test_an_error_of_an_asynchronous_checkpoint_ends_the_run(
     with pytest.raises(OSError, match="No space left"):
         trainer.run()
     assert trainer.global_step < 4
+
+
+def test_an_asynchronous_checkpoint_copies_only_what_was_not_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    live = {"sharded": torch.ones(2), "plain": torch.ones(2)}
+    gathered = torch.ones(2)
+    monkeypatch.setattr(
+        manager, "gather_full", lambda tensors, keep: {**tensors, "sharded": gathered}
+    )
+    holder: Any = SimpleNamespace(
+        settings=SimpleNamespace(checkpoint=SimpleNamespace(sharded=False, asynchronous=True)),
+        accelerator=SimpleNamespace(is_main_process=True),
+    )
+    found = CheckpointManager._gather(holder, live)  # noqa: SLF001
+    assert found["sharded"] is gathered
+    live["plain"].zero_()
+    assert found["plain"].tolist() == [1, 1]

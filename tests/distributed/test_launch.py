@@ -81,7 +81,7 @@ def make_accelerator(**plugins: Any) -> Any:
         ({"fsdp_version": 1}, "fsdp_version must be 2"),
         ({"cpu_offload": True}, "fsdp_offload_params must be false"),
         ({"activation_checkpointing": True}, "policy.gradient_checkpointing does it"),
-        ({"cpu_ram_efficient_loading": True}, "every process reads the model"),
+        ({"cpu_ram_efficient_loading": True}, "one process reads the model anyway"),
         ({"state_dict_type": "SHARDED_STATE_DICT"}, "must be FULL_STATE_DICT"),
     ],
 )

@@ -39,7 +39,7 @@ from vlm_grpo.checkpoint.store import (
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import fail_together, gather_object
 from vlm_grpo.distributed.optimizer import set_rates
-from vlm_grpo.distributed.sharding import Deferred, gather_full
+from vlm_grpo.distributed.sharding import Deferred, gather_full, local_shard
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.rollout import RolloutSampler
 from vlm_grpo.grpo.update import Updater
@@ -147,10 +147,6 @@ class CheckpointManager:
             keep.add(CheckpointStep(state.best[1]))
         contents = self._collect(state)
         weights = self._gather(self.updater.strategy.weights())
-        if settings.asynchronous:
-            tensors = {kind: _copy_to_host(named) for kind, named in contents.tensors.items()}
-            contents = CheckpointState(contents.metadata, tensors)
-            weights = _copy_to_host(weights)
 
         def write_weights(folder: Path) -> None:
             if not accelerator.is_main_process:
@@ -179,10 +175,17 @@ class CheckpointManager:
         self.last_saved = at
 
     def _gather(self, tensors: Mapping[str, torch.Tensor | Deferred]) -> dict[str, torch.Tensor]:
-        """Gather the full tensors that this rank writes. All ranks must call it."""
+        """Gather the full tensors that this rank writes. All ranks must call it.
+
+        An asynchronous checkpoint gets copies of those that training changes.
+        """
         if self.settings.checkpoint.sharded:
             return gather_full(tensors, get_local_names(self.accelerator, tensors))
-        return gather_full(tensors, tensors.keys() if self.accelerator.is_main_process else ())
+        full = gather_full(tensors, tensors.keys() if self.accelerator.is_main_process else ())
+        if not self.settings.checkpoint.asynchronous:
+            return full
+        live = {name: tensor for name, tensor in full.items() if _is_live(tensor, tensors[name])}
+        return full | _copy_to_host(live)
 
     def _collect(self, state: RunState) -> CheckpointState:
         """Collect the contents of a checkpoint except the weights. All ranks must call it."""
@@ -209,7 +212,7 @@ class CheckpointManager:
             metadata["open_step"], partial = serialize_step(state.partial, self.policy)
         if self.accelerator.is_main_process:
             tensors |= {"examples": {"train": self.digests}}
-            tensors |= {"open_step": partial} if partial else {}
+            tensors |= {"open_step": _copy_to_host(partial)} if partial else {}
         return CheckpointState(metadata, tensors)
 
     def restore(self, checkpoint: Path) -> RunState:
@@ -321,6 +324,14 @@ def _get_pixel_budget(policy: Policy) -> dict[str, int] | None:
 def get_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that can affect a run's results."""
     return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+
+
+def _is_live(tensor: torch.Tensor, source: torch.Tensor | Deferred) -> bool:
+    """Return whether the result of ``gather_full`` is its source, and not a copy already."""
+    if isinstance(source, Deferred):
+        return False
+    local = local_shard(source)
+    return tensor is source or tensor.untyped_storage().data_ptr() == local.data_ptr()
 
 
 def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

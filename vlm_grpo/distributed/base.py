@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vlm_grpo.distributed.collectives import sum_over_ranks
+from vlm_grpo.distributed.collectives import broadcast_weights, get_tensors, sum_over_ranks
 from vlm_grpo.distributed.optimizer import load_optimizer_tensors, optimizer_tensors
 from vlm_grpo.distributed.sharding import Deferred
 from vlm_grpo.engine.batch import MicroBatch
@@ -44,7 +44,11 @@ class Strategy(ABC):
 
     def __init__(self, policy: Policy, accelerator: Accelerator) -> None:
         self.policy, self.accelerator = policy, accelerator
+        whole = get_tensors(policy.model) if policy.one_reader else {}
         self._place()
+        if policy.one_reader:
+            broadcast_weights(policy.model, whole, accelerator)
+        del whole
         self.trainable = policy.trainable_parameters()
         self.optimizer: torch.optim.Optimizer
         self.max_norm = math.inf

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState, utils
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
+from vlm_grpo.distributed.sharding import local_shard, shard_like
 from vlm_grpo.errors import UserError
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -75,6 +76,31 @@ def fail_together(ranks: Accelerator | PartialState) -> Iterator[None]:
         raise failure
     if failed:
         raise UserError("another process of this run has failed; its own message gives the reason")
+
+
+def get_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's weights and buffers by name."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def broadcast_weights(
+    model: nn.Module, whole: Mapping[str, Tensor], accelerator: Accelerator
+) -> None:
+    """Give all ranks the weights and buffers of the first one. All ranks must call it.
+
+    Args:
+        model: the model, whose weights may be sharded.
+        whole: the first rank's unsharded weights and buffers by name; ignored on other ranks.
+        accelerator: the ranks.
+    """
+    EXCHANGES.count += 1
+    for name, tensor in get_tensors(model).items():
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=accelerator.device)
+        if accelerator.is_main_process:
+            values.copy_(whole[name])
+        distributed.broadcast(values, 0)
+        local_shard(tensor).copy_(local_shard(shard_like(values, tensor)))
 
 
 def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:

@@ -149,7 +149,7 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
         "fsdp_activation_checkpointing must be false (policy.gradient_checkpointing does it)": (
             plugin.activation_checkpointing
         ),
-        "fsdp_cpu_ram_efficient_loading must be false: every process reads the model": (
+        "fsdp_cpu_ram_efficient_loading must be false: one process reads the model anyway": (
             plugin.cpu_ram_efficient_loading
         ),
         "fsdp_state_dict_type must be FULL_STATE_DICT (use checkpoint.sharded instead)": (

@@ -30,6 +30,7 @@ from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.families import Family, PixelBudget, find_part, load_family
 from vlm_grpo.model.hub import check_reachable
+from vlm_grpo.model.one_reader import has_one_reader, read_once
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class LoadedModel:
         shared: True if completions share one pass over their prompt.
         adapters: the PEFT model around ``model``; None for full weights.
         autocast: True to compute in bfloat16 from float32 weights.
+        one_reader: only the first process has the weights' values.
     """
 
     model: Any
@@ -59,6 +61,7 @@ class LoadedModel:
     shared: bool
     adapters: PeftModel | None
     autocast: bool = False
+    one_reader: bool = False
 
 
 def load_model(
@@ -87,7 +90,8 @@ def load_model(
     dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
     # A checkpoint's processor has the pixel budget of its training.
     processor_source = str(checkpoint or weights)
-    model, processor = _load_pretrained(weights, processor_source, settings, dtype)
+    one_reader = training and has_one_reader()
+    model, processor = _load_pretrained(weights, processor_source, settings, dtype, one_reader)
     family = load_family(model.config)
     why_not = family.why_not_shared(model.config)
     if settings.policy.engine == "shared" and why_not is not None:
@@ -106,7 +110,7 @@ def load_model(
         _check_dropout(model, settings)
     budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
-    return LoadedModel(model, processor, family, budget, shared, adapters, autocast)
+    return LoadedModel(model, processor, family, budget, shared, adapters, autocast, one_reader)
 
 
 def apply_lora_or_freeze(model: Any, policy: PolicySettings) -> PeftModel | None:
@@ -194,14 +198,25 @@ def _check_weight_names(source: str | Path, saved: set[str], expected: set[str])
 
 
 def _load_pretrained(
-    source: str, processor_source: str, settings: Settings, dtype: torch.dtype
+    source: str, processor_source: str, settings: Settings, dtype: torch.dtype, one_reader: bool
 ) -> tuple[Any, Any]:
-    """Load the model from ``source`` and the processor from ``processor_source``."""
+    """Load the model from ``source``, with values on one process only if ``one_reader``, and the
+    processor from ``processor_source``."""
     if settings.policy.trust_remote_code:
         logger.warning(
             "policy.trust_remote_code=true: running the Python code that comes with %s", source
         )
     config, processor = load_config(settings, source), load_processor(settings, processor_source)
+
+    def read() -> Any:
+        return _read_weights(source, config, settings, dtype)
+
+    if one_reader:
+        return read_once(read, config, dtype, settings.policy.trust_remote_code), processor
+    return read(), processor
+
+
+def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dtype) -> Any:
     auto: Any = AutoModelForImageTextToText
     try:
         model, loaded = auto.from_pretrained(
@@ -215,7 +230,7 @@ def _load_pretrained(
     except LOAD_ERRORS as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error
     _check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
-    return model, processor
+    return model
 
 
 def load_config(settings: Settings, source: str | None = None) -> Any:

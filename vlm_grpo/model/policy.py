@@ -88,7 +88,7 @@ class Policy:
         self.processor, self.family = loaded.processor, loaded.family
         self.decode = self.family.decoder(self.processor.tokenizer)
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
-        self.autocast = loaded.autocast
+        self.autocast, self.one_reader = loaded.autocast, loaded.one_reader
         self.distribution, self.chunk_tokens, self.capture = distribution, chunk_tokens, capture
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)

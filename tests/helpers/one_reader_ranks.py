@@ -1,0 +1,97 @@
+"""Two processes that load a model of which only the first one has the weights' file.
+
+    python one_reader_ranks.py MODEL MODEL_WITHOUT_WEIGHTS BROKEN OUT
+
+Writes to OUT the weights that each has after they are placed, with those that the first one read,
+and the message of each process if the file is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from small_runs import small_run
+from torch.distributed.tensor import DTensor
+
+from vlm_grpo.distributed.data_parallel import DataParallel
+from vlm_grpo.distributed.fsdp import FSDP
+from vlm_grpo.distributed.launch import build_accelerator
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.policy import Policy, load_policy
+
+
+def get_sums(policy: Policy) -> list[Any]:
+    """Return the weights and buffers of the policy's model, unsharded, as sums of each tensor."""
+    tensors = [*policy.model.named_parameters(), *policy.model.named_buffers()]
+    return [
+        (name, (t.full_tensor() if isinstance(t, DTensor) else t).double().sin().sum().item())
+        for name, t in sorted(tensors)
+    ]
+
+
+def compare(folders: list[Path], rank: int, work: Path) -> dict[str, Any]:
+    settings = small_run(work, folders[0 if rank == 0 else 1])
+    accelerator = build_accelerator(settings)
+    results: dict[str, Any] = {}
+    for name, changes, build in (
+        ("ddp", {}, DataParallel),
+        ("ddp lora", {"lora": {"r": 2, "alpha": 4}}, DataParallel),
+        ("fsdp", {}, lambda policy, ranks: FSDP(policy, ranks, stream=True)),
+    ):
+        policy_settings = {"policy": {"dtype": "float32", **changes}}
+        policy = load_policy(small_run(work, folders[0 if rank == 0 else 1], **policy_settings))
+        before = get_sums(policy)
+        build(policy, accelerator)
+        after = get_sums(policy)
+        first, second = gather_object([before])
+        assert (first == second) is False, "the second process has read the weights"
+        results[name] = gather_object([(after, first)])
+    try:
+        load_policy(small_run(work, folders[2]))
+    except UserError as error:
+        results["broken"] = gather_object([str(error)])
+    return results
+
+
+def run_rank(folders: list[Path], out: Path, rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    work = out.parent / str(rank)
+    work.mkdir()
+    try:
+        results = compare(folders, rank, work)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    if rank == 0:
+        out.write_text(json.dumps(results))
+    sys.stdout.flush()
+    os._exit(0)  # torch's exit handlers do not work in forked processes
+
+
+def main(folders: list[Path], out: Path) -> None:
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(folders, out, r, port)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    raise SystemExit(any(rank.exitcode for rank in ranks))
+
+
+if __name__ == "__main__":
+    *folders, out = map(Path, sys.argv[1:])
+    main(folders, out)
