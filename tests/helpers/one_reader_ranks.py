@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from small_runs import small_run
 from torch.distributed.tensor import DTensor
@@ -38,6 +39,10 @@ def get_sums(policy: Policy) -> list[Any]:
     ]
 
 
+def shard(policy: Policy, accelerator: Accelerator) -> FSDP:
+    return FSDP(policy, accelerator, stream=True)
+
+
 def compare(folders: list[Path], rank: int, work: Path) -> dict[str, Any]:
     settings = small_run(work, folders[0 if rank == 0 else 1])
     accelerator = build_accelerator(settings)
@@ -45,7 +50,8 @@ def compare(folders: list[Path], rank: int, work: Path) -> dict[str, Any]:
     for name, changes, build in (
         ("ddp", {}, DataParallel),
         ("ddp lora", {"lora": {"r": 2, "alpha": 4}}, DataParallel),
-        ("fsdp", {}, lambda policy, ranks: FSDP(policy, ranks, stream=True)),
+        ("fsdp", {}, shard),
+        ("fsdp autocast", {"dtype": "bfloat16"}, shard),
     ):
         policy_settings = {"policy": {"dtype": "float32", **changes}}
         policy = load_policy(small_run(work, folders[0 if rank == 0 else 1], **policy_settings))

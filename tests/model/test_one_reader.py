@@ -33,7 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["ddp", "ddp lora", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "ddp lora", "fsdp", "fsdp autocast"])
 def test_all_processes_have_the_weights_that_the_first_one_reads(
     results: dict[str, Any], name: str
 ) -> None:
