@@ -192,7 +192,7 @@ class Trainer:
         after = self.run_dir.read_evaluation(last) if self.global_step == last else None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
         progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
-        with closing(self.sampler), self.stop_request, self.checkpoints.writing(), progress:
+        with closing(self.sampler), self.stop_request, self.checkpoints.writer, progress:
             while self.global_step < last and not self._stop_requested():
                 try:
                     metrics = self.step()
@@ -202,7 +202,7 @@ class Trainer:
                     after = self._evaluate_step(metrics)
                 self.run_dir.write_metrics(self.global_step - 1, metrics)
                 progress.advance(metrics)
-                self.checkpoints.check_writer()
+                self.checkpoints.writer.check()
                 if self._checkpoint_due():
                     self._save()
                 self.run_dir.refresh_report()
@@ -296,5 +296,5 @@ class Trainer:
         except UserError:
             if self.global_step > 0 and not self.checkpoints.is_saved(self.state):
                 self._save()
-                self.checkpoints.wait()
+                self.checkpoints.writer.wait()
             raise

@@ -144,7 +144,7 @@ def test_a_thread_writes_only_asynchronous_checkpoints(
 
     monkeypatch.setattr(trainer.policy, "save", record)
     trainer.checkpoints.save(trainer.state)
-    trainer.checkpoints.wait()
+    trainer.checkpoints.writer.wait()
     assert written == [(asynchronous, asynchronous)]
 
 

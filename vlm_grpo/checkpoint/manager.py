@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -96,6 +95,7 @@ class CheckpointManager:
 
     Attributes:
         last_saved: step of the last checkpoint written or started; None before the first.
+        writer: writes checkpoints in the background.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class CheckpointManager:
         self.policy, self.accelerator = updater.policy, updater.strategy.accelerator
         self.folder = settings.run_dir / "checkpoints"
         self.last_saved: CheckpointStep | None = None
-        self._writer = AsyncWriter()
+        self.writer = AsyncWriter()
 
     def path(self, state: RunState) -> Path:
         """Return the folder of this state's checkpoint."""
@@ -119,20 +119,6 @@ class CheckpointManager:
     def is_saved(self, state: RunState) -> bool:
         """Return whether the last checkpoint has this state."""
         return self.last_saved == state.checkpoint_step
-
-    def check_writer(self) -> None:
-        """Raise the error of a checkpoint that could not be written in the background."""
-        self._writer.check()
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Wait on exit for a checkpoint that is written in the background."""
-        with self._writer:
-            yield
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written in the background."""
-        self._writer.wait()
 
     def save(self, state: RunState) -> None:
         """Write a checkpoint, and delete those that the settings do not keep.
@@ -169,7 +155,7 @@ class CheckpointManager:
                     delete_old()
         elif accelerator.is_main_process:
             if settings.asynchronous:
-                self._writer.start(write)
+                self.writer.start(write)
             else:
                 write()
         self.last_saved = at
