@@ -40,7 +40,7 @@ def test_greedy_tokens_equal_those_of_generate(family: str) -> None:
 def test_sampled_logprobs_and_entropies_equal_scored_ones(family: str) -> None:
     policy = tiny_policy(family, min_new_tokens=2)
     prompts = mixed_prompts(policy, 12)
-    groups = sample_groups(policy, prompts)
+    groups = sample_groups(policy, prompts, with_entropies=True)
     scored = policy.score(pack_groups(prompts, groups), with_entropy=True)
     assert (scored.logprobs - sampled_logprobs(groups)).abs().max() < 1e-4
     entropies = torch.tensor([value for group in groups for c in group for value in c.entropies])

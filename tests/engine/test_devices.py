@@ -1,4 +1,4 @@
-"""Scoring runs on the model's device without reading from it.
+"""Scoring and decoding run on the model's device without reading from it.
 
 The meta device computes shapes only: reading a value and mixing it with tensors on the CPU are
 errors there, as is everything whose shape depends on values.
@@ -6,9 +6,11 @@ errors there, as is everything whose shape depends on values.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, pack_groups, tiny_policy
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from vlm_grpo.engine import varlen
 from vlm_grpo.engine.attention import use_shared_attention
+from vlm_grpo.engine.decode import CHECK_EVERY, SharedDecoder
 from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.engine.sampling import SamplerState, SamplingSettings
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -55,6 +59,8 @@ def score(policy: Policy) -> TokenScores:
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "has_varlen", lambda query: True)
+    # Autocast does not know the meta device.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -64,6 +70,62 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family: str, lora
     score(policy).logprobs.sum().backward()
     trained = policy.trainable_parameters()
     assert all(w.grad is not None and w.grad.device == DEVICE for _, w in trained)
+
+
+def sample(policy: Policy, monkeypatch: pytest.MonkeyPatch, **truncation: float) -> int:
+    """Sample completions, of which some finish; return the number of decode steps."""
+    all_active, some_active = np.ones(6, dtype=bool), np.array([1, 0, 0, 1, 1, 1], dtype=bool)
+    reads = iter([all_active, all_active, some_active, some_active, ~all_active])
+    monkeypatch.setattr(SamplerState, "update_active", lambda state: next(reads))
+    done = Completion((1,), (0.0,), "", "eos")
+    monkeypatch.setattr(Policy, "_build_completions", lambda policy, state: [done] * state.count)
+    steps, step = [], SharedDecoder.step
+    monkeypatch.setattr(SharedDecoder, "step", lambda *args: [step(*args), steps.append(1)][0])
+    sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
+    prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
+    settings = SamplingSettings(
+        dataclasses.replace(policy.distribution, min_new_tokens=2),
+        40,
+        with_entropies=True,
+        **truncation,  # type: ignore[arg-type]
+    )
+    policy.sample(prompts, settings, 2, [(0, index) for index in range(3)])
+    return len(steps)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rollout_reads_only_which_completions_are_finished(
+    family: str, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = sample(build_policy(family, lora), monkeypatch)
+    assert steps == 4 * CHECK_EVERY  # one read after the first tokens, then one for eight
+
+
+def test_truncated_sampling_reads_nothing_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = build_policy("qwen2_5_vl", lora=False)
+    assert sample(policy, monkeypatch, top_k=5, top_p=0.9, min_p=0.1)
+
+
+@pytest.mark.parametrize("place", ["SharedDecoder.step", "SamplerState.sample"])
+@pytest.mark.parametrize(
+    "wrong", [lambda x: x.sum().item(), lambda x: x + torch.zeros_like(x, device="cpu")]
+)
+def test_reads_and_other_devices_are_found_in_decoding(
+    wrong: Any, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = {"SharedDecoder": SharedDecoder, "SamplerState": SamplerState}[place.split(".")[0]]
+    name = place.split(".")[1]
+    original = getattr(owner, name)
+
+    def err(*arguments: Any) -> Tensor:
+        result = original(*arguments)
+        wrong(result)
+        return result
+
+    monkeypatch.setattr(owner, name, err)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        sample(build_policy("qwen2_5_vl", lora=False), monkeypatch)
 
 
 @pytest.mark.parametrize("attend", ["VarlenPlan.attend", "attend_in_segments"])

@@ -145,11 +145,12 @@ def test_only_float32_adapters_are_copied_without_onednn(
     net = make_adapted(dtype)
     use_fast_linears(net)
     x = torch.randn(6, IN, dtype=dtype)
-    with torch.no_grad(), rollout_weights(net):
+    with torch.no_grad(), rollout_weights(net) as weights_are_copies:
+        assert weights_are_copies == is_copied
         rollout = net(x)
         for layer in (net.up, net.down):
             assert isinstance(layer, AdaptedLinear)
-            assert layer.rollout_factors is None
+            assert layer.rollout_weight is None
             assert (layer.get_base_layer().rollout_weight is not None) == is_copied
     assert relative_error(rollout, net(x)) < 1e-2  # 8 bits
 
@@ -157,3 +158,26 @@ def test_only_float32_adapters_are_copied_without_onednn(
 def test_tensors_that_contradict_the_annotated_shapes_are_refused() -> None:
     with pytest.raises(TypeCheckError, match="product"):
         product(torch.zeros(3, IN), torch.zeros(OUT, IN + 1))
+
+
+def test_factors_of_adapters_keep_their_address_and_follow_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CUDA graph that is kept for the next rollout reads them where it found them."""
+    monkeypatch.setattr(linear, "_ONEDNN", False)
+    net = make_adapted(torch.bfloat16)
+    use_fast_linears(net)
+    x = torch.randn(6, IN, dtype=torch.bfloat16)
+    addresses = []
+    for _ in range(2):
+        with torch.no_grad(), rollout_weights(net):
+            assert isinstance(net.up, AdaptedLinear)
+            rollout = net(x)
+            assert net.up.rollout_factors is not None
+            addresses.append([factor.data_ptr() for factor in net.up.rollout_factors])
+        assert relative_error(rollout, net(x)) < 1e-2
+        with torch.no_grad():
+            for name, weight in net.named_parameters():
+                if "lora_" in name:
+                    weight.mul_(-2)
+    assert addresses[0] == addresses[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,12 @@ from scipy import stats
 from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
 
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import SamplerState, SamplingDistribution, SamplingSettings
+from vlm_grpo.engine.sampling import (
+    SamplerState,
+    SamplingDistribution,
+    SamplingSettings,
+    _invert,
+)
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt
 
@@ -104,7 +111,7 @@ def test_top_p_keeps_no_token_beyond_its_mass() -> None:
     state = SamplerState(uniform, SamplingSettings(distribution, 1, top_p=0.5))
     tokens = state.sample(torch.zeros(32, 4), torch.arange(32))
     assert len(tokens.unique()) == 2
-    assert state.logprobs.flatten().exp().tolist() == pytest.approx([0.5] * 32)
+    assert state.logprobs[:-1].flatten().exp().tolist() == pytest.approx([0.5] * 32)
 
 
 def test_top_p_of_one_keeps_every_token() -> None:
@@ -129,3 +136,63 @@ def test_greedy_settings_score_at_temperature_one() -> None:
     logits = torch.randn(2, 8)
     positions = torch.zeros(2, dtype=torch.int64)
     assert torch.equal(SamplingDistribution(temperature=0.0)(logits, positions), logits)
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(every: int) -> None:
+    """Also where a character has several tokens, and later ones were sampled before the check."""
+    stop = ("ab", "é!", "</answer>")
+    alphabet = "ab!é\u0161</answer>".encode()  # é and š share their first byte
+    random = np.random.default_rng(0)
+    settings = SamplingSettings(SamplingDistribution(), 24, stop=stop)
+    state = SamplerState(torch.zeros(200, 24, dtype=torch.float64), settings, decode_bytes)
+    texts = random.choice(list(alphabet), (200, 24))
+    texts[:20, 5:14] = list(b"</answer>")
+    for position in range(24):
+        logits = torch.full((200, 256), -torch.inf)
+        logits[torch.arange(200), torch.from_numpy(texts[:, position])] = 0.0
+        state.sample(logits, torch.arange(200))
+        if position % every == every - 1 or position == 23:
+            state.update_active()
+    for row, text in enumerate(texts.tolist()):
+        ends = [n for n in range(1, 25) if any(s in decode_bytes(text[:n]) for s in stop)]
+        assert int(state.lengths[row]) == min([*ends, 24])
+        assert (row in state.stopped) == bool(ends)
+    assert 20 < len(state.stopped) < 200
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("vocabulary", [5, 2048, 2053, 4096, 6000])
+def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number(
+    vocabulary: int,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(64, vocabulary, generator=generator).mul(3).softmax(-1)
+    probs[:, 1::3] = 0
+    probs /= probs.sum(-1, keepdim=True)
+    uniform = torch.rand(64, dtype=torch.float64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    tokens = _invert(probs, uniform)
+    cumulative = probs.double().cumsum(-1) / probs.double().sum(-1, keepdim=True)
+    chosen = tokens[:, None]
+    assert (probs.gather(1, chosen) > 0).all()
+    assert (cumulative.gather(1, chosen)[:, 0] >= uniform - 1e-7).all()
+    before = cumulative.gather(1, chosen) - probs.double().gather(1, chosen)
+    assert (before[:, 0] <= uniform + 1e-6).all()
+
+
+def test_nothing_is_stored_for_finished_completions() -> None:
+    state = SamplerState(
+        torch.rand(3, 4, dtype=torch.float64),
+        SamplingSettings(SamplingDistribution(eos=(2,)), 4),
+    )
+    logits = torch.full((3, 5), -torch.inf)
+    logits[[0, 1, 2], [1, 2, 3]] = 0.0
+    for _ in range(6):  # two more than the longest completion has tokens
+        state.sample(logits, torch.tensor([0, 1, 2]))
+    assert state.tokens[:3].tolist() == [[1] * 4, [2, 0, 0, 0], [3] * 4]
+    assert state.lengths[:3].tolist() == [4, 1, 4]
+    assert not state.update_active().any()

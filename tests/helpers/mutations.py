@@ -38,6 +38,7 @@ TARGETS = {
     ),
     "engine/batch.py": (0.3, "engine/test_batch.py engine/test_shared.py"),
     "engine/decode.py": (0.08, "engine/test_decode.py engine/test_graphs.py"),
+    "engine/kv_cache.py": (0.08, "engine/test_kv_cache.py engine/test_decode.py"),
     "engine/linear.py": (0.08, "engine/test_linear.py"),
     "engine/logprobs.py": (0.3, "engine/test_logprobs.py test_wiring.py"),
     "engine/repeated.py": (
@@ -93,7 +94,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/reference.py", "step % self.every", "step"),
     ("distributed/base.py", "self.max_norm)", "math.inf)"),
     ("distributed/base.py", "if math.isfinite(norm):", "if True:"),
-    ("engine/sampling.py", "/ (self.temperature or 1.0)", "/ 1.0"),
+    ("engine/sampling.py", ".div_(self.temperature or 1.0)", ""),
     ("objective/losses.py", "return active / tokens", "return torch.ones_like(active) / tokens"),
     ("objective/losses.py", "(batch.entropies * batch.active_tokens)", "batch.entropies"),
 ]

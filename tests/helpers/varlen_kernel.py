@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest
 
 from vlm_grpo.engine import varlen
 
@@ -21,28 +24,39 @@ def plain_varlen_attn(
     scale: float,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
-) -> Tensor:
+    seqused_k: Tensor | None = None,
+    return_aux: AuxRequest | None = None,
+) -> Any:
     """Compute each sequence with an explicit mask: none, or causal from the last query and key."""
     is_causal = {(-1, -1): False, (-1, 0): True}[window_size]
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert query_starts.dtype == key_starts.dtype == torch.int32
     times = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
-    outputs, lengths = [], []
+    outputs, sums, lengths = [], [], []
+    assert seqused_k is None or seqused_k.dtype == torch.int32
+    used = None if seqused_k is None else iter(seqused_k.tolist())
     bounds = zip(*(starts.tolist() for starts in (query_starts, key_starts)), strict=True)
     (first_query, first_key), *rest = bounds
     for last_query, last_key in rest:
         q = query[first_query:last_query]
         k, v = key[first_key:last_key], value[first_key:last_key]
+        if used is not None:
+            count = next(used)
+            assert 0 < count <= longest_key
+            k, v = k[:count], v[:count]
         ones = torch.ones(len(q), len(k), dtype=torch.bool)
         hidden = ones.triu(len(k) - len(q) + 1) if is_causal else ~ones
         scores = torch.einsum("qhw,khw->hqk", q, k) * scale
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khw->qhw", weights, v))
+        sums.append(scores.masked_fill(hidden, -torch.inf).logsumexp(-1))
         lengths.append((len(q), len(k)))
         first_query, first_key = last_query, last_key
-    assert (longest_query, longest_key) == tuple(map(max, zip(*lengths, strict=True)))
-    return torch.cat(outputs)
+    if used is None:
+        assert (longest_query, longest_key) == tuple(map(max, zip(*lengths, strict=True)))
+    output = torch.cat(outputs)
+    return (output, torch.cat(sums, dim=1)) if return_aux and return_aux.lse else output
 
 
 def use_plain_varlen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def make_prompts(policy: Policy) -> list[Prompt]:
 def sample(
     policy: Policy, prompts: list[Prompt], stop: tuple[str, ...] = ()
 ) -> list[tuple[Completion, ...]]:
-    settings = SamplingSettings(policy.distribution, LENGTH, stop)
+    settings = SamplingSettings(policy.distribution, LENGTH, stop, with_entropies=True)
     seeds = [(0, prompt.example.id) for prompt in prompts]
     return policy.sample(prompts, settings, GENERATIONS, seeds, max_tokens=10_000)
 

@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vlm_grpo.config.base import Frozen
 
+DEFAULT_ROLLOUT_TOKENS = 65_536
+"""Number of tokens cached at once where free memory is not known."""
 ModelPart = Literal["vision", "projector", "language"]
 
 
@@ -114,10 +116,12 @@ class RolloutSettings(Frozen):
     """Minimum number of tokens per completion; 0: no minimum."""
     stop: tuple[str, ...] = ()
     """Strings that end a completion; empty: only the end-of-sequence token ends it."""
-    max_tokens_per_batch: int = Field(default=65_536, ge=1)
-    """Maximum number of prompt and completion tokens in one generation batch."""
-    cuda_graphs: bool = False
-    """Replay decode steps as CUDA graphs; False: launch each kernel from Python."""
+    max_tokens_per_batch: int | None = Field(default=None, ge=1)
+    """Maximum number of prompt and completion tokens in one generation batch; None: as many as fit
+    into the GPU's free memory, 65,536 on a CPU."""
+    cuda_graphs: bool | None = None
+    """Replay decode steps as CUDA graphs; None: on a GPU, if prompts are shared and weights are not
+    sharded; False: launch each kernel from Python."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal with groups of new prompts."""
     max_resample: int | None = Field(default=None, ge=1)

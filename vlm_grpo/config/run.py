@@ -154,8 +154,9 @@ class EvaluationSettings(Frozen):
     the held-out examples; its metric selects the best checkpoint. None: the task's."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0: greedy decoding."""
-    max_tokens_per_batch: int = Field(default=65_536, ge=1)
-    """Maximum number of prompt and completion tokens in one generation batch."""
+    max_tokens_per_batch: int | None = Field(default=None, ge=1)
+    """Maximum number of prompt and completion tokens in one generation batch; None: as many as fit
+    into the GPU's free memory, 65,536 on a CPU."""
 
 
 class CheckpointSettings(Frozen):

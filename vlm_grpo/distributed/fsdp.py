@@ -57,7 +57,7 @@ class FSDP(Strategy):
         replicas: number of replicas of the sharded weights.
 
     Raises:
-        UserError: the model's layers are not known, or ``rollout.cuda_graphs`` is set.
+        UserError: the model's layers are not known.
     """
 
     may_retry = False
@@ -65,10 +65,7 @@ class FSDP(Strategy):
     def __init__(
         self, policy: Policy, accelerator: Accelerator, stream: bool, replicas: int = 1
     ) -> None:
-        if policy.capture is not None:
-            raise UserError(
-                "rollout.cuda_graphs=true is not supported with sharded weights: leave it out"
-            )
+        policy.use_capture(None)  # the weights are gathered to other addresses for each step
         self.stream, self.replicas = stream, replicas
         super().__init__(policy, accelerator)
 

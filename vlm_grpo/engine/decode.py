@@ -1,24 +1,26 @@
 """Rollouts from shared prefixes: each prompt is prefilled once for its G completions.
 
-The cache has slots. A slot holds the keys and values of one prompt, once, and of the tokens that
-its G completions have generated. All memory is allocated at the start. Finished completions leave
-the batch at once; a slot whose completions are all finished takes the next waiting prompt; when no
-prompt waits and half of the slots are empty, the cache is compacted.
+All memory is allocated at the start. A finished completion frees its place at once for the next
+one that waits, of any prompt; when none waits, empty places are given up. The device is read once
+per ``CHECK_EVERY`` steps, to see which completions are finished; in between, those that finish stay
+in the batch and nothing is stored for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.engine.attention import PrefillAttention
-from vlm_grpo.engine.graphs import CapturedStep, GraphCapture
+from vlm_grpo.engine.graphs import CapturedStep, DecodeStep, GraphCapture
+from vlm_grpo.engine.kernels import CachedKeys
+from vlm_grpo.engine.kv_cache import DecodeAttention, KVCache, Seating, SeatingIndex
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.families import Family, ImageFeatures
 from vlm_grpo.families.transfer import copy_to
@@ -26,7 +28,13 @@ from vlm_grpo.types import Prompt
 from vlm_grpo.utils.timing import Stopwatch
 
 LENGTH_BUCKET = 64
-"""A captured step attends to a multiple of this many tokens of each completion."""
+"""Smallest number of tokens of each completion that a captured step attends to."""
+CHECK_EVERY = 8
+"""Steps between two reads of the finished completions; 1 on the CPU, where reading is free."""
+PREFILL_TOKENS = 16_384
+"""Maximum number of tokens prefilled at once, or those of one longer prompt."""
+KEPT_SHARE = 0.1
+"""Largest share of the device's memory that is kept between rollouts for captured steps."""
 
 
 @dataclass(frozen=True)
@@ -66,219 +74,89 @@ def build_prefix_inputs(
     ]
 
 
-class KVCache:
-    """Keys and values of the prompts being decoded, and of their completions.
-
-    Args:
-        slots: number of prompts held at once.
-        group_size: completions per prompt, G.
-        prompt_length: maximum number of tokens per prompt.
-        completion_length: maximum number of tokens per completion.
+class Visible(NamedTuple):
+    """The cached tokens that a step attends to.
 
     Attributes:
-        shape: number of slots, maximum prompt length, maximum completion length.
-        prompts: for each layer, keys and values (slots, key heads, prompt length, head width).
-        completions: as ``prompts``, (slots, key heads, G, completion length, head width).
-        prompt_lengths: (slots,) number of tokens of each prompt.
+        prompt: greatest number of tokens of a prompt.
+        prompts_are_equal: whether all prompts have this number.
+        own: greatest number of tokens of a completion.
+        own_are_equal: whether all completions have this number.
     """
 
-    def __init__(
-        self, slots: int, group_size: int, prompt_length: int, completion_length: int
-    ) -> None:
-        self.group_size = group_size
-        self.shape = (slots, prompt_length, completion_length)
-        self.prompts: list[tuple[Tensor, Tensor]] = []
-        self.completions: list[tuple[Tensor, Tensor]] = []
-        self.prompt_lengths = torch.zeros(slots, dtype=torch.int64)
-
-    def store_prompts(
-        self, slots: Sequence[int], lengths: Sequence[int], prefill: PrefillAttention
-    ) -> None:
-        """Store prefilled prompts of the given lengths in the given slots."""
-        if not self.prompts:
-            self._allocate(prefill.cache)
-        index = torch.tensor(slots, device=self.prompt_lengths.device)
-        for layer, prefilled in zip(self.prompts, prefill.cache, strict=True):
-            for cached, new in zip(layer, prefilled, strict=True):
-                cached[index, :, : new.shape[2]] = new
-        self.prompt_lengths[index] = torch.tensor(lengths, device=self.prompt_lengths.device)
-
-    def keep_slots(self, slots: Sequence[int]) -> None:
-        """Drop all slots but these, and the memory that no remaining prompt needs."""
-        index = torch.tensor(slots, device=self.prompt_lengths.device)
-        self.prompt_lengths = self.prompt_lengths[index]
-        longest = int(self.prompt_lengths.max())
-        self.prompts = [(k[index, :, :longest], v[index, :, :longest]) for k, v in self.prompts]
-        self.completions = [(k[index], v[index]) for k, v in self.completions]
-        self.shape = (len(slots), longest, self.shape[2])
-
-    def _allocate(self, like: list[tuple[Tensor, Tensor]]) -> None:
-        slots, prompt, completion = self.shape
-        self.prompt_lengths = self.prompt_lengths.to(like[0][0].device)
-        for key, _ in like:
-            _, heads, _, width = key.shape
-            shared = (slots, heads, prompt, width)
-            own = (slots, heads, self.group_size, completion, width)
-            self.prompts.append((key.new_zeros(shared), key.new_zeros(shared)))
-            self.completions.append((key.new_zeros(own), key.new_zeros(own)))
-
-
-class DecodeAttention:
-    """Attention of the newest tokens of n active completions to their prompts and earlier tokens.
-
-    The G queries of a slot form one matrix, multiplied by the slot's single copy of the prompt.
-
-    Args:
-        cache: the keys and values.
-        rows: the active completions, as slot × G + index in the group.
-        lengths: number of tokens of each completion that were fed before this one.
-        visible: number of cached tokens of each completion to attend to, at least the greatest
-            length + 1; None: exactly that number, which must be read from the device.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        rows: Int[Tensor, " n"],
-        lengths: Int[Tensor, " n"],
-        visible: int | None = None,
-    ) -> None:
-        slots, prompt, _ = cache.shape
-        self.cache, self.rows, self.lengths = cache, rows, lengths
-        self.slot_and_index = (rows // cache.group_size, rows % cache.group_size)
-        self.all_active = len(rows) == slots * cache.group_size
-        self.visible = int(lengths.max()) + 1 if visible is None else visible
-        every = torch.zeros(slots * cache.group_size, dtype=torch.int64, device=rows.device)
-        every[rows] = lengths
-        own = torch.arange(self.visible, device=rows.device) > every.view(slots, -1, 1)
-        prefix = torch.arange(prompt, device=rows.device) >= cache.prompt_lengths[:, None, None]
-        masked = torch.cat([prefix.expand(-1, cache.group_size, -1), own], dim=2)
-        self.masked: Tensor | None = masked[:, None, :, None]
-        if visible is None and not bool(masked.any()):
-            self.masked = None
-
-    def __call__(
-        self,
-        layer: int,
-        query: Float[Tensor, "n heads 1 width"],
-        key: Float[Tensor, "n key_heads 1 width"],
-        value: Float[Tensor, "n key_heads 1 width"],
-        scaling: float,
-    ) -> Float[Tensor, "n 1 heads width"]:
-        slots, group, visible = self.cache.shape[0], self.cache.group_size, self.visible
-        heads, width = query.shape[1], query.shape[3]
-        key_heads, times = key.shape[1], query.shape[1] // key.shape[1]
-        prefix_key, prefix_value = self.cache.prompts[layer]
-        own_key, own_value = self.cache.completions[layer]
-        slot, index = self.slot_and_index
-        own_key[slot, :, index, self.lengths] = key[:, :, 0]
-        own_value[slot, :, index, self.lengths] = value[:, :, 0]
-
-        query = query[:, :, 0] * scaling
-        if not self.all_active:
-            every = query.new_zeros(slots * group, heads, width)
-            every[self.rows] = query
-            query = every
-        # Rows and scores have the shape (slots, key heads, G, queries of a key head, …).
-        query = query.view(slots, group, key_heads, times, width).transpose(1, 2).contiguous()
-        stacked = query.view(slots, key_heads, group * times, width)
-        to_prefix = (stacked @ prefix_key.mT).view(slots, key_heads, group, times, -1)
-        to_own = query @ own_key[:, :, :, :visible].mT
-        scores = torch.cat([to_prefix, to_own], -1)
-        if self.masked is not None:
-            scores = scores.masked_fill(self.masked, -torch.inf)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        lengths = [weights.shape[-1] - visible, visible]
-        on_prefix, on_own = weights.to(query.dtype).split(lengths, -1)
-        output = on_own @ own_value[:, :, :, :visible]
-        output += (on_prefix.flatten(2, 3) @ prefix_value).view_as(output)
-        output = output.transpose(1, 2).reshape(slots * group, heads, width)
-        if not self.all_active:
-            output = output[self.rows]
-        return output[:, None]
+    prompt: int
+    prompts_are_equal: bool
+    own: int
+    own_are_equal: bool
 
 
 class SharedDecoder:
-    """The rollout loop over shared prompts.
+    """Samples the completions of shared prompts.
+
+    Captured steps and the cache that they use are kept for the next rollout of the same size.
 
     Args:
         family: the model's family.
         model: the bare transformers model.
-        max_tokens: maximum number of prompt and completion tokens cached or prefilled at once.
         stopwatch: times the phases ``prefill`` and ``decode``.
         capture: captures decode steps (see ``engine/graphs.py``); None: steps run eagerly.
     """
 
     def __init__(
-        self,
-        family: Family,
-        model: Any,
-        max_tokens: int,
-        stopwatch: Stopwatch,
-        capture: GraphCapture | None = None,
+        self, family: Family, model: Any, stopwatch: Stopwatch, capture: GraphCapture | None
     ) -> None:
-        self.family, self.model, self.max_tokens = family, model, max_tokens
+        self.family, self.model = family, model
         self.stopwatch, self.capture = stopwatch, capture
-        self.captured: tuple[Any, CapturedStep] | None = None
         self.language_model = family.language_model(model)
         self.head: Any = model.get_output_embeddings()
+        self._cache: KVCache | None = None
+        self._steps: dict[tuple[int, ...], CapturedStep] = {}
 
-    def __call__(self, prefixes: Sequence[PrefixInputs], state: SamplerState) -> None:
-        """Sample all completions; rows p·G … p·G+G−1 of ``state`` belong to prompt p."""
-        group_size = len(state.lengths) // len(prefixes)
-        waiting = sorted(range(len(prefixes)), key=lambda p: len(prefixes[p].token_ids))
-        longest = len(prefixes[waiting[-1]].token_ids)
-        room = max(1, self.max_tokens // (longest + group_size * state.tokens.shape[1]))
-        cache = KVCache(min(room, len(waiting)), group_size, longest, state.tokens.shape[1])
-        starts = torch.tensor([p.next_position for p in prefixes], device=state.tokens.device)
-        # The prompt in each slot; −1 in an empty one.
-        prompts = torch.full((cache.shape[0],), -1, device=state.tokens.device)
-
-        while True:
-            if waiting and bool((prompts < 0).any()):
-                with self.stopwatch("prefill"):
-                    self._refill(prompts, waiting, prefixes, cache, state)
-            rows = _expand_rows(prompts, group_size)
-            is_active = state.active[rows.clamp(min=0)]
-            is_active = (prompts >= 0).repeat_interleave(group_size) & is_active
-            busy = is_active.view(-1, group_size).any(1)
-            prompts = prompts.where(busy, -1)
-            if waiting and not bool(busy.all()):
-                continue
-            if not bool(busy.any()):
-                return
-            if int(busy.sum()) <= len(prompts) // 2:
-                cache.keep_slots(busy.nonzero()[:, 0].tolist())
-                is_active = is_active[busy.repeat_interleave(group_size)]
-                prompts = prompts[busy]
-            with self.stopwatch("decode"):
-                self._step(prompts, is_active, cache, state, starts)
-
-    def _refill(
-        self,
-        prompts: Int[Tensor, " slots"],
-        waiting: list[int],
-        prefixes: Sequence[PrefixInputs],
-        cache: KVCache,
-        state: SamplerState,
+    def __call__(
+        self, prefixes: Sequence[PrefixInputs], state: SamplerState, max_tokens: int
     ) -> None:
-        """Prefill waiting prompts into empty slots, longest first; sample their first tokens.
+        """Sample all completions; rows p·G … p·G+G−1 of ``state`` belong to prompt p.
 
-        There are no more slots than longest prompts fit into the token budget.
+        Args:
+            prefixes: the prompts.
+            state: receives the tokens.
+            max_tokens: maximum number of prompt and completion tokens cached at once.
         """
-        slots = (prompts < 0).nonzero()[: len(waiting), 0].tolist()
-        batch = [waiting.pop() for _ in slots]
-        prefill = PrefillAttention()
-        hidden = self._prefill([prefixes[p] for p in batch], prefill)
-        cache.store_prompts(slots, [len(prefixes[p].token_ids) for p in batch], prefill)
-        prompts[slots] = new = torch.tensor(batch, device=prompts.device)
-        logits = self.head(hidden).repeat_interleave(cache.group_size, 0)
-        state.sample(logits, _expand_rows(new, cache.group_size))
+        decoding = _Decoding(self, prefixes, state, max_tokens)
+        try:
+            while True:
+                with self.stopwatch("prefill"):
+                    decoding.admit()
+                if decoding.seating.is_empty:
+                    return
+                with self.stopwatch("decode"):
+                    decoding.advance()
+        finally:
+            self._release_large_cache()
 
-    def _prefill(
-        self, prefixes: list[PrefixInputs], prefill: PrefillAttention
+    def release(self) -> None:
+        """Free the memory kept for the next rollout."""
+        self._cache = None
+        self._steps.clear()
+
+    def open_cache(
+        self, slots: int, places: int, prompt_length: int, completion_length: int
+    ) -> KVCache:
+        """Return a cache: the one kept from the last rollout if it has the same size."""
+        if self.capture is None:
+            return KVCache(slots, places, prompt_length, completion_length)
+        prompt_length = -(-prompt_length // LENGTH_BUCKET) * LENGTH_BUCKET
+        size = slots, places, prompt_length, completion_length
+        if self._cache is None or self._cache.size != size:
+            self.release()
+            self._cache = KVCache(*size)
+        self._cache.restore()
+        return self._cache
+
+    def prefill(
+        self, prefixes: Sequence[PrefixInputs], cache: KVCache, slots: Sequence[int]
     ) -> Float[Tensor, "prompts width"]:
-        """Return each prompt's last hidden state; store keys and values in ``prefill``."""
+        """Store the prompts' keys and values in slots; return each prompt's last hidden state."""
         lengths = np.array([len(p.token_ids) for p in prefixes])
         tokens = np.zeros((len(prefixes), lengths.max()), dtype=np.int64)
         positions = np.zeros((3, *tokens.shape), dtype=np.int64)
@@ -287,64 +165,171 @@ class SharedDecoder:
             positions[:, row, : lengths[row]] = prefix.position_ids
         features = [image for p in prefixes for image in p.features]
         device = self.head.weight.device
+        attend = PrefillAttention()
         hidden = self.language_model(
             **self.family.language_inputs(self.model, tokens, features, device),
             position_ids=copy_to(device, positions),
-            attend=prefill,
-            use_cache=False,
-        ).last_hidden_state
-        last = copy_to(device, lengths - 1)
-        return hidden[torch.arange(len(prefixes), device=device), last]
-
-    def _step(
-        self,
-        prompts: Int[Tensor, " slots"],
-        is_active: Bool[Tensor, " rows"],
-        cache: KVCache,
-        state: SamplerState,
-        starts: Int[Tensor, " prompts"],
-    ) -> None:
-        """Feed the newest token of every active completion and sample its next one."""
-        rows = _expand_rows(prompts, cache.group_size)
-        if self.capture is None:
-            rows = rows[is_active]
-            fed = state.lengths[rows] - 1
-            attend = DecodeAttention(cache, is_active.nonzero()[:, 0], fed)
-            positions = starts[rows // cache.group_size] + fed
-            state.sample(self._logits(state.tokens[rows, fed], positions, attend), rows)
-            return
-        # Run all rows, so that only values change between steps, not shapes, and discard the
-        # logits of inactive rows.
-        every = rows.clamp(min=0)
-        fed = state.lengths[every] - 1
-        longest = int(fed[is_active].max() + 1)
-        visible = min(-(-longest // LENGTH_BUCKET) * LENGTH_BUCKET, cache.shape[2])
-        fed = fed.clamp(0, visible - 1)
-        inputs = (state.tokens[every, fed], starts[every // cache.group_size] + fed, fed)
-        if self.captured is None or self.captured[0] != (cache.shape, visible):
-            self.captured = None  # frees the previous graph's memory
-
-            def step(tokens: Tensor, positions: Tensor, fed: Tensor) -> Tensor:
-                order = torch.arange(len(fed), device=fed.device)
-                return self._logits(tokens, positions, DecodeAttention(cache, order, fed, visible))
-
-            self.captured = (cache.shape, visible), self.capture(step, inputs)
-        state.sample(self.captured[1](*inputs)[is_active], rows[is_active])
-
-    def _logits(
-        self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], attend: DecodeAttention
-    ) -> Float[Tensor, "n vocabulary"]:
-        """Return the logits of the token that follows each of ``tokens``."""
-        hidden = self.language_model(
-            inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
-            position_ids=positions[None, :, None].expand(3, -1, 1),
             attend=attend,
             use_cache=False,
         ).last_hidden_state
-        return self.head(hidden[:, 0])
+        cache.store_prompts(slots, attend)
+        return hidden[torch.arange(len(prefixes), device=device), copy_to(device, lengths - 1)]
+
+    def step(
+        self, cache: KVCache, visible: Visible, inputs: tuple[Tensor, ...]
+    ) -> Float[Tensor, "R vocabulary"]:
+        """Feed the newest token of each completion; return the logits of the next one.
+
+        Args:
+            cache: the cache.
+            visible: the cached tokens to attend to.
+            inputs: arguments of ``DecodeStep``.
+        """
+        if self.capture is None:
+            return self._build_step(cache, visible)(*inputs)
+        own = _round_up(visible.own, cache.completion_length)
+        key = cache.slots, cache.places, own
+        if key not in self._steps:
+            step = self._build_step(cache, Visible(cache.prompt_length, False, own, False))
+            self._steps[key] = self.capture(step, inputs)
+        return self._steps[key](*inputs)
+
+    def _build_step(self, cache: KVCache, visible: Visible) -> DecodeStep:
+        def step(
+            tokens: Tensor,
+            positions: Tensor,
+            fed: Tensor,
+            prompt_lengths: Tensor,
+            to_seats: Tensor,
+            from_seats: Tensor,
+        ) -> Tensor:
+            like = cache.prompts[0][0]
+            over_prompt = CachedKeys.build(prompt_lengths, *visible[:2], like)
+            over_own = CachedKeys.build(fed + 1, *visible[2:], like)
+            hidden = self.language_model(
+                inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
+                position_ids=positions[None, :, None].expand(3, -1, 1),
+                attend=DecodeAttention(cache, (to_seats, from_seats), fed, (over_prompt, over_own)),
+                use_cache=False,
+            ).last_hidden_state
+            return self.head(hidden[:, 0])
+
+        return step
+
+    def _release_large_cache(self) -> None:
+        device = self.head.weight.device
+        if self._cache is not None and device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            if self._cache.count_bytes() > KEPT_SHARE * total:
+                self.release()
 
 
-def _expand_rows(prompts: Int[Tensor, " prompts"], group_size: int) -> Int[Tensor, " rows"]:
-    """Return the rows of each prompt's completions in order; negative for prompt −1."""
-    members = torch.arange(group_size, device=prompts.device)
-    return (prompts[:, None] * group_size + members).flatten()
+class _Decoding:
+    """The state of one call of the decoder."""
+
+    def __init__(
+        self,
+        decoder: SharedDecoder,
+        prefixes: Sequence[PrefixInputs],
+        state: SamplerState,
+        max_tokens: int,
+    ) -> None:
+        self.decoder, self.prefixes, self.state = decoder, prefixes, state
+        self.device = state.tokens.device
+        self.lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
+        group, longest = state.count // len(prefixes), state.tokens.shape[1]
+        prompt_length = int(self.lengths.max())
+        slots, places = _fit(len(prefixes), group, prompt_length, longest, max_tokens)
+        self.seating = Seating(np.argsort(-self.lengths).tolist(), group, slots, places)
+        self.cache = decoder.open_cache(slots, places, prompt_length, longest)
+        config = decoder.language_model.config
+        self.heads = config.num_attention_heads, config.num_key_value_heads
+        starts = np.repeat([prefix.next_position for prefix in prefixes], group)
+        self.starts = copy_to(self.device, np.append(starts, 0))
+        self.hidden = torch.empty(0)  # the last hidden state of the prompt in each slot
+        self.index: SeatingIndex | None = None
+
+    def admit(self) -> None:
+        """Give all free places to waiting completions, and sample their first tokens."""
+        while True:
+            slots, places = self.seating.admit()
+            if not len(places):
+                return
+            self._prefill(slots)
+            held, order = np.unique(self.seating.find_slots(places), return_inverse=True)
+            hidden = self.hidden[copy_to(self.device, held)]
+            logits = self.decoder.head(hidden)[copy_to(self.device, order)]
+            self.state.sample(logits, copy_to(self.device, self.seating.rows[places]))
+            self.seating.ages[places] = 1
+            self.seating.release(self.state.update_active())
+            self.index = None
+
+    def _prefill(self, slots: Sequence[int]) -> None:
+        """Prefill the prompts of the given slots, ``PREFILL_TOKENS`` at a time."""
+        prompts = self.seating.prompts
+        while slots:
+            longest = self.lengths[prompts[slots]].max()
+            count = max(1, PREFILL_TOKENS // int(longest))
+            part, slots = slots[:count], slots[count:]
+            prefixes = [self.prefixes[p] for p in prompts[part]]
+            hidden = self.decoder.prefill(prefixes, self.cache, part)
+            if not len(self.hidden):
+                self.hidden = hidden.new_zeros(len(prompts), hidden.shape[1])
+            self.hidden[copy_to(self.device, np.array(part))] = hidden
+
+    def advance(self) -> None:
+        """Sample the next tokens of all completions that have a place."""
+        # Captured steps are of few sizes; on the CPU each row costs time.
+        kept = self.seating.shrink(0.5 if self.decoder.capture else 0.875)
+        if kept is not None:
+            self.cache.keep(*kept)
+            self.hidden = self.hidden[copy_to(self.device, kept[0])]
+            self.index = None
+        if self.index is None:
+            self.index = SeatingIndex.build(self.seating, self.heads, self.lengths, self.device)
+        longest = self.state.tokens.shape[1]
+        is_seated = self.seating.rows >= 0
+        left = longest - int(self.seating.ages[is_seated].min())
+        for _ in range(1 if self.device.type == "cpu" else min(CHECK_EVERY, left)):
+            self._step(self.index, self.seating.ages[is_seated].clip(max=longest))
+            self.seating.ages += 1
+        self.seating.release(self.state.update_active())
+
+    def _step(self, index: SeatingIndex, ages: Int[np.ndarray, " seated"]) -> None:
+        state = self.state
+        fed = (state.lengths[index.rows] - 1).clamp_(min=0)  # the spare row has length 0
+        tokens = state.tokens[index.rows, fed]
+        prompts = self.lengths[self.seating.prompts[self.seating.prompts >= 0]]
+        visible = Visible(
+            int(prompts.max()),
+            bool((prompts == prompts[0]).all()),
+            int(ages.max()),
+            bool((ages == ages[0]).all()),
+        )
+        inputs = tokens, self.starts[index.rows] + fed, fed, *index[1:]
+        state.sample(self.decoder.step(self.cache, visible, inputs), index.rows)
+
+
+def _fit(
+    prompts: int, group_size: int, prompt_length: int, completion_length: int, max_tokens: int
+) -> tuple[int, int]:
+    """Return the numbers of slots and places that fit, at least one slot and one group's places.
+
+    If not everything fits there are twice as many slots as groups of places, because the
+    completions of a group do not finish together.
+    """
+    own = group_size * completion_length
+    if prompts * (prompt_length + own) <= max_tokens:
+        return prompts, prompts * group_size
+    groups = max(1, max_tokens // (2 * prompt_length + own))
+    slots = min(2 * groups, prompts, max(1, (max_tokens - groups * own) // prompt_length))
+    return slots, min(groups, prompts) * group_size
+
+
+def _round_up(length: int, limit: int) -> int:
+    """Return the next length of a captured step: 1, 1.5, 2, 3, 4, 6, … times the smallest."""
+    bucket = LENGTH_BUCKET
+    while bucket < length:
+        half = bucket * 3 // 2
+        bucket = half if half >= length else bucket * 2
+    return min(bucket, limit)

@@ -9,7 +9,7 @@ nothing back from the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.errors import UserError
 
-DecodeStep = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps tokens, positions and cache indices, each (rows,), to logits (rows, vocabulary)."""
+DecodeStep = Callable[..., Tensor]
+"""Maps the newest tokens, their positions and their indices within the completion, each (places,),
+and the index tensors of the seating (see ``SeatingIndex``) to logits (places, vocabulary)."""
 
 
 class CapturedStep(Protocol):
@@ -40,18 +41,17 @@ def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> Graph
     Raises:
         UserError: ``cuda_graphs`` is set without a shared prompt, or for training without CUDA.
     """
-    if not rollout.cuda_graphs:
+    if rollout.cuda_graphs is False:
         return None
-    if not torch.cuda.is_available():
-        if not training:
-            return None
-        raise UserError("rollout.cuda_graphs=true needs a CUDA device: set it to false")
-    if not shared:
+    is_asked, has_cuda = rollout.cuda_graphs is not None, torch.cuda.is_available()
+    if is_asked and training and not has_cuda:
+        raise UserError("rollout.cuda_graphs=true needs a CUDA device: remove it")
+    if is_asked and has_cuda and not shared:
         raise UserError(
             "rollout.cuda_graphs=true has no effect where every completion repeats its prompt "
             "(policy.engine=repeated, or a family that cannot share it): remove it"
         )
-    return CudaGraph
+    return CudaGraph if has_cuda and shared else None
 
 
 class CudaGraph:
@@ -63,6 +63,8 @@ class CudaGraph:
         inputs: the inputs of the first call.
     """
 
+    _pool: Any = None
+
     def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = [tensor.clone() for tensor in inputs]
         self._graph = torch.cuda.CUDAGraph()
@@ -72,7 +74,9 @@ class CudaGraph:
         with torch.cuda.stream(side):
             step(*self._inputs)
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self._graph):
+        # A step's result is read before the next replay, so all graphs share their memory.
+        CudaGraph._pool = CudaGraph._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
             self._logits = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:

@@ -65,11 +65,15 @@ class AdaptedLinear(lora.Linear):
     in the dtype of x, which is W's.
 
     Attributes:
-        rollout_factors: ``[W; A]`` and ``s Bᵀ`` in W's dtype inside ``rollout_weights``; None
-            outside.
+        rollout_weight: ``[W; A]`` inside ``rollout_weights`` where it is worth a copy of W; None
+            elsewhere.
+        rollout_factors: A and ``s Bᵀ`` in W's dtype, written anew by each ``rollout_weights``, so
+            that captured steps find them at the same address; None before the first.
     """
 
+    rollout_weight: Tensor | None = None
     rollout_factors: tuple[Tensor, Tensor] | None = None
+    is_in_rollout = False
 
     def forward(
         self, x: Float[Tensor, "*rows inputs"], *args: Any, **kwargs: Any
@@ -78,33 +82,45 @@ class AdaptedLinear(lora.Linear):
         if self.disable_adapters or self.merged:
             return base(x)
         (name,) = self.active_adapters
-        if self.rollout_factors is not None:
-            return self._rollout_forward(x, *self.rollout_factors)
+        if self.is_in_rollout:
+            return self._rollout_forward(x)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         return _AdaptedProduct.apply(  # type: ignore[return-value]
             x, base.weight, base.bias, a, b, self.scaling[name]
         )
 
     def prepare_rollout(self) -> None:
-        """Concatenate the weights and the adapter's first matrix, to save a product per token."""
+        """Cast the adapter's factors and, on the CPU, join W and A to save a product per token."""
         (name,) = self.active_adapters
         weight = _base(self).weight
         a: Any = self.lora_A[name].weight
         b: Any = self.lora_B[name].weight
-        joined, second = torch.cat([weight, a.to(weight.dtype)]), b.T * self.scaling[name]
-        self.rollout_factors = _prepare(joined), second.to(weight.dtype)
+        factors = a.detach().to(weight.dtype), (b.detach().T * self.scaling[name]).to(weight.dtype)
+        if self.rollout_factors is None:
+            self.rollout_factors = factors
+        else:
+            for kept, new in zip(self.rollout_factors, factors, strict=True):
+                kept.copy_(new)
+        if _can_reorder(weight):
+            self.rollout_weight = _prepare(torch.cat([weight, factors[0]]))
+        self.is_in_rollout = True
 
-    def _rollout_forward(self, x: Tensor, joined: Tensor, second: Tensor) -> Tensor:
-        both = _prepared_product(x.flatten(0, -2), joined, None)
-        output, inner = both.split([second.shape[1], second.shape[0]], 1)
-        bias = _base(self).bias
-        if bias is not None:
-            output = output + bias
+    def _rollout_forward(self, x: Tensor) -> Tensor:
+        assert self.rollout_factors is not None
+        first, second = self.rollout_factors
+        base, rows = _base(self), x.flatten(0, -2)
+        if self.rollout_weight is None:
+            output = functional.linear(rows, base.weight, base.bias)
+            inner = functional.linear(rows, first)
+        else:
+            both = _prepared_product(rows, self.rollout_weight, None)
+            output, inner = both.split([second.shape[1], second.shape[0]], 1)
+            output = output if base.bias is None else output + base.bias
         return torch.addmm(output, inner, second).view(*x.shape[:-1], -1)
 
 
 @contextlib.contextmanager
-def rollout_weights(model: nn.Module) -> Iterator[None]:
+def rollout_weights(model: nn.Module) -> Iterator[bool]:
     """Prepare the weights of linear layers for decoding; inside, nothing may be trained.
 
     An adapted float32 layer uses ``W + ΔW`` and skips its adapter, whose two thin products cost
@@ -112,6 +128,9 @@ def rollout_weights(model: nn.Module) -> Iterator[None]:
     ``ΔW`` is far below the spacing of ``W`` and would be rounded away, so the sampler would differ
     from the policy. Under autocast the weights are cast once. On the CPU all weights are
     reordered once; on other devices nothing else is copied, to save memory.
+
+    Yields:
+        Whether weights were copied, so that steps captured inside must not be replayed later.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
@@ -122,16 +141,21 @@ def rollout_weights(model: nn.Module) -> Iterator[None]:
                 (name,) = layer.active_adapters
                 base.rollout_weight = _prepare(base.weight + layer.get_delta_weight(name))
                 layer.merged_adapters.append(name)
-            elif _can_reorder(base.weight):
+            else:
                 layer.prepare_rollout()
         bases = {_base(layer) for layer in adapted}
         for layer in layers:
             if layer not in bases:
                 layer.rollout_weight = _prepare(layer.weight)
-        yield
+        pairs = [(layer.rollout_weight, layer.weight) for layer in layers]
+        pairs += [(layer.rollout_weight, _base(layer).weight) for layer in adapted]
+        yield any(
+            new is not None and (new.is_mkldnn or new.data_ptr() != old.data_ptr())
+            for new, old in pairs
+        )
     finally:
         for layer in adapted:
-            layer.rollout_factors = None
+            layer.rollout_weight, layer.is_in_rollout = None, False
             layer.merged_adapters.clear()
         for layer in layers:
             layer.rollout_weight = None

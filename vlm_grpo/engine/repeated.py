@@ -90,9 +90,8 @@ class _SampleToken(LogitsProcessor):
         self.state, self.rows, self.pad = state, rows, pad
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        active = self.state.active[self.rows]
-        chosen = torch.full_like(self.rows, self.pad)
-        chosen[active] = self.state.sample(scores[active], self.rows[active])
+        is_active = self.state.active[self.rows]
+        chosen = self.state.sample(scores, self.rows).where(is_active, self.pad)
         return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
 
 
@@ -103,6 +102,7 @@ class _IsFinished(StoppingCriteria):
         self.state, self.rows = state, rows
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.state.update_active()
         return ~self.state.active[self.rows]
 
 
@@ -130,10 +130,10 @@ def sample_repeated(
 def _sample(
     model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, pad: int
 ) -> None:
-    group = len(state.lengths) // len(prompts)
+    group = state.count // len(prompts)
     longest = state.tokens.shape[1]
     device = state.tokens.device
-    order = sorted(range(len(state.lengths)), key=lambda r: -len(prompts[r // group].token_ids))
+    order = sorted(range(state.count), key=lambda r: -len(prompts[r // group].token_ids))
     while order:
         count = max(1, max_tokens // (len(prompts[order[0] // group].token_ids) + longest))
         rows, order = order[:count], order[count:]

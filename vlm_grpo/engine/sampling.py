@@ -7,6 +7,7 @@ importance ratio of a fresh completion is 1.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.policy import RolloutSettings
@@ -46,15 +47,22 @@ class SamplingDistribution:
             logits: the model's logits.
             positions: index of each token within its completion.
         """
-        wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-        adjusted = wide / (self.temperature or 1.0)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        adjusted = logits.to(wide, copy=True).div_(self.temperature or 1.0)
         if self.banned:
-            adjusted[:, list(self.banned)] = -torch.inf
+            adjusted.index_fill_(1, _to_index(self.banned, logits.device), -torch.inf)
         if self.min_new_tokens:
             early = (positions < self.min_new_tokens)[:, None]
-            columns = adjusted[:, list(self.eos)]
-            adjusted[:, list(self.eos)] = columns.masked_fill(early, -torch.inf)
+            eos = _to_index(self.eos, logits.device)
+            columns = adjusted.index_select(1, eos).masked_fill(early, -torch.inf)
+            adjusted.index_copy_(1, eos, columns)
         return adjusted
+
+
+@functools.lru_cache(maxsize=64)
+def _to_index(tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
+    """Return the tokens on ``device``, copied there once."""
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class SamplingSettings:
         top_k: keep only the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
         min_p: drop tokens below this fraction of the highest probability; 0.0 keeps all.
+        with_entropies: also compute the entropy at each token.
     """
 
     distribution: SamplingDistribution
@@ -76,6 +85,7 @@ class SamplingSettings:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    with_entropies: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -105,7 +115,7 @@ def build_sampling_distribution(
 def build_sampling_settings(
     distribution: SamplingDistribution, rollout: RolloutSettings
 ) -> SamplingSettings:
-    """Build the sampling settings of a rollout from ``distribution``."""
+    """Build the sampling settings of a rollout, with entropies, from ``distribution``."""
     return SamplingSettings(
         distribution,
         rollout.max_completion_length,
@@ -113,6 +123,7 @@ def build_sampling_settings(
         rollout.top_k,
         rollout.top_p,
         rollout.min_p or 0.0,
+        with_entropies=True,
     )
 
 
@@ -133,35 +144,44 @@ def draw_uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
 class SamplerState:
     """The tokens sampled so far for N completions, with log-probabilities and entropies.
 
+    Tensors have one more row than there are completions. It receives what is sampled for rows
+    that are not active, so that a batch may contain finished completions, and the row itself in
+    empty places. Nothing here but ``update_active`` reads from the device.
+
     Args:
         uniform: the uniform numbers to sample with; see ``draw_uniforms``.
         settings: the sampler's settings.
-        has_stop_string: returns whether a completion's tokens contain a stop string; called after
-            each token if ``settings.stop`` is set.
+        decode: returns the text of tokens; needed for ``settings.stop``.
 
     Attributes:
-        tokens: (N, longest) int64, valid up to ``lengths``.
-        logprobs: (N, longest) log-probability of each token under the distribution that it was
+        count: number of completions, N.
+        tokens: (N + 1, longest) int64, valid up to ``lengths``.
+        logprobs: (N + 1, longest) log-probability of each token under the distribution that it was
             sampled from, after any truncation.
-        entropies: (N, longest) entropy at each token, before any truncation.
-        lengths: (N,) number of tokens sampled.
-        active: (N,) False once a completion is finished.
+        entropies: (N + 1, longest) entropy at each token, before any truncation; zeros if not
+            requested.
+        lengths: (N + 1,) number of tokens sampled.
+        active: (N + 1,) False once a completion is finished.
+        stopped: completions that were ended by a stop string.
     """
 
     def __init__(
         self,
         uniform: Float[Tensor, "N longest"],
         settings: SamplingSettings,
-        has_stop_string: Callable[[Sequence[int]], bool] | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        device = uniform.device
-        self.uniform, self.settings, self.has_stop_string = uniform, settings, has_stop_string
-        self.tokens = torch.zeros(uniform.shape, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(uniform.shape, device=device)
-        self.entropies = torch.zeros(uniform.shape, device=device)
-        self.lengths = torch.zeros(len(uniform), dtype=torch.int64, device=device)
-        self.active = torch.ones(len(uniform), dtype=torch.bool, device=device)
-        self._eos = torch.tensor(settings.distribution.eos, dtype=torch.int64, device=device)
+        device, shape = uniform.device, (len(uniform) + 1, uniform.shape[1])
+        self.settings, self.decode, self.count = settings, decode, len(uniform)
+        self.uniform = torch.cat([uniform, torch.zeros_like(uniform[:1])])
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self.entropies = torch.zeros(shape, device=device)
+        self.lengths = torch.zeros(shape[0], dtype=torch.int64, device=device)
+        self.active = torch.ones(shape[0], dtype=torch.bool, device=device)
+        self.active[-1:].fill_(False)
+        self.stopped: set[int] = set()
+        self._checked = np.zeros(self.count, dtype=np.int64)
 
     def sample(
         self, logits: Float[Tensor, "n vocabulary"], rows: Int[Tensor, " n"]
@@ -170,33 +190,77 @@ class SamplerState:
 
         Args:
             logits: the model's logits.
-            rows: indices of the completions, all active.
+            rows: indices of the completions; for those that are not active nothing is stored.
         """
+        is_active = self.active[rows]
+        rows = rows.where(is_active, self.count)
         positions = self.lengths[rows]
         adjusted = self.settings.distribution(logits, positions)
-        logprobs = adjusted.log_softmax(-1)
-        probs = logprobs.exp()
-        # A banned token has probability 0 and log-probability -inf; 0 times a finite number is 0.
-        entropies = -(probs * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+        probs = adjusted.softmax(-1)
+        if self.settings.with_entropies:
+            self.entropies[rows, positions] = torch.special.entr(probs).sum(-1).float()
         if self.settings.is_greedy:
             tokens = adjusted.argmax(-1)
-        elif self.settings.truncates:
-            kept = _truncate(probs, self.settings)
-            logprobs = (kept / kept.sum(-1, keepdim=True)).log()
-            tokens = _invert(kept, self.uniform[rows, positions])
         else:
+            if self.settings.truncates:
+                probs = _truncate(probs, self.settings)
+                probs /= probs.sum(-1, keepdim=True)
             tokens = _invert(probs, self.uniform[rows, positions])
         self.tokens[rows, positions] = tokens
-        self.logprobs[rows, positions] = logprobs.gather(1, tokens[:, None])[:, 0].float()
-        self.entropies[rows, positions] = entropies.float()
-        self.lengths[rows] += 1
-        done = torch.isin(tokens, self._eos) | (positions + 1 >= self.tokens.shape[1])
-        if self.settings.stop and self.has_stop_string is not None:
-            texts = (self.tokens[row, : self.lengths[row]].tolist() for row in rows.tolist())
-            stopped = [self.has_stop_string(tokens) for tokens in texts]
-            done |= torch.tensor(stopped, device=done.device)
-        self.active[rows] = ~done
+        self.logprobs[rows, positions] = probs.gather(1, tokens[:, None])[:, 0].log().float()
+        self.lengths[rows] = positions + is_active
+        done = torch.isin(tokens, _to_index(self.settings.distribution.eos, tokens.device))
+        done |= positions + 1 >= self.tokens.shape[1]
+        self.active[rows] = is_active & ~done
         return tokens
+
+    def update_active(self) -> Bool[np.ndarray, " N"]:
+        """Apply the stop strings to the tokens sampled since the last call.
+
+        A completion ends with the token that completes a stop string; later tokens are dropped.
+
+        Returns:
+            True for every completion that is not finished.
+        """
+        if self.settings.stop and self.decode is not None:
+            lengths = np.array(self.lengths[:-1].tolist())
+            (grown,) = np.nonzero(lengths > self._checked)
+            ends = {}
+            for row, tokens in zip(grown.tolist(), self.tokens.cpu()[grown].tolist(), strict=True):
+                end = self._find_stop(tokens[: lengths[row]], int(self._checked[row]))
+                if end:
+                    ends[row] = end
+            self._checked = lengths
+            if ends:
+                rows = torch.tensor(list(ends), device=self.lengths.device)
+                self.lengths[rows] = torch.tensor(list(ends.values()), device=rows.device)
+                self.active[rows] = False
+                self.stopped |= ends.keys()
+        return np.array(self.active[:-1].tolist())
+
+    def _find_stop(self, tokens: Sequence[int], checked: int) -> int:
+        """Return the number of tokens after which the text contains a stop string; 0: it does not.
+
+        Args:
+            tokens: the completion's tokens.
+            checked: number of tokens whose text is known to contain none.
+        """
+        assert self.decode is not None
+        # A stop string may begin in checked tokens, up to this many characters before their end.
+        # A token may hold a part of a character, which decodes to another character.
+        reach = max(map(len, self.settings.stop)) + 4
+        start = checked
+        while start and len(self.decode(tokens[start:checked])) < reach:
+            start = max(start - reach, 0)
+        if not self._contains_stop(tokens[start:]):
+            return 0
+        ends = range(checked + 1, len(tokens) + 1)
+        return next((end for end in ends if self._contains_stop(tokens[:end])), 0)
+
+    def _contains_stop(self, tokens: Sequence[int]) -> bool:
+        assert self.decode is not None
+        text = self.decode(tokens)
+        return any(stop in text for stop in self.settings.stop)
 
 
 def _invert(
@@ -204,13 +268,41 @@ def _invert(
 ) -> Int[Tensor, " n"]:
     """Return the first token whose cumulative probability exceeds the uniform number.
 
-    A token of probability 0 adds nothing to the sum, so it is never returned.
+    Sums over the vocabulary are in float32, over chunks; cumulative sums are in float64, over the
+    chunks' sums and within one chunk. A token of probability 0 adds nothing, so it is never
+    returned.
     """
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    width = _find_chunk_width(probs.shape[1])
+    if width == 1:
+        return _search(probs, uniform)[0]
+    chunks = probs.unflatten(1, (-1, width))
+    chunk, fraction = _search(chunks.sum(-1), uniform)
+    index = chunk[:, None, None].expand(-1, 1, width)
+    return chunk * width + _search(chunks.gather(1, index)[:, 0], fraction)[0]
+
+
+@functools.lru_cache
+def _find_chunk_width(vocabulary: int) -> int:
+    """Return the largest divisor up to 512; 1 for a small vocabulary."""
+    if vocabulary <= 2048:
+        return 1
+    return max(width for width in range(1, 513) if vocabulary % width == 0)
+
+
+def _search(
+    weights: Float[Tensor, "n m"], fraction: Float[Tensor, " n"]
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """Return where the cumulative sum of the weights exceeds a fraction of their total, and the
+    fraction of the weight there that is below that point."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
-    # The product can round up to the total; then return the last token with a probability above 0.
-    return tokens.minimum((cumulative < total).sum(-1))
+    point = fraction[:, None] * total
+    found = torch.searchsorted(cumulative, point, right=True)
+    # The product can round up to the total; then return the last weight above 0.
+    found = found.minimum((cumulative < total).sum(-1, keepdim=True))
+    weight = weights.gather(1, found)
+    rest = (point - cumulative.gather(1, found) + weight) / weight
+    return found[:, 0], rest[:, 0].clamp(0, 1)
 
 
 def _truncate(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from vlm_grpo.families.transfer import copy_to
 
@@ -125,6 +125,44 @@ def attend_in_segments(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     output: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling)
     return output[None]
+
+
+def attend_cached(
+    query: Float[Tensor, "S n key_heads width"],
+    key: Float[Tensor, "S m key_heads width"],
+    value: Float[Tensor, "S m key_heads width"],
+    lengths: Int[Tensor, " S"],
+    longest: int,
+    scaling: float,
+) -> tuple[Float[Tensor, "S n key_heads width"], Float[Tensor, "S n key_heads"]]:
+    """Compute attention of every query of a row to the row's first keys.
+
+    Args:
+        query: queries.
+        key: cached keys.
+        value: cached values.
+        lengths: (int32) number of keys that each row sees.
+        longest: upper bound of the lengths.
+        scaling: factor on the dot products.
+
+    Returns:
+        The output, and the log-sum-exps in float32.
+    """
+    rows, count = query.shape[:2]
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    output, lse = varlen_attn(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        starts * count,
+        starts * key.shape[1],
+        count,
+        longest,
+        scale=scaling,
+        seqused_k=lengths,
+        return_aux=AuxRequest(lse=True),
+    )
+    return output.view_as(query), lse.T.view(query.shape[:3])
 
 
 class _Gather(torch.autograd.Function):

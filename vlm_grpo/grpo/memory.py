@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 
 import psutil
@@ -18,12 +19,17 @@ class TokenBudget:
     """The number of tokens to process at once, which is halved when memory runs out.
 
     Attributes:
-        tokens: the number of tokens.
+        tokens: the number of tokens; None: as many as fit into the free memory.
         setting: name of the setting that holds its initial value.
     """
 
-    tokens: int
+    tokens: int | None
     setting: str
+
+    @property
+    def limit(self) -> int:
+        """The number of tokens; a number that no batch reaches if it is None."""
+        return sys.maxsize if self.tokens is None else self.tokens
 
     def halve(self, used: int, minimum: int = 1) -> None:
         """Halve the budget after an allocation failed, and log the setting to start with.
@@ -32,7 +38,7 @@ class TokenBudget:
             used: number of tokens that were being processed.
             minimum: smallest value of the budget.
         """
-        self.tokens = max(min(self.tokens, used) // 2, minimum)
+        self.tokens = max(min(self.limit, used) // 2, minimum)
         logger.warning(
             "out of memory: processing %d tokens at a time from now on; set %s=%d to start with "
             "this value",

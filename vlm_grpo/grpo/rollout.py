@@ -225,7 +225,7 @@ class RolloutSampler:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                if self.budget.tokens <= minimum:
+                if self.budget.limit <= minimum:
                     raise UserError(
                         f"out of memory while sampling the {rollout.num_generations} completions "
                         f"of one prompt of {longest} tokens: lower rollout.num_generations, "

@@ -134,7 +134,7 @@ class Updater:
     def logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the current weights by completion."""
         logprobs: dict[int, Tensor] = {}
-        for micro in pack(slices, self.budget.tokens):
+        for micro in pack(slices, self.budget.limit):
             logprobs |= _by_completion(micro, self.policy.score(micro).logprobs)
         return logprobs
 
@@ -176,7 +176,7 @@ class Updater:
         micro-batches of half the size, which gives the same gradient.
         """
         while True:
-            batches, micro = pack(batch.slices, self.budget.tokens), None
+            batches, micro = pack(batch.slices, self.budget.limit), None
             try:
                 loss, metrics = 0.0, MetricAccumulator()
                 with self.policy.share_image_passes() as finish:
@@ -193,6 +193,7 @@ class Updater:
                     raise
                 self._check_can_halve(micro, error)
             self.strategy.drop_gradients()
+            self.policy.release_rollout_memory()
             self.budget.halve(micro.num_tokens)
 
     def _check_can_halve(self, micro: MicroBatch, error: RuntimeError) -> None:

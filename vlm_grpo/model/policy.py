@@ -14,11 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, build_prefix_inputs
 from vlm_grpo.engine.graphs import GraphCapture, get_capture
+from vlm_grpo.engine.kv_cache import count_free_tokens
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores
 from vlm_grpo.engine.repeated import sample_repeated, score_repeated
@@ -89,7 +91,7 @@ class Policy:
         self.decode = self.family.decoder(self.processor.tokenizer)
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
         self.autocast, self.one_reader = loaded.autocast, loaded.one_reader
-        self.distribution, self.chunk_tokens, self.capture = distribution, chunk_tokens, capture
+        self.distribution, self.chunk_tokens = distribution, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)
         limit = get_context_length(loaded.model.config)
@@ -97,6 +99,9 @@ class Policy:
         trained = {find_part(name) for name, _ in self.trainable_parameters()}
         self.trains_vision = not trained.isdisjoint(("vision", "projector"))
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
+        self._decoder: SharedDecoder | None = None
+        if self.shared:
+            self._decoder = SharedDecoder(self.family, self.model, self.stopwatch, capture)
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +139,7 @@ class Policy:
         sampling: SamplingSettings,
         num_generations: int,
         seeds: Sequence[Sequence[int | str]],
-        max_tokens: int,
+        max_tokens: int | None = None,
     ) -> list[tuple[Completion, ...]]:
         """Sample ``num_generations`` completions of each prompt.
 
@@ -146,7 +151,8 @@ class Policy:
             sampling: the sampler's settings.
             num_generations: completions per prompt, G.
             seeds: seed of each prompt's random streams.
-            max_tokens: maximum number of tokens generated at once.
+            max_tokens: maximum number of tokens cached at once; None: as many as fit into the
+                GPU's free memory.
         """
         length = sampling.max_completion_length
         uniforms = [
@@ -154,57 +160,60 @@ class Policy:
             for seed in seeds
             for index in range(num_generations)
         ]
-        has_stop_string = self._build_stop_check(sampling)
-        state = SamplerState(torch.stack(uniforms).to(self.device), sampling, has_stop_string)
-        with _eval_mode(self.model), self._autocast(), rollout_weights(self.model):
+        state = SamplerState(torch.stack(uniforms).to(self.device), sampling, self.decode)
+        with (
+            _eval_mode(self.model),
+            self._autocast(),
+            rollout_weights(self.model) as weights_are_copies,
+        ):
             self.root(lambda: self._generate(prompts, state, max_tokens))
-        rows = range(0, len(state.lengths), num_generations)
-        return [
-            tuple(self._build_completion(state, row + index) for index in range(num_generations))
-            for row in rows
-        ]
+        if weights_are_copies:
+            self.release_rollout_memory()
+        completions = self._build_completions(state)
+        return list(zip(*[iter(completions)] * num_generations, strict=True))
 
-    def _generate(self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int) -> None:
-        if self.shared:
+    def use_capture(self, capture: GraphCapture | None) -> None:
+        """Capture decode steps over shared prompts from now on; None: run them eagerly."""
+        if self._decoder is not None:
+            self._decoder.capture = capture
+
+    def release_rollout_memory(self) -> None:
+        """Free the memory that is kept for the next rollout's captured steps."""
+        if self._decoder is not None:
+            self._decoder.release()
+
+    def _generate(
+        self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int | None
+    ) -> None:
+        config = self.model.config.get_text_config()
+        dtype = torch.bfloat16 if self.autocast else self.model.dtype
+        free = count_free_tokens(config, self.device, dtype)
+        if self._decoder is not None:
             prefixes = self._build_prefixes(prompts)
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
-            rest = (max_tokens, self.stopwatch, self.capture)
-            SharedDecoder(self.family, self.model, *rest)(prefixes, state)
+            self._decoder(prefixes, state, max_tokens or free)
         else:
-            num_generations = len(state.lengths) // len(prompts)
+            num_generations = state.count // len(prompts)
             tokens = sum(len(p.token_ids) for p in prompts)
             images = sum(len(p.example.images) for p in prompts)
             self.counters.prefill_tokens += num_generations * tokens
             self.counters.encoder_passes += num_generations * images
-            sample_repeated(self.model, prompts, state, max_tokens, self._pad_token_id)
+            # A chunk's prompts are processed at once, and their activations take more than keys.
+            most = max_tokens or min(free, DEFAULT_ROLLOUT_TOKENS)
+            sample_repeated(self.model, prompts, state, most, self._pad_token_id)
 
-    def _build_completion(self, state: SamplerState, row: int) -> Completion:
-        length = int(state.lengths[row])
-        tokens = tuple(state.tokens[row, :length].tolist())
-        stop: StopReason = "length"
-        if tokens[-1] in state.settings.distribution.eos:
-            stop = "eos"
-        elif state.has_stop_string is not None and state.has_stop_string(tokens):
-            stop = "stop"
-        return Completion(
-            token_ids=tokens,
-            logprobs=tuple(state.logprobs[row, :length].tolist()),
-            text=self.decode(tokens),
-            stop=stop,
-            entropies=tuple(state.entropies[row, :length].tolist()),
-        )
-
-    def _build_stop_check(
-        self, sampling: SamplingSettings
-    ) -> Callable[[Sequence[int]], bool] | None:
-        if not sampling.stop:
-            return None
-
-        def has_stop_string(tokens: Sequence[int]) -> bool:
-            text = self.decode(tokens)
-            return any(stop in text for stop in sampling.stop)
-
-        return has_stop_string
+    def _build_completions(self, state: SamplerState) -> Iterator[Completion]:
+        names = ("tokens", "logprobs", "entropies", "lengths")
+        columns = (getattr(state, name)[:-1].tolist() for name in names)
+        rows = zip(*columns, strict=True)
+        for row, (tokens, logprobs, entropies, length) in enumerate(rows):
+            token_ids = tuple(tokens[:length])
+            stop: StopReason = "stop" if row in state.stopped else "length"
+            if token_ids[-1] in state.settings.distribution.eos:
+                stop = "eos"
+            kept = tuple(entropies[:length]) if state.settings.with_entropies else ()
+            text = self.decode(token_ids)
+            yield Completion(token_ids, tuple(logprobs[:length]), text, stop, kept)
 
     @property
     def _pad_token_id(self) -> int:

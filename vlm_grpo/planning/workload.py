@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.batch import GroupSlice, pack
 from vlm_grpo.planning.model_shape import ModelShape
@@ -130,7 +131,7 @@ def estimate_workload(
         prompt_tokens=prompt.tokens,
         patches=prompt.values // model.vision.patch_values,
         completion_tokens=rollout.max_completion_length,
-        rollout_budget=rollout.max_tokens_per_batch,
+        rollout_budget=rollout.max_tokens_per_batch or DEFAULT_ROLLOUT_TOKENS,
         update_budget=optim.max_tokens_per_batch,
         head_chunk_tokens=settings.policy.head_chunk_tokens if model.shares_prompts else 0,
         iterations=settings.objective.num_iterations,
