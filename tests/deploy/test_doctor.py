@@ -31,6 +31,7 @@ def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:
         # float32 has 24 bits; the two forms add in different orders.
         (difference,) = map(float, re.findall(r"\d\.\de[+-]\d+", line))
         assert difference < 1e-3
+    assert lines[-2].startswith("attention    PyTorch's flash kernels for CPUs")
     assert lines[-1].endswith("one prompt pass per group of 4 (policy.engine=auto)")
 
 

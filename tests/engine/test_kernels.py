@@ -54,3 +54,21 @@ def test_gradients_summed_over_blocks_lose_no_precision(monkeypatch: pytest.Monk
     # 64 sums in bfloat16 would have about three times the error of one product.
     for one_block, many_blocks in zip(*errors, strict=True):
         assert many_blocks < 1.3 * one_block
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name"),
+    [
+        ("cpu", torch.float32, "PyTorch's flash kernels for CPUs"),
+        ("cpu", torch.bfloat16, "matrix products without a mask"),
+        ("meta", torch.float32, "matrix products without a mask"),
+    ],
+)
+def test_the_kernels_are_named(device: str, dtype: torch.dtype, name: str) -> None:
+    assert kernels.describe(torch.device(device), dtype) == name
+
+
+def test_the_kernel_of_gpus_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.varlen, "has_varlen", lambda query: True)
+    name = "PyTorch's varlen_attn, one call per layer"
+    assert kernels.describe(torch.device("cpu"), torch.bfloat16) == name

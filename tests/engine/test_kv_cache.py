@@ -98,6 +98,16 @@ def test_empty_places_are_given_up_when_none_waits() -> None:
     assert (kept[0].tolist(), kept[1].tolist()) == ([1], [1])
 
 
+def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
+    seating = Seating([0, 1, 2], 2, 3, 6)
+    seating.admit()
+    seating.release(np.array([1, 0, 0, 0, 1, 0], dtype=bool))
+    kept = seating.shrink(0.5)
+    assert kept is not None
+    assert (kept[0].tolist(), kept[1].tolist()) == ([0, 2, 1], [0, 4, 1])
+    assert seating.prompts.tolist() == [0, 2, -1]
+
+
 def test_slots_and_places_fit_into_the_tokens() -> None:
     assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50)) == (8, 32)
     assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50) - 1) == (8, 20)

@@ -37,7 +37,10 @@ TARGETS = {
         "engine/test_decode.py",
     ),
     "engine/batch.py": (0.3, "engine/test_batch.py engine/test_shared.py"),
-    "engine/decode.py": (0.08, "engine/test_decode.py engine/test_graphs.py"),
+    "engine/decode.py": (
+        0.08,
+        "engine/test_decode.py engine/test_graphs.py engine/test_kv_cache.py",
+    ),
     "engine/kv_cache.py": (0.08, "engine/test_kv_cache.py engine/test_decode.py"),
     "engine/linear.py": (0.08, "engine/test_linear.py"),
     "engine/logprobs.py": (0.3, "engine/test_logprobs.py test_wiring.py"),

@@ -36,6 +36,7 @@ def test_the_first_lines_describe_the_run() -> None:
     # 84 x 84 pixels are 3 x 3 tokens of 28 x 28.
     assert lines["images"].startswith("9 tokens per example, prompts up to ")
     assert lines["reference"] == "none: beta=0, the loss has no KL"
+    assert lines["attention"] == "PyTorch's flash kernels for CPUs; decode steps run eagerly"
     assert "a policy loss near 0 is normal" in lines["note"]
 
 

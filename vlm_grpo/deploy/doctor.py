@@ -106,6 +106,7 @@ def _compare_forms(shared: Policy, repeated: Policy, prompt: Prompt) -> Iterator
         ("update", ours.update_seconds, plain.update_seconds),
     ):
         yield f"{name:<12} {a:.2f} s shared, {b:.2f} s repeated ({b / a:.1f} times)"
+    yield f"attention    {shared.describe_engine()}"
     yield f"form         one prompt pass per group of {GROUP_SIZE} (policy.engine=auto)"
 
 

@@ -31,6 +31,16 @@ CAUSAL_BLOCK = 128
 would spend half of its work on masked scores."""
 
 
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the kernels of attention over a shared prompt."""
+    query = torch.empty(0, dtype=dtype, device=device)
+    if varlen.has_varlen(query):
+        return "PyTorch's varlen_attn, one call per layer"
+    if _uses_plain_products(query):
+        return "matrix products without a mask"
+    return "PyTorch's flash kernels for CPUs"
+
+
 def causal(
     query: Float[Tensor, "rows heads T width"],
     key: Float[Tensor, "rows key_heads T width"],

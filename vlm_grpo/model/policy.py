@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.engine import kernels
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, build_prefix_inputs
 from vlm_grpo.engine.graphs import GraphCapture, get_capture
@@ -108,6 +109,10 @@ class Policy:
         return next(self.model.parameters()).device
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.autocast else self.model.dtype
+
+    @property
     def tokenizer(self) -> Any:
         return self.processor.tokenizer
 
@@ -172,6 +177,12 @@ class Policy:
         completions = self._build_completions(state)
         return list(zip(*[iter(completions)] * num_generations, strict=True))
 
+    def describe_engine(self) -> str:
+        """Name the attention kernels and the form of decode steps; only with shared prompts."""
+        assert self._decoder is not None
+        steps = "run eagerly" if self._decoder.capture is None else "as CUDA graphs"
+        return f"{kernels.describe(self.device, self.compute_dtype)}; decode steps {steps}"
+
     def use_capture(self, capture: GraphCapture | None) -> None:
         """Capture decode steps over shared prompts from now on; None: run them eagerly."""
         if self._decoder is not None:
@@ -186,8 +197,7 @@ class Policy:
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int | None
     ) -> None:
         config = self.model.config.get_text_config()
-        dtype = torch.bfloat16 if self.autocast else self.model.dtype
-        free = count_free_tokens(config, self.device, dtype)
+        free = count_free_tokens(config, self.device, self.compute_dtype)
         if self._decoder is not None:
             prefixes = self._build_prefixes(prompts)
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)

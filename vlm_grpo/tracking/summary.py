@@ -48,6 +48,8 @@ def describe_run(
         f"step       {optim.prompts_per_step} prompts × {rollout.num_generations} completions, "
         f"{form}, on {policy.device}"
     )
+    if policy.shared:
+        yield f"attention  {policy.describe_engine()}"
     yield f"reference  {_reference(settings.objective)}"
     for note in settings.objective.notes():
         yield f"note       {note}"
