@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.engine import decode
 from vlm_grpo.engine.graphs import CudaGraph, DecodeStep, get_capture
+from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -67,6 +68,38 @@ def test_a_captured_step_samples_equal_tokens(
     for a, b in zip(captured, eager, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+
+
+def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights() -> None:
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    policy.use_capture(TracedStep)
+    before = sample(policy)
+    TracedStep.traces = 0
+    with torch.no_grad():
+        for weight in policy.model.parameters():
+            weight.mul_(0.9)
+    captured = sample(policy)
+    assert TracedStep.traces == 0
+    policy.use_capture(None)
+    assert [c.token_ids for c in captured] == [c.token_ids for c in sample(policy)]
+    assert [c.token_ids for c in captured] != [c.token_ids for c in before]
+
+
+def test_a_rollout_that_fails_keeps_no_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
+    policy.use_capture(TracedStep)
+    expected = sample(policy)
+
+    def fail(state: SamplerState) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SamplerState, "update_active", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            sample(policy)
+    TracedStep.traces = 0
+    assert [c.token_ids for c in sample(policy)] == [c.token_ids for c in expected]
+    assert TracedStep.traces > 0
 
 
 def test_a_step_that_reads_from_the_device_is_not_captured() -> None:

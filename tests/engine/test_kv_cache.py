@@ -136,3 +136,5 @@ def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 25 * 2**30)
     expected = int(0.8 * 45 * 2**30 / 57_344)
     assert count_free_tokens(config, cuda, torch.bfloat16) == expected
+    kept = int(0.8 * 46 * 2**30 / 57_344)
+    assert count_free_tokens(config, cuda, torch.bfloat16, 2**30) == kept

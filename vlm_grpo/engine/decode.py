@@ -34,7 +34,8 @@ CHECK_EVERY = 8
 PREFILL_TOKENS = 16_384
 """Maximum number of tokens prefilled at once, or those of one longer prompt."""
 KEPT_SHARE = 0.1
-"""Largest share of the device's memory that is kept between rollouts for captured steps."""
+"""Largest share of the device's memory that a cache may take to be kept, with its captured steps,
+between rollouts."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,22 @@ class SharedDecoder:
         """Return a cache: the one kept from the last rollout if it has the same size."""
         if self.capture is None:
             return KVCache(slots, places, prompt_length, completion_length)
-        prompt_length = -(-prompt_length // LENGTH_BUCKET) * LENGTH_BUCKET
         size = slots, places, prompt_length, completion_length
         if self._cache is None or self._cache.size != size:
             self.release()
             self._cache = KVCache(*size)
         self._cache.restore()
         return self._cache
+
+    def round_up(self, prompt_length: int) -> int:
+        """Return the prompt length of a cache: for captured steps a multiple of the bucket."""
+        if self.capture is None:
+            return prompt_length
+        return -(-prompt_length // LENGTH_BUCKET) * LENGTH_BUCKET
+
+    def count_kept_bytes(self) -> int:
+        """Return the memory of the cache that the next rollout reuses or frees."""
+        return 0 if self._cache is None else self._cache.count_bytes()
 
     def prefill(
         self, prefixes: Sequence[PrefixInputs], cache: KVCache, slots: Sequence[int]
@@ -186,13 +196,13 @@ class SharedDecoder:
             inputs: arguments of ``DecodeStep``.
         """
         if self.capture is None:
-            return self._build_step(cache, visible)(*inputs)
+            return self.head(self._build_step(cache, visible)(*inputs))
         own = _round_up(visible.own, cache.completion_length)
-        key = cache.slots, cache.places, own
+        key = cache.slots, cache.places, own, *(len(tensor) for tensor in inputs)
         if key not in self._steps:
             step = self._build_step(cache, Visible(cache.prompt_length, False, own, False))
             self._steps[key] = self.capture(step, inputs)
-        return self._steps[key](*inputs)
+        return self.head(self._steps[key](*inputs))
 
     def _build_step(self, cache: KVCache, visible: Visible) -> DecodeStep:
         def step(
@@ -204,15 +214,18 @@ class SharedDecoder:
             from_seats: Tensor,
         ) -> Tensor:
             like = cache.prompts[0][0]
-            over_prompt = CachedKeys.build(prompt_lengths, *visible[:2], like)
-            over_own = CachedKeys.build(fed + 1, *visible[2:], like)
+            # Completions that are finished, and their prompts, may be longer than all others.
+            lengths = prompt_lengths.clamp(max=visible.prompt)
+            over_prompt = CachedKeys.build(lengths, *visible[:2], like)
+            lengths = (fed + 1).clamp(max=visible.own)
+            over_own = CachedKeys.build(lengths, *visible[2:], like)
             hidden = self.language_model(
                 inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
                 position_ids=positions[None, :, None].expand(3, -1, 1),
                 attend=DecodeAttention(cache, (to_seats, from_seats), fed, (over_prompt, over_own)),
                 use_cache=False,
             ).last_hidden_state
-            return self.head(hidden[:, 0])
+            return hidden[:, 0]
 
         return step
 
@@ -220,7 +233,7 @@ class SharedDecoder:
         device = self.head.weight.device
         if self._cache is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            if self._cache.count_bytes() > KEPT_SHARE * total:
+            if self.count_kept_bytes() > KEPT_SHARE * total:
                 self.release()
 
 
@@ -238,7 +251,7 @@ class _Decoding:
         self.device = state.tokens.device
         self.lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
         group, longest = state.count // len(prefixes), state.tokens.shape[1]
-        prompt_length = int(self.lengths.max())
+        prompt_length = decoder.round_up(int(self.lengths.max()))
         slots, places = _fit(len(prefixes), group, prompt_length, longest, max_tokens)
         self.seating = Seating(np.argsort(-self.lengths).tolist(), group, slots, places)
         self.cache = decoder.open_cache(slots, places, prompt_length, longest)

@@ -8,8 +8,9 @@ nothing back from the device.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from vlm_grpo.errors import UserError
 
 DecodeStep = Callable[..., Tensor]
 """Maps the newest tokens, their positions and their indices within the completion, each (places,),
-and the index tensors of the seating (see ``SeatingIndex``) to logits (places, vocabulary)."""
+and the index tensors of the seating (see ``SeatingIndex``) to hidden states (places, width)."""
 
 
 class CapturedStep(Protocol):
@@ -63,7 +64,8 @@ class CudaGraph:
         inputs: the inputs of the first call.
     """
 
-    _pool: Any = None
+    _pool: ClassVar[Any] = None
+    _alive: ClassVar[weakref.WeakSet[CudaGraph]] = weakref.WeakSet()
 
     def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = [tensor.clone() for tensor in inputs]
@@ -74,13 +76,16 @@ class CudaGraph:
         with torch.cuda.stream(side):
             step(*self._inputs)
         torch.cuda.current_stream().wait_stream(side)
-        # A step's result is read before the next replay, so all graphs share their memory.
-        CudaGraph._pool = CudaGraph._pool or torch.cuda.graph_pool_handle()
+        # Graphs share the memory of their intermediate results, which none needs afterwards. A
+        # pool ends with its last graph.
+        if not CudaGraph._alive:
+            CudaGraph._pool = torch.cuda.graph_pool_handle()
+        CudaGraph._alive.add(self)
         with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
-            self._logits = step(*self._inputs)
+            self._hidden = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         for captured, tensor in zip(self._inputs, inputs, strict=True):
             captured.copy_(tensor)
         self._graph.replay()
-        return self._logits
+        return self._hidden

@@ -85,7 +85,7 @@ class KVCache:
         self.restore()
 
 
-def count_free_tokens(config: Any, device: torch.device, dtype: torch.dtype) -> int:
+def count_free_tokens(config: Any, device: torch.device, dtype: torch.dtype, kept: int = 0) -> int:
     """Return the number of tokens whose keys and values fit into a GPU's free memory, with a fifth
     to spare for activations; on other devices ``DEFAULT_ROLLOUT_TOKENS``.
 
@@ -93,11 +93,12 @@ def count_free_tokens(config: Any, device: torch.device, dtype: torch.dtype) -> 
         config: the language model's config.
         device: the model's device.
         dtype: precision of the keys.
+        kept: bytes of a cache in memory, which the next rollout reuses or frees.
     """
     if device.type != "cuda":
         return DEFAULT_ROLLOUT_TOKENS
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free += kept + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * width

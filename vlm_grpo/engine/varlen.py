@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from vlm_grpo.families.transfer import copy_to
@@ -37,6 +38,14 @@ class GroupSpan(NamedTuple):
 def has_varlen(query: Tensor) -> bool:
     """Return whether the kernel runs on the query's device and in its precision."""
     return query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _run_kernel(*tensors: Any, **options: Any) -> Any:
+    """Call PyTorch's kernel, preferring FlashAttention, so that sampling and scoring use the same
+    one; cuDNN's builds a plan for each new shape, and decode steps have many."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(backends, set_priority=True):
+        return varlen_attn(*tensors, **options)
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,7 @@ class VarlenPlan:
     ) -> Float[Tensor, "1 T heads width"]:
         """Compute attention of the row's tokens to their prompts and earlier tokens."""
         key, value = (_Gather.apply(x[0].transpose(0, 1), self.keys) for x in (key, value))  # type: ignore[misc]
-        output: Any = varlen_attn(
+        output: Any = _run_kernel(
             query[0].transpose(0, 1),
             key,
             value,
@@ -123,7 +132,7 @@ def attend_in_segments(
         scaling: factor on the dot products.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    output: Any = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scaling)
+    output: Any = _run_kernel(q, k, v, starts, starts, longest, longest, scale=scaling)
     return output[None]
 
 
@@ -150,7 +159,7 @@ def attend_cached(
     """
     rows, count = query.shape[:2]
     starts = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-    output, lse = varlen_attn(
+    output, lse = _run_kernel(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),

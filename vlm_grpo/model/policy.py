@@ -171,7 +171,11 @@ class Policy:
             self._autocast(),
             rollout_weights(self.model) as weights_are_copies,
         ):
-            self.root(lambda: self._generate(prompts, state, max_tokens))
+            try:
+                self.root(lambda: self._generate(prompts, state, max_tokens))
+            except BaseException:
+                self.release_rollout_memory()
+                raise
         if weights_are_copies:
             self.release_rollout_memory()
         completions = self._build_completions(state)
@@ -186,6 +190,7 @@ class Policy:
     def use_capture(self, capture: GraphCapture | None) -> None:
         """Capture decode steps over shared prompts from now on; None: run them eagerly."""
         if self._decoder is not None:
+            self._decoder.release()
             self._decoder.capture = capture
 
     def release_rollout_memory(self) -> None:
@@ -197,7 +202,8 @@ class Policy:
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int | None
     ) -> None:
         config = self.model.config.get_text_config()
-        free = count_free_tokens(config, self.device, self.compute_dtype)
+        kept = 0 if self._decoder is None else self._decoder.count_kept_bytes()
+        free = count_free_tokens(config, self.device, self.compute_dtype, kept)
         if self._decoder is not None:
             prefixes = self._build_prefixes(prompts)
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
