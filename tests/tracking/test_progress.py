@@ -84,7 +84,8 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     assert re.match(
         r"step 3/3  reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left$", line
     )
-    starts = ["model", "task", "data", "images", "rewards", "step", "reference", "note"]
+    starts = ["model", "task", "data", "images", "rewards", "step", "attention"]
+    starts += ["reference", "note"]
     starts += ["run folder", "before", "after", "change", "best", "report", "samples"]
     starts += ["checkpoint", "next", ""]
     lines = done.stdout.splitlines()
