@@ -1,34 +1,38 @@
-"""Small random models of families without a shared-prefix form, and their processors."""
+"""Small random models of each family's real architecture, and policies of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
+import family_processors as processors
 import torch
-from tiny_models import initialize, text_config, tiny_tokenizer
-from transformers import (
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessor,
-    Idefics3Processor,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaOnevisionConfig,
-    LlavaOnevisionForConditionalGeneration,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-    PixtralImageProcessor,
-    PixtralProcessor,
-)
+from tiny_models import initialize, text_config
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+GATED_DELTA = {
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "head_dim": 16,
+    "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_interleaved": True},
+}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -36,101 +40,335 @@ VISION = {
     "num_attention_heads": 2,
     "patch_size": 14,
 }
-TILES = [[28, 28], [28, 56], [56, 28], [56, 56]]
-
-
-def _chat_template(image: str) -> str:
-    return (
-        "{% for message in messages %}{% for part in message['content'] %}"
-        f"{{% if part['type'] == 'image' %}}{image}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
-        "{% endfor %}<|im_end|>{% endfor %}"
-    )
-
-
-def _text(kind: str, tokenizer: Any) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    return {"model_type": kind, **text_config(tokenizer, rope_parameters=rope)}
-
-
-def _build_idefics3() -> tuple[Any, Any]:
-    tokenizer: Any = tiny_tokenizer(
-        "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
-    )
-    processor = Idefics3Processor(
-        Idefics3ImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
-        tokenizer,
-        image_seq_len=1,
-        chat_template=_chat_template("<image>"),
-    )
-    config = Idefics3Config(
-        text_config=_text("llama", tokenizer),
-        vision_config={**VISION, "image_size": 28},
-        scale_factor=2,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-    )
-    return Idefics3ForConditionalGeneration(config), processor
-
-
-def _build_llava_onevision() -> tuple[Any, Any]:
-    tokenizer: Any = tiny_tokenizer("<image>", "<video>")
-    processor = LlavaOnevisionProcessor(
-        LlavaOnevisionImageProcessor(size={"height": 28, "width": 28}, image_grid_pinpoints=TILES),
-        tokenizer,
-        LlavaOnevisionVideoProcessor(),
-        num_image_tokens=4,
-        vision_feature_select_strategy="full",
-        chat_template=_chat_template("<image>"),
-    )
-    vision = {**VISION, "model_type": "siglip_vision_model", "image_size": 28}
-    config = LlavaOnevisionConfig(
-        text_config=_text("qwen2", tokenizer),
-        vision_config={**vision, "vision_use_head": False},
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
-        image_grid_pinpoints=TILES,
-        vision_feature_layer=-1,
-    )
-    return LlavaOnevisionForConditionalGeneration(config), processor
-
-
-def _build_pixtral(merge: int = 1) -> tuple[Any, Any]:
-    tokenizer: Any = tiny_tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
-    patch = {"height": 14, "width": 14}
-    processor = PixtralProcessor(
-        PixtralImageProcessor(size={"longest_edge": 84}, patch_size=patch),
-        tokenizer,
-        patch_size=14,
-        spatial_merge_size=merge,
-        chat_template=_chat_template("[IMG]"),
-    )
-    common: dict[str, Any] = {
-        "text_config": _text("mistral", tokenizer),
-        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 84},
-        "image_token_index": tokenizer.convert_tokens_to_ids("[IMG]"),
-        "vision_feature_layer": -1,
-    }
-    if merge > 1:
-        config = Mistral3Config(spatial_merge_size=merge, **common)
-        return Mistral3ForConditionalGeneration(config), processor
-    config = LlavaConfig(vision_feature_select_strategy="full", **common)
-    return LlavaForConditionalGeneration(config), processor
-
-
-BUILDERS = {
-    "idefics3": _build_idefics3,
-    "llava_onevision": _build_llava_onevision,
-    "mistral3": lambda: _build_pixtral(merge=2),
-    "pixtral": _build_pixtral,
+SIGLIP = {"vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 28}}
+SIGLIP["vision_config"]["vision_use_head"] = False
+CLIP = {"vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28}}
+PATCH_GRID = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
 }
+IMAGE = {"image": "<image>"}
 
 
-def build_family_policy(name: str) -> Policy:
+def _build(
+    model_type: str,
+    processor: Callable[[], Any],
+    tokens: dict[str, str],
+    text: dict[str, Any] | None = None,
+    **config: Any,
+) -> tuple[Any, Any]:
+    """Build a random model of the type and its processor.
+
+    Args:
+        model_type: transformers' name of the architecture.
+        processor: builds the processor.
+        tokens: special tokens whose ids the configuration has, under ``NAME_token_id``.
+        text: settings of the language model other than the common ones.
+        config: the other settings.
+    """
+    built = processor()
+    tokenizer = built.tokenizer
+    language = text_config(
+        tokenizer,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    ids = {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()
+    }
+    # Copied, because configurations add defaults to nested settings.
+    settings = deepcopy({"text_config": {**language, **(text or {})}, **ids, **config})
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type](**settings))
+    initialize(model, tokenizer)
+    return model, built
+
+
+def _qwen3(model_type: str, text: dict[str, Any], **vision: Any) -> Callable[[], tuple[Any, Any]]:
+    marks = {"image": "image_pad", "video": "video_pad"}
+    marks |= {"vision_start": "vision_start", "vision_end": "vision_end"}
+    return partial(
+        _build,
+        model_type,
+        processors.qwen3,
+        {name: f"<|{mark}|>" for name, mark in marks.items()},
+        text,
+        vision_config={**PATCH_GRID, "num_position_embeddings": 64, **vision},
+    )
+
+
+def _glm(kind: str, processor: Callable[[], Any], **text: Any) -> Callable[[], Any]:
+    marks = {"image": "<|image|>", "video": "<|video|>"}
+    for what in ("image", "video"):
+        marks |= {f"{what}_start": f"<|begin_of_{what}|>", f"{what}_end": f"<|end_of_{what}|>"}
+    return partial(
+        _build,
+        kind,
+        processor,
+        marks,
+        {
+            "head_dim": 16,
+            "rope_parameters": {**MROPE, "partial_rotary_factor": 0.5},
+            **text,
+        },
+        vision_config={**PATCH_GRID, "image_size": 112},
+    )
+
+
+def _gemma4(**text: Any) -> Callable[[], tuple[Any, Any]]:
+    marks = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "video": "<|video|>"}
+    marks |= {"audio": "<|audio|>", "boa": "<|audio>"}
+    layers = ["sliding_attention", "full_attention"] * 2
+
+    return partial(
+        _build,
+        "gemma4",
+        processors.gemma4,
+        marks,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": layers,
+            "sliding_window": 16,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 320,  # at least the tokenizer's
+            "final_logit_softcapping": 30.0,
+            "rope_parameters": None,
+            **text,
+        },
+        vision_config={
+            **VISION,
+            "patch_size": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 128,
+        },
+        audio_config=None,
+    )
+
+
+BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "qwen3_vl_moe": _qwen3(
+        "qwen3_vl_moe",
+        {**MOE, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        deepstack_visual_indexes=[0, 1],
+    ),
+    "qwen3_5": _qwen3("qwen3_5", GATED_DELTA),
+    "qwen3_5_moe": _qwen3("qwen3_5_moe", {**GATED_DELTA, **MOE}),
+    "glm4v": _glm("glm4v", processors.glm4v),
+    "glm46v": _glm("glm46v", processors.glm46v, model_type="glm4v_text"),
+    "glm4v_moe": _glm(
+        "glm4v_moe",
+        processors.glm4v,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    ),
+    "glm_ocr": _glm("glm_ocr", processors.glm46v),
+    "paddleocr_vl": partial(
+        _build,
+        "paddleocr_vl",
+        processors.paddleocr_vl,
+        {
+            "image": "<|IMAGE_PLACEHOLDER|>",
+            "video": "<|video_pad|>",
+            "vision_start": "<|vision_start|>",
+            "vision_end": "<|vision_end|>",
+        },
+        {"rope_parameters": MROPE, "head_dim": 8},
+        vision_config={**VISION, "image_size": 56},
+    ),
+    "internvl": partial(
+        _build,
+        "internvl",
+        processors.internvl,
+        {"image": "<IMG_CONTEXT>"},
+        {"model_type": "qwen2"},
+        vision_config={**VISION, "image_size": 28},
+        image_seq_length=1,
+    ),
+    "idefics3": partial(
+        _build,
+        "idefics3",
+        processors.idefics3,
+        IMAGE,
+        {"model_type": "llama"},
+        vision_config={**VISION, "image_size": 28},
+    ),
+    "smolvlm": partial(
+        _build,
+        "smolvlm",
+        processors.smolvlm,
+        IMAGE,
+        {"model_type": "llama"},
+        vision_config={**VISION, "image_size": 28},
+    ),
+    "llava": partial(
+        _build,
+        "llava",
+        processors.llava,
+        IMAGE,
+        {"model_type": "llama"},
+        image_seq_length=4,
+        **CLIP,
+    ),
+    "llava_next": partial(
+        _build,
+        "llava_next",
+        processors.llava_next,
+        IMAGE,
+        {"model_type": "mistral"},
+        image_grid_pinpoints=processors.TILES,
+        image_seq_length=4,
+        **CLIP,
+    ),
+    "llava_onevision": partial(
+        _build,
+        "llava_onevision",
+        processors.llava_onevision,
+        {"image": "<image>", "video": "<video>"},
+        {"model_type": "qwen2"},
+        image_grid_pinpoints=processors.TILES,
+        vision_feature_layer=-1,
+        **SIGLIP,
+    ),
+    "pixtral": partial(
+        _build,
+        "llava",
+        processors.pixtral,
+        {"image": "[IMG]"},
+        {"model_type": "mistral"},
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 84},
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    ),
+    "mistral3": partial(
+        _build,
+        "mistral3",
+        processors.mistral3,
+        {"image": "[IMG]"},
+        {"model_type": "mistral"},
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 84},
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    ),
+    "gemma3": partial(
+        _build,
+        "gemma3",
+        processors.gemma3,
+        {
+            "image": "<image_soft_token>",
+            "boi": "<start_of_image>",
+            "eoi": "<end_of_image>",
+        },
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "sliding_window": 16,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": None,
+        },
+        mm_tokens_per_image=4,
+        **SIGLIP,
+    ),
+    "gemma4": _gemma4(
+        use_bidirectional_attention="vision",
+        hidden_size_per_layer_input=8,
+        head_dim=8,
+        global_head_dim=16,
+    ),
+    "gemma4_causal": _gemma4(hidden_size_per_layer_input=8, head_dim=8, global_head_dim=16),
+    "gemma4_moe": _gemma4(
+        use_bidirectional_attention="vision",
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        head_dim=8,
+        global_head_dim=16,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+    ),
+    "paligemma": partial(
+        _build,
+        "paligemma",
+        processors.paligemma,
+        IMAGE,
+        {"model_type": "gemma2", "head_dim": 8, "sliding_window": 16},
+        projection_dim=32,
+        **SIGLIP,
+    ),
+    "lfm2_vl": partial(
+        _build,
+        "lfm2_vl",
+        processors.lfm2_vl,
+        IMAGE,
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "model_type": "lfm2",
+        },
+        vision_config={
+            **VISION,
+            "model_type": "siglip2_vision_model",
+            "num_patches": 16,
+            "vision_use_head": False,
+        },
+        projector_hidden_size=32,
+    ),
+    "ovis2": partial(
+        _build,
+        "ovis2",
+        processors.ovis2,
+        {"image": "<IMG_ATOM>"},
+        {"model_type": "qwen2"},
+        vision_config={**VISION, "image_size": 28, "vocab_size": 64},
+        hidden_size=32,
+    ),
+    "cohere2_vision": partial(
+        _build,
+        "cohere2_vision",
+        processors.cohere2_vision,
+        {"image": "<|IMG_PATCH|>"},
+        {"model_type": "cohere2", "sliding_window": 16, "logit_scale": 1.0},
+        alignment_intermediate_size=48,
+        **SIGLIP,
+    ),
+    "aya_vision": partial(
+        _build,
+        "aya_vision",
+        processors.aya_vision,
+        {"image": "<|IMG_PATCH|>"},
+        {"model_type": "cohere2", "sliding_window": 16, "logit_scale": 1.0},
+        **SIGLIP,
+    ),
+}
+"""Builders of a model and its processor, by names of families."""
+
+
+def build_family_policy(
+    name: str, dtype: torch.dtype = torch.float32, **distribution: Any
+) -> Policy:
     """Build a policy of the named family with random weights, in the repeated form."""
     torch.manual_seed(0)
     model, processor = BUILDERS[name]()
-    initialize(model, processor.tokenizer)
+    if dtype == torch.float64:  # which the default computation of experts refuses
+        model.set_experts_implementation("eager")
     family = load_family(model.config)
-    loaded = LoadedModel(model, processor, family, None, shared=False, adapters=None)
-    banned = family.banned_token_ids(model.config)
-    eos = (model.generation_config.eos_token_id,)
-    return Policy(loaded, SamplingDistribution(banned=banned, eos=eos))
+    budget = family.pixel_budget(processor)
+    loaded = LoadedModel(model.to(dtype), processor, family, budget, shared=False, adapters=None)
+    defaults = {
+        "banned": family.banned_token_ids(model.config),
+        "eos": (model.generation_config.eos_token_id,),
+    }
+    return Policy(loaded, SamplingDistribution(**(defaults | distribution)))

@@ -42,8 +42,11 @@ from vlm_grpo.types import Completion, Example, ImageRef, Prompt
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def tiny_tokenizer(*special: str) -> Qwen2Tokenizer:
-    """Build a tokenizer with one token per byte, Qwen's special tokens and additional ones."""
+def tiny_tokenizer(*special: str, **named: str) -> Qwen2Tokenizer:
+    """Build a tokenizer with one token per byte, Qwen's special tokens and additional ones.
+
+    Those in ``named`` are attributes of the tokenizer, as some processors expect.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -54,6 +57,7 @@ def tiny_tokenizer(*special: str) -> Qwen2Tokenizer:
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=[*SPECIAL_TOKENS, *special],
+        model_specific_special_tokens=named,
         padding_side="left",
     )
 
@@ -154,10 +158,13 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
 
 def initialize(model: Any, tokenizer: Any) -> None:
     """Fill the weights with random values, and set the tokens that end a completion."""
-    for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            # Large enough to keep attention and logits far from uniform.
-            nn.init.normal_(parameter, std=1.5 * parameter[0].numel() ** -0.5)
+    for module in model.modules():
+        is_convolution = isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() >= 2:
+                inputs = parameter[0].numel() if is_convolution else parameter.shape[-1]
+                # Large enough to keep attention and logits far from uniform.
+                nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),

@@ -160,7 +160,10 @@ def test_more_devices_than_prompts_are_an_error(planner: Planner) -> None:
         plan(planner.settings, "24GB", 33)
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+NOT_PLANNED = {"gemma4", "gemma4_causal", "gemma4_moe", "glm4v_moe"}
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - NOT_PLANNED))
 def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Path) -> None:
     policy = build_family_policy(name)
     policy.model.config.save_pretrained(tmp_path)
@@ -177,7 +180,9 @@ def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Pat
     )
     shape, vision = found.step.shape, policy.model.config.vision_config
     values = prompts[0].vision["pixel_values"].numel()
-    assert found.step.work.patches == values // (3 * vision.patch_size**2)
+    edge = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    frames = getattr(vision, "temporal_patch_size", 1)
+    assert found.step.work.patches == values // (3 * frames * edge**2)
     linear = [m for m in policy.model.modules() if isinstance(m, torch.nn.Linear)]
     assert shape.num_linear == sum(module.weight.numel() for module in linear)
     assert "fits       yes" in str(found)

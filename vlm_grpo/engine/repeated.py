@@ -19,18 +19,20 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.logprobs import TokenScores, score_logits
 from vlm_grpo.engine.sampling import SamplerState, SamplingDistribution
+from vlm_grpo.families import load_family
 from vlm_grpo.types import Prompt
 
 
-def _inputs(
-    prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], pad: int, device: torch.device
+def _build_inputs(
+    model: Any, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], pad: int
 ) -> dict[str, Tensor]:
     """Build model inputs, one row per completion: prompt padded left, completion padded right."""
     longest_prompt = max(len(prompt.token_ids) for prompt in prompts)
     longest = max(len(tokens) for tokens in completions)
+    kind = load_family(model.config).completion_type
     tokens, mask = [], []
     columns: dict[str, list[Tensor]] = {}
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -38,26 +40,24 @@ def _inputs(
         tokens.append([pad] * left + [*prompt.token_ids, *completion] + [pad] * right)
         mask.append([0] * left + [1] * (len(prompt.token_ids) + len(completion)) + [0] * right)
         for name, values in prompt.vision.items():
-            if values.shape[:2] == (1, len(prompt.token_ids)):  # one value per token
-                values = torch.nn.functional.pad(values, (left, len(completion) + right))
+            if _is_per_token(name, values, prompt):
+                last = values[:, -1:]
+                following = last if kind is None else torch.full_like(last, kind)
+                before = torch.zeros_like(last)
+                values = torch.cat((*[before] * left, values, *[following] * longest), dim=1)
             columns.setdefault(name, []).append(values)
     inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
-    inputs |= {name: _concatenate(values) for name, values in columns.items()}
+    inputs |= {name: torch.cat(values) for name, values in columns.items()}
+    device = next(model.parameters()).device
     return {name: values.to(device) for name, values in inputs.items()}
 
 
-def _concatenate(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate along the first dimension, after padding the others with zeros on the right.
-
-    Processors that pad the images of a batch to one size or number do it this way.
-    """
-    sizes = [max(sizes) for sizes in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-    joined = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
-    start = 0
-    for tensor in tensors:
-        joined[(slice(start, start + len(tensor)), *map(slice, tensor.shape[1:]))] = tensor
-        start += len(tensor)
-    return joined
+def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:
+    """Return whether a tensor has one value per token, such as token types."""
+    # An image can have as many patches as its prompt has tokens.
+    return values.shape[:2] == (1, len(prompt.token_ids)) and not name.startswith(
+        ("pixel", "image")
+    )
 
 
 def score_repeated(
@@ -67,12 +67,26 @@ def score_repeated(
     pad: int,
     with_entropy: bool = False,
 ) -> TokenScores:
-    """Score a micro-batch's completion tokens, one row per completion."""
-    prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
-    completions = batch.completions
-    device = next(model.parameters()).device
+    """Score a micro-batch's completion tokens, one row per completion and one pass per prompt.
+
+    Prompts together would need padded images, for which not every model has a mask, and padding
+    on the left, which shifts the positions of many.
+    """
+    scores = [_score(model, piece, distribution, pad, with_entropy) for piece in batch.slices]
+    entropies = [score.entropies for score in scores if score.entropies is not None]
+    logprobs = torch.cat([score.logprobs for score in scores])
+    return TokenScores(logprobs, torch.cat(entropies) if entropies else None)
+
+
+def _score(
+    model: Any, piece: GroupSlice, distribution: SamplingDistribution, pad: int, with_entropy: bool
+) -> TokenScores:
+    """Score a slice's completion tokens."""
+    completions = piece.completions
+    prompts = [piece.prompt] * len(completions)
+    inputs = _build_inputs(model, prompts, [tokens[:-1] for tokens in completions], pad)
+    device = inputs["input_ids"].device
     longest = max(len(tokens) for tokens in completions)
-    inputs = _inputs(prompts, [tokens[:-1] for tokens in completions], pad, device)
     logits = model(**inputs, use_cache=False, logits_to_keep=longest).logits
     lengths = torch.tensor([len(tokens) for tokens in completions], device=device)
     steps = torch.arange(longest, device=device)
@@ -106,6 +120,22 @@ class _IsFinished(StoppingCriteria):
         return ~self.state.active[self.rows]
 
 
+def _group_alike(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Group the indices of prompts whose images fit into one batch without padding.
+
+    Not every model has a mask for padded pixels, and some refuse a prompt of text alone beside
+    prompts with images.
+    """
+    groups: dict[object, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        shapes = {
+            name: () if _is_per_token(name, values, prompt) else values.shape[1:]
+            for name, values in prompt.vision.items()
+        }
+        groups.setdefault(tuple(shapes.items()), []).append(index)
+    return list(groups.values())
+
+
 def sample_repeated(
     model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, pad: int
 ) -> None:
@@ -133,20 +163,22 @@ def _sample(
     group = state.count // len(prompts)
     longest = state.tokens.shape[1]
     device = state.tokens.device
-    order = sorted(range(state.count), key=lambda r: -len(prompts[r // group].token_ids))
-    while order:
-        count = max(1, max_tokens // (len(prompts[order[0] // group].token_ids) + longest))
-        rows, order = order[:count], order[count:]
-        chunk = torch.tensor(rows, device=device)
-        config = GenerationConfig(
-            max_new_tokens=longest,
-            do_sample=False,
-            pad_token_id=pad,
-            eos_token_id=list(state.settings.distribution.eos) or None,
-        )
-        model.generate(
-            **_inputs([prompts[r // group] for r in rows], [()] * len(rows), pad, device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([_SampleToken(state, chunk, pad)]),
-            stopping_criteria=StoppingCriteriaList([_IsFinished(state, chunk)]),
-        )
+    config = GenerationConfig(
+        max_new_tokens=longest,
+        do_sample=False,
+        pad_token_id=pad,
+        eos_token_id=list(state.settings.distribution.eos) or None,
+    )
+    repeated = [prompt for prompt in prompts for _ in range(group)]
+    for order in _group_alike(repeated):
+        order.sort(key=lambda row: -len(repeated[row].token_ids))
+        while order:
+            count = max(1, max_tokens // (len(repeated[order[0]].token_ids) + longest))
+            rows, order = order[:count], order[count:]
+            chunk = torch.tensor(rows, device=device)
+            model.generate(
+                **_build_inputs(model, [repeated[r] for r in rows], [()] * len(rows), pad),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([_SampleToken(state, chunk, pad)]),
+                stopping_criteria=StoppingCriteriaList([_IsFinished(state, chunk)]),
+            )

@@ -81,6 +81,9 @@ class Family:
     """Pattern of the special tokens that belong to an answer, such as box markers; all others (end,
     padding, image) are removed from completions' texts."""
 
+    completion_type: ClassVar[int | None] = None
+    """Token type of completions; None: that of the prompt's last token."""
+
     def why_not_shared(self, config: Any) -> str | None:
         """Return the reason why completions cannot share a prompt, or None if they can."""
         return f"no shared-prefix form is known for the model type {config.model_type!r}"

@@ -15,3 +15,4 @@ class PaliGemma(Family):
     model_types = ("paligemma",)
     frame = "paligemma"
     answer_tokens = r"<(loc|seg)\d+>"
+    completion_type = 1  # tokens of type 0 see each other in both directions

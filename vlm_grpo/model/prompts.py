@@ -137,7 +137,8 @@ class PromptBuilder:
             arguments |= {"images": images, **self.family.processor_kwargs(self.processor)}
         inputs = dict(self.processor(**arguments))
         token_ids = tuple(inputs.pop("input_ids")[0].tolist())
-        inputs.pop("attention_mask", None)
+        for name in ("attention_mask", "labels"):  # PaliGemma's processor adds labels
+            inputs.pop(name, None)
         if self.max_tokens is not None and len(token_ids) >= self.max_tokens:
             raise UserError(
                 f"{example.name}: its prompt has {len(token_ids)} tokens, but the model's context "

@@ -1,0 +1,84 @@
+"""Every family: the forms of sampling and scoring compute what plain transformers computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from family_models import BUILDERS, build_family_policy
+from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, sampled_logprobs
+from torch import Tensor
+
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.types import Prompt
+
+
+def build_prompts(policy: Policy, name: str, count: int) -> list[Prompt]:
+    """Build prompts in turn with one image, two of different sizes, another one, and none."""
+    sizes = ([(60, 40)], [(33, 90), (64, 64)], [(30, 120)], [])
+    if name == "paligemma":  # refuses prompts without an image
+        sizes = sizes[:3]
+    questions = ("What is it?", "Where?", "How many are there?")
+    return [
+        make_prompt(
+            policy,
+            noise_example(f"{index}", sizes[index % len(sizes)], questions[index % 3], seed=index),
+        )
+        for index in range(count)
+    ]
+
+
+def score_alone(model: Any, prompt: Prompt, completion: tuple[int, ...]) -> Tensor:
+    """Return a completion's log-probabilities by the model's own forward pass on it alone."""
+    tokens = torch.tensor([[*prompt.token_ids, *completion]])
+    inputs = {}
+    for name, values in prompt.vision.items():
+        if name.endswith("token_type_ids"):
+            is_suffix = name == "token_type_ids" and model.config.model_type == "paligemma"
+            values = torch.nn.functional.pad(values, (0, len(completion)), value=int(is_suffix))
+        inputs[name] = values
+    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits
+    predicted = logits[0, -len(completion) - 1 : -1].log_softmax(-1)
+    return predicted.gather(1, tokens[0, -len(completion) :, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_scores_equal_plain_forward_passes(name: str) -> None:
+    policy = build_family_policy(name, torch.float64, banned=())
+    prompts = build_prompts(policy, name, 4)
+    completions = [((70, 71, 72, 73), (80, 81)), ((90, 91, 92),), ((75,), (76, 77)), ((78, 79),)]
+    groups: Any = completions[: len(prompts)]
+    slices = tuple(
+        GroupSlice(prompt, group, tuple(range(len(group))))
+        for prompt, group in zip(prompts, groups, strict=True)
+    )
+    scores = policy.score(MicroBatch(slices), with_entropy=True)
+    alone = [
+        score_alone(policy.model, prompt, completion)
+        for prompt, group in zip(prompts, groups, strict=True)
+        for completion in group
+    ]
+    torch.testing.assert_close(scores.logprobs, torch.cat(alone), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_greedy_samples_equal_generate(name: str) -> None:
+    policy = build_family_policy(name, torch.float64, temperature=0.0)
+    prompts = build_prompts(policy, name, 20)
+    groups = sample_groups(policy, prompts, group_size=1, length=5)
+    for prompt, (completion,) in zip(prompts, groups, strict=True):
+        tokens = torch.tensor([prompt.token_ids])
+        generated = policy.model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            **prompt.vision,
+            max_new_tokens=5,
+            do_sample=False,
+            suppress_tokens=list(policy.distribution.banned) or None,
+        )
+        assert completion.token_ids == tuple(generated[0, tokens.shape[1] :].tolist())
+    scores = policy.score(pack_groups(prompts, groups)).logprobs
+    # Padding on the left shifts the rotary positions, which are float32: at most 2e-5 here.
+    torch.testing.assert_close(scores.float(), sampled_logprobs(groups), rtol=0, atol=5e-5)
