@@ -19,8 +19,11 @@ PYTHON ?= $(shell for python in $(CANDIDATES); do \
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# A module is compiled when it is first imported: to compile all takes longer than to install them.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+	--constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 WITH_DOCTESTS = $(shell grep -rl --include=*.py ">>>" vlm_grpo)
 
 .DELETE_ON_ERROR:
