@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -252,7 +253,7 @@ def test_adversarial_texts_are_parsed_within_10_ms(parser, text: str):
         assert measure_fastest(parser, version) < 0.010
 
 
-def measure_fastest(parser, text: str, attempts: int = 5) -> float:
+def measure_fastest(parser, text: str, attempts: int = 20) -> float:
     """Return the CPU seconds of the fastest attempt, because other load only adds time."""
     best = float("inf")
     for _ in range(attempts):
@@ -287,20 +288,23 @@ def random_text(rng: random.Random) -> str:
     return "".join(parts)[:N]
 
 
-def check_forms(text: str) -> None:
-    """Check that every parser returns None or a value of its documented form."""
-    for tags in (True, False):
-        inner = extract_answer(text, tags)
+def parse_all(text: str) -> dict[str, Any]:
+    return {name: parser(text) for name, parser in PARSERS.items()}
+
+
+def check_forms(text: str, values: dict[str, Any]) -> None:
+    """Check that every parser has returned None or a value of its documented form."""
+    for inner in (values["extract_answer with tags"], values["extract_answer"]):
         assert inner is None or (inner == inner.strip() != "" and inner in text)
-    number = parse_integer(text)
+    number = values["parse_integer"]
     assert number is None or (type(number) is int and number >= 0)
-    for box, label in parse_boxes(text) or ():
+    for box, label in values["parse_boxes"] or ():
         assert len(box) == 4
         assert box[0] < box[2]
         assert box[1] < box[3]
         assert max(map(abs, box)) <= MAX_COORDINATE
         assert label is None or isinstance(label, str)
-    for point in parse_points(text) or ():
+    for point in values["parse_points"] or ():
         assert len(point) == 2
         assert max(map(abs, point)) <= MAX_COORDINATE
 
@@ -310,7 +314,7 @@ def check_forms(text: str) -> None:
 )
 @settings(max_examples=500, deadline=None)
 def test_any_text_yields_a_value_or_none(text: str):
-    check_forms(text)
+    check_forms(text, parse_all(text))
 
 
 @pytest.mark.slow
@@ -318,6 +322,9 @@ def test_100_000_random_texts_each_yield_a_value_of_the_documented_form_within_1
     rng = random.Random(0)
     for _ in range(100_000):
         text = random_text(rng)
-        for name, parser in PARSERS.items():
-            assert measure_fastest(parser, text) < 0.010, (name, text[:200])
-        check_forms(text)
+        start = time.thread_time()
+        values = parse_all(text)
+        if time.thread_time() - start >= 0.010:  # all together: each is measured alone
+            for name, parser in PARSERS.items():
+                assert measure_fastest(parser, text) < 0.010, (name, text[:200])
+        check_forms(text, values)
