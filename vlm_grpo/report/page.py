@@ -7,12 +7,12 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from vlm_grpo.config.sources import get_short_name
@@ -142,14 +142,6 @@ def _name_runs(folders: Sequence[Path]) -> list[str]:
 def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], gallery: Gallery) -> Path:
     files = resources.files("vlm_grpo.report")
     script = "\n".join(files.joinpath(name).read_text("utf-8") for name in SCRIPTS)
-    environment = Environment(
-        loader=PackageLoader("vlm_grpo.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["format_value"] = partial(format_value, space="\N{NO-BREAK SPACE}")
     summaries = [_summarize_run(label, run) for label, run in runs]
     data = {
         "entries": gallery.entries,
@@ -159,7 +151,7 @@ def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], galler
         "pairs": content.pairs,
         **pack_charts([*content.sweeps, *content.charts]),
     }
-    html = environment.get_template("page.html.j2").render(
+    html = _load_template().render(
         content=content,
         summaries=summaries,
         few=len(runs) <= MAX_CARDS,
@@ -181,6 +173,20 @@ def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], galler
     # A folder's name may contain a lone surrogate, which UTF-8 cannot encode.
     write_atomic(path, html.encode("utf-8", errors="replace"))
     return path
+
+
+@cache
+def _load_template() -> Template:
+    """Compile the page's template, which takes as long as to read a run and render it."""
+    environment = Environment(
+        loader=PackageLoader("vlm_grpo.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["format_value"] = partial(format_value, space="\N{NO-BREAK SPACE}")
+    return environment.get_template("page.html.j2")
 
 
 def _summarize_run(label: str, run: Run) -> dict[str, Any]:
