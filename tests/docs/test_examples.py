@@ -29,8 +29,8 @@ def test_the_minimal_loop_is_at_most_100_lines_long() -> None:
 
 @pytest.mark.slow
 def test_the_minimal_loop_learns_to_count() -> None:
-    before, after = load_example("loop").train(steps=30)
-    # Seeds 0, 1 and 2 gain 0.37, 0.42 and 0.46; with n = 500 a difference has a deviation of 0.03.
+    before, after = load_example("loop").train(steps=15)
+    # Seeds 0, 1 and 2 gain 0.32, 0.36 and 0.38; with n = 500 a difference has a deviation of 0.03.
     assert after > before + 0.2
 
 

@@ -1,23 +1,16 @@
 """Two processes that load a model of which only the first one has the weights' file.
 
-    python one_reader_ranks.py MODEL MODEL_WITHOUT_WEIGHTS BROKEN OUT
-
-Writes to OUT the weights that each has after they are placed, with those that the first one read,
+The results are the weights that each has after they are placed, with those that the first one read,
 and the message of each process if the file is broken.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import socket
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from small_runs import small_run
@@ -68,36 +61,15 @@ def compare(folders: list[Path], rank: int, work: Path) -> dict[str, Any]:
     return results
 
 
-def run_rank(folders: list[Path], out: Path, rank: int, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+def run_rank(folders: list[Path], out: Path) -> None:
+    """Write the results of all ranks to ``out``.
+
+    Args:
+        folders: a model, the same without the file of its weights, and one whose file is broken.
+    """
+    rank = int(os.environ["RANK"])
     work = out.parent / str(rank)
     work.mkdir()
-    try:
-        results = compare(folders, rank, work)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    results = compare(folders, rank, work)
     if rank == 0:
         out.write_text(json.dumps(results))
-    sys.stdout.flush()
-    os._exit(0)  # torch's exit handlers do not work in forked processes
-
-
-def main(folders: list[Path], out: Path) -> None:
-    torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(folders, out, r, port)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    raise SystemExit(any(rank.exitcode for rank in ranks))
-
-
-if __name__ == "__main__":
-    *folders, out = map(Path, sys.argv[1:])
-    main(folders, out)

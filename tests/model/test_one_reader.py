@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_ranks
+from one_reader_ranks import run_rank
 from small_runs import save_tiny_model
 from tiny_models import FAMILIES, tiny_model
 
 from vlm_grpo.model import one_reader
 from vlm_grpo.model.one_reader import has_one_reader, read_once
-
-SCRIPT = Path(__file__).parents[1] / "helpers" / "one_reader_ranks.py"
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +24,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name in ("without-weights", "broken"):
         shutil.copytree(model, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "broken" / "model.safetensors").write_bytes(b"no weights")
-    names = ("model", "without-weights", "broken", "out.json")
-    command = [sys.executable, str(SCRIPT), *(str(folder / name) for name in names)]
-    subprocess.run(command, check=True, timeout=300)
+    folders = [folder / name for name in ("model", "without-weights", "broken")]
+    run_ranks(folder / "log", 2, run_rank, folders, folder / "out.json")
     return json.loads((folder / "out.json").read_text())
 
 

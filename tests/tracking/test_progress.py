@@ -5,41 +5,45 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-import sys
+import select
 from pathlib import Path
 
+import forked
 import pytest
+from commands import run
 from rich.text import Text
 
+from vlm_grpo.cli import main
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.tracking.progress import Progress
 from vlm_grpo.utils.timing import Stopwatch
 
-COMMAND = [
-    sys.executable, "-m", "vlm_grpo.cli", "train", "quickstart", "optim.max_steps=3",
-    "optim.warmup_steps=0", "optim.prompts_per_step=2", "rollout.num_generations=2",
-    "data.train_limit=8", "data.eval_limit=8", "evaluation.every=1", "name=run",
+SETTINGS = (
+    "optim.max_steps=3",
+    "optim.warmup_steps=0",
+    "optim.prompts_per_step=2",
+    "rollout.num_generations=2",
+    "data.train_limit=8",
+    "data.eval_limit=8",
+    "evaluation.every=1",
     "logging.trackers=[]",
-]  # fmt: skip
+    "name=run",
+)
 
 
-def run_in_terminal(command: list[str], folder: Path) -> str:
-    """Run the command in a terminal of 100 columns and return its output."""
+def train_in_terminal(folder: Path) -> str:
+    """Train in a terminal of 100 columns and return its output."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm-256color"}
-    with subprocess.Popen(
-        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        parts = []
-        try:
-            while part := os.read(ours, 65536):
-                parts.append(part)
-        except OSError:  # Linux reports the end of a terminal as an error
-            pass
+    words = ["train", "quickstart", *SETTINGS, f"output_dir={folder}"]
+    terminal = {"COLUMNS": "100", "TERM": "xterm-256color"}
+    process = forked.start(Path(os.ttyname(theirs)), main, words, **terminal)
+    parts = []
+    while select.select([ours], [], [], 0.1)[0] or process.is_alive():
+        if select.select([ours], [], [], 0.1)[0]:
+            parts.append(os.read(ours, 65536))
+    os.close(theirs)
     os.close(ours)
-    assert process.returncode == 0
+    assert process.exitcode == 0
     return b"".join(parts).decode()
 
 
@@ -65,7 +69,7 @@ def test_the_live_line_fits_the_terminal(
 
 
 def test_a_terminal_shows_live_progress(tmp_path: Path) -> None:
-    shown = run_in_terminal(COMMAND, tmp_path)
+    shown = train_in_terminal(tmp_path)
     assert "\x1b[" in shown  # lines are drawn over
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert "3/3" in text
@@ -76,11 +80,12 @@ def test_a_terminal_shows_live_progress(tmp_path: Path) -> None:
     assert re.search(r"\b(evaluation|saving|update|decode|rollout) +reward", text)
 
 
-def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
-    done = subprocess.run(COMMAND, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "\x1b" not in done.stdout + done.stderr
-    assert "\r" not in done.stdout + done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("step ")]
+def test_a_pipe_gets_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "train", "quickstart", *SETTINGS, f"output_dir={tmp_path}")
+    assert status == 0
+    assert "\x1b" not in out + err
+    assert "\r" not in out + err
+    (line,) = [line for line in err.splitlines() if line.startswith("step ")]
     assert re.match(
         r"step 3/3  reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left$", line
     )
@@ -88,8 +93,8 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     starts += ["reference", "note"]
     starts += ["run folder", "before", "after", "change", "best", "report", "samples"]
     starts += ["checkpoint", "next", ""]
-    lines = done.stdout.splitlines()
+    lines = out.splitlines()
     assert [text[:11].strip() for text in lines] == starts
     for text in lines[-2:]:  # the next commands
         assert " vlm-grpo " in text
-    assert (tmp_path / "runs/run/report.html").is_file()
+    assert (tmp_path / "run/report.html").is_file()
