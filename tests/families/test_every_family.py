@@ -67,18 +67,19 @@ def test_scores_equal_plain_forward_passes(name: str) -> None:
 def test_greedy_samples_equal_generate(name: str) -> None:
     policy = build_family_policy(name, torch.float64, temperature=0.0)
     prompts = build_prompts(policy, name, 20)
-    groups = sample_groups(policy, prompts, group_size=1, length=5)
+    groups = sample_groups(policy, prompts, group_size=1, length=3)
     for prompt, (completion,) in zip(prompts, groups, strict=True):
         tokens = torch.tensor([prompt.token_ids])
         generated = policy.model.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
             **prompt.vision,
-            max_new_tokens=5,
+            max_new_tokens=3,
             do_sample=False,
             suppress_tokens=list(policy.distribution.banned) or None,
         )
         assert completion.token_ids == tuple(generated[0, tokens.shape[1] :].tolist())
-    scores = policy.score(pack_groups(prompts, groups)).logprobs
+    with torch.no_grad():
+        scores = policy.score(pack_groups(prompts[:4], groups[:4])).logprobs
     # Padding on the left shifts the rotary positions, which are float32: at most 2e-5 here.
-    torch.testing.assert_close(scores.float(), sampled_logprobs(groups), rtol=0, atol=5e-5)
+    torch.testing.assert_close(scores.float(), sampled_logprobs(groups[:4]), rtol=0, atol=5e-5)
