@@ -31,14 +31,14 @@ class Counting(Task):
     def question(self, example: Example) -> str:
         if not self.points:
             return example.question
-        point = self.frame.describe(example.images[0].size, form='{"point_2d": [x, y]}')
+        point = self.frame.describe_point(example.images[0].size)
         return f"{example.question} Answer with a list of {point}, one for each."
 
     def parse(self, text: str, example: Example) -> int | Points | None:
         if not self.points:
             return parse_integer(text)
         image = example.images[0]
-        points = parse_points(text, self.frame.describe_units(image.size))
+        points = parse_points(text, self.frame.describe_units(image.size), self.frame.y_first)
         if points is None or len(set(points)) < len(points):
             return None
         boxes = (
@@ -51,7 +51,8 @@ class Counting(Task):
             return str(answer)
         # A gold count has no positions, so any distinct points do.
         count = answer if isinstance(answer, int) else len(answer)
-        return json.dumps([{"point_2d": [index, index]} for index in range(count)])
+        key = "point" if self.frame.y_first else "point_2d"
+        return json.dumps([{key: [index, index]} for index in range(count)])
 
     def check(self, example: Example) -> None:
         answer = example.answer

@@ -39,7 +39,7 @@ class Detection(Task):
 
     def parse(self, text: str, example: Example) -> Objects | None:
         image = example.images[0]
-        boxes = parse_boxes(text, self.frame.describe_units(image.size))
+        boxes = parse_boxes(text, self.frame.describe_units(image.size), self.frame.y_first)
         if boxes is None or len(boxes) > self.max_boxes:
             return None
         objects = [

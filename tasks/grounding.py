@@ -50,7 +50,7 @@ class Grounding(Task):
 
     def parse(self, text: str, example: Example) -> Boxes | None:
         image = example.images[0]
-        found = parse_boxes(text, self.frame.describe_units(image.size))
+        found = parse_boxes(text, self.frame.describe_units(image.size), self.frame.y_first)
         if found is None:
             return None
         boxes = [box for box, _ in found]

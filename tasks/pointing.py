@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 from PIL import Image
 
@@ -21,7 +19,8 @@ class Pointing(Task):
     """Point at the named object, or at every such object; points are in original pixels.
 
     The gold answer is ``{"boxes": […]}``. A point is correct inside a box, edges included, and each
-    box accepts one point. Points are JSON in every frame, ``{"point_2d": [x, y]}``.
+    box accepts one point. Points are JSON in every frame, ``{"point_2d": [x, y]}`` (Gemma 4:
+    ``{"point": [y, x]}``).
 
     Attributes:
         several: ask for every such object; otherwise an answer with different points is invalid.
@@ -33,14 +32,14 @@ class Pointing(Task):
     max_points: int = 100
 
     def question(self, example: Example) -> str:
-        point = self.frame.describe(example.images[0].size, form='{"point_2d": [x, y]}')
+        point = self.frame.describe_point(example.images[0].size)
         if self.several:
             return f"Point to every {example.question}. Answer with a list of {point}."
         return f"Point to {example.question}. Answer with {point}."
 
     def parse(self, text: str, example: Example) -> Points | None:
         image = example.images[0]
-        points = parse_points(text, self.frame.describe_units(image.size))
+        points = parse_points(text, self.frame.describe_units(image.size), self.frame.y_first)
         if points is not None and not self.several:
             points = list(dict.fromkeys(points))
         if points is None or not self._allows(len(points)):
@@ -52,12 +51,7 @@ class Pointing(Task):
 
     def write(self, answer: Points, example: Example) -> str:
         image = example.images[0]
-        boxes = (
-            self.frame.from_pixels((x, y, x, y), image.size, image.resized_size) for x, y in answer
-        )
-        digits = self.frame.decimals or None  # None rounds to an integer
-        points = [{"point_2d": [round(x, digits), round(y, digits)]} for x, y, _, _ in boxes]
-        return json.dumps(points[0] if len(points) == 1 else points)
+        return self.frame.write_points(answer, image.size, image.resized_size)
 
     def gold_answer(self, example: Example) -> Points:
         """Return the centers of the gold boxes."""

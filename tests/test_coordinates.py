@@ -7,7 +7,7 @@ import random
 import pytest
 
 from vlm_grpo.coordinates import FRAMES, Box, CoordinateFrame, Size, gold_boxes
-from vlm_grpo.parsing import parse_boxes
+from vlm_grpo.parsing import parse_boxes, parse_points
 from vlm_grpo.scoring import iou
 
 SIZE, RESIZED = (640, 480), (320, 240)
@@ -32,6 +32,8 @@ def get_unit_size(frame: CoordinateFrame, size: Size, resized_size: Size) -> tup
         ("internvl", "<box>[[100,100,500,500]]</box>"),
         # 0.1 · 1024 = 102.4 and 0.5 · 1024 = 512, y before x
         ("paligemma", "<loc0102><loc0102><loc0512><loc0512>"),
+        ("glm", '<|begin_of_box|>{"bbox_2d": [100, 100, 500, 500]}<|end_of_box|>'),
+        ("gemma4", '{"box_2d": [100, 100, 500, 500]}'),
     ],
 )
 def test_a_box_is_written_in_the_grammar_of_its_family(name: str, written: str):
@@ -49,7 +51,9 @@ def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame: CoordinateF
         x1, y1 = rng.uniform(0, size[0] - 3 * x), rng.uniform(0, size[1] - 3 * y)
         x2, y2 = rng.uniform(x1 + x, size[0] - x), rng.uniform(y1 + y, size[1] - y)
 
-        parsed = parse_boxes(frame.write((x1, y1, x2, y2), size, resized_size))
+        parsed = parse_boxes(
+            frame.write((x1, y1, x2, y2), size, resized_size), y_first=frame.y_first
+        )
 
         assert parsed is not None
         result = frame.to_pixels(parsed[0][0], size, resized_size)
@@ -62,7 +66,7 @@ def test_a_box_thinner_than_a_unit_keeps_an_area(frame: CoordinateFrame):
     size = resized_size = (100_000, 100_000)  # a thousandth of it is 100 pixels, 1/1024 nearly so
     thin = [(50.2, 10.3, 50.4, 10.4), (99_999.5, 99_999.5, 99_999.9, 99_999.9)]
     for box in thin:
-        parsed = parse_boxes(frame.write(box, size, resized_size))
+        parsed = parse_boxes(frame.write(box, size, resized_size), y_first=frame.y_first)
         assert parsed is not None
         for value, expected in zip(
             frame.to_pixels(parsed[0][0], size, resized_size), box, strict=True
@@ -74,12 +78,12 @@ def test_a_box_thinner_than_a_unit_keeps_an_area(frame: CoordinateFrame):
 def test_several_labeled_boxes_survive_a_round_trip(frame: CoordinateFrame):
     boxes = [BOX, (32.0, 24.0, 608.0, 456.0)]
     written = frame.write_all(boxes, SIZE, RESIZED, labels=["red mug", "猫"])
-    parsed = parse_boxes(written)
+    parsed = parse_boxes(written, y_first=frame.y_first)
     assert parsed is not None
     assert [label for _, label in parsed] == ["red mug", "猫"]
     for (box, _), expected in zip(parsed, boxes, strict=True):
         assert iou(frame.to_pixels(box, SIZE, RESIZED), expected) > 0.98  # half units of 1/1000
-    unlabeled = parse_boxes(frame.write_all(boxes, SIZE, RESIZED))
+    unlabeled = parse_boxes(frame.write_all(boxes, SIZE, RESIZED), y_first=frame.y_first)
     assert unlabeled is not None
     assert [(box, None) for box, _ in parsed] == unlabeled
 
@@ -97,13 +101,27 @@ def test_least_iou_bounds_the_loss_by_rounding(frame: CoordinateFrame):
     for _ in range(2_000):
         x1, y1 = rng.uniform(0, 600), rng.uniform(0, 440)
         box = (x1, y1, rng.uniform(x1 + 1, 640), rng.uniform(y1 + 1, 480))
-        parsed = parse_boxes(frame.write(box, SIZE, RESIZED))
+        parsed = parse_boxes(frame.write(box, SIZE, RESIZED), y_first=frame.y_first)
         assert parsed is not None
         actual = iou(frame.to_pixels(parsed[0][0], SIZE, RESIZED), box)
         bound = frame.least_iou(box, SIZE, RESIZED)
         assert actual >= bound - 1e-9
         smallest_slack = min(smallest_slack, actual - bound)
     assert smallest_slack < 0.1  # the bound is not trivial
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_points_survive_a_round_trip(frame: CoordinateFrame):
+    points = [(64.0, 240.0), (576.0, 48.0)]
+    for some in (points, points[:1]):
+        written = frame.write_points(some, SIZE, RESIZED)
+        parsed = parse_points(written, frame.describe_units(SIZE), frame.y_first)
+        assert parsed is not None
+        found = [frame.to_pixels((x, y, x, y), SIZE, RESIZED)[:2] for x, y in parsed]
+        # Whole units of every frame but PaliGemma's, whose unit is 640/1024 pixels.
+        assert found == [pytest.approx(point, abs=0.625) for point in some]
+    key = "point" if frame.y_first else "point_2d"
+    assert f'"{key}"' in frame.describe_point(SIZE)
 
 
 def test_integer_coordinates_lose_nothing():

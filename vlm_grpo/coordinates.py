@@ -20,12 +20,13 @@ RoundedBox = tuple[int, int, int, int] | Box
 """A box in units of a frame as it is written: integers, but for ``FRACTION``."""
 
 
-def _write_json(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
-    if labels is None:
-        objects: list[dict] = [{"bbox_2d": list(box)} for box in boxes]
-    else:
-        pairs = zip(boxes, labels, strict=True)
-        objects = [{"bbox_2d": list(box), "label": label} for box, label in pairs]
+def _write_json(
+    boxes: Sequence[RoundedBox], labels: Sequence[str] | None, key: str = "bbox_2d"
+) -> str:
+    objects: list[dict] = [{key: list(box)} for box in boxes]
+    if labels is not None:
+        pairs = zip(objects, labels, strict=True)
+        objects = [{**found, "label": label} for found, label in pairs]
     return json.dumps(objects[0] if len(objects) == 1 else objects, ensure_ascii=False)
 
 
@@ -53,6 +54,14 @@ def _write_loc_tokens(boxes: Sequence[RoundedBox], labels: Sequence[str] | None)
         f"<loc{y1:04d}><loc{x1:04d}><loc{y2:04d}><loc{x2:04d}>{name}"
         for name, (x1, y1, x2, y2) in zip(names, boxes, strict=True)
     )
+
+
+def _write_boxed(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
+    return f"<|begin_of_box|>{_write_json(boxes, labels)}<|end_of_box|>"
+
+
+def _write_y_first(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) -> str:
+    return _write_json([(y1, x1, y2, x2) for x1, y1, x2, y2 in boxes], labels, "box_2d")
 
 
 def gold_boxes(answer: Any) -> tuple[Box, ...]:
@@ -102,6 +111,7 @@ class CoordinateFrame:
             the resized image, or a fixed number.
         max_coordinate: largest number that the grammar can write; None: no limit.
         decimals: number of decimals of written coordinates.
+        y_first: whether JSON has y before x, under the keys ``box_2d`` and ``point``.
         grammar: a function that writes rounded boxes, with or without labels.
     """
 
@@ -111,6 +121,7 @@ class CoordinateFrame:
     span: Literal["original", "resized"] | int = "original"
     max_coordinate: int | None = None
     decimals: int = 0
+    y_first: bool = False
     grammar: Callable[[Sequence[RoundedBox], Sequence[str] | None], str] = _write_json
 
     def describe(self, size: Size, form: str | None = None) -> str:
@@ -124,6 +135,14 @@ class CoordinateFrame:
         '{"bbox_2d": [x1, y1, x2, y2]} scaled to 0-1000'
         """
         return f"{form or self.form} {self.describe_units(size)}"
+
+    def describe_point(self, size: Size) -> str:
+        """Return the prompt's description of a point, which is JSON in every frame.
+
+        >>> GEMMA4.describe_point((640, 480))
+        '{"point": [y, x]} scaled to 0-1000'
+        """
+        return self.describe(size, '{"point": [y, x]}' if self.y_first else '{"point_2d": [x, y]}')
 
     def describe_units(self, size: Size) -> str:
         """Return the description of the units in ``describe``, whose numbers answers may repeat."""
@@ -180,6 +199,21 @@ class CoordinateFrame:
             return "[]"
         rounded = [self._round(self.from_pixels(box, size, resized_size)) for box in boxes]
         return self.grammar(rounded, labels)
+
+    def write_points(
+        self, points: Sequence[tuple[float, float]], size: Size, resized_size: Size
+    ) -> str:
+        """Write points, given as (x, y) in original pixels; one point is not in a list.
+
+        The other arguments are those of ``write_all``.
+        """
+        digits = self.decimals or None  # None rounds to an integer
+        objects = []
+        for x, y in points:
+            x, y, _, _ = self.from_pixels((x, y, x, y), size, resized_size)
+            x, y = round(x, digits), round(y, digits)
+            objects.append({"point": [y, x]} if self.y_first else {"point_2d": [x, y]})
+        return json.dumps(objects[0] if len(objects) == 1 else objects)
 
     def least_iou(self, box: Box, size: Size, resized_size: Size) -> float:
         """Return a lower bound on the IoU between a box and the same box after writing and parsing.
@@ -246,12 +280,25 @@ PALIGEMMA = CoordinateFrame(
     max_coordinate=1023,
     grammar=_write_loc_tokens,
 )
+GLM = CoordinateFrame("glm", "scaled to 0-1000", span=1000, grammar=_write_boxed)
+"""Thousandths in JSON between GLM-V's two markers of a final answer."""
+GEMMA4 = CoordinateFrame(
+    "gemma4",
+    "scaled to 0-1000",
+    form='{"box_2d": [y1, x1, y2, x2]}',
+    span=1000,
+    y_first=True,
+    grammar=_write_y_first,
+)
 
 FRACTION = CoordinateFrame("fraction", "scaled to 0-1", span=1, decimals=3)
-"""Fractions of the image's sides, as lmms-eval requests on RefCOCO; no family writes them."""
+"""Fractions of the image's sides (LLaVA, LFM2-VL, and lmms-eval's prompt for RefCOCO)."""
 
 FRAMES = {
     frame.name: frame
-    for frame in (ORIGINAL, RESIZED, PERMILLE, QWEN2_VL, INTERNVL, PALIGEMMA, FRACTION)
+    for frame in (
+        *(ORIGINAL, RESIZED, PERMILLE, FRACTION),
+        *(QWEN2_VL, INTERNVL, GLM, PALIGEMMA, GEMMA4),
+    )
 }
 """All frames by name."""

@@ -16,6 +16,7 @@ from typing import Any
 
 LabeledBox = tuple[tuple[float, float, float, float], str | None]
 """A box (xyxy, in the units that the model wrote) and its label or None."""
+Point = tuple[float, float]
 
 MAX_CHARACTERS = 20_000
 """Maximum length of an answer: enough for a page of text or 300 boxes."""
@@ -29,12 +30,15 @@ MAX_COORDINATE = 1e6
 """Largest coordinate: no image is this wide, and areas of larger boxes overflow."""
 
 _Rows = list[tuple[list[float], str | None]]
-_BOX_KEYS = ("bbox_2d", "bbox", "box")
-_POINT_KEYS = ("point_2d", "point")
+_BOX_KEYS = (("bbox_2d", "bbox", "box"), ("box_2d",))  # of x first and of y first
+_POINT_KEYS = (("point_2d", "point"), ("point",))
 
 
 def extract_answer(text: str, tags: bool) -> str | None:
     """Extract the answer from a completion and strip surrounding white space.
+
+    GLM-V's ``<|begin_of_box|>`` and ``<|end_of_box|>``, which mark its final answer of any kind,
+    are removed if both occur once.
 
     Args:
         text: the full completion.
@@ -63,6 +67,8 @@ def extract_answer(text: str, tags: bool) -> str | None:
         if "</answer>" not in text:
             return None
         text = text.partition("</answer>")[0]
+    if text.count("<|begin_of_box|>") == text.count("<|end_of_box|>") == 1:
+        text = text.replace("<|begin_of_box|>", " ").replace("<|end_of_box|>", " ")
     return text.strip() or None
 
 
@@ -154,13 +160,14 @@ def _read_number(match: re.Match[str]) -> int | None:
     return int(digits) if len(digits) <= MAX_DIGITS else None
 
 
-def parse_boxes(text: str, units: str = "") -> list[LabeledBox] | None:
+def parse_boxes(text: str, units: str = "", y_first: bool = False) -> list[LabeledBox] | None:
     """Parse all boxes in an answer.
 
     The accepted forms are JSON (an object with ``bbox_2d``, a list of four numbers, or a list of
     either), with or without a code fence or words around it, and with round brackets around four
     numbers; Qwen2-VL's ``<|box_start|>(x1,y1),(x2,y2)<|box_end|>``; InternVL's
-    ``<box>[[x1,y1,x2,y2]]</box>``; and PaliGemma's four ``<loc…>`` tokens in the order y1 x1 y2 x2.
+    ``<box>[[x1,y1,x2,y2]]</box>``; GLM-V's ``<|begin_of_box|>…<|end_of_box|>`` around JSON; Gemma
+    4's JSON with ``box_2d``; and PaliGemma's four ``<loc…>`` tokens in the order y1 x1 y2 x2.
     Words may stand before the tokens of the last three. ``[]`` means that there are none.
 
     The rule for everything else in the text: it must contain no number, which would be another
@@ -170,6 +177,7 @@ def parse_boxes(text: str, units: str = "") -> list[LabeledBox] | None:
         text: the answer.
         units: the prompt's description of the units, whose numbers the answer may repeat
             ("in pixels of the 640x480 image").
+        y_first: whether JSON has y before x, under ``box_2d`` (``CoordinateFrame.y_first``).
 
     Returns:
         Boxes as xyxy in the units that the model wrote, each with its label or None; None if any
@@ -186,10 +194,10 @@ def parse_boxes(text: str, units: str = "") -> list[LabeledBox] | None:
             words, tokens = text[: start.start()], text[start.start() :]
             matches = None if _has_number(words, units) else _scan(pattern, tokens)
             return _join(read(match) for match in matches) if matches else None
-    return _parse_json_boxes(_ROUND_BOX.sub(r"[\1]", text), units)
+    return _parse_json_boxes(_ROUND_BOX.sub(r"[\1]", text), units, y_first)
 
 
-def parse_points(text: str, units: str = "") -> list[tuple[float, float]] | None:
+def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Point] | None:
     """Parse all points in an answer.
 
     The accepted form is JSON: an object with ``point_2d``, a list of two numbers, or a list of
@@ -198,6 +206,7 @@ def parse_points(text: str, units: str = "") -> list[tuple[float, float]] | None
     Args:
         text: the answer.
         units: as in ``parse_boxes``.
+        y_first: whether points are (y, x), under ``point``.
 
     Returns:
         Points (x, y) in the units that the model wrote; None if any part of the answer is
@@ -206,14 +215,14 @@ def parse_points(text: str, units: str = "") -> list[tuple[float, float]] | None
     >>> parse_points('[{"point_2d": [10, 20.5]}, [3, 4]]')
     [(10.0, 20.5), (3.0, 4.0)]
     """
-    rows = _parse_json_rows(text, _POINT_KEYS, units)
+    rows = _parse_json_rows(text, _POINT_KEYS[y_first], units, y_first)
     if rows is None or not all(len(row) == 2 and _in_range(row) for row, _ in rows):
         return None
     return [(row[0], row[1]) for row, _ in rows]
 
 
-def _parse_json_boxes(text: str, units: str = "") -> list[LabeledBox] | None:
-    rows = _parse_json_rows(text, _BOX_KEYS, units)
+def _parse_json_boxes(text: str, units: str = "", y_first: bool = False) -> list[LabeledBox] | None:
+    rows = _parse_json_rows(text, _BOX_KEYS[y_first], units, y_first)
     return None if rows is None else _join(_make_box(row, label) for row, label in rows)
 
 
@@ -235,15 +244,18 @@ def _has_number(words: str, units: str) -> bool:
     return any(map(str.isdecimal, words))
 
 
-def _parse_json_rows(text: str, keys: Sequence[str], units: str) -> _Rows | None:
-    """Return the lists of numbers, with labels, that the JSON in an answer states, or None."""
+def _parse_json_rows(text: str, keys: Sequence[str], units: str, y_first: bool) -> _Rows | None:
+    """Return the lists of numbers, x first, with labels, that the JSON in an answer states."""
     if len(text) > MAX_CHARACTERS:
         return None
     values, words = _find_json(text)
     if _has_number(words, units) or (len(values) > 1 and re.search(r"\bor\b", words)):
         return None
     statements = [rows for v in values if (rows := _parse_json_value(v, keys)) is not None]
-    return _merge(statements) if len(statements) == len(values) else None
+    rows = _merge(statements) if len(statements) == len(values) else None
+    if rows is None or not y_first:
+        return rows
+    return [([*row[1::-1], *row[:1:-1]], label) for row, label in rows]
 
 
 def _merge(statements: Sequence[_Rows]) -> _Rows | None:
@@ -334,6 +346,7 @@ _TOKEN_BOX = re.compile(
     r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)? ?(<\|box_start\|>)? ?"
     rf"{_POINT_TOKEN} ?, ?{_POINT_TOKEN} ?(<\|box_end\|>)? ?[,;.]? ?"
 )
+_TOKEN_START = re.compile(rf"<\|(?:object_ref|box)_start\|>|{_POINT_TOKEN} ?, ?\(")
 _TAGGED_BOXES = re.compile(r"(?:<ref>([^<]*)</ref>)? ?<box>([^<]*)</box> ?[,;.]? ?")
 _LOC_BOX = re.compile(r"<loc(\d{4})> ?<loc(\d{4})> ?<loc(\d{4})> ?<loc(\d{4})> ?([^<;]*)(?:; ?|\Z)")
 
@@ -365,22 +378,12 @@ def _read_loc_box(match: re.Match[str]) -> LabeledBox | None:
     return _make_box((x1, y1, x2, y2), label.strip() or None)
 
 
+_Reader = Callable[[re.Match[str]], LabeledBox | list[LabeledBox] | None]
 # By the text that begins a box: the pattern of a box, and its reader.
-_TOKEN_GRAMMARS: tuple[
-    tuple[
-        re.Pattern[str],
-        re.Pattern[str],
-        Callable[[re.Match[str]], LabeledBox | list[LabeledBox] | None],
-    ],
-    ...,
-] = (
+_TOKEN_GRAMMARS: tuple[tuple[re.Pattern[str], re.Pattern[str], _Reader], ...] = (
     (re.compile("<loc"), _LOC_BOX, _read_loc_box),
     (re.compile("<ref>|<box>"), _TAGGED_BOXES, _read_tagged_boxes),
-    (
-        re.compile(rf"<\|(?:object_ref|box)_start\|>|{_POINT_TOKEN} ?, ?\("),
-        _TOKEN_BOX,
-        _read_token_box,
-    ),
+    (_TOKEN_START, _TOKEN_BOX, _read_token_box),
 )
 
 

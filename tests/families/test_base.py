@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from tiny_models import noise_example, tiny_policy
 from transformers import (
+    Gemma4Config,
+    Glm4vConfig,
     InternVLConfig,
+    LlavaConfig,
     PaliGemmaConfig,
     Qwen2_5_VLConfig,
     Qwen2Tokenizer,
@@ -29,7 +32,10 @@ FAMILIES: dict[str, tuple[Any, list[str]]] = {
     "resized": (Qwen2_5_VLConfig, []),
     "permille": (Qwen3VLConfig, []),
     "internvl": (InternVLConfig, [*INTERNVL, "<IMG_CONTEXT>"]),
+    "glm": (Glm4vConfig, ["<|begin_of_box|>", "<|end_of_box|>", "<|begin_of_image|>", "<|image|>"]),
     "paligemma": (PaliGemmaConfig, PALIGEMMA),
+    "gemma4": (Gemma4Config, ["<|image|>", "<image|>"]),
+    "fraction": (LlavaConfig, ["<image>"]),
 }
 """For each family, by its coordinate frame: the configuration and additional special tokens."""
 
@@ -60,14 +66,10 @@ def test_decoded_boxes_and_labels_can_be_parsed(frame: str) -> None:
     text = family.decoder(tokenizer)([*tokens, *others])
 
     assert text == written
-    read = parse_boxes(text)
+    read = parse_boxes(text, y_first=FRAMES[frame].y_first)
     assert read is not None
     assert [label for _, label in read] == ["red mug", "cat"]
-    if frame in (
-        "qwen2_vl",
-        "internvl",
-        "paligemma",
-    ):  # the others write JSON
+    if frame in ("qwen2_vl", "internvl", "glm", "paligemma"):  # the others write plain JSON
         assert tokenizer.decode(tokens, skip_special_tokens=True) != written
 
 

@@ -142,7 +142,7 @@ def test_the_prompt_describes_the_frame(case):
         if case[0] in ("grounding", "detection"):
             assert frame.form in task.prompt(example)
         elif case[0] == "pointing" or "points" in case[1]:
-            assert "point_2d" in task.prompt(example)
+            assert frame.describe_point(IMAGE.size) in task.prompt(example)
 
 
 BAD: list[tuple[str, dict[str, Any], Any, str]] = [

@@ -129,6 +129,8 @@ def _convert(numbers: Sequence[str] | None, example: Example, task: Task) -> tup
     except ValueError:
         return None
     image = example.images[0]
+    if task.frame.y_first:
+        x1, y1, x2, y2 = y1, x1, y2, x2
     box = task.frame.to_pixels((x1, y1, x2, y2), image.size, image.resized_size)
     return (box,) if all(map(math.isfinite, box)) else None
 
@@ -142,7 +144,10 @@ _OBJECT = re.compile(
 def _read_objects(text: str, example: Example, task: Task) -> Any | None:
     answer = unwrap(text)
     items = _OBJECT.findall(answer)
-    boxes: list[LabeledBox] = [box for item in items for box in parse_boxes(item) or ()]
+    y_first = task.frame.y_first
+    boxes: list[LabeledBox] = [
+        box for item in items for box in parse_boxes(item, y_first=y_first) or ()
+    ]
     named = [(box, " ".join(label.casefold().split())) for box, label in boxes if label]
     image = example.images[0]
     objects = [(task.frame.to_pixels(b, image.size, image.resized_size), n) for b, n in named]

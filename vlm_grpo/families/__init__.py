@@ -3,17 +3,25 @@
 from typing import Any
 
 from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget, find_part
+from vlm_grpo.families.glm import Glm
+from vlm_grpo.families.google import Gemma4, PaliGemma
+from vlm_grpo.families.internvl import InternVL
+from vlm_grpo.families.llava import Lfm2VL, Llava
+from vlm_grpo.families.paddleocr import PaddleOCRVL
 from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
-from vlm_grpo.families.repeated import InternVL, PaliGemma
 
-__all__ = ["Family", "ImageFeatures", "PixelBudget", "find_part", "load_family"]
+__all__ = ["FAMILIES", "Family", "ImageFeatures", "PixelBudget", "find_part", "load_family"]
 
-_FAMILIES = (Qwen2VL, Qwen25VL, Qwen3VL, InternVL, PaliGemma)
+FAMILIES = (
+    *(Qwen2VL, Qwen25VL, Qwen3VL, InternVL, Glm),
+    *(Gemma4, PaliGemma, Llava, Lfm2VL, PaddleOCRVL),
+)
+"""Families with facts of their own; all other models have those of ``Family``."""
 
 
 def load_family(config: Any) -> Family:
     """Return the family of a transformers configuration, or the generic one if it is unknown."""
-    for family in _FAMILIES:
+    for family in FAMILIES:
         if config.model_type in family.model_types:
             return family()
     return Family()

@@ -77,6 +77,8 @@ class Family:
     model_types: ClassVar[tuple[str, ...]] = ()
     frame: ClassVar[str] = "permille"
     """Name of the coordinate frame of the family's boxes."""
+    frame_source: ClassVar[str] = ""
+    """Where the frame is documented; empty: nowhere, so that only the prompt states its units."""
     answer_tokens: ClassVar[str] = ""
     """Pattern of the special tokens that belong to an answer, such as box markers; all others (end,
     padding, image) are removed from completions' texts."""

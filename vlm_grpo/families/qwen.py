@@ -136,11 +136,13 @@ class QwenVL(Family):
 class Qwen2VL(QwenVL):
     model_types = ("qwen2_vl",)
     frame = "qwen2_vl"
+    frame_source = "https://arxiv.org/abs/2409.12191"
 
 
 class Qwen25VL(QwenVL):
     model_types = ("qwen2_5_vl",)
     frame = "resized"
+    frame_source = "https://arxiv.org/abs/2502.13923"
 
     def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
         sizes = (tower.spatial_merge_size, tower.window_size, tower.patch_size)
@@ -152,6 +154,7 @@ class Qwen25VL(QwenVL):
 class Qwen3VL(QwenVL):
     model_types = ("qwen3_vl",)
     frame = "permille"
+    frame_source = "https://github.com/QwenLM/Qwen3-VL (cookbooks/2d_grounding.ipynb)"
 
     def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
         indices, weights = get_vision_interpolation_indices_and_weights(
