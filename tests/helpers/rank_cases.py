@@ -28,7 +28,7 @@ from rank_runs import (
 from rank_setup import (
     BEGUN_BY,
     LOSSES,
-    SHORT,
+    STEPS,
     STRATEGIES,
     UNEVEN,
     UNEVEN_WITH_DEEPSPEED,
@@ -255,30 +255,40 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         return lambda: run_steps(build_trainer(settings), count)
 
     for kind, policy in WEIGHTS.items():
-        yield f"four steps, {kind}", steps(4, policy=policy)
-    if launch in SHORT:
+        yield f"steps, {kind}", steps(STEPS[kind], policy=policy)
+    if launch in ("fsdp_held-4", "hsdp-4"):
         yield "communication, full", lambda: count_communication(make_settings(folder, launch))
         return
     is_zero = launch.startswith("zero")
-    for loss, objective in () if is_zero else LOSSES.items():  # DeepSpeed does not depend on them
+    # Neither DeepSpeed, nor holding the weights, nor the number of ranks changes a loss.
+    for loss, objective in LOSSES.items() if launch in ("ddp-1", "ddp-2", "fsdp-2") else ():
         yield f"loss {loss}", steps(1, objective={"loss_type": loss, **objective})
     for name, changes in UNEVEN.items():
         if not is_zero or name in UNEVEN_WITH_DEEPSPEED:
-            yield name, steps(3, **changes)
+            yield name, steps(3 if "reference_refresh_every" in str(changes) else 2, **changes)
+    settings = make_settings(folder, launch)
+    if is_zero or launch.startswith("ddp"):
+        yield "out of memory", lambda: retry_after_out_of_memory(settings)
+    if is_zero or launch == "ddp-1":
+        yield "infinite gradient", lambda: skip_infinite_gradient(settings)
+    if not launch.endswith("-4"):
+        yield from list_more_cases(folder, launch)
+
+
+def list_more_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the cases of launches of one and two ranks."""
     for kind in ("full", "lora"):
-        if launch in ("ddp-2", "fsdp-2", "fsdp_held-2", "zero2-2", "zero3-2"):
-            bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
-            yield f"bfloat16, {kind}", steps(2, policy=bfloat16)
         settings = make_settings(folder, launch, policy=WEIGHTS[kind])
         yield f"communication, {kind}", lambda settings=settings: count_communication(settings)
-    if is_zero or launch.startswith("ddp"):
-        settings = make_settings(folder, launch)
-        yield "out of memory", lambda: retry_after_out_of_memory(settings)
-        yield "infinite gradient", lambda: skip_infinite_gradient(settings)
-    if launch == "ddp-2":
-        for kind in ("full", "lora"):
-            settings = make_settings(folder, launch, policy=WEIGHTS[kind])
+        if launch == "ddp-2":
             yield f"overlap, {kind}", lambda settings=settings: compare_with_one_exchange(settings)
+        if launch != "ddp-1":
+            bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
+            settings = make_settings(folder, launch, policy=bfloat16)
+            yield (
+                f"bfloat16, {kind}",
+                lambda settings=settings: run_steps(build_trainer(settings), 2),
+            )
     if launch in ("ddp-1", "ddp-2"):
         yield "evaluation", lambda: evaluate_held_out(make_settings(folder, launch))
     if launch == "fsdp_held-2":

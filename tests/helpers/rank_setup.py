@@ -44,6 +44,9 @@ STRATEGIES = {
 """The environment variables of each strategy, as ``accelerate launch`` sets them. ``fsdp_held``
 keeps the layers gathered in the update."""
 
+STEPS = {"full": 4, "frozen_vision": 2, "lora": 3}
+"""Number of steps of each kind of weights. The second follows an update, the third an update with
+the optimizer's state, and the third or fourth starts the next epoch."""
 WEIGHTS = {
     "full": {},
     "frozen_vision": {"freeze": ["vision"]},
@@ -73,9 +76,6 @@ UNEVEN: dict[str, dict[str, Any]] = {
 """Settings under which ranks differ in their number of groups, passes or images."""
 UNEVEN_WITH_DEEPSPEED = ("a reference and two updates", "one example", "nothing to learn")
 """The cases of ``UNEVEN`` for DeepSpeed; the others differ in what precedes the update."""
-SHORT = ("fsdp_held-4", "hsdp-4")
-"""Launches that make only four steps of each kind of weights, and count their communication."""
-
 BEGUN_BY = {
     "ddp-2-resumed": "fsdp_held-2",
     "fsdp-2-resumed": "fsdp-2",
