@@ -33,7 +33,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes, make_words
 from vlm_grpo.data_scripts.synthetic import atomic_folder
-from vlm_grpo.data_scripts.tiny_vlm import build_model, build_processor
+from vlm_grpo.data_scripts.tiny_vlm import build_model, build_processor, render_model_card
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
@@ -50,22 +50,6 @@ BAND = (0.25, 0.65)
 finished model's must lie in it."""
 MAX_ANSWER_TOKENS = 40
 """A box takes about 25 tokens."""
-
-
-CARD = """# tiny-vlm
-
-A Qwen2.5-VL of {parameters:,} parameters for tests and first runs, made from random weights by
-`python -m vlm_grpo.data_scripts.make_tiny_vlm`. It solves three tasks on synthetic images (84×84
-shapes, 84×28 words) with an accuracy of about one half, which leaves room for reinforcement
-learning, and nothing else. It contains no other model's weights, images or texts.
-
-| task | greedy | sampled, temperature 1 |
-| --- | --- | --- |
-{rows}
-
-Counting and OCR: exact match; grounding: IoU of at least 0.5; {n} held-out examples each.
-Settings, seeds and all figures: `warmup.json`. License: Apache-2.0, as the package.
-"""
 
 
 @dataclass(frozen=True)
@@ -371,16 +355,6 @@ def check_band(tests: Sequence[Mapping[str, Any]], band: tuple[float, float]) ->
             f"held-out accuracies outside of {band[0]} to {band[1]}: {', '.join(wrong)}; nothing "
             "was written: give another --seed, or more --max-steps if a task is below"
         )
-
-
-def render_model_card(report: Mapping[str, Any]) -> str:
-    """Return the README of the model folder."""
-    first = report["tests"][0]
-    rows = "\n".join(
-        f"| {name} | {first['greedy'][name]:.0%} | {first['sampled'][name]:.0%} |"
-        for name in first["greedy"]
-    )
-    return CARD.format(rows=rows, n=first["examples_per_task"], **report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The CUDA tests and the measurements of a GPU, in parts of at most eight minutes.
+"""Run the CUDA tests and the measurements of a GPU, in parts of at most eight minutes.
 
     make gpu                                  all parts that have no result yet
     python perf/gpu.py --parts step-512       one part, again
@@ -77,9 +77,9 @@ PARTS = {
     "step-2048": _step(
         "attention over long completions", "--prompts 2 --generations 16 --tokens 2048 --steps 1"
     ),
-    "vision": _step("a step that is mostly images", f"{GROUPS} --tokens 16"),
+    "vision": _step("a step dominated by images", f"{GROUPS} --tokens 16"),
     "profile": _step(
-        "the trace of a step",
+        "a profiler trace of one step",
         f"{GROUPS} --tokens 64 --steps 1 --profile {{out}}/step",
     ),
     "plan": Part("planned and measured memory", "plan_accuracy.py", "--gpu"),

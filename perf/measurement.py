@@ -27,12 +27,12 @@ LORA = {"r": 16, "lora_alpha": 32}
 
 @dataclass
 class Steps:
-    """The steps of an engine, of which the first is a warm-up.
+    """The steps of one engine; the first is a warm-up.
 
     Attributes:
         seconds: seconds of each step.
         phases: seconds of each step by phase.
-        flops: FLOPs that a step needs by phase, as in ``PhaseCosts``; empty if not counted.
+        flops: FLOPs per step by phase, as in ``PhaseCosts``; empty if not counted.
         tokens: completion tokens of a step.
     """
 

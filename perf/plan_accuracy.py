@@ -47,7 +47,7 @@ GPU_CASES = {
     "3B, LoRA, mlp recomputed": {"size": "qwen2.5-vl-3b", "checkpointing": "mlp"},
     "7B, LoRA, checkpointing": {"size": "qwen2.5-vl-7b", "checkpointing": True},
 }
-"""Cases of a GPU, in bfloat16 with images of 1008 × 1008."""
+"""GPU cases, in bfloat16 with images of 1008 × 1008."""
 ALSO_WITH_GLIBC_DEFAULTS = ("LoRA", "full")
 
 

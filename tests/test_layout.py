@@ -6,6 +6,7 @@ import configparser
 import re
 from pathlib import Path
 
+import pytest
 from mutations import find_mutants, list_test_files
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,15 @@ def test_the_trainer_is_short() -> None:
     lines = (ROOT / "vlm_grpo/trainer.py").read_text("utf-8").splitlines()
     assert len(lines) <= 300
     assert sum(line.startswith("from vlm_grpo") for line in lines) <= 15
+
+
+@pytest.mark.parametrize("folder", ["vlm_grpo", "tasks", "data_scripts", "perf", "tests"])
+def test_no_file_is_long(folder: str) -> None:
+    files = {
+        path: len(path.read_text("utf-8").splitlines()) for path in ROOT.glob(f"{folder}/**/*.py")
+    }
+    assert files
+    assert [path for path, count in files.items() if count > 400] == []
 
 
 def test_every_module_has_tests() -> None:

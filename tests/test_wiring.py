@@ -1,4 +1,4 @@
-"""What joins the parts of a step: its gradient from the raw groups, and its effect.
+"""The connections between the parts of a step: its gradient from the raw groups, its effect.
 
 The pure functions have tests of their own. Here the Trainer runs, and each of its gradients is
 computed once more by ``plain_step`` from the completions and their rewards.

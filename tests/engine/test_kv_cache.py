@@ -14,7 +14,7 @@ from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.engine import kernels
 from vlm_grpo.engine.decode import _fit, _round_up
 from vlm_grpo.engine.kernels import CachedKeys
-from vlm_grpo.engine.kv_cache import Seating, count_free_tokens
+from vlm_grpo.engine.kv_cache import Seating, count_free_tokens, fit_tokens
 
 
 @pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])
@@ -127,14 +127,27 @@ def test_captured_lengths_grow_by_half_at_most() -> None:
 def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """28 layers with 4 key heads of 128 numbers take 57,344 bytes per token in bfloat16."""
     config = SimpleNamespace(
-        num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, hidden_size=3584
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        hidden_size=3584,
+        vocab_size=100,
     )
+    one = (1, 256)  # its logits take 3,800 bytes
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert count_free_tokens(config, cpu, torch.bfloat16) == DEFAULT_ROLLOUT_TOKENS
+    assert count_free_tokens(config, cpu, torch.bfloat16, one) == DEFAULT_ROLLOUT_TOKENS
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 25 * 2**30)
-    expected = int(0.8 * 45 * 2**30 / 57_344)
-    assert count_free_tokens(config, cuda, torch.bfloat16) == expected
-    kept = int(0.8 * 46 * 2**30 / 57_344)
-    assert count_free_tokens(config, cuda, torch.bfloat16, 2**30) == kept
+    expected = int((0.8 * 45 * 2**30 - 3_800) / 57_344)
+    assert count_free_tokens(config, cuda, torch.bfloat16, one) == expected
+    kept = int((0.8 * 46 * 2**30 - 3_800) / 57_344)
+    assert count_free_tokens(config, cuda, torch.bfloat16, one, 2**30) == kept
+
+
+def test_room_is_left_for_the_logits_of_all_completions_or_of_those_that_have_places() -> None:
+    """Logits of 2,000 bytes per completion beside 10 bytes per token, in 8,000 usable bytes."""
+    assert fit_tokens(10_000, 10, 2_000, (2, 50)) == 400  # both: 4,000 bytes of logits
+    # Of 1,000, those that have places: 160 tokens of 10 bytes, 3.2 completions of 2,000 bytes.
+    assert fit_tokens(10_000, 10, 2_000, (1_000, 50)) == 160
+    assert fit_tokens(-10_000, 10, 2_000, (2, 50)) == 0

@@ -55,7 +55,7 @@ def test_sharing_encoder_passes_does_not_change_the_gradient(family: str) -> Non
     expected, _ = compute_gradient(policy, [MicroBatch(tuple(slices))], share=False)
     split = pack(slices, 60)
     assert len(split) >= 6  # groups of three are split, too
-    # The first of these has both images, of which the other needs one.
+    # The first of these has both images; the other needs one of them.
     uneven = [MicroBatch((first, third)), MicroBatch((second,))]
     for batches in (split, uneven):
         found, passes = compute_gradient(policy, batches, share=True)

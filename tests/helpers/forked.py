@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ SERVER.set_forkserver_preload(["vlm_grpo.trainer", "vlm_grpo.cli.app", "deepspee
 
 TIMEOUT = 240
 """Seconds after which ranks count as hanging: ten times what they need on a busy machine."""
+
+
+def start_server() -> None:
+    """Start the process that is forked, before anything else starts one without the imports."""
+    forkserver.ensure_running()
 
 
 def start(

@@ -1,4 +1,4 @@
-"""Two processes that load a model of which only the first one has the weights' file.
+"""Two processes that load a model whose weight file only the first one has.
 
 The results are the weights that each has after they are placed, with those that the first one read,
 and the message of each process if the file is broken.

@@ -136,7 +136,7 @@ def run_with_a_late_rank(folder: Path, launch: str) -> None:
 
 
 def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any]:
-    """Evaluate examples of which several ranks generate one each.
+    """Evaluate examples that are divided among several ranks.
 
     Returns:
         The scores of all, and the number of outputs that this rank has scored; or the error.
@@ -160,7 +160,7 @@ def evaluate_on_ranks(trainer: Trainer, examples: Sequence[Example]) -> list[Any
 
 
 def remove_image(examples: Sequence[Example], index: int) -> list[Example]:
-    """Return the examples, of which one has an image that is not there."""
+    """Return the examples with the image of one missing."""
     (image,) = examples[index].images
     missing = replace(image, path=Path("missing.png"))
     return [*examples[:index], replace(examples[index], images=(missing,)), *examples[index + 1 :]]

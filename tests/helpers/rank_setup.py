@@ -92,7 +92,7 @@ were terminated in the middle of the third."""
 
 
 def prepare(folder: Path) -> None:
-    """Write the model, the task, and twelve rows of which every third has no image."""
+    """Write the model, the task, and twelve rows, every third without an image."""
     save_tiny_model(folder / "model")
     (folder / "letters.py").write_text(TASK)
     random = np.random.default_rng(0)

@@ -210,6 +210,16 @@ def make_prompt(policy: Policy, example: Example) -> Prompt:
     return policy.build_prompt(policy.with_resized_sizes(example), PlainQuestion())
 
 
+def assert_same_prompt(found: Prompt, expected: Prompt) -> None:
+    """Compare all that a model gets, and the example."""
+    assert (found.example, found.text, found.token_ids) == (
+        expected.example,
+        expected.text,
+        expected.token_ids,
+    )
+    torch.testing.assert_close(dict(found.vision), dict(expected.vision), rtol=0, atol=0)
+
+
 def mixed_prompts(policy: Policy, count: int) -> list[Prompt]:
     """Build prompts with zero to two images of many sizes, and questions of many lengths."""
     random = np.random.default_rng(0)

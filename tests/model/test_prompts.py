@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import replace
 
 import pytest
 from family_models import BUILDERS, build_family_policy
-from tiny_models import FAMILIES, noise_example, tiny_model
+from tiny_models import FAMILIES, assert_same_prompt, noise_example, tiny_model
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
@@ -66,7 +67,7 @@ def test_a_control_token_in_a_question_is_refused_by_all_steps(
 def test_the_image_token_of_any_family_is_a_control_token(family: str) -> None:
     policy = build_family_policy(family)
     token = policy.processor.image_token
-    with pytest.raises(ValueError, match=f"has the text {re.escape(token)}, a control token"):
+    with pytest.raises(UserError, match=f"has the text {re.escape(token)}, a control token"):
         policy.prompts.write(ask(f"{token}\nHow many?"), TASK)
     other = "<image>" if token == "[IMG]" else "[IMG]"
     assert policy.prompts.write(ask(other), TASK) == other
@@ -83,6 +84,20 @@ def test_the_tokens_of_answers_may_be_in_a_prompt(prompts: PromptBuilder) -> Non
     for name in ("qwen2_vl", "resized", "permille"):
         task = load_task("grounding", frame=FRAMES[name])
         assert FRAMES[name].form in prompts.write(ask("the cat"), task)
+
+
+def test_a_builder_builds_the_same_prompts_in_another_process(prompts: PromptBuilder) -> None:
+    example = prompts.with_resized_sizes(noise_example("a", [(112, 84), (56, 28)]))
+    sent = pickle.loads(pickle.dumps(prompts))
+    assert_same_prompt(sent.build(example, TASK), prompts.build(example, TASK))
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_the_builder_of_any_family_can_be_sent(family: str) -> None:
+    policy = build_family_policy(family)
+    example = policy.with_resized_sizes(noise_example("a", [(56, 84)]))
+    sent = pickle.loads(pickle.dumps(policy.prompts))
+    assert_same_prompt(sent.build(example, TASK), policy.build_prompt(example, TASK))
 
 
 def test_unusable_examples_are_an_error_that_names_all_of_them(prompts: PromptBuilder) -> None:

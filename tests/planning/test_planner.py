@@ -251,3 +251,39 @@ def test_a_folder_without_a_processor_is_one_message(
     (tmp_path / "config.json").write_bytes(source.read_bytes())
     message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
     assert "its tokenizer and processor suffices" in message
+
+
+def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion: Path) -> None:
+    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    overrides += ["policy.lora.r=16", "optim.prompts_per_step=2000"]
+    settings = load_settings("counting", overrides)
+    planner = Planner(settings, Device("GPU", 80 * GIB))
+    step = planner.estimate_step(settings)
+    memory, work = step.memory, step.work
+    free = planner.device.usable - memory.persistent - memory.folded
+    # 57,344 bytes per token, and 38 per logit of each of the rows sampled at once.
+    rows = work.rollout_budget / work.completion_tokens
+    assert work.rollout_budget * 57_344 + rows * 152_064 * 38 == pytest.approx(0.8 * free, rel=1e-4)
+    assert planner.device.holds(memory.rollout)
+    small = Planner(settings, Device("GPU", 24 * GIB)).estimate_step(settings)
+    assert small.work.rollout_budget < work.rollout_budget / 5
+    fixed = with_changes(settings, "rollout", max_tokens_per_batch=65_536)
+    assert planner.estimate_step(fixed).work.rollout_budget == 65_536
+    cpu = Planner(settings, Device("CPU", 80 * GIB, is_cpu=True))
+    assert cpu.estimate_step(settings).work.rollout_budget == 65_536
+
+
+def test_offloaded_activations_are_in_main_memory(seven_billion: Path) -> None:
+    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    settings = load_settings("counting", [*overrides, "policy.lora.r=16"])
+    planner = Planner(settings, Device("GPU", 80 * GIB))
+    kept = planner.estimate_step(settings)
+    moved = planner.estimate_step(with_changes(settings, "policy", activation_offloading=True))
+    assert (kept.memory.offloaded, moved.memory.offloaded) == (0, kept.memory.activations)
+    # One of 28 layers is on the device.
+    assert 0 < moved.memory.activations < kept.memory.activations / 20
+    assert kept.memory.backward - moved.memory.backward == (
+        kept.memory.activations - moved.memory.activations
+    )
+    plan_text = str(plan(moved.settings, "80GB"))
+    assert "saved in main memory, not on the device" in plan_text

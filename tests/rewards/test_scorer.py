@@ -12,7 +12,6 @@ import pytest
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import load_task
-from vlm_grpo.rewards import scorer as scorer_module
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task, reward
 from vlm_grpo.types import Example, Score
@@ -192,7 +191,7 @@ def test_the_limit_holds_outside_the_main_thread(failing: Task):
 def test_workers_that_do_not_start_are_an_error_and_none_is_left(
     failing: Task, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scorer_module, "_START_SECONDS", 0.001)
+    monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.001)
     before = set(multiprocessing.active_children())
     with (
         pytest.raises(UserError, match="the reward workers did not start"),

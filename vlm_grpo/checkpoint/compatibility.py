@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "data.eval",
     "data.eval_limit",
     "data.eval_image_root",
+    "data.dataloader_num_workers",
     "policy.activation_offloading",
     "policy.gradient_checkpointing",
     "policy.head_chunk_tokens",

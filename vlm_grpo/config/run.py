@@ -81,6 +81,9 @@ class DataSettings(Frozen):
     their number."""
     max_image_pixels: int = Field(default=PILLOW_WARNS_AT, ge=1, le=2 * PILLOW_WARNS_AT)
     """Maximum number of pixels of an image; Pillow itself refuses more than twice the default."""
+    dataloader_num_workers: int = Field(default=0, ge=0)
+    """Number of processes, per device, that prepare the images of training prompts one step ahead;
+    0: a thread of the training process does it."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> DataSettings:
@@ -190,8 +193,8 @@ class LoggingSettings(Frozen):
     samples_per_step: int = Field(default=4, ge=1)
     """Number of groups in each record."""
     profile_steps: tuple[NonNegativeInt, ...] = ()
-    """Steps, numbered as in ``metrics.jsonl``, of which the first process writes a trace and, on
-    CUDA, a snapshot of the memory into the run's folder ``profile``; empty: none."""
+    """Steps to profile, numbered as in ``metrics.jsonl``: the first process writes a trace and, on
+    CUDA, a memory snapshot to ``profile`` in the run's folder; empty: none."""
 
 
 class Settings(Frozen):
@@ -221,8 +224,8 @@ class Settings(Frozen):
     resume: bool = False
     """Continue from the run's newest complete checkpoint."""
     ddp_timeout: float = Field(default=DDP_TIMEOUT, gt=0)
-    """Seconds that the processes of a launch wait for a slow one, which is then named; the run ends
-    with status 2."""
+    """Seconds that processes wait for a slow one before the run ends with status 2 and a message
+    that names it."""
     data: DataSettings
     policy: PolicySettings = PolicySettings()
     rollout: RolloutSettings = RolloutSettings()

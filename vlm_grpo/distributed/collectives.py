@@ -20,7 +20,7 @@ BUCKET_BYTES = 256 * 2**20
 """Size of the buckets in which tensors are all-reduced: large enough to saturate the link, small
 compared with a model."""
 TOLERANCE = 0.02
-"""Excess of the most loaded rank over the mean that is worth no move of an item."""
+"""Excess of the most loaded rank over the mean up to which no item is moved."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Exchanges:
 
 
 EXCHANGES = Exchanges()
-"""Of this process. All ranks make the same exchanges in the same order."""
+"""The count of this process. All ranks make the same exchanges in the same order."""
 
 
 def gather_object(items: list[Any]) -> list[Any]:

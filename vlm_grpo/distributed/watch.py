@@ -19,7 +19,7 @@ from vlm_grpo.distributed.collectives import EXCHANGES, explain_lost_rank
 from vlm_grpo.distributed.launch import connect_store
 
 LONGEST_BEAT = 5.0
-"""Seconds between two signs of life of a rank, or a tenth of the timeout if that is less."""
+"""Seconds between two heartbeats of a rank, or a tenth of the timeout if that is less."""
 
 
 class RankWatch:
@@ -73,7 +73,7 @@ class RankWatch:
             return
 
     def _find_late(self, reached: int) -> dict[int, dict[str, Any]]:
-        """Return the last signs of life of the ranks that have not reached an exchange."""
+        """Return the last heartbeats of the ranks that have not reached an exchange."""
         signs = {}
         for rank in range(self.world_size):
             key, sign = str(rank), {"beats": 0, "reached": -1, "place": "starting", "host": "?"}

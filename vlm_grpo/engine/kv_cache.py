@@ -85,14 +85,26 @@ class KVCache:
         self.restore()
 
 
-def count_free_tokens(config: Any, device: torch.device, dtype: torch.dtype, kept: int = 0) -> int:
-    """Return the number of tokens whose keys and values fit into a GPU's free memory, with a fifth
-    to spare for activations; on other devices ``DEFAULT_ROLLOUT_TOKENS``.
+LOGIT_BYTES = 5 * 4 + 2 * 8
+"""Bytes per logit of a sampled token, besides the logit: copies in float32, and the order and sums
+of the probabilities."""
+
+
+def count_free_tokens(
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    completions: tuple[int, int],
+    kept: int = 0,
+) -> int:
+    """Return the number of tokens for which a GPU has free memory, as in ``fit_tokens``; on other
+    devices ``DEFAULT_ROLLOUT_TOKENS``.
 
     Args:
         config: the language model's config.
         device: the model's device.
-        dtype: precision of the keys.
+        dtype: precision of the keys and logits.
+        completions: number of completions, and maximum number of tokens per completion.
         kept: bytes of a cache in memory, which the next rollout reuses or frees.
     """
     if device.type != "cuda":
@@ -102,7 +114,24 @@ def count_free_tokens(config: Any, device: torch.device, dtype: torch.dtype, kep
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * width
-    return int(0.8 * free / (numbers * dtype.itemsize))
+    place = config.vocab_size * (dtype.itemsize + LOGIT_BYTES)
+    return fit_tokens(free, numbers * dtype.itemsize, place, completions)
+
+
+def fit_tokens(memory: int, token: int, place: int, completions: tuple[int, int]) -> int:
+    """Return the number of tokens whose keys and values fit into memory, with the logits of the
+    completions sampled at once, and a fifth to spare for other activations.
+
+    Args:
+        memory: bytes of free memory; may be negative.
+        token: bytes of a token's keys and values.
+        place: bytes of a completion's logits.
+        completions: number of completions, and maximum number of tokens per completion.
+    """
+    usable, (count, longest) = 0.8 * memory, completions
+    # All completions at once, or as many as the tokens have places for.
+    every, some = (usable - count * place) / token, usable / (token + place / longest)
+    return max(0, int(max(every, some)))
 
 
 class Seating:

@@ -67,7 +67,7 @@ class AdaptedLinear(lora.Linear):
     Attributes:
         rollout_weight: ``[W; A]`` inside ``rollout_weights`` where it is worth a copy of W; None
             elsewhere.
-        rollout_factors: A and ``s Bᵀ`` in W's dtype, written anew by each ``rollout_weights``, so
+        rollout_factors: A and ``s Bᵀ`` in W's dtype, overwritten by each ``rollout_weights``, so
             that captured steps find them at the same address; None before the first.
     """
 

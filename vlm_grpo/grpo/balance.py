@@ -1,7 +1,8 @@
-"""Whole groups moved between ranks after the rollout, so that the update's tokens are even.
+"""Moving whole groups between ranks after the rollout, to balance the update.
 
-Before it only the prompts' tokens are known, so the rollout shares these out. Completions differ in
-length, resampling replaces groups, and groups without a gradient cost nothing in the update.
+Before the rollout only the lengths of the prompts are known, so it balances these. Completions
+differ in length, resampling replaces groups, and groups without a gradient cost nothing in the
+update.
 """
 
 from __future__ import annotations

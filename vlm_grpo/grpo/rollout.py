@@ -81,13 +81,13 @@ class RolloutSampler:
         max_tokens = settings.rollout.max_tokens_per_batch
         self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
         self.stream = ExampleStream(examples, settings.seed)
-        skip_unreadable = settings.data.on_bad_row == "skip"
-        self.loader = PromptLoader(policy, task, self.stream, skip_unreadable)
+        skip, workers = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
+        self.loader = PromptLoader(policy, task, self.stream, skip, workers)
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, accelerator.process_index)
 
     def close(self) -> None:
-        """Stop the loader's thread and the scorer's processes."""
+        """Stop the loader's threads and processes, and the scorer's."""
         self.loader.close()
         self.scorer.close()
 

@@ -1,7 +1,7 @@
-"""Reading a model on one process for all, which saves host memory and reads of the files.
+"""Loading a model that only one process reads, which saves host memory and file reads.
 
-The other processes build the model with uninitialized weights. The operating system gives these no
-memory until they are used. After the strategy has placed the model on the devices, its weights are
+The other processes build the model with uninitialized weights. These occupy no memory
+until they are used. After the strategy has placed the model on the devices, its weights are
 broadcast (``distributed/collectives.py``), one at a time.
 """
 

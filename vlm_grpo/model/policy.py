@@ -203,7 +203,8 @@ class Policy:
     ) -> None:
         config = self.model.config.get_text_config()
         kept = 0 if self._decoder is None else self._decoder.count_kept_bytes()
-        free = count_free_tokens(config, self.device, self.compute_dtype, kept)
+        completions = state.count, state.tokens.shape[1]
+        free = count_free_tokens(config, self.device, self.compute_dtype, completions, kept)
         if self._decoder is not None:
             prefixes = self._build_prefixes(prompts)
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)

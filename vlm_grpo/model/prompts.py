@@ -41,6 +41,10 @@ class PromptBuilder:
         self._control_tokens = _compile_control_tokens(processor, family)
         self._images = ImageCache(self._load_image, RECENT_IMAGES)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = self.processor, self.family, self.budget, self.max_tokens
+        return type(self), arguments  # without the images
+
     def with_resized_sizes(self, example: Example) -> Example:
         """Return the example with the ``resized_size`` that the model gives each image.
 
@@ -68,14 +72,17 @@ class PromptBuilder:
         """Return the task's user message for an example.
 
         Raises:
-            ValueError: the task cannot write it, or it has a control token of the model, which
+            UserError: the task cannot write it, or it has a control token of the model, which
                 would end the turn or stand for an image.
         """
-        text = write_prompt(task, example)
+        try:
+            text = write_prompt(task, example)
+        except ValueError as error:
+            raise UserError(f"{example.name}: {error}") from error
         if (token := self._control_tokens.search(text)) is not None:
-            raise ValueError(
-                f"its prompt has the text {token.group()}, a control token of the model: remove or "
-                "rewrite it (images are placed before the question)"
+            raise UserError(
+                f"{example.name}: its prompt has the text {token.group()}, a control token of the "
+                "model: remove or rewrite it (images are placed before the question)"
             )
         return text
 
@@ -97,7 +104,9 @@ class PromptBuilder:
         for example in examples:
             try:
                 self.write(self.with_resized_sizes(example), task)
-            except ValueError as error:
+            except UserError as error:
+                problems.append(str(error))
+            except ValueError as error:  # of the resizing
                 problems.append(f"{example.name}: {error}")
             else:
                 usable.append(example)
@@ -123,11 +132,23 @@ class PromptBuilder:
             task: writes the user message.
 
         Raises:
-            UserError: an image cannot be read, the task or the chat template cannot write the
-                text, or the prompt has a control token or exceeds the model's context.
+            UserError: as for ``write`` and ``encode``.
+        """
+        return self.encode(example, self.write(example, task))
+
+    def encode(self, example: Example, message: str) -> Prompt:
+        """Build the prompt of a user message.
+
+        Args:
+            example: the example, with the resized sizes of its images.
+            message: the user message.
+
+        Raises:
+            UserError: an image cannot be read, the chat template cannot write the text, or the
+                prompt exceeds the model's context.
         """
         try:
-            text = self._apply_template(example, self.write(example, task))
+            text = self._apply_template(example, message)
             loaded = [self._images.load(reference) for reference in example.images]
         except (ValueError, TemplateError) as error:
             raise UserError(f"{example.name}: {error}") from error

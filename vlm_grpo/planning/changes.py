@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS, LoraSettings
+from vlm_grpo.config.policy import LoraSettings
 from vlm_grpo.config.run import Settings
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
 def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
     work = step.work
     tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
-    is_small = tokens >= (step.settings.rollout.max_tokens_per_batch or DEFAULT_ROLLOUT_TOKENS)
-    if is_small or planner.device.holds(step.memory.rollout):
+    if tokens >= work.rollout_budget or planner.device.holds(step.memory.rollout):
         return None
     return _change(planner, step, "rollout", max_tokens_per_batch=tokens)
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vlm_grpo.engine.kv_cache import LOGIT_BYTES
 from vlm_grpo.engine.vision import ENCODER_PATCHES
 from vlm_grpo.model.prompts import RECENT_IMAGES
 from vlm_grpo.planning.model_shape import ModelShape, TextShape, VisionShape
@@ -63,6 +64,7 @@ class Memory:
         sampling: short-lived tensors while sampling.
         activations: tensors that the largest micro-batch saves for its backward pass.
         update: short-lived tensors in the update.
+        offloaded: activations in main memory, with ``policy.activation_offloading``.
     """
 
     weights: int
@@ -78,6 +80,7 @@ class Memory:
     sampling: int
     activations: int
     update: int
+    offloaded: int = 0
 
     @property
     def persistent(self) -> int:
@@ -120,6 +123,10 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     features = 0
     if model.shares_prompts and not model.trains_vision:
         features = work.num_prompts * tokens * text.hidden * model.value_bytes
+    activations, offloaded = count_activation_bytes(model, work, on_cpu), 0
+    if model.offloads:  # a layer's are still being copied, or are fetched ahead
+        layer = _count_layer_bytes(model, work, on_cpu)
+        activations, offloaded = min(layer, activations), activations
     return Memory(
         weights=_count_weight_bytes(model),
         optimizer=2 * 4 * model.num_trained,
@@ -137,8 +144,9 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
             _count_decoding_bytes(model, work),
         )
         + _count_dequantized_bytes(model),
-        activations=count_activation_bytes(model, work, on_cpu),
+        activations=activations,
         update=_count_update_bytes(model, work, on_cpu) + _count_dequantized_bytes(model),
+        offloaded=offloaded,
     )
 
 
@@ -350,11 +358,13 @@ def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
 
 def count_cache_bytes(model: ModelShape, work: Workload) -> int:
     """Count the bytes of the KV cache: each prompt once, and all its completions."""
-    text = model.text
-    tokens = work.concurrent_prompts * (
-        work.prompt_tokens + work.num_generations * work.completion_tokens
-    )
-    return 2 * text.layers * tokens * text.key * model.value_bytes
+    tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
+    return work.concurrent_prompts * tokens * count_key_bytes(model)
+
+
+def count_key_bytes(model: ModelShape) -> int:
+    """Count the bytes of a token's keys and values in all layers."""
+    return 2 * model.text.layers * model.text.key * model.value_bytes
 
 
 def _count_encoding_bytes(model: ModelShape, work: Workload) -> int:
@@ -373,19 +383,14 @@ def _count_prefill_bytes(model: ModelShape, work: Workload) -> int:
     text = model.text
     tokens = work.prefill_prompts * work.prompt_tokens
     layer = 5 * text.hidden + max(3 * text.intermediate, 5 * text.query)
-    keys = 2 * text.layers * text.key
-    return tokens * (layer + keys) * model.value_bytes
+    return tokens * (layer * model.value_bytes + count_key_bytes(model))
 
 
 def _count_decoding_bytes(model: ModelShape, work: Workload) -> int:
     """Count the bytes of a decoding step: attention scores and weights over prompt and completion,
-    or the logits and their copies (float32, probabilities, sums in float64)."""
+    or the logits and their copies."""
     text = model.text
     rows = work.concurrent_prompts * work.num_generations
-    scores = (
-        rows
-        * text.heads
-        * (work.prompt_tokens + work.completion_tokens)
-        * (4 * 4 + model.value_bytes)
-    )
-    return max(scores, rows * text.vocabulary * (model.value_bytes + 5 * 4 + 2 * 8))
+    keys = text.heads * (work.prompt_tokens + work.completion_tokens)
+    scores = rows * keys * (4 * 4 + model.value_bytes)
+    return max(scores, rows * text.vocabulary * (model.value_bytes + LOGIT_BYTES))

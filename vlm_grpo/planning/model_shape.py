@@ -118,6 +118,7 @@ class ModelShape:
         head_frozen: whether the output head is frozen.
         precision: see ``Precision``.
         checkpointing: what is recomputed in the backward pass.
+        offloads: whether activations are kept in main memory.
         quantized_weights: number of weights held in 4 bits.
     """
 
@@ -134,6 +135,7 @@ class ModelShape:
     head_frozen: bool
     precision: Precision
     checkpointing: Checkpointing
+    offloads: bool = False
     quantized_weights: int = 0
 
     def recomputed_share(self, part: TextShape | VisionShape) -> float:
@@ -200,6 +202,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
         precision=precision,
         checkpointing=policy.gradient_checkpointing,
+        offloads=policy.activation_offloading,
     )
     return shape, family
 

@@ -27,6 +27,7 @@ _DESCRIPTIONS = {
     "gradients": "update: gradients",
     "activations": "update: saved for the backward pass",
     "update": "update: short-lived tensors",
+    "offloaded": "update: saved in main memory, not on the device",
 }
 
 

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
+from vlm_grpo.engine.kv_cache import LOGIT_BYTES, fit_tokens
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.planning.changes import suggest_changes, with_changes
 from vlm_grpo.planning.devices import Device, detect_device, find_device
-from vlm_grpo.planning.memory import Memory, estimate_memory, shard_memory
+from vlm_grpo.planning.memory import Memory, count_key_bytes, estimate_memory, shard_memory
 from vlm_grpo.planning.model_shape import (
     ModelShape,
     read_model_shape,
@@ -183,11 +185,25 @@ class Planner:
             estimate_workload(settings, size, shape, self.num_devices)
             for size in (sizes[-1], sizes[len(sizes) // 2])
         )
-        memory = estimate_memory(shape, work, self.device.is_cpu)
-        if weights == "sharded":
-            memory = shard_memory(memory, shape, self.num_devices)
+        memory = self._estimate_memory(shape, work, weights)
+        if settings.rollout.max_tokens_per_batch is None and not self.device.is_cpu:
+            budget = self._find_rollout_budget(shape, work, memory)
+            work, typical = (replace(w, rollout_budget=budget) for w in (work, typical))
+            memory = self._estimate_memory(shape, work, weights)
         seconds = estimate_seconds(shape, typical, self.device)
         return StepEstimate(settings, shape, sizes, memory, seconds, work, weights)
+
+    def _estimate_memory(self, shape: ModelShape, work: Workload, weights: Weights) -> Memory:
+        memory = estimate_memory(shape, work, self.device.is_cpu)
+        return shard_memory(memory, shape, self.num_devices) if weights == "sharded" else memory
+
+    def _find_rollout_budget(self, shape: ModelShape, work: Workload, memory: Memory) -> int:
+        """Return the tokens that a run samples at once in a GPU's memory (``fit_tokens``)."""
+        free = self.device.usable - memory.persistent - memory.folded
+        place = shape.text.vocabulary * (shape.value_bytes + LOGIT_BYTES)
+        completions = work.num_prompts * work.num_generations, work.completion_tokens
+        tokens = fit_tokens(free, count_key_bytes(shape), place, completions)
+        return max(1, tokens if shape.shares_prompts else min(tokens, DEFAULT_ROLLOUT_TOKENS))
 
     def plan(self) -> Plan:
         """Return the plan of the recipe."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.batch import GroupSlice, pack
+from vlm_grpo.engine.decode import PREFILL_TOKENS
 from vlm_grpo.planning.model_shape import ModelShape
 from vlm_grpo.planning.prompt_sizes import PromptSize
 from vlm_grpo.types import Example, Prompt
@@ -63,7 +64,8 @@ class Workload:
     @property
     def prefill_prompts(self) -> int:
         """Number of prompts in one prefill pass."""
-        return min(self.concurrent_prompts, max(1, self.rollout_budget // self.prompt_tokens))
+        most = self.concurrent_prompts
+        return most if self.copies > 1 else min(most, max(1, PREFILL_TOKENS // self.prompt_tokens))
 
     @cached_property
     def _batches(self) -> list[tuple[int, int]]:

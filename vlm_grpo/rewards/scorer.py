@@ -6,14 +6,13 @@ import logging
 import math
 import multiprocessing
 import pickle
-import signal
 import traceback
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
@@ -23,6 +22,7 @@ from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.types import Batch, Candidate, Example, Score
 from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
+from vlm_grpo.utils.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ REWARD_TIMEOUT = 10.0
 """Default time limit in seconds of one reward for one completion."""
 _GRACE = 1.0
 """Seconds after the time limit at which an unresponsive worker is killed."""
-_START_SECONDS = 120.0
-"""Time limit in seconds for the start of the workers, including their imports."""
 
 Item = tuple[str, Example, int | None]
 """A completion's text, its example, and its number of tokens (None: unknown)."""
@@ -65,7 +63,8 @@ class RewardScorer:
     ) -> None:
         self.seconds, self.workers = seconds, workers
         self.cache = None if cache is None else ValueCache(cache)
-        self._pool: ProcessPool | None = None
+        names = "reward", "rollout.reward_workers"
+        self._pool = WorkerPool(max(1, workers), multiprocessing.get_context("spawn"), names)
         self._logged: set[str] = set()
 
     def __call__(
@@ -124,10 +123,7 @@ class RewardScorer:
 
     def close(self) -> None:
         """Stop the workers; a later call starts new ones."""
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
+        self._pool.close()
 
     @property
     def _uses_workers(self) -> bool:
@@ -191,28 +187,9 @@ class RewardScorer:
 
     def _run(self, jobs: Sequence[Job], seconds: float | None) -> list[Any]:
         """Return the result of each job, each limited to ``seconds``, or what it raised."""
-        pool = self._pool = self._get_pool()
         limit = None if seconds is None else seconds + _GRACE
-        futures = [pool.schedule(function, args, timeout=limit) for function, args in jobs]
+        futures = [self._pool.schedule(function, args, limit) for function, args in jobs]
         return [future.exception() or future.result() for future in futures]
-
-    def _get_pool(self) -> ProcessPool:
-        if self._pool is not None and self._pool.active:
-            return self._pool
-        self.close()
-        # Not forked: the child of a process with threads and a GPU may hang.
-        context = multiprocessing.get_context("spawn")
-        pool = ProcessPool(max(1, self.workers), initializer=_start_worker, context=context)
-        try:
-            pool.schedule(_respond).result(_START_SECONDS)
-        except Exception as error:
-            pool.stop()
-            pool.join()
-            raise UserError(
-                f"the reward workers did not start ({error!r}): set rollout.reward_workers=0, or "
-                'put the program that starts the run under if __name__ == "__main__"'
-            ) from error
-        return pool
 
     def _describe(self, result: Any, seconds: float | None) -> tuple[Any, str | None]:
         """Return the value of a job, and the reason if it failed."""
@@ -249,15 +226,6 @@ def _unpickle_task(sent: SentTask) -> Task:
     if source is not None:
         _load_source(source)
     return pickle.loads(payload)  # written by the process that started this one
-
-
-def _start_worker() -> None:
-    # Pebble stops workers by SIGTERM. A handler in Python would not run during compiled code.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _respond() -> None:
-    """Do nothing: the first job shows that the workers have started."""
 
 
 def _score(sent: SentTask, item: Item, seconds: float | None) -> Score:
