@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import BUILDERS
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from transformers.models.smolvlm import processing_smolvlm
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings
@@ -23,6 +25,7 @@ from vlm_grpo.model.loading import (
     get_model_source,
     get_pixel_budget,
     load_model,
+    load_processor,
 )
 
 
@@ -59,6 +62,17 @@ def test_damaged_weights_are_one_message(kind: str, damage: str, tmp_path: Path)
         save_file({name: w.new_zeros(1) for name, w in weights.items()}, path, {"format": "pt"})
     with pytest.raises(UserError, match=rf"^{kind} \S+ cannot be loaded: "):
         load_model(settings, folder)
+
+
+def test_a_processor_without_its_package_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, processor = BUILDERS["smolvlm"]()
+    model.config.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    with pytest.raises(UserError, match=r"cannot be loaded: .*`pip install num2words`"):
+        load_processor(load_settings("quickstart", [f"model={tmp_path}"]))
 
 
 def test_the_largest_dropout_is_found_in_modules_and_attributes() -> None:

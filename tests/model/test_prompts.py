@@ -8,7 +8,13 @@ from dataclasses import replace
 
 import pytest
 from family_models import BUILDERS, build_family_policy
-from tiny_models import FAMILIES, assert_same_prompt, noise_example, tiny_model
+from tiny_models import (
+    FAMILIES,
+    assert_same_prompt,
+    make_prompt,
+    noise_example,
+    tiny_model,
+)
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
@@ -71,6 +77,30 @@ def test_the_image_token_of_any_family_is_a_control_token(family: str) -> None:
         policy.prompts.write(ask(f"{token}\nHow many?"), TASK)
     other = "<image>" if token == "[IMG]" else "[IMG]"
     assert policy.prompts.write(ask(other), TASK) == other
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_prompts_are_those_of_the_chat_template(family: str) -> None:
+    policy = build_family_policy(family)
+    example = noise_example("a", [(64, 64), (96, 32)], "Are they equal?")
+    content = [{"type": "image", "image": reference.load()} for reference in example.images]
+    message = {"role": "user", "content": [*content, {"type": "text", "text": example.question}]}
+    expected = policy.processor.apply_chat_template(
+        [message], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    prompt = make_prompt(policy, example)
+    assert prompt.token_ids == tuple(expected["input_ids"][0].tolist())
+    assert {name: values.shape for name, values in prompt.vision.items()} == {
+        name: values.shape
+        for name, values in expected.items()
+        if name not in ("input_ids", "attention_mask", "labels")
+    }
+
+
+def test_a_prompt_that_the_processor_refuses_is_one_message() -> None:
+    policy = build_family_policy("paligemma")
+    with pytest.raises(UserError, match=r"the model's processor refuses .* `images` are"):
+        make_prompt(policy, noise_example("a", []))
 
 
 @pytest.mark.parametrize(

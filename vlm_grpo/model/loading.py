@@ -276,7 +276,7 @@ def _load(kind: Any, source: str, settings: Settings) -> Any:
     try:
         check_reachable(source, arguments["revision"])
         return kind.from_pretrained(source, **arguments)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # a package that only this model needs
         raise UserError(f"model {source} cannot be loaded: {error}") from error
 
 

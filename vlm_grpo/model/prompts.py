@@ -144,8 +144,8 @@ class PromptBuilder:
             message: the user message.
 
         Raises:
-            UserError: an image cannot be read, the chat template cannot write the text, or the
-                prompt exceeds the model's context.
+            UserError: an image cannot be read, the chat template cannot write the text, the
+                processor refuses the prompt, or it exceeds the model's context.
         """
         try:
             text = self._apply_template(example, message)
@@ -155,8 +155,14 @@ class PromptBuilder:
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         if loaded:
             images = [image for image, _ in loaded]
-            arguments |= {"images": images, **self.family.processor_kwargs(self.processor)}
-        inputs = dict(self.processor(**arguments))
+            # One list per text: LLaVA-OneVision prepares several images of a text differently.
+            arguments |= {"images": [images], **self.family.processor_kwargs(self.processor)}
+        try:
+            inputs = dict(self.processor(**arguments))
+        except ValueError as error:  # such as a prompt without an image, in PaliGemma
+            raise UserError(
+                f"{example.name}: the model's processor refuses the prompt: {error}"
+            ) from error
         token_ids = tuple(inputs.pop("input_ids")[0].tolist())
         for name in ("attention_mask", "labels"):  # PaliGemma's processor adds labels
             inputs.pop(name, None)
