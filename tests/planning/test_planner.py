@@ -160,10 +160,7 @@ def test_more_devices_than_prompts_are_an_error(planner: Planner) -> None:
         plan(planner.settings, "24GB", 33)
 
 
-NOT_PLANNED = {"gemma4", "gemma4_causal", "gemma4_moe", "glm4v_moe"}
-
-
-@pytest.mark.parametrize("name", sorted(set(BUILDERS) - NOT_PLANNED))
+@pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Path) -> None:
     policy = build_family_policy(name)
     policy.model.config.save_pretrained(tmp_path)

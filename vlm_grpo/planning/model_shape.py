@@ -208,20 +208,32 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
 
 
 def _read_text_shape(config: Any) -> TextShape:
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     intermediate = intermediate_total = config.intermediate_size
     if (used := getattr(config, "num_experts_per_tok", None)) is not None:
+        experts = getattr(config, "num_experts", None) or config.n_routed_experts
         intermediate = used * config.moe_intermediate_size
-        intermediate_total = config.num_experts * config.moe_intermediate_size
+        intermediate_total = experts * config.moe_intermediate_size
+    elif (used := getattr(config, "top_k_experts", None)) is not None:  # beside a dense MLP
+        intermediate += used * config.moe_intermediate_size
+        intermediate_total += config.num_experts * config.moe_intermediate_size
+    # Gemma 4's layers differ in the width of their heads: the plan takes the mean.
+    layers = [config]
+    if getattr(config, "per_layer_attributes", None):
+        layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    widths = [
+        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        for layer in layers
+    ]
+    keys = sum(w * layer.num_key_value_heads for w, layer in zip(widths, layers, strict=True))
     return TextShape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         intermediate=intermediate,
         intermediate_total=intermediate_total,
         heads=config.num_attention_heads,
-        key_heads=config.num_key_value_heads,
-        query=config.num_attention_heads * head_dim,
-        key=config.num_key_value_heads * head_dim,
+        key_heads=layers[0].num_key_value_heads,
+        query=config.num_attention_heads * sum(widths) // len(layers),
+        key=keys // len(layers),
         vocabulary=config.vocab_size,
         qk_norm=config.model_type.startswith(("qwen3", "gemma3")),
     )
