@@ -5,8 +5,10 @@ A new interpreter takes eight seconds for these imports; a fork needs none.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -43,6 +45,8 @@ def start(
 def _call(
     output: Path, environment: dict[str, str], function: Callable[..., Any], arguments: Any
 ) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup has started the tests
+    gc.freeze()  # collections would visit, and so copy, every object of the server
     os.environ |= environment
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)

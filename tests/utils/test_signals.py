@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -34,6 +34,14 @@ TWELVE_STEPS: dict[str, Any] = {
     "optim": {"max_steps": 12},
     "data": {"train_limit": 36},
 }
+
+
+@pytest.fixture(autouse=True)
+def _hangups_are_not_ignored() -> Iterator[None]:
+    """Handle hangups also where nohup has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")
