@@ -97,7 +97,7 @@ def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = 
     autocast = settings.policy.lora is None and settings.policy.dtype == "bfloat16"
     budget = family.pixel_budget(processor)
     loaded = LoadedModel(model, processor, family, budget, shared, adapters, autocast)
-    distribution = build_sampling_distribution(model, family, settings.rollout)
+    distribution = build_sampling_distribution(model, processor, family, settings.rollout)
     capture = get_capture(settings.rollout, shared, training=True)
     return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
 

@@ -368,7 +368,7 @@ def build_family_policy(
     budget = family.pixel_budget(processor)
     loaded = LoadedModel(model.to(dtype), processor, family, budget, shared=False, adapters=None)
     defaults = {
-        "banned": family.banned_token_ids(model.config),
+        "banned": family.banned_token_ids(model.config, processor),
         "eos": (model.generation_config.eos_token_id,),
     }
     return Policy(loaded, SamplingDistribution(**(defaults | distribution)))

@@ -157,7 +157,10 @@ def make_embedded_trainer(folder: Path, *overrides: str) -> Trainer:
     torch.manual_seed(0)
     loaded = load_model(settings)
     policy = Policy(
-        loaded, build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
+        loaded,
+        build_sampling_distribution(
+            loaded.model, loaded.processor, loaded.family, settings.rollout
+        ),
     )
     task = load_task(settings.task, **settings.task_options)
     examples = load_examples(settings.data.train, task, settings.data, "train")

@@ -180,7 +180,7 @@ def tiny_policy(
     if shared:
         use_shared_attention(architecture, model)
     defaults = {
-        "banned": architecture.banned_token_ids(model.config),
+        "banned": architecture.banned_token_ids(model.config, processor),
         "eos": (model.generation_config.eos_token_id,),
     }
     budget = architecture.pixel_budget(processor)

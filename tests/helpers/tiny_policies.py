@@ -50,7 +50,8 @@ def build_policy(
     autocast = settings.lora is None and values["dtype"] == "bfloat16"
     loaded = LoadedModel(model, processor, model_family, budget, True, adapters, autocast)
     rollout = load_settings("counting").rollout
-    return Policy(loaded, build_sampling_distribution(model, model_family, rollout)), settings
+    distribution = build_sampling_distribution(model, processor, model_family, rollout)
+    return Policy(loaded, distribution), settings
 
 
 def build_prompt(policy: Policy, side: int = 112) -> Prompt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from family_models import BUILDERS
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from transformers import Glm4vImageProcessor, GotOcr2ImageProcessor, Qwen2VLImageProcessor
 from transformers.models.smolvlm import processing_smolvlm
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import PixelBudget
+from vlm_grpo.families import Family, PixelBudget
 from vlm_grpo.model.loading import (
     apply_lora_or_freeze,
     find_largest_dropout,
@@ -84,14 +86,22 @@ def test_the_largest_dropout_is_found_in_modules_and_attributes() -> None:
 
 
 def test_settings_override_the_processors_pixel_budget() -> None:
-    budget = PixelBudget(100, 1000)
-    assert get_pixel_budget(budget, PolicySettings()) == budget
-    assert get_pixel_budget(budget, PolicySettings(max_pixels=500)) == PixelBudget(100, 500)
-    assert get_pixel_budget(None, PolicySettings()) is None
+    def get_budget(images: Any, **pixels: int) -> PixelBudget | None:
+        processor = SimpleNamespace(image_processor=images)
+        return get_pixel_budget(Family(), processor, PolicySettings(**pixels))
+
+    edges = {"shortest_edge": 100, "longest_edge": 1000}
+    images = Qwen2VLImageProcessor(size=edges)
+    assert get_budget(images) == PixelBudget(100, 1000)
+    assert get_budget(images, max_pixels=500) == PixelBudget(100, 500)
     with pytest.raises(UserError, match="at least 100 and at most 50 pixels; set both"):
-        get_pixel_budget(budget, PolicySettings(max_pixels=50))
-    with pytest.raises(UserError, match=r"no effect on this model.*remove them"):
-        get_pixel_budget(None, PolicySettings(min_pixels=50))
+        get_budget(images, max_pixels=50)
+    # GLM-V counts each image as two frames.
+    assert get_budget(Glm4vImageProcessor(size=edges)) == PixelBudget(50, 500)
+    tiles = GotOcr2ImageProcessor(max_patches=4)
+    assert get_budget(tiles) is None
+    with pytest.raises(UserError, match=r"no effect on this model: .*max_patches=4: remove them"):
+        get_budget(tiles, min_pixels=50)
 
 
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])

@@ -18,7 +18,9 @@ from vlm_grpo.planning import Planner, plan
 
 def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
     loaded, rollout = load_model(planner.settings), planner.settings.rollout
-    policy = Policy(loaded, build_sampling_distribution(loaded.model, loaded.family, rollout))
+    policy = Policy(
+        loaded, build_sampling_distribution(loaded.model, loaded.processor, loaded.family, rollout)
+    )
     sizes = planner.estimate_step(planner.settings).prompts
     prompts = [
         policy.build_prompt(policy.with_resized_sizes(example), planner.task)

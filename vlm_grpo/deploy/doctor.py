@@ -64,7 +64,9 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
     )
     loaded = load_model(settings, training=False)
     loaded.model.to(initialize_distributed().device)
-    distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
+    distribution = build_sampling_distribution(
+        loaded.model, loaded.processor, loaded.family, settings.rollout
+    )
     policy = Policy(loaded, distribution)
     config = loaded.model.config
     weights = sum(weight.numel() for weight in loaded.model.parameters())

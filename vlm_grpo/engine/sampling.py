@@ -99,14 +99,14 @@ class SamplingSettings:
 
 
 def build_sampling_distribution(
-    model: Any, family: Family, rollout: RolloutSettings
+    model: Any, processor: Any, family: Family, rollout: RolloutSettings
 ) -> SamplingDistribution:
     """Build the distribution from the model's special tokens and the rollout settings."""
     eos = model.generation_config.eos_token_id
     eos = model.config.get_text_config().eos_token_id if eos is None else eos
     return SamplingDistribution(
         temperature=rollout.temperature,
-        banned=family.banned_token_ids(model.config),
+        banned=family.banned_token_ids(model.config, processor),
         eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         min_new_tokens=rollout.min_new_tokens,
     )

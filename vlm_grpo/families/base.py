@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -43,6 +45,18 @@ def find_part(name: str) -> str | None:
     return parts[0] if parts else None
 
 
+_MEDIA_SETTING = re.compile(
+    r"(^|_)(image|img|video|vision|visual|audio|[be]o[iav])(_\w+)?_token(_ids?|_index)?$"
+)
+"""Names that configurations and processors give to the tokens of images, videos and audio."""
+_MEDIA_TOKEN = re.compile(r"(?i).*(im(age|g)|video|audio|\brow_\d+_col_).*|TILE\w*")
+_SIZE_SETTINGS = (
+    *("size", "crop_size", "max_image_size", "image_grid_pinpoints", "tile_size", "max_tiles"),
+    *("min_patches", "max_patches", "min_image_tokens", "max_image_tokens", "max_soft_tokens"),
+)
+"""Names that image processors give to what determines the size of an image."""
+
+
 @dataclass(frozen=True)
 class PixelBudget:
     """Bounds on the number of pixels of a resized image."""
@@ -69,9 +83,9 @@ class Family:
     """A model family: its coordinate frame, special tokens and image processing.
 
     The base class supports any image-text model of transformers in the repeated form, which uses
-    only the model's ``forward`` and ``generate``; a pixel budget is known for the models with
-    Qwen2-VL's image processor. A family whose completions can share their
-    prompt also implements the methods of the shared-prefix form.
+    only the model's ``forward`` and ``generate``. Its pixel budget is that of the image processor,
+    if it has one. A family whose completions can share their prompt also implements the methods of
+    the shared-prefix form.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -92,37 +106,65 @@ class Family:
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
         """Return the processor's budget, or None if its resizing has no budget that is known."""
-        if not _is_qwen_processor(processor):
+        if (frames := _count_frames(processor)) is None:
             return None
         size = processor.image_processor.size
-        return PixelBudget(size["shortest_edge"], size["longest_edge"])
+        return PixelBudget(size["shortest_edge"] // frames, size["longest_edge"] // frames)
+
+    def why_no_budget(self, processor: Any) -> str:
+        """Return what determines the size of images whose processor has no pixel budget."""
+        values = vars(getattr(processor, "image_processor", None) or processor)
+        found = [f"{key}={values[key]}" for key in _SIZE_SETTINGS if values.get(key) is not None]
+        return f"its image processor has no pixel budget, but {', '.join(found) or 'a fixed size'}"
 
     def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
         """Set the processor's pixel budget, which is saved with the model."""
-        edges = {"shortest_edge": budget.min_pixels, "longest_edge": budget.max_pixels}
+        frames = _count_frames(processor) or 1
+        edges = {
+            "shortest_edge": budget.min_pixels * frames,
+            "longest_edge": budget.max_pixels * frames,
+        }
         processor.image_processor.size = type(processor.image_processor.size)(**edges)
 
     def resized_size(
         self, size: tuple[int, int], budget: PixelBudget, processor: Any
     ) -> tuple[int, int]:
-        """Return an image's (width, height) in pixels after resizing within the budget."""
-        height, width = smart_resize(
-            size[1],
-            size[0],
-            factor=_token_edge(processor),
-            min_pixels=budget.min_pixels,
-            max_pixels=budget.max_pixels,
+        """Return an image's (width, height) in pixels after resizing within the budget.
+
+        Raises:
+            ValueError: the image is too narrow.
+        """
+        frames = _count_frames(processor) or 1
+        bounds = {
+            "min_pixels": budget.min_pixels * frames,
+            "max_pixels": budget.max_pixels * frames,
+        }
+        if frames > 1:
+            bounds |= {"num_frames": frames, "temporal_factor": frames}
+        resize: Any = smart_resize if _is_qwen_processor(processor) else _find_resize(processor)
+        height, width = resize(
+            height=size[1], width=size[0], factor=_token_edge(processor), **bounds
         )
         return width, height
 
     def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
-        """Return the number of tokens of an image resized to ``size``; 0 if it is not known."""
-        if not _is_qwen_processor(processor):
+        """Return the number of tokens of an image; 0 if it is not known.
+
+        Args:
+            size: width and height after resizing, or of the original image if there is no budget.
+            processor: the model's processor.
+        """
+        if _count_frames(processor) is not None:
+            return size[0] * size[1] // _token_edge(processor) ** 2
+        if (count := getattr(processor, "_get_num_multimodal_tokens", None)) is None:
             return 0
-        return size[0] * size[1] // _token_edge(processor) ** 2
+        return count(image_sizes=[size[::-1]])["num_image_tokens"][0]
 
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
         """Resize a PIL image within the budget."""
+        if not _is_qwen_processor(processor):
+            size = self.resized_size(image.size, budget, processor)
+            return image.resize(size, processor.image_processor.resample)
         source = {
             "image": image,
             "min_pixels": budget.min_pixels,
@@ -132,15 +174,29 @@ class Family:
 
     def processor_kwargs(self, processor: Any) -> dict[str, Any]:
         """Return additional arguments for the processor's call on images."""
-        # qwen-vl-utils has already resized the image; a second resize by the processor would use
-        # the model's budget instead of the one in the settings.
-        return {"images_kwargs": {"do_resize": False}} if _is_qwen_processor(processor) else {}
+        # The image has been resized already; a second resize by the processor would use the
+        # model's budget instead of the one in the settings.
+        has_budget = _count_frames(processor) is not None
+        return {"images_kwargs": {"do_resize": False}} if has_budget else {}
 
-    def banned_token_ids(self, config: Any) -> tuple[int, ...]:
+    def banned_token_ids(self, config: Any, processor: Any) -> tuple[int, ...]:
         """Return the tokens that must not be sampled: they would corrupt the next forward pass."""
-        names = ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id")
-        found = (getattr(config, name, None) for name in (*names, "vision_end_token_id"))
-        return tuple(sorted({token for token in found if token is not None}))
+        found = set(self.media_tokens(processor))
+        for name, value in config.to_dict().items():
+            if _MEDIA_SETTING.search(name) and value is not None:
+                found.update(value if isinstance(value, list | tuple) else (value,))
+        # Defaults of a configuration may lie outside the vocabulary.
+        return tuple(sorted(id for id in found if id < config.get_text_config().vocab_size))
+
+    def media_tokens(self, processor: Any) -> dict[int, str]:
+        """Return the tokens that stand for images, videos and audio or frame them, by their ids."""
+        tokenizer = processor.tokenizer
+        found = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        found = {id: name for id, name in found.items() if _MEDIA_TOKEN.fullmatch(name)}
+        for key, value in vars(processor).items():
+            if _MEDIA_SETTING.search(key) and isinstance(value, str):
+                found[tokenizer.convert_tokens_to_ids(value)] = value
+        return {id: n for id, n in found.items() if not re.fullmatch(self.answer_tokens, n)}
 
     def control_tokens(self, tokenizer: Any) -> dict[int, str]:
         """Return the special tokens that do not belong to an answer, by their ids."""
@@ -207,6 +263,28 @@ def _is_qwen_processor(processor: Any) -> bool:
     """Return whether images are resized within a pixel budget as Qwen2-VL's are."""
     kinds = Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
     return isinstance(getattr(processor, "image_processor", None), kinds)
+
+
+def _find_resize(processor: Any) -> Callable[..., tuple[int, int]] | None:
+    """Return the function that resizes within a pixel budget, from the image processor's module."""
+    images = getattr(processor, "image_processor", None)
+    size = dict(getattr(images, "size", None) or {})
+    if not (size.get("shortest_edge") and size.get("longest_edge")):
+        return None
+    resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)
+    parameters = inspect.signature(resize).parameters if resize is not None else {}
+    return resize if {"factor", "min_pixels", "max_pixels"} <= {*parameters} else None
+
+
+def _count_frames(processor: Any) -> int | None:
+    """Return how often the pixels of an image count in the processor's budget; None: it has none.
+
+    GLM-V's budget counts an image once for each frame of a temporal patch.
+    """
+    if (resize := _find_resize(processor)) is None:
+        return None
+    counts_frames = "num_frames" in inspect.signature(resize).parameters
+    return processor.image_processor.temporal_patch_size if counts_frames else 1
 
 
 def _token_edge(processor: Any) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -108,7 +109,7 @@ def load_model(
         adapters = apply_lora_or_freeze(model, settings.policy)
     if training:
         _check_dropout(model, settings)
-    budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
+    budget = get_pixel_budget(family, processor, settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
     return LoadedModel(model, processor, family, budget, shared, adapters, autocast, one_reader)
 
@@ -287,17 +288,18 @@ def _hub_arguments(settings: Settings) -> dict[str, Any]:
     }
 
 
-def get_pixel_budget(own: PixelBudget | None, policy: PolicySettings) -> PixelBudget | None:
+def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> PixelBudget | None:
     """Return the pixel budget of a run: the processor's budget, overridden by the settings.
 
     Raises:
         UserError: the settings have no effect on this model, or the budget is empty.
     """
-    if own is None:
+    if (own := family.pixel_budget(processor)) is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:
             raise UserError(
-                "policy.min_pixels and policy.max_pixels have no effect on this model's image "
-                "processor: remove them, and set the size in its preprocessor_config.json"
+                "policy.min_pixels and policy.max_pixels have no effect on this model: "
+                f"{family.why_no_budget(processor)}: remove them, and change its "
+                "preprocessor_config.json instead"
             )
         return None
     budget = PixelBudget(policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels)
@@ -325,13 +327,27 @@ def freeze_parts(model: Any, parts: Sequence[str]) -> None:
 
 
 def _lora_config(lora: LoraSettings, model: Any) -> LoraConfig:
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=0.0,
-        target_modules=_lora_targets(lora.target, model),
-        task_type="CAUSAL_LM",
+    config, converted = (
+        LoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=0.0,
+            target_modules=_lora_targets(lora.target, model),
+            task_type="CAUSAL_LM",
+        )
+        for _ in range(2)
     )
+    # In some mixtures of experts, PEFT reads the projections of dense and shared feed-forward
+    # layers as the experts, which are one tensor: those layers have no adapters.
+    convert_peft_config_for_transformers(converted, model, None)
+    if converted.target_parameters:
+        if lora.target not in ("language", "all"):
+            raise UserError(
+                "policy.lora.target: PEFT would adapt all experts of this model instead of its "
+                "feed-forward layers: remove gate_proj, up_proj and down_proj"
+            )
+        config.target_modules = converted.target_modules
+    return config
 
 
 def _lora_targets(target: str | Sequence[str], model: Any) -> list[str]:

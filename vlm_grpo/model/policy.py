@@ -361,6 +361,8 @@ def load_policy(
     """Load the policy of a run; arguments and errors as in ``load_model`` and ``get_capture``."""
     folder = None if checkpoint is None else Path(checkpoint)
     loaded = load_model(check_settings(settings), folder, training)
-    distribution = build_sampling_distribution(loaded.model, loaded.family, settings.rollout)
+    distribution = build_sampling_distribution(
+        loaded.model, loaded.processor, loaded.family, settings.rollout
+    )
     capture = get_capture(settings.rollout, loaded.shared, training)
     return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)

@@ -206,7 +206,7 @@ def load_prompt_builder(settings: Settings) -> PromptBuilder:
     """
     config, processor = load_config(settings), load_processor(settings)
     family = load_family(config)
-    budget = get_pixel_budget(family.pixel_budget(processor), settings.policy)
+    budget = get_pixel_budget(family, processor, settings.policy)
     return PromptBuilder(processor, family, budget, get_context_length(config))
 
 
@@ -220,6 +220,7 @@ def _compile_control_tokens(processor: Any, family: Family) -> re.Pattern[str]:
     found = {value for name, value in vars(processor).items() if name.endswith("_token")}
     found = {name for name in found if isinstance(name, str) and name}
     found |= set(family.control_tokens(processor.tokenizer).values())
+    found |= set(family.media_tokens(processor).values())
     kept = (name for name in found if not re.fullmatch(family.answer_tokens, name))
     names = sorted(kept, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names)) or r"(?!)")

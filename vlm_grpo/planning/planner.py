@@ -166,7 +166,7 @@ class Planner:
         shape, self.family = read_model_shape(self.config, settings.policy)
         self.task = replace(task, frame=FRAMES[self.family.frame])
         self._shapes = {settings.policy.model_dump_json(): shape}
-        self.default_budget = self.family.pixel_budget(processor)
+        self.processor, self.default_budget = processor, self.family.pixel_budget(processor)
         self.prompts = PromptCounter(examples, self.task, self.family, processor)
 
     def estimate_step(self, settings: Settings, weights: Weights | None = None) -> StepEstimate:
@@ -179,7 +179,7 @@ class Planner:
         shape = self._shapes[key]
         if weights == "nf4":
             shape = shape.quantize()
-        budget = get_pixel_budget(self.default_budget, policy)
+        budget = get_pixel_budget(self.family, self.processor, policy)
         sizes = self.prompts.count(budget)
         work, typical = (
             estimate_workload(settings, size, shape, self.num_devices)
