@@ -38,6 +38,8 @@ def score_alone(model: Any, prompt: Prompt, completion: tuple[int, ...]) -> Tens
         if name.endswith("token_type_ids"):
             is_suffix = name == "token_type_ids" and model.config.model_type == "paligemma"
             values = torch.nn.functional.pad(values, (0, len(completion)), value=int(is_suffix))
+        elif name == "cross_attention_mask":  # of Mllama: the completion sees the prompt's images
+            values = torch.cat((values, *[values[:, -1:]] * len(completion)), dim=1)
         inputs[name] = values
     logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits
     predicted = logits[0, -len(completion) - 1 : -1].log_softmax(-1)

@@ -42,7 +42,18 @@ VISION = {
 }
 SIGLIP = {"vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 28}}
 SIGLIP["vision_config"]["vision_use_head"] = False
+LLAMA = {"model_type": "llama"}
+COHERE2 = {
+    "model_type": "cohere2",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,
+    "logit_scale": 1.0,
+}
 CLIP = {"vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28}}
+PIXTRAL = {
+    "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 84},
+    "vision_feature_layer": -1,
+}
 PATCH_GRID = {
     "depth": 2,
     "hidden_size": 32,
@@ -119,15 +130,58 @@ def _glm(kind: str, processor: Callable[[], Any], **text: Any) -> Callable[[], A
     )
 
 
+def _model(name: str, *settings: Any, **config: Any) -> Callable[[], tuple[Any, Any]]:
+    """Return a builder of the model type that has a processor of its name."""
+    return partial(_build, name, getattr(processors, name), *settings, **config)
+
+
+def _build_fast_vlm() -> tuple[Any, Any]:
+    """Build FastVLM with another convolutional tower than that of the package timm."""
+    tower = {
+        "model_type": "convnext",
+        "hidden_size": 32,
+        "hidden_sizes": [16, 32],
+        "depths": [1, 1],
+        "num_stages": 2,
+        "patch_size": 8,
+    }
+    text = {"model_type": "qwen2"}
+    model, processor = _build("fast_vlm", processors.fast_vlm, IMAGE, text, vision_config=tower)
+    model.model.vision_tower.register_forward_pre_hook(  # the other converts pixels itself
+        lambda module, pixels: pixels[0].to(module.dtype)
+    )
+    return model, processor
+
+
+def _build_mllama() -> tuple[Any, Any]:
+    """Build Mllama, which looks at images in layers of cross-attention alone."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_global_layers": 1,
+        "attention_heads": 2,
+        "vision_output_dim": 64,
+        "intermediate_layers_indices": [1],
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = {"num_hidden_layers": 3, "cross_attention_layers": [1], "bos_token_id": 0}
+    tokens = {"image": "<|image|>"}
+    model, processor = _build("mllama", processors.mllama, tokens, text, vision_config=vision)
+    for name, gate in model.named_parameters():
+        if name.endswith("_gate"):  # initially 0, which would hide the image
+            torch.nn.init.constant_(gate, 1.0)
+    return model, processor
+
+
 def _gemma4(**text: Any) -> Callable[[], tuple[Any, Any]]:
     marks = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "video": "<|video|>"}
     marks |= {"audio": "<|audio|>", "boa": "<|audio>"}
     layers = ["sliding_attention", "full_attention"] * 2
 
-    return partial(
-        _build,
+    return _model(
         "gemma4",
-        processors.gemma4,
         marks,
         {
             "num_hidden_layers": 4,
@@ -171,10 +225,8 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         first_k_dense_replace=1,
     ),
     "glm_ocr": _glm("glm_ocr", processors.glm46v),
-    "paddleocr_vl": partial(
-        _build,
+    "paddleocr_vl": _model(
         "paddleocr_vl",
-        processors.paddleocr_vl,
         {
             "image": "<|IMAGE_PLACEHOLDER|>",
             "video": "<|video_pad|>",
@@ -184,54 +236,33 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         {"rope_parameters": MROPE, "head_dim": 8},
         vision_config={**VISION, "image_size": 56},
     ),
-    "internvl": partial(
-        _build,
+    "internvl": _model(
         "internvl",
-        processors.internvl,
         {"image": "<IMG_CONTEXT>"},
         {"model_type": "qwen2"},
         vision_config={**VISION, "image_size": 28},
         image_seq_length=1,
     ),
-    "idefics3": partial(
-        _build,
-        "idefics3",
-        processors.idefics3,
-        IMAGE,
-        {"model_type": "llama"},
-        vision_config={**VISION, "image_size": 28},
-    ),
-    "smolvlm": partial(
-        _build,
-        "smolvlm",
-        processors.smolvlm,
-        IMAGE,
-        {"model_type": "llama"},
-        vision_config={**VISION, "image_size": 28},
-    ),
-    "llava": partial(
-        _build,
+    "idefics3": _model("idefics3", IMAGE, LLAMA, vision_config={**VISION, "image_size": 28}),
+    "smolvlm": _model("smolvlm", IMAGE, LLAMA, vision_config={**VISION, "image_size": 28}),
+    "llava": _model(
         "llava",
-        processors.llava,
         IMAGE,
-        {"model_type": "llama"},
+        LLAMA,
         image_seq_length=4,
         **CLIP,
     ),
-    "llava_next": partial(
-        _build,
+    "fast_vlm": _build_fast_vlm,
+    "llava_next": _model(
         "llava_next",
-        processors.llava_next,
         IMAGE,
         {"model_type": "mistral"},
         image_grid_pinpoints=processors.TILES,
         image_seq_length=4,
         **CLIP,
     ),
-    "llava_onevision": partial(
-        _build,
+    "llava_onevision": _model(
         "llava_onevision",
-        processors.llava_onevision,
         {"image": "<image>", "video": "<video>"},
         {"model_type": "qwen2"},
         image_grid_pinpoints=processors.TILES,
@@ -244,29 +275,19 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         processors.pixtral,
         {"image": "[IMG]"},
         {"model_type": "mistral"},
-        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 84},
         vision_feature_select_strategy="full",
-        vision_feature_layer=-1,
+        **PIXTRAL,
     ),
-    "mistral3": partial(
-        _build,
+    "mistral3": _model(
         "mistral3",
-        processors.mistral3,
         {"image": "[IMG]"},
         {"model_type": "mistral"},
-        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 84},
         spatial_merge_size=2,
-        vision_feature_layer=-1,
+        **PIXTRAL,
     ),
-    "gemma3": partial(
-        _build,
+    "gemma3": _model(
         "gemma3",
-        processors.gemma3,
-        {
-            "image": "<image_soft_token>",
-            "boi": "<start_of_image>",
-            "eoi": "<end_of_image>",
-        },
+        {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"},
         {
             "num_hidden_layers": 4,
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -298,19 +319,15 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         top_k_experts=2,
         moe_intermediate_size=16,
     ),
-    "paligemma": partial(
-        _build,
+    "paligemma": _model(
         "paligemma",
-        processors.paligemma,
         IMAGE,
         {"model_type": "gemma2", "head_dim": 8, "sliding_window": 16},
         projection_dim=32,
         **SIGLIP,
     ),
-    "lfm2_vl": partial(
-        _build,
+    "lfm2_vl": _model(
         "lfm2_vl",
-        processors.lfm2_vl,
         IMAGE,
         {
             "num_hidden_layers": 4,
@@ -326,30 +343,25 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         },
         projector_hidden_size=32,
     ),
-    "ovis2": partial(
-        _build,
+    "mllama": _build_mllama,
+    "ovis2": _model(
         "ovis2",
-        processors.ovis2,
         {"image": "<IMG_ATOM>"},
         {"model_type": "qwen2"},
         vision_config={**VISION, "image_size": 28, "vocab_size": 64},
         hidden_size=32,
     ),
-    "cohere2_vision": partial(
-        _build,
+    "cohere2_vision": _model(
         "cohere2_vision",
-        processors.cohere2_vision,
         {"image": "<|IMG_PATCH|>"},
-        {"model_type": "cohere2", "sliding_window": 16, "logit_scale": 1.0},
+        COHERE2,
         alignment_intermediate_size=48,
         **SIGLIP,
     ),
-    "aya_vision": partial(
-        _build,
+    "aya_vision": _model(
         "aya_vision",
-        processors.aya_vision,
         {"image": "<|IMG_PATCH|>"},
-        {"model_type": "cohere2", "sliding_window": 16, "logit_scale": 1.0},
+        COHERE2,
         **SIGLIP,
     ),
 }

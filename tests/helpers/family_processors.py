@@ -8,6 +8,7 @@ from typing import Any
 from tiny_models import tiny_tokenizer
 from transformers import (
     AyaVisionProcessor,
+    CLIPImageProcessor,
     Cohere2VisionImageProcessor,
     Cohere2VisionProcessor,
     Gemma3ImageProcessor,
@@ -36,6 +37,8 @@ from transformers import (
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
     LlavaProcessor,
+    MllamaImageProcessor,
+    MllamaProcessor,
     Ovis2ImageProcessor,
     Ovis2Processor,
     PaddleOCRVLImageProcessor,
@@ -160,6 +163,17 @@ def llava() -> Any:
     )
 
 
+def fast_vlm() -> Any:
+    edges = {"height": 32, "width": 32}
+    return LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=edges),
+        tiny_tokenizer("<image>"),
+        patch_size=16,
+        vision_feature_select_strategy="full",
+        chat_template=chat_template("<image>"),
+    )
+
+
 def llava_next() -> Any:
     images = LlavaNextImageProcessor(
         size={"shortest_edge": 28}, crop_size=SQUARE, image_grid_pinpoints=TILES
@@ -236,6 +250,13 @@ def paligemma() -> Any:
     tokenizer = tiny_tokenizer("<bos>")
     tokenizer.bos_token = "<bos>"
     return PaliGemmaProcessor(images, tokenizer, chat_template=chat_template("<image>"))
+
+
+def mllama() -> Any:
+    tokenizer = tiny_tokenizer("<bos>", "<|image|>", "<|python_tag|>")
+    tokenizer.bos_token = "<bos>"
+    images = MllamaImageProcessor(size=SQUARE, max_image_tiles=4)
+    return MllamaProcessor(images, tokenizer, chat_template=chat_template("<|image|>"))
 
 
 def lfm2_vl() -> Any:

@@ -160,7 +160,8 @@ def test_more_devices_than_prompts_are_an_error(planner: Planner) -> None:
         plan(planner.settings, "24GB", 33)
 
 
-@pytest.mark.parametrize("name", sorted(BUILDERS))
+# FastVLM's configuration does not have the sizes of its tower.
+@pytest.mark.parametrize("name", sorted(set(BUILDERS) - {"fast_vlm"}))
 def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Path) -> None:
     policy = build_family_policy(name)
     policy.model.config.save_pretrained(tmp_path)
