@@ -165,8 +165,8 @@ class CachedKeys:
         """
         if varlen.has_varlen(query):
             return varlen.attend_cached(query, key, value, self.lengths, self.longest, scaling)
-        q, k, v = (x.transpose(1, 2) for x in (query, key[:, : self.longest], value))
-        v = v[:, :, : self.longest]
+        key, value = key[:, : self.longest], value[:, : self.longest]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if _is_cpu(query):
             output, lse = _FLASH(q, k, v, attn_mask=self.mask, scale=scaling)
             return output.transpose(1, 2), lse.transpose(1, 2)

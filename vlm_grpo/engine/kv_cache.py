@@ -183,7 +183,6 @@ class Seating:
                 self.prompts[free[0]] = prompt
                 started.append(int(free[0]))
             self.rows[place] = self._waiting.pop()
-            self.ages[place] = 0
             taken.append(place)
         return started, np.array(taken, dtype=np.int64)
 

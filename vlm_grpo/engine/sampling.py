@@ -181,6 +181,8 @@ class SamplerState:
         self.active = torch.ones(shape[0], dtype=torch.bool, device=device)
         self.active[-1:].fill_(False)
         self.stopped: set[int] = set()
+        # For the stop strings: on the host, the tokens and how many of them have been checked.
+        self._copied = torch.zeros((self.count, shape[1]), dtype=torch.int64)
         self._checked = np.zeros(self.count, dtype=np.int64)
 
     def sample(
@@ -225,9 +227,13 @@ class SamplerState:
         if self.settings.stop and self.decode is not None:
             lengths = np.array(self.lengths[:-1].tolist())
             (grown,) = np.nonzero(lengths > self._checked)
+            longest = self.tokens.shape[1]
+            new = slice(self._checked[grown].min(initial=longest), lengths.max(initial=0))
+            self._copied[:, new] = self.tokens[:-1, new].cpu()
             ends = {}
-            for row, tokens in zip(grown.tolist(), self.tokens.cpu()[grown].tolist(), strict=True):
-                end = self._find_stop(tokens[: lengths[row]], int(self._checked[row]))
+            for row in grown.tolist():
+                tokens = self._copied[row, : lengths[row]].tolist()
+                end = self._find_stop(tokens, int(self._checked[row]))
                 if end:
                     ends[row] = end
             self._checked = lengths
