@@ -82,7 +82,7 @@ def test_offloaded_tensors_are_freed_and_copied_once(monkeypatch: pytest.MonkeyP
     output.sum().backward()
 
 
-def test_weights_and_changed_tensors_are_told_apart() -> None:
+def test_a_tensor_that_two_operations_save_gives_the_right_gradient() -> None:
     model = nn.Linear(64, 64)
     offloader = ActivationOffloader(model, CPU, min_bytes=1)
     x = torch.ones(3, requires_grad=True)
@@ -130,3 +130,35 @@ def test_offloading_without_effect_is_refused(device: str, may_retry: bool, mess
     strategy: Any = SimpleNamespace(accelerator=accelerator, may_retry=may_retry)
     with pytest.raises(UserError, match=message):
         _check_offloading(strategy)
+
+
+def test_views_of_one_tensor_and_its_later_values_are_kept_apart() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    offloader = ActivationOffloader(nn.Linear(1, 1), CPU, min_bytes=1)
+    memory = torch.arange(8.0)
+    first, second = memory.split(4)
+    with offloader.offload():
+        loss = (weight * first).sum() + 10 * (weight * second).sum()
+        memory.add_(100)
+        loss = loss + 100 * (weight * first).sum()
+    loss.backward()
+    # 0, 1, 2, 3; 4, 5, 6, 7; and 100, 101, 102, 103.
+    expected = [i + 10 * (4 + i) + 100 * (100 + i) for i in range(4)]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == expected
+
+
+def test_weights_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain()
+    offloader = ActivationOffloader(model, CPU, min_bytes=1)
+    moved: list[int] = []
+
+    def record(tensor: Tensor) -> Tensor:
+        moved.append(tensor.untyped_storage().data_ptr())
+        return tensor.clone()
+
+    monkeypatch.setattr(offloader, "_copy_to_host", record)
+    with offloader.offload():
+        model(torch.ones(2, 8, requires_grad=True))
+    assert moved
+    assert not {weight.data_ptr() for weight in model.parameters()} & set(moved)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gradients import output_and_gradients, relative_error
@@ -10,7 +12,7 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.engine import kernels
 from vlm_grpo.engine.attention import PackedAttention
-from vlm_grpo.engine.varlen import GroupSpan
+from vlm_grpo.engine.varlen import GroupSpan, _Gather
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
@@ -73,3 +75,22 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch: pytest.Mo
     # in bfloat16 would stop at 128.
     assert v.grad is not None
     assert v.grad[0, 0, 0, 0] == 129
+
+
+def test_gradients_of_keys_that_many_completions_share_are_summed_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The CPU's kernel has a wide sum of its own; a GPU's adds in the precision of the tensor.
+    precisions, add = [], Tensor.index_add_
+
+    def record(total: Tensor, *arguments: Any) -> Tensor:
+        precisions.append(total.dtype)
+        return add(total, *arguments)
+
+    monkeypatch.setattr(Tensor, "index_add_", record)
+    rows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    gathered: Tensor = _Gather.apply(rows, torch.tensor([0] * 1000 + [1]))  # type: ignore[assignment]
+    gathered.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [1000, 1]
+    assert precisions == [torch.float32]

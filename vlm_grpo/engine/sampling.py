@@ -182,7 +182,7 @@ class SamplerState:
         self.active[-1:].fill_(False)
         self.stopped: set[int] = set()
         # For the stop strings: on the host, the tokens and how many of them have been checked.
-        self._copied = torch.zeros((self.count, shape[1]), dtype=torch.int64)
+        self._copied = np.zeros((self.count, shape[1]), dtype=np.int64)
         self._checked = np.zeros(self.count, dtype=np.int64)
 
     def sample(
@@ -229,7 +229,7 @@ class SamplerState:
             (grown,) = np.nonzero(lengths > self._checked)
             longest = self.tokens.shape[1]
             new = slice(self._checked[grown].min(initial=longest), lengths.max(initial=0))
-            self._copied[:, new] = self.tokens[:-1, new].cpu()
+            self._copied[:, new] = self.tokens[:-1, new].cpu().numpy()
             ends = {}
             for row in grown.tolist():
                 tokens = self._copied[row, : lengths[row]].tolist()
