@@ -42,9 +42,9 @@ def _build_inputs(
         for name, values in prompt.vision.items():
             if _is_per_token(name, values, prompt):
                 last = values[:, -1:]
-                following = last if kind is None else torch.full_like(last, kind)
-                before = torch.zeros_like(last)
-                values = torch.cat((*[before] * left, values, *[following] * longest), dim=1)
+                before = torch.zeros_like(last).repeat_interleave(left, 1)
+                after = last if kind is None else torch.full_like(last, kind)
+                values = torch.cat((before, values, after.repeat_interleave(longest, 1)), dim=1)
             columns.setdefault(name, []).append(values)
     inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
     inputs |= {name: torch.cat(values) for name, values in columns.items()}
