@@ -43,6 +43,7 @@ VISION = {
 SIGLIP = {"vision_config": {**VISION, "model_type": "siglip_vision_model", "image_size": 28}}
 SIGLIP["vision_config"]["vision_use_head"] = False
 LLAMA = {"model_type": "llama"}
+MISTRAL = {"model_type": "mistral", "sliding_window": None}
 COHERE2 = {
     "model_type": "cohere2",
     "layer_types": ["sliding_attention", "full_attention"],
@@ -256,7 +257,7 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "llava_next": _model(
         "llava_next",
         IMAGE,
-        {"model_type": "mistral"},
+        MISTRAL,
         image_grid_pinpoints=processors.TILES,
         image_seq_length=4,
         **CLIP,
@@ -274,14 +275,14 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         "llava",
         processors.pixtral,
         {"image": "[IMG]"},
-        {"model_type": "mistral"},
+        MISTRAL,
         vision_feature_select_strategy="full",
         **PIXTRAL,
     ),
     "mistral3": _model(
         "mistral3",
         {"image": "[IMG]"},
-        {"model_type": "mistral"},
+        MISTRAL,
         spatial_merge_size=2,
         **PIXTRAL,
     ),
