@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from family_models import BUILDERS
+from family_table import TITLES, build_table
 from PIL import Image
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
@@ -18,7 +20,9 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.errors import UserError
+from vlm_grpo.families import FAMILIES as KNOWN
 from vlm_grpo.families import Family, find_part, load_family
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.loading import apply_lora_or_freeze
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import PlainQuestion
@@ -94,7 +98,7 @@ def test_tokens_of_images_are_banned_and_refused_in_prompts(name: str) -> None:
     banned = set(distribution.banned)
     assert {model.config.image_token_id} <= inserted <= banned
     assert not banned & {*distribution.eos, tokenizer.eos_token_id, None}
-    builder = PromptBuilder(processor, family, None, None)
+    builder = PromptBuilder(ChatTemplate(processor), family, None, None)
     for token in tokenizer.convert_ids_to_tokens(sorted(banned)):
         with pytest.raises(UserError, match="a control token of the model"):
             builder.write(Example("a", (), f"What is {token}?", None), PlainQuestion())
@@ -136,6 +140,14 @@ def test_resized_sizes_and_numbers_of_tokens_are_those_of_the_processor(name: st
         alone = processor.image_processor(Image.new("RGB", size), return_tensors="pt")
         patch = processor.image_processor.patch_size
         assert alone["image_grid_thw"][0, 1:].tolist() == [resized[1] // patch, resized[0] // patch]
+
+
+def test_the_guide_has_the_table_of_all_families() -> None:
+    # `python tests/helpers/family_table.py` prints the table.
+    guide = Path(__file__).parents[2] / "docs/families.md"
+    assert build_table(build) in guide.read_text("utf-8")
+    known = {kind for family in KNOWN for kind in family.model_types}
+    assert known - {"gemma4_unified"} <= set(TITLES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import load_family
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.prompts import PromptBuilder, load_prompt_builder
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import PlainQuestion, Task
@@ -34,7 +35,8 @@ TASK = PlainQuestion()
 def prompts(request: pytest.FixtureRequest) -> PromptBuilder:
     model, processor = tiny_model(request.param)
     family = load_family(model.config)
-    return PromptBuilder(processor, family, family.pixel_budget(processor), max_tokens=200)
+    budget = family.pixel_budget(processor)
+    return PromptBuilder(ChatTemplate(processor), family, budget, max_tokens=200)
 
 
 @pytest.fixture(scope="module")

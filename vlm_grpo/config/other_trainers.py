@@ -26,7 +26,7 @@ _SAME_IN_TRL = {
     "objective": "num_iterations epsilon epsilon_high delta loss_type scale_rewards entropy_coef "
     "importance_sampling_level mask_truncated_completions use_bias_correction_kl",
     "optim": "warmup_steps weight_decay max_grad_norm max_steps",
-    "policy": "trust_remote_code gradient_checkpointing activation_offloading",
+    "policy": "trust_remote_code gradient_checkpointing activation_offloading chat_template_kwargs",
 }
 """By block: the settings with the names of TRL's GRPOConfig."""
 
@@ -96,7 +96,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "dataset": "data.train",
         "val_dataset split_dataset_ratio": "data.eval (a separate source)",
         "columns": "data.columns",
-        "system": _PROMPT,
+        "system": "policy.system_prompt",
+        "enable_thinking": "policy.chat_template_kwargs (enable_thinking: false)",
         "tuner_type": "policy.lora.r (for lora; full weights are the default)",
         "lora_rank": "policy.lora.r",
         "target_modules": _ADAPTERS,
@@ -125,7 +126,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "finetune_attention_modules finetune_mlp_modules": _ADAPTERS,
         "random_state": "seed",
         "use_rslora loftq_config modules_to_save": "none: it is not implemented",
-        "system_prompt": _PROMPT,
+        "system_prompt": "policy.system_prompt",
         "save_pretrained_merged": _MERGE,
     },
     "EasyR1": {

@@ -9,11 +9,12 @@ from vlm_grpo.families.internvl import InternVL
 from vlm_grpo.families.llava import Lfm2VL, Llava
 from vlm_grpo.families.paddleocr import PaddleOCRVL
 from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
+from vlm_grpo.families.qwen3_5 import Qwen3VLMoe, Qwen35
 
 __all__ = ["FAMILIES", "Family", "ImageFeatures", "PixelBudget", "find_part", "load_family"]
 
 FAMILIES = (
-    *(Qwen2VL, Qwen25VL, Qwen3VL, InternVL, Glm),
+    *(Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe, Qwen35, InternVL, Glm),
     *(Gemma4, PaliGemma, Llava, Lfm2VL, PaddleOCRVL),
 )
 """Families with facts of their own; all other models have those of ``Family``."""

@@ -111,11 +111,13 @@ class Family:
         size = processor.image_processor.size
         return PixelBudget(size["shortest_edge"] // frames, size["longest_edge"] // frames)
 
-    def why_no_budget(self, processor: Any) -> str:
-        """Return what determines the size of images whose processor has no pixel budget."""
+    def size_settings(self, processor: Any) -> dict[str, Any]:
+        """Return what determines the size of images, by the image processor's names."""
         values = vars(getattr(processor, "image_processor", None) or processor)
-        found = [f"{key}={values[key]}" for key in _SIZE_SETTINGS if values.get(key) is not None]
-        return f"its image processor has no pixel budget, but {', '.join(found) or 'a fixed size'}"
+        found = {key: values[key] for key in _SIZE_SETTINGS if values.get(key) is not None}
+        for key in found.keys() & {"size", "crop_size", "max_image_size"}:
+            found[key] = {edge: length for edge, length in dict(found[key]).items() if length}
+        return found
 
     def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
         """Set the processor's pixel budget, which is saved with the model."""

@@ -30,6 +30,7 @@ from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.families import Family, PixelBudget, find_part, load_family
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.hub import check_reachable
 from vlm_grpo.model.one_reader import has_one_reader, read_once
 
@@ -53,6 +54,7 @@ class LoadedModel:
         adapters: the PEFT model around ``model``; None for full weights.
         autocast: True to compute in bfloat16 from float32 weights.
         one_reader: only the first process has the weights' values.
+        chat: the chat template with the run's settings; None: without any.
     """
 
     model: Any
@@ -63,6 +65,7 @@ class LoadedModel:
     adapters: PeftModel | None
     autocast: bool = False
     one_reader: bool = False
+    chat: ChatTemplate | None = None
 
 
 def load_model(
@@ -92,8 +95,8 @@ def load_model(
     # A checkpoint's processor has the pixel budget of its training.
     processor_source = str(checkpoint or weights)
     one_reader = training and has_one_reader()
-    model, processor = _load_pretrained(weights, processor_source, settings, dtype, one_reader)
-    family = load_family(model.config)
+    model, chat = _load_pretrained(weights, processor_source, settings, dtype, one_reader)
+    processor, family = chat.processor, load_family(model.config)
     why_not = family.why_not_shared(model.config)
     if settings.policy.engine == "shared" and why_not is not None:
         raise UserError(f"policy.engine=shared is not possible for {settings.model}: {why_not}")
@@ -111,7 +114,9 @@ def load_model(
         _check_dropout(model, settings)
     budget = get_pixel_budget(family, processor, settings.policy)
     autocast = full and settings.policy.dtype == "bfloat16"
-    return LoadedModel(model, processor, family, budget, shared, adapters, autocast, one_reader)
+    return LoadedModel(
+        model, processor, family, budget, shared, adapters, autocast, one_reader, chat
+    )
 
 
 def apply_lora_or_freeze(model: Any, policy: PolicySettings) -> PeftModel | None:
@@ -208,13 +213,14 @@ def _load_pretrained(
             "policy.trust_remote_code=true: running the Python code that comes with %s", source
         )
     config, processor = load_config(settings, source), load_processor(settings, processor_source)
+    chat = ChatTemplate(processor, settings.policy)
 
     def read() -> Any:
         return _read_weights(source, config, settings, dtype)
 
     if one_reader:
-        return read_once(read, config, dtype, settings.policy.trust_remote_code), processor
-    return read(), processor
+        return read_once(read, config, dtype, settings.policy.trust_remote_code), chat
+    return read(), chat
 
 
 def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dtype) -> Any:
@@ -296,10 +302,11 @@ def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> 
     """
     if (own := family.pixel_budget(processor)) is None:
         if policy.min_pixels is not None or policy.max_pixels is not None:
+            found = (f"{key}={value}" for key, value in family.size_settings(processor).items())
             raise UserError(
-                "policy.min_pixels and policy.max_pixels have no effect on this model: "
-                f"{family.why_no_budget(processor)}: remove them, and change its "
-                "preprocessor_config.json instead"
+                "policy.min_pixels and policy.max_pixels have no effect on this model, whose image "
+                f"processor has no pixel budget but {', '.join(found) or 'a fixed size'}: remove "
+                "them, and change its preprocessor_config.json instead"
             )
         return None
     budget = PixelBudget(policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels)

@@ -35,6 +35,7 @@ from vlm_grpo.engine.sampling import (
 from vlm_grpo.engine.shared import score_shared
 from vlm_grpo.engine.vision import ImageEncoder
 from vlm_grpo.families import ImageFeatures, find_part
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.task import Task
@@ -96,7 +97,8 @@ class Policy:
         self.counters, self.stopwatch = Counters(), Stopwatch()
         self.root = CallRoot(loaded.model)
         limit = get_context_length(loaded.model.config)
-        self.prompts = PromptBuilder(self.processor, self.family, self.budget, limit)
+        chat = loaded.chat or ChatTemplate(loaded.processor)
+        self.prompts = PromptBuilder(chat, self.family, self.budget, limit)
         trained = {find_part(name) for name, _ in self.trainable_parameters()}
         self.trains_vision = not trained.isdisjoint(("vision", "projector"))
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)

@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.families import Family, PixelBudget, load_family
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.image_cache import ImageCache
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.task import Task, write_prompt
@@ -27,22 +28,34 @@ class PromptBuilder:
     """A builder of one model's prompts, which needs the model's processor but not its weights.
 
     Args:
-        processor: the model's processor.
+        chat: the model's chat template, with its processor.
         family: the model's family.
         budget: pixel budget of the images; None if the processor resizes to a fixed size.
         max_tokens: number of tokens in the model's context; None: unknown.
+
+    Raises:
+        UserError: the system prompt has a control token of the model.
     """
 
     def __init__(
-        self, processor: Any, family: Family, budget: PixelBudget | None, max_tokens: int | None
+        self,
+        chat: ChatTemplate,
+        family: Family,
+        budget: PixelBudget | None,
+        max_tokens: int | None,
     ) -> None:
-        self.processor, self.family, self.budget = processor, family, budget
-        self.max_tokens = max_tokens
-        self._control_tokens = _compile_control_tokens(processor, family)
+        self.chat, self.processor = chat, chat.processor
+        self.family, self.budget, self.max_tokens = family, budget, max_tokens
+        self._control_tokens = _compile_control_tokens(self.processor, family)
+        if (token := self._control_tokens.search(chat.system_prompt or "")) is not None:
+            raise UserError(
+                f"policy.system_prompt has the text {token.group()}, a control token of the model: "
+                "remove or rewrite it"
+            )
         self._images = ImageCache(self._load_image, RECENT_IMAGES)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arguments = self.processor, self.family, self.budget, self.max_tokens
+        arguments = self.chat, self.family, self.budget, self.max_tokens
         return type(self), arguments  # without the images
 
     def with_resized_sizes(self, example: Example) -> Example:
@@ -148,7 +161,7 @@ class PromptBuilder:
                 processor refuses the prompt, or it exceeds the model's context.
         """
         try:
-            text = self._apply_template(example, message)
+            text = self.chat.render(message, len(example.images))
             loaded = [self._images.load(reference) for reference in example.images]
         except (ValueError, TemplateError) as error:
             raise UserError(f"{example.name}: {error}") from error
@@ -186,13 +199,6 @@ class PromptBuilder:
                 problems.append(f"{example.name}: {error}")
         return lengths, problems
 
-    def _apply_template(self, example: Example, text: str) -> str:
-        content: list[dict[str, str]] = [{"type": "image"} for _ in example.images]
-        content.append({"type": "text", "text": text})
-        return self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-
     def _load_image(self, reference: ImageRef) -> Any:
         image = reference.load()
         return self.family.resize(image, self.budget, self.processor) if self.budget else image
@@ -202,12 +208,14 @@ def load_prompt_builder(settings: Settings) -> PromptBuilder:
     """Load the builder of the prompts of the model that the settings name, without its weights.
 
     Raises:
-        UserError: the model's configuration or processor cannot be loaded.
+        UserError: the model's configuration or processor cannot be loaded, or its chat template has
+            no place for the settings.
     """
     config, processor = load_config(settings), load_processor(settings)
     family = load_family(config)
     budget = get_pixel_budget(family, processor, settings.policy)
-    return PromptBuilder(processor, family, budget, get_context_length(config))
+    chat = ChatTemplate(processor, settings.policy)
+    return PromptBuilder(chat, family, budget, get_context_length(config))
 
 
 def get_context_length(config: Any) -> int | None:

@@ -12,6 +12,7 @@ from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_examples
 from vlm_grpo.engine.kv_cache import LOGIT_BYTES, fit_tokens
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.planning.changes import suggest_changes, with_changes
 from vlm_grpo.planning.devices import Device, detect_device, find_device
@@ -167,7 +168,9 @@ class Planner:
         self.task = replace(task, frame=FRAMES[self.family.frame])
         self._shapes = {settings.policy.model_dump_json(): shape}
         self.processor, self.default_budget = processor, self.family.pixel_budget(processor)
-        self.prompts = PromptCounter(examples, self.task, self.family, processor)
+        self.prompts = PromptCounter(
+            examples, self.task, self.family, ChatTemplate(processor, settings.policy)
+        )
 
     def estimate_step(self, settings: Settings, weights: Weights | None = None) -> StepEstimate:
         """Estimate a step under these settings; ``weights`` None: held as in the planner."""

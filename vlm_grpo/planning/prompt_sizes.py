@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from PIL import Image
 
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.families import Family, PixelBudget
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
@@ -44,14 +44,15 @@ class PromptCounter:
         examples: all examples of the dataset.
         task: builds the questions.
         family: computes the resized sizes.
-        processor: the model's processor.
+        chat: the model's chat template, with its processor.
     """
 
     def __init__(
-        self, examples: Sequence[Example], task: Task, family: Family, processor: Any
+        self, examples: Sequence[Example], task: Task, family: Family, chat: ChatTemplate
     ) -> None:
-        self.family, self.processor, self.num_rows = family, processor, len(examples)
-        is_known = family.pixel_budget(processor) is not None
+        self.family, self.chat, self.num_rows = family, chat, len(examples)
+        self.processor = chat.processor
+        is_known = family.pixel_budget(self.processor) is not None
         most = MAX_COUNTED_EXAMPLES if is_known else MAX_PROCESSED_EXAMPLES
         self.examples = examples[:: -(-len(examples) // most)]
         self._text_tokens = [
@@ -60,16 +61,9 @@ class PromptCounter:
         ]
         self._process = cache(self._process)
 
-    def _apply_template(self, num_images: int, text: str) -> str:
-        content: list[dict[str, str]] = [{"type": "image"} for _ in range(num_images)]
-        content.append({"type": "text", "text": text})
-        return self.processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-
     def _count_text_tokens(self, num_images: int, text: str) -> int:
         """Count the tokens without image tokens; each image has one placeholder in the text."""
-        templated = self._apply_template(num_images, text)
+        templated = self.chat.render(text, num_images)
         return len(self.processor.tokenizer(templated)["input_ids"]) - num_images
 
     def count(self, budget: PixelBudget | None) -> list[PromptSize]:
@@ -105,7 +99,7 @@ class PromptCounter:
         if not images:
             return PromptSize(0, 0, 0, 0)
         inputs = self.processor(
-            text=[self._apply_template(len(images), "")],
+            text=[self.chat.render("", len(images))],
             images=[Image.new("RGB", size) for size in images],
             return_tensors="pt",
         )

@@ -1,0 +1,81 @@
+"""Build the table of docs/families.md from the families and the processors of small models.
+
+Run ``python tests/helpers/family_table.py`` to print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmark_table import format_table
+from family_models import BUILDERS
+from tiny_models import FAMILIES, tiny_model
+
+from vlm_grpo.coordinates import FRAMES
+from vlm_grpo.families import load_family
+
+TITLES = {
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL, mixture of experts",
+    "qwen3_5": "Qwen3.5 and later of this type",
+    "qwen3_5_moe": "Qwen3.5, mixture of experts",
+    "internvl": "InternVL 2.5 to 3.5",
+    "glm4v": "GLM-4.1V",
+    "glm4v_moe": "GLM-4.5V",
+    "glm46v": "GLM-4.6V",
+    "glm_ocr": "GLM-OCR",
+    "paddleocr_vl": "PaddleOCR-VL",
+    "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
+    "paligemma": "PaliGemma",
+    "llava": "LLaVA 1.5",
+    "llava_next": "LLaVA-NeXT",
+    "llava_onevision": "LLaVA-OneVision",
+    "mistral3": "Mistral Small 3.1 and later",
+    "idefics3": "Idefics3",
+    "smolvlm": "SmolVLM, SmolVLM2",
+    "lfm2_vl": "LFM2-VL, LFM2.5-VL",
+    "ovis2": "Ovis2",
+    "cohere2_vision": "Command A Vision",
+    "aya_vision": "Aya Vision",
+}
+"""Names of the models by model type, in the order of the table."""
+COLUMNS = ("models", "model type", "a box", "pixel budget", "source of the frame")
+
+
+def build(name: str) -> tuple[Any, Any]:
+    """Build a family's small model and its processor."""
+    return BUILDERS[name]() if name in BUILDERS else tiny_model(name)
+
+
+def build_table(build: Callable[[str], tuple[Any, Any]] = build) -> str:
+    """Return the table; ``build`` returns the small model and the processor of a name."""
+    return format_table(COLUMNS, [build_cells(name, build(name)[1]) for name in TITLES])
+
+
+def build_cells(name: str, processor: Any) -> dict[str, str]:
+    """Return a family's cells by column."""
+    family = load_family(build_config(name))
+    names = family.size_settings(processor)
+    has_budget = family.pixel_budget(processor) is not None
+    box = FRAMES[family.frame].write((64, 96, 192, 240), (640, 480), (320, 240))
+    return {
+        "models": TITLES[name],
+        "model type": f"`{name}`",
+        "a box": "`{}`".format(box.replace("|", "\\|")),
+        "pixel budget": "yes" if has_budget else "no: " + ", ".join(f"`{n}`" for n in names),
+        "source of the frame": family.frame_source or "none found",
+    }
+
+
+def build_config(name: str) -> Any:
+    """Return an object with the model type, which is all that selects a family."""
+    return type("Config", (), {"model_type": name})
+
+
+if __name__ == "__main__":
+    assert {*FAMILIES, *BUILDERS} >= set(TITLES)
+    print(build_table())
