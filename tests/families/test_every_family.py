@@ -18,7 +18,7 @@ from vlm_grpo.types import Prompt
 def build_prompts(policy: Policy, name: str, count: int) -> list[Prompt]:
     """Build prompts in turn with one image, two of different sizes, another one, and none."""
     sizes = ([(60, 40)], [(33, 90), (64, 64)], [(30, 120)], [])
-    if name == "paligemma":  # refuses prompts without an image
+    if name.startswith("paligemma"):  # refuses prompts without an image
         sizes = sizes[:3]
     questions = ("What is it?", "Where?", "How many are there?")
     return [

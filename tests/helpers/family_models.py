@@ -206,6 +206,11 @@ def _gemma4(**text: Any) -> Callable[[], tuple[Any, Any]]:
     )
 
 
+def _paligemma(kind: str, **text: Any) -> Callable[[], tuple[Any, Any]]:
+    language = {"model_type": kind, "head_dim": 8, **text}
+    return _model("paligemma", IMAGE, language, projection_dim=32, **SIGLIP)
+
+
 BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen3_vl_moe": _qwen3(
         "qwen3_vl_moe",
@@ -320,13 +325,8 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
         top_k_experts=2,
         moe_intermediate_size=16,
     ),
-    "paligemma": _model(
-        "paligemma",
-        IMAGE,
-        {"model_type": "gemma2", "head_dim": 8, "sliding_window": 16},
-        projection_dim=32,
-        **SIGLIP,
-    ),
+    "paligemma": _paligemma("gemma"),
+    "paligemma2": _paligemma("gemma2", sliding_window=16),
     "lfm2_vl": _model(
         "lfm2_vl",
         IMAGE,
