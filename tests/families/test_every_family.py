@@ -65,6 +65,18 @@ def test_scores_equal_plain_forward_passes(name: str) -> None:
     torch.testing.assert_close(scores.logprobs, torch.cat(alone), rtol=0, atol=1e-9)
 
 
+def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens() -> None:
+    policy = build_family_policy("gemma4", torch.float64, banned=())
+    [prompt] = build_prompts(policy, "gemma4", 1)
+    missing = prompt.vision["pixel_values"].shape[1] - len(prompt.token_ids)
+    example = noise_example("0", [(60, 40)], "What is it?" + "?" * missing)
+    prompt = make_prompt(policy, example)
+    assert prompt.vision["pixel_values"].shape[:2] == (1, len(prompt.token_ids))
+    scores = policy.score(MicroBatch((GroupSlice(prompt, ((70, 71, 72),), (0,)),))).logprobs
+    expected = score_alone(policy.model, prompt, (70, 71, 72))
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_greedy_samples_equal_generate(name: str) -> None:
     policy = build_family_policy(name, torch.float64, temperature=0.0)
