@@ -199,6 +199,17 @@ def test_objects_are_read_in_every_grammar(frame, output):
     assert [label[:3] for _, label in found] == ["cup"]
 
 
+def test_boxes_with_y_first_are_read_in_order():
+    example, task = make_example(BOX), load_task("refcoco", "gemma4")
+    size = example.images[0].size
+    box = (0.1 * size[0], 0.2 * size[1], 0.3 * size[0], 0.5 * size[1])
+    written = FRAMES["gemma4"].write_all([box], size, size, ["cup"])
+    (first,) = READERS["first_box"].read(written, example, task)
+    ((labeled, _),) = READERS["objects"].read(written, example, task)
+    # A thousandth of the image's sides.
+    assert first == labeled == pytest.approx(box, abs=max(size) / 1000)
+
+
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize(
     "output",

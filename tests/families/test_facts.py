@@ -142,6 +142,14 @@ def test_resized_sizes_and_numbers_of_tokens_are_those_of_the_processor(name: st
         assert alone["image_grid_thw"][0, 1:].tolist() == [resized[1] // patch, resized[0] // patch]
 
 
+def test_tokens_of_images_that_are_not_marked_as_special_are_refused() -> None:
+    model, processor = tiny_model("qwen2_5_vl")
+    processor.tokenizer.add_tokens(["<row_7_col_7>"])
+    builder = PromptBuilder(ChatTemplate(processor), load_family(model.config), None, None)
+    with pytest.raises(UserError, match="<row_7_col_7>, a control token of the model"):
+        builder.write(Example("a", (), "What is <row_7_col_7>?", None), PlainQuestion())
+
+
 def test_the_guide_has_the_table_of_all_families() -> None:
     # `python tests/helpers/family_table.py` prints the table.
     guide = Path(__file__).parents[2] / "docs/families.md"

@@ -160,7 +160,10 @@ class Family:
             return size[0] * size[1] // _token_edge(processor) ** 2
         if (count := getattr(processor, "_get_num_multimodal_tokens", None)) is None:
             return 0
-        return count(image_sizes=[size[::-1]])["num_image_tokens"][0]
+        try:
+            return count(image_sizes=[size[::-1]])["num_image_tokens"][0]
+        except ValueError:  # the processor refuses the image when the prompt is built
+            return 0
 
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
         """Resize a PIL image within the budget."""
