@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from family_models import BUILDERS, build_family_policy
+from small_runs import make_trainer, read_metrics, small_run
 from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, sampled_logprobs
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.policy import Policy
@@ -97,3 +100,27 @@ def test_greedy_samples_equal_generate(name: str) -> None:
         scores = policy.score(pack_groups(prompts[:4], groups[:4])).logprobs
     # Padding on the left shifts the rotary positions, which are float32: at most 2e-5 here.
     torch.testing.assert_close(scores.float(), sampled_logprobs(groups[:4]), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_model_trained_for_two_steps_loads_in_transformers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, processor = BUILDERS[name]()
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    optim = {"lr": 1e-3, "max_steps": 2, "prompts_per_step": 2}
+    trainer = make_trainer(small_run(tmp_path, tmp_path / "model", optim=optim))
+    trainer.run()
+    [run_dir] = (tmp_path / "runs").iterdir()
+    norms = [row["grad_norm"] for row in read_metrics(run_dir) if "grad_norm" in row]
+    assert len(norms) == 2
+    assert all(0 < norm < 1e3 for norm in norms)
+    [weights] = run_dir.rglob("model.safetensors")
+    loaded, report = AutoModelForImageTextToText.from_pretrained(
+        weights.parent, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    trained = dict(trainer.policy.model.named_parameters())
+    assert all(torch.equal(value, trained[key]) for key, value in loaded.named_parameters())
+    assert any(not torch.equal(value, trained[key]) for key, value in model.named_parameters())
