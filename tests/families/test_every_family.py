@@ -116,9 +116,10 @@ def test_a_model_trained_for_two_steps_loads_in_transformers(name: str, tmp_path
     assert len(norms) == 2
     assert all(0 < norm < 1e3 for norm in norms)
     [weights] = run_dir.rglob("model.safetensors")
-    loaded, report = AutoModelForImageTextToText.from_pretrained(
+    result: Any = AutoModelForImageTextToText.from_pretrained(
         weights.parent, output_loading_info=True
     )
+    loaded, report = result
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     trained = dict(trainer.policy.model.named_parameters())
