@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.engine import kernels
-from vlm_grpo.engine.attention import PackedAttention
+from vlm_grpo.engine.attention import Layer, PackedAttention
 from vlm_grpo.engine.varlen import GroupSpan, _Gather
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
+LAYER = Layer(0, "full_attention", SCALING)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -47,8 +49,8 @@ def test_packed_attention_equals_masked_attention(
     shapes = [(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    packed = PackedAttention(SPANS)
-    found = output_and_gradients(lambda q, k, v: packed(0, q, k, v, SCALING), tensors)
+    packed = functools.partial(PackedAttention(SPANS), LAYER)
+    found = output_and_gradients(packed, tensors)
     for value, expected in zip(found, output_and_gradients(masked_attention, exact), strict=True):
         assert relative_error(value, expected) < bound
 
@@ -60,8 +62,8 @@ def test_packed_attention_in_one_kernel_equals_masked_attention(
     torch.manual_seed(0)
     shapes = [(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     tensors = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    packed = PackedAttention(SPANS)
-    found = output_and_gradients(lambda q, k, v: packed(0, q, k, v, SCALING), tensors)
+    packed = functools.partial(PackedAttention(SPANS), LAYER)
+    found = output_and_gradients(packed, tensors)
     for value, expected in zip(found, output_and_gradients(masked_attention, tensors), strict=True):
         assert relative_error(value, expected) < 1e-12
 
@@ -70,7 +72,7 @@ def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch: pytest.Mo
     use_plain_varlen(monkeypatch)
     span = GroupSpan(0, 1, (1,) * 256)
     q, k, v = (torch.ones(1, 1, 257, 1).bfloat16().requires_grad_() for _ in range(3))
-    PackedAttention([span])(0, q, k, v, 1.0).sum().backward()
+    PackedAttention([span])(LAYER, q, k, v).sum().backward()
     # The prompt's value has weight 1 in its own output and 1/2 in those of 256 completions; a sum
     # in bfloat16 would stop at 128.
     assert v.grad is not None

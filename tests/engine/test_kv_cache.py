@@ -12,9 +12,10 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.engine import kernels
+from vlm_grpo.engine.cached_keys import CachedKeys
 from vlm_grpo.engine.decode import _fit, _round_up
-from vlm_grpo.engine.kernels import CachedKeys
-from vlm_grpo.engine.kv_cache import Seating, count_free_tokens, fit_tokens
+from vlm_grpo.engine.kv_cache import count_free_tokens, fit_tokens
+from vlm_grpo.engine.seating import Seating
 
 
 @pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])
@@ -25,7 +26,7 @@ def test_cached_attention_equals_a_softmax_over_the_visible_keys(
     if form == "varlen":
         use_plain_varlen(monkeypatch)
     elif form == "plain":
-        monkeypatch.setattr(kernels, "_is_cpu", lambda query: False)
+        monkeypatch.setattr(kernels, "is_cpu", lambda query: False)
     torch.manual_seed(0)
     query = torch.randn(3, 4, 2, 8, dtype=torch.float64)
     key, value = torch.randn(2, 3, 7, 2, 8, dtype=torch.float64)

@@ -12,12 +12,11 @@ from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, tiny_pol
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
 
-from vlm_grpo.engine import attention, shared
+from vlm_grpo.engine import attention, kernels, shared
 from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import PackedAttention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.decode import PrefixInputs
-from vlm_grpo.engine.shared import PackedRow
+from vlm_grpo.engine.shared import PackedRow, PrefixInputs
 from vlm_grpo.engine.varlen import GroupSpan
 from vlm_grpo.model.policy import Policy
 
@@ -123,9 +122,9 @@ class TestWrongVariants:
 
     def test_plain_causal_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def plain(
-            self: PackedAttention, layer: int, q: Tensor, k: Tensor, v: Tensor, s: float
+            self: PackedAttention, layer: attention.Layer, q: Tensor, k: Tensor, v: Tensor
         ) -> Tensor:
-            return attention.PrefillAttention()(layer, q, k, v, s)
+            return kernels.causal(q, k, v, layer.scaling).transpose(1, 2)
 
         monkeypatch.setattr(PackedAttention, "__call__", plain)
         assert (shared_logprobs() - expected_logprobs()).abs().max() > 1e-3
@@ -133,7 +132,7 @@ class TestWrongVariants:
     def test_completions_attending_to_each_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         original = PackedAttention.__init__
 
-        def joined(self: PackedAttention, spans: Any) -> None:
+        def joined(self: PackedAttention, spans: Any, masks: Any) -> None:
             # One long completion instead of G short ones.
             merged = [
                 GroupSpan(s.start, s.prompt_length, (sum(s.completion_lengths),)) for s in spans
@@ -149,9 +148,9 @@ class TestWrongVariants:
         pack_row = shared.pack_row
 
         def pack_with_running_positions(
-            batch: MicroBatch, prefixes: Sequence[PrefixInputs]
+            prefixes: Sequence[PrefixInputs], completions: Any
         ) -> PackedRow:
-            row = pack_row(batch, prefixes)
+            row = pack_row(prefixes, completions)
             for span, prefix in zip(row.spans, prefixes, strict=True):
                 first, count = span.start + span.prompt_length, sum(span.completion_lengths)
                 rest = slice(first, first + count)
@@ -172,9 +171,9 @@ class TestWrongVariants:
         pack_row = shared.pack_row
 
         def pack_with_previous_predictor(
-            batch: MicroBatch, prefixes: Sequence[PrefixInputs]
+            prefixes: Sequence[PrefixInputs], completions: Any
         ) -> PackedRow:
-            row = pack_row(batch, prefixes)
+            row = pack_row(prefixes, completions)
             # Right only for a group's first completion: another one precedes each of the others.
             starts = torch.cat(
                 [

@@ -35,5 +35,6 @@ def test_a_prompt_truncated_inside_an_image_is_refused(family: str) -> None:
     first = prompt.token_ids.index(image)
     features = policy.family.encode_images(policy.model, policy.family.split_images(prompt))
     tokens = np.array([prompt.token_ids[: first + 1]])
+    positions = torch.zeros(3, 1, first + 1, dtype=torch.long)
     with pytest.raises(ValueError, match="has 1 image tokens but its images have 4 features"):
-        policy.family.language_inputs(policy.model, tokens, features, policy.device)
+        policy.family.run(policy.model, tokens, positions, features, None)

@@ -89,6 +89,7 @@ def test_running_out_of_memory_changes_only_the_micro_batches(
     def compute_norm(is_limited: bool) -> float:
         torch.manual_seed(0)
         trainer = make_trainer(settings())
+        trainer.policy.form_check = None  # also calls ``score``
         score, calls = trainer.policy.score, []
 
         def score_within_limit(batch: Any, with_entropy: bool = False) -> Any:
@@ -116,6 +117,7 @@ def test_running_out_of_memory_changes_only_the_micro_batches(
 def test_updates_run_in_training_mode(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradient checkpointing needs it."""
     trainer = make_trainer(settings())
+    trainer.policy.form_check = None  # also calls ``score``
     score, modes = trainer.policy.score, []
 
     def record_mode(*arguments: Any) -> Any:

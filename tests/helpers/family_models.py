@@ -1,4 +1,4 @@
-"""Small random models of each family's real architecture, and policies of them."""
+"""Small random models of each family's real architecture."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ import family_processors as processors
 import torch
 from tiny_models import initialize, text_config
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
-
-from vlm_grpo.engine.sampling import SamplingDistribution
-from vlm_grpo.families import load_family
-from vlm_grpo.model.loading import LoadedModel
-from vlm_grpo.model.policy import Policy
 
 MOE = {
     "num_experts": 4,
@@ -367,21 +362,3 @@ BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
 }
 """Builders of a model and its processor, by names of families."""
-
-
-def build_family_policy(
-    name: str, dtype: torch.dtype = torch.float32, **distribution: Any
-) -> Policy:
-    """Build a policy of the named family with random weights, in the repeated form."""
-    torch.manual_seed(0)
-    model, processor = BUILDERS[name]()
-    if dtype == torch.float64:  # which the default computation of experts refuses
-        model.set_experts_implementation("eager")
-    family = load_family(model.config)
-    budget = family.pixel_budget(processor)
-    loaded = LoadedModel(model.to(dtype), processor, family, budget, shared=False, adapters=None)
-    defaults = {
-        "banned": family.banned_token_ids(model.config, processor),
-        "eos": (model.generation_config.eos_token_id,),
-    }
-    return Policy(loaded, SamplingDistribution(**(defaults | distribution)))

@@ -34,13 +34,14 @@ TARGETS = {
     "engine/attention.py": (
         0.2,
         "engine/test_attention.py engine/test_shared.py engine/test_devices.py "
-        "engine/test_decode.py",
+        "engine/test_decode.py engine/test_masked.py",
     ),
     "engine/batch.py": (0.3, "engine/test_batch.py engine/test_shared.py"),
     "engine/decode.py": (
         0.08,
         "engine/test_decode.py engine/test_graphs.py engine/test_kv_cache.py",
     ),
+    "engine/cached_keys.py": (0.2, "engine/test_kv_cache.py engine/test_decode.py"),
     "engine/kv_cache.py": (0.08, "engine/test_kv_cache.py engine/test_decode.py"),
     "engine/linear.py": (0.08, "engine/test_linear.py"),
     "engine/logprobs.py": (0.3, "engine/test_logprobs.py test_wiring.py"),
@@ -48,9 +49,17 @@ TARGETS = {
         0.12,
         "engine/test_repeated.py engine/test_shared.py engine/test_sampling.py",
     ),
+    "engine/masked.py": (0.3, "engine/test_masked.py"),
+    "engine/recurrence.py": (0.3, "engine/test_recurrence.py"),
+    "engine/seating.py": (0.08, "engine/test_kv_cache.py engine/test_decode.py"),
     "engine/sampling.py": (0.2, "engine/test_sampling.py engine/test_decode.py test_wiring.py"),
     "engine/shared.py": (0.3, "engine/test_shared.py test_wiring.py"),
     "engine/vision.py": (0.2, "engine/test_vision.py test_wiring.py"),
+    "families/shared_form.py": (
+        0.3,
+        "families/test_shared_form.py families/test_every_family.py",
+    ),
+    "model/form_check.py": (0.2, "model/test_form_check.py"),
     "rewards/scorer.py": (0.2, "rewards/test_scorer.py rewards/test_batch_rules.py"),
     "checkpoint/manager.py": (0.12, "checkpoint/test_manager.py checkpoint/test_partial_step.py"),
     "checkpoint/partial_step.py": (0.25, "checkpoint/test_partial_step.py"),

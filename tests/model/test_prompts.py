@@ -7,7 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from family_models import BUILDERS, build_family_policy
+from family_models import BUILDERS
+from family_policies import build_family_policy
 from tiny_models import (
     FAMILIES,
     assert_same_prompt,

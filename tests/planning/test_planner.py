@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from commands import fails, run
-from family_models import BUILDERS, build_family_policy
+from family_models import BUILDERS
+from family_policies import build_family_policy
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError

@@ -9,7 +9,6 @@ in the batch and nothing is stored for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +17,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.engine.attention import PrefillAttention
+from vlm_grpo.engine.cached_keys import CachedKeys
 from vlm_grpo.engine.graphs import CapturedStep, DecodeStep, GraphCapture
-from vlm_grpo.engine.kernels import CachedKeys
-from vlm_grpo.engine.kv_cache import DecodeAttention, KVCache, Seating, SeatingIndex
+from vlm_grpo.engine.kv_cache import DecodeAttention, KVCache
 from vlm_grpo.engine.sampling import SamplerState
-from vlm_grpo.families import Family, ImageFeatures
+from vlm_grpo.engine.seating import Seating, SeatingIndex
+from vlm_grpo.engine.shared import PrefixInputs, pack_row, run_row
+from vlm_grpo.families import Family
 from vlm_grpo.families.transfer import copy_to
-from vlm_grpo.types import Prompt
 from vlm_grpo.utils.timing import Stopwatch
 
 LENGTH_BUCKET = 64
@@ -36,43 +36,6 @@ PREFILL_TOKENS = 16_384
 KEPT_SHARE = 0.1
 """Largest share of the device's memory that a cache may take to be kept, with its captured steps,
 between rollouts."""
-
-
-@dataclass(frozen=True)
-class PrefixInputs:
-    """A prompt, ready to be prefilled.
-
-    Attributes:
-        token_ids: the prompt's tokens.
-        position_ids: their rotary positions.
-        features: the features of the prompt's images, in order, on the model's device.
-    """
-
-    token_ids: Int[np.ndarray, " T"]
-    position_ids: Int[np.ndarray, "3 T"]
-    features: tuple[ImageFeatures, ...]
-
-    @property
-    def next_position(self) -> int:
-        """First position of the completions: the prompt's largest position + 1."""
-        return int(self.position_ids.max()) + 1
-
-
-def build_prefix_inputs(
-    family: Family,
-    model: Any,
-    prompts: Sequence[Prompt],
-    features: Sequence[Sequence[ImageFeatures]],
-) -> list[PrefixInputs]:
-    """Build the language model's inputs for each prompt."""
-    return [
-        PrefixInputs(
-            np.array(prompt.token_ids, dtype=np.int64),
-            family.prompt_positions(model, prompt).numpy(),
-            tuple(images),
-        )
-        for prompt, images in zip(prompts, features, strict=True)
-    ]
 
 
 class Visible(NamedTuple):
@@ -108,10 +71,9 @@ class SharedDecoder:
     ) -> None:
         self.family, self.model = family, model
         self.stopwatch, self.capture = stopwatch, capture
-        self.language_model = family.language_model(model)
-        self.head: Any = model.get_output_embeddings()
+        self.head: Any = family.head(model)
         self._cache: KVCache | None = None
-        self._steps: dict[tuple[int, ...], CapturedStep] = {}
+        self._steps: dict[tuple[Any, ...], CapturedStep] = {}
 
     def __call__(
         self, prefixes: Sequence[PrefixInputs], state: SamplerState, max_tokens: int
@@ -167,23 +129,12 @@ class SharedDecoder:
         self, prefixes: Sequence[PrefixInputs], cache: KVCache, slots: Sequence[int]
     ) -> Float[Tensor, "prompts width"]:
         """Store the prompts' keys and values in slots; return each prompt's last hidden state."""
-        lengths = np.array([len(p.token_ids) for p in prefixes])
-        tokens = np.zeros((len(prefixes), lengths.max()), dtype=np.int64)
-        positions = np.zeros((3, *tokens.shape), dtype=np.int64)
-        for row, prefix in enumerate(prefixes):
-            tokens[row, : lengths[row]] = prefix.token_ids
-            positions[:, row, : lengths[row]] = prefix.position_ids
-        features = [image for p in prefixes for image in p.features]
-        device = self.head.weight.device
-        attend = PrefillAttention()
-        hidden = self.language_model(
-            **self.family.language_inputs(self.model, tokens, features, device),
-            position_ids=copy_to(device, positions),
-            attend=attend,
-            use_cache=False,
-        ).last_hidden_state
+        row = pack_row(prefixes, [()] * len(prefixes))
+        attend = PrefillAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+        hidden = run_row(self.family, self.model, row, prefixes, attend)
         cache.store_prompts(slots, attend)
-        return hidden[torch.arange(len(prefixes), device=device), copy_to(device, lengths - 1)]
+        last = np.array([start + length - 1 for start, length, _ in row.spans])
+        return hidden[copy_to(hidden.device, last)]
 
     def step(
         self, cache: KVCache, visible: Visible, inputs: tuple[Tensor, ...]
@@ -198,7 +149,7 @@ class SharedDecoder:
         if self.capture is None:
             return self.head(self._build_step(cache, visible)(*inputs))
         own = _round_up(visible.own, cache.completion_length)
-        key = cache.slots, cache.places, own, *(len(tensor) for tensor in inputs)
+        key = cache.slots, cache.places, own, *(tensor.shape for tensor in inputs)
         if key not in self._steps:
             step = self._build_step(cache, Visible(cache.prompt_length, False, own, False))
             self._steps[key] = self.capture(step, inputs)
@@ -206,26 +157,17 @@ class SharedDecoder:
 
     def _build_step(self, cache: KVCache, visible: Visible) -> DecodeStep:
         def step(
-            tokens: Tensor,
-            positions: Tensor,
-            fed: Tensor,
-            prompt_lengths: Tensor,
-            to_seats: Tensor,
-            from_seats: Tensor,
+            tokens: Tensor, positions: Tensor, fed: Tensor, prompt_lengths: Tensor, *seats: Tensor
         ) -> Tensor:
-            like = cache.prompts[0][0]
+            like = cache.get_keys()
             # Completions that are finished, and their prompts, may be longer than all others.
             lengths = prompt_lengths.clamp(max=visible.prompt)
             over_prompt = CachedKeys.build(lengths, *visible[:2], like)
             lengths = (fed + 1).clamp(max=visible.own)
             over_own = CachedKeys.build(lengths, *visible[2:], like)
-            hidden = self.language_model(
-                inputs_embeds=self.model.get_input_embeddings()(tokens[:, None]),
-                position_ids=positions[None, :, None].expand(3, -1, 1),
-                attend=DecodeAttention(cache, (to_seats, from_seats), fed, (over_prompt, over_own)),
-                use_cache=False,
-            ).last_hidden_state
-            return hidden[:, 0]
+            keys = over_prompt, over_own
+            attend = DecodeAttention(cache, seats, fed, prompt_lengths, keys)
+            return self.family.run(self.model, tokens[:, None], positions, (), attend)[:, 0]
 
         return step
 
@@ -255,8 +197,7 @@ class _Decoding:
         slots, places = _fit(len(prefixes), group, prompt_length, longest, max_tokens)
         self.seating = Seating(np.argsort(-self.lengths).tolist(), group, slots, places)
         self.cache = decoder.open_cache(slots, places, prompt_length, longest)
-        config = decoder.language_model.config
-        self.heads = config.num_attention_heads, config.num_key_value_heads
+        self.axes = max(len(prefix.layout.positions) for prefix in prefixes)
         starts = np.repeat([prefix.next_position for prefix in prefixes], group)
         self.starts = copy_to(self.device, np.append(starts, 0))
         self.hidden = torch.empty(0)  # the last hidden state of the prompt in each slot
@@ -269,7 +210,9 @@ class _Decoding:
             if not len(places):
                 return
             self._prefill(slots)
-            held, order = np.unique(self.seating.find_slots(places), return_inverse=True)
+            origin = self.seating.find_slots(places)
+            self.cache.fork(origin, places)
+            held, order = np.unique(origin, return_inverse=True)
             hidden = self.hidden[copy_to(self.device, held)]
             logits = self.decoder.head(hidden)[copy_to(self.device, order)]
             self.state.sample(logits, copy_to(self.device, self.seating.rows[places]))
@@ -299,7 +242,8 @@ class _Decoding:
             self.hidden = self.hidden[copy_to(self.device, kept[0])]
             self.index = None
         if self.index is None:
-            self.index = SeatingIndex.build(self.seating, self.heads, self.lengths, self.device)
+            heads = self.cache.heads
+            self.index = SeatingIndex.build(self.seating, heads, self.lengths, self.device)
         longest = self.state.tokens.shape[1]
         is_seated = self.seating.rows >= 0
         left = longest - int(self.seating.ages[is_seated].min())
@@ -319,7 +263,8 @@ class _Decoding:
             int(ages.max()),
             bool((ages == ages[0]).all()),
         )
-        inputs = tokens, self.starts[index.rows] + fed, fed, *index[1:]
+        positions = (self.starts[index.rows] + fed)[None, :, None].expand(self.axes, -1, 1)
+        inputs = tokens, positions, fed, index.prompt_lengths, *index.seats
         state.sample(self.decoder.step(self.cache, visible, inputs), index.rows)
 
 

@@ -19,8 +19,9 @@ from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.errors import UserError
 
 DecodeStep = Callable[..., Tensor]
-"""Maps the newest tokens, their positions and their indices within the completion, each (places,),
-and the index tensors of the seating (see ``SeatingIndex``) to hidden states (places, width)."""
+"""Maps the newest tokens (places,), their positions (axes, places, 1), their indices within the
+completion (places,) and the index tensors of the seating (see ``SeatingIndex``) to hidden states
+(places, width)."""
 
 
 class CapturedStep(Protocol):

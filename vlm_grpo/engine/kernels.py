@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
@@ -21,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from vlm_grpo.engine import varlen
 
 # PyTorch's CPU kernels that return the log-sum-exp along with the output.
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 MAX_SCORES = 2**24
@@ -51,21 +50,21 @@ def causal(
     if _uses_plain_products(query):
         return _Causal.apply(query, key, value, scaling)  # type: ignore[return-value]
     options: dict[str, Any] = {"is_causal": True, "scale": scaling}
-    if _is_cpu(query):
+    if is_cpu(query):
         key, value = expand_heads(query, key), expand_heads(query, value)
     else:
         options["enable_gqa"] = True
     return scaled_dot_product_attention(query, key, value, **options)
 
 
-def _is_cpu(query: Tensor) -> bool:
+def is_cpu(query: Tensor) -> bool:
     return query.device.type == "cpu"
 
 
 def _uses_plain_products(query: Tensor) -> bool:
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is used.
-    return is_half if _is_cpu(query) else not is_half
+    return is_half if is_cpu(query) else not is_half
 
 
 def cascade(
@@ -112,70 +111,6 @@ def segments(
         output = scaled_dot_product_attention(q, k, v, scale=scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
-
-
-@dataclass(frozen=True)
-class CachedKeys:
-    """The cached keys that the queries of each of S rows see: the first ones, without gradient.
-
-    On CUDA in half precision one kernel reads only those. Elsewhere the others are masked, and the
-    CPU, whose kernels are no faster in half precision, caches float32.
-
-    Attributes:
-        lengths: (S,) number of keys that each row sees, at least 1.
-        longest: upper bound of the lengths.
-        mask: (S, 1, 1, longest) -inf where a row sees no key; None: every row sees ``longest``, or
-            the kernel needs no mask.
-    """
-
-    lengths: Int[Tensor, " S"]
-    longest: int
-    mask: Float[Tensor, "S 1 1 longest"] | None
-
-    @classmethod
-    def build(
-        cls, lengths: Int[Tensor, " S"], longest: int, are_equal: bool, like: Tensor
-    ) -> CachedKeys:
-        """Build the object for a cache such as ``like``; ``are_equal``: all lengths are longest."""
-        if varlen.has_varlen(like):
-            return cls(lengths.int(), longest, None)
-        if are_equal:
-            return cls(lengths, longest, None)
-        hidden = torch.arange(longest, device=lengths.device) >= lengths[:, None, None, None]
-        zeros = torch.zeros((), dtype=like.dtype, device=lengths.device)
-        return cls(lengths, longest, zeros.masked_fill(hidden, -torch.inf))
-
-    @staticmethod
-    def storage_dtype(keys: Tensor) -> torch.dtype:
-        """Return the precision in which keys are cached."""
-        if keys.device.type != "cpu":
-            return keys.dtype
-        return torch.promote_types(keys.dtype, torch.float32)
-
-    def __call__(
-        self,
-        query: Float[Tensor, "S n key_heads width"],
-        key: Float[Tensor, "S m key_heads width"],
-        value: Float[Tensor, "S m key_heads width"],
-        scaling: float,
-    ) -> tuple[Float[Tensor, "S n key_heads width"], Float[Tensor, "S n key_heads"]]:
-        """Return the attention output and its log-sum-exps, in at least float32.
-
-        Every query of a key head sees the same keys, so grouped queries are stacked along n.
-        """
-        if varlen.has_varlen(query):
-            return varlen.attend_cached(query, key, value, self.lengths, self.longest, scaling)
-        key, value = key[:, : self.longest], value[:, : self.longest]
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        if _is_cpu(query):
-            output, lse = _FLASH(q, k, v, attn_mask=self.mask, scale=scaling)
-            return output.transpose(1, 2), lse.transpose(1, 2)
-        scores = (q * scaling) @ k.mT
-        if self.mask is not None:
-            scores += self.mask
-        lse = scores.logsumexp(-1)
-        output = (scores - lse[..., None]).exp() @ v
-        return output.transpose(1, 2), lse.transpose(1, 2)
 
 
 class _Causal(torch.autograd.Function):
@@ -244,9 +179,9 @@ def _part(
         return _plain(query, key, value, scaling, causal)
     if causal:
         expanded = (query, expand_heads(query, key), expand_heads(query, value))
-        output, lse = _FLASH(*expanded, is_causal=True, scale=scaling)
+        output, lse = FLASH(*expanded, is_causal=True, scale=scaling)
     else:
-        output, lse = _FLASH(_stack_heads(query, key), key, value, scale=scaling)
+        output, lse = FLASH(_stack_heads(query, key), key, value, scale=scaling)
     return output.reshape(query.shape), lse.reshape(*query.shape[:3], 1)
 
 

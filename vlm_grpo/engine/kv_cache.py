@@ -1,26 +1,29 @@
 """The key-value cache of a rollout: each prompt once, and a place for each completion.
 
 A slot holds a prompt's keys and values, and a place those of one completion's tokens. Completions
-of any prompts may take any places, so the place of a finished completion is free at once.
+of any prompts may take any places, so the place of a finished completion is free at once. The state
+of a recurrent layer at the prompt's end is in the slot too, and is copied to each place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
-from vlm_grpo.engine.attention import PrefillAttention
-from vlm_grpo.engine.kernels import CachedKeys
+from vlm_grpo.engine.attention import Layer, PrefillAttention
+from vlm_grpo.engine.cached_keys import CachedKeys
+from vlm_grpo.engine.recurrence import CachedState, RecurrentLayer
 from vlm_grpo.families.transfer import copy_to
 
-Layers = list[tuple[Tensor, Tensor]]
-"""For each layer, keys and values (rows, tokens, key heads, head width)."""
+Layers = dict[int, tuple[Tensor, ...]]
+"""By layer: keys and values (rows, tokens, key heads, head width), or the tensors (rows, …) of a
+recurrent state."""
 
 
 class KVCache:
@@ -34,54 +37,95 @@ class KVCache:
 
     Attributes:
         size: the arguments.
-        prompts: keys and values of the prompt in each slot.
-        completions: keys and values of the completion in each place.
+        prompts: what is stored of the prompt in each slot.
+        completions: what is stored of the completion in each place.
+        heads: numbers of query heads and key heads of the layers, without repetitions.
     """
 
     def __init__(self, slots: int, places: int, prompt_length: int, completion_length: int) -> None:
         self.size = slots, places, prompt_length, completion_length
         self.prompt_length, self.completion_length = prompt_length, completion_length
-        self.prompts: Layers = []
-        self.completions: Layers = []
-        self._memory: tuple[Layers, Layers] = ([], [])
+        self.prompts: Layers = {}
+        self.completions: Layers = {}
+        self.heads: list[tuple[int, int]] = []
+        self._memory: tuple[Layers, Layers] = ({}, {})
+        self._states: dict[int, list[tuple[str, int]]] = {}  # names of a recurrent state's tensors
         self.restore()
 
     def restore(self) -> None:
         """Make all slots and places available again."""
         self.slots, self.places = self.size[:2]
-        self.prompts, self.completions = (list(layers) for layers in self._memory)
+        self.prompts, self.completions = (dict(layers) for layers in self._memory)
 
     def count_bytes(self) -> int:
         """Return the memory that the cache takes."""
-        layers = (layer for layers in self._memory for layer in layers)
-        return sum(tensor.nbytes for layer in layers for tensor in layer)
+        layers = (tensors for layers in self._memory for tensors in layers.values())
+        return sum(tensor.nbytes for tensors in layers for tensor in tensors)
+
+    def get_keys(self) -> Tensor:
+        """Return the prompts' keys in one of the attention layers."""
+        return next(tensors[0] for i, tensors in self.prompts.items() if i not in self._states)
+
+    def get_state(self, layer: int) -> CachedState:
+        """Return the recurrent state of the completion in each place."""
+        names = self._states[layer]
+        return CachedState(dict(zip(names, self.completions[layer], strict=True)))
 
     def store_prompts(self, slots: Sequence[int], prefill: PrefillAttention) -> None:
         """Store prefilled prompts in the given slots."""
         if not self.prompts:
-            self._allocate(prefill.cache)
-        index = copy_to(self.prompts[0][0].device, np.array(slots))
-        for layer, prefilled in zip(self.prompts, prefill.cache, strict=True):
-            for cached, new in zip(layer, prefilled, strict=True):
-                cached[index, : new.shape[2]] = new.transpose(1, 2).to(cached.dtype)
+            self._allocate(prefill)
+        device = self.get_keys().device
+        tokens = [
+            slot * self.prompt_length + np.arange(span.prompt_length)
+            for slot, span in zip(slots, prefill.spans, strict=True)
+        ]
+        index = copy_to(device, np.concatenate(tokens))
+        for layer, keys in prefill.keys.items():
+            for cached, new in zip(self.prompts[layer], keys, strict=True):
+                rows = new[0].transpose(0, 1).to(cached.dtype)
+                cached.flatten(0, 1).index_copy_(0, index, rows)
+        index = copy_to(device, np.array(slots))
+        for layer, states in prefill.states.items():
+            for name, cached in zip(self._states[layer], self.prompts[layer], strict=True):
+                cached.index_copy_(0, index, torch.cat([state.tensors[name] for state in states]))
+
+    def fork(self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"]) -> None:
+        """Start the completions in the given places from the recurrent states of their prompts."""
+        if not self._states:
+            return
+        to, origin = (copy_to(self.get_keys().device, index) for index in (places, slots))
+        for layer in self._states:
+            for state, prompt in zip(self.completions[layer], self.prompts[layer], strict=True):
+                state.index_copy_(0, to, prompt.index_select(0, origin))
 
     def keep(self, slots: Int[np.ndarray, " P"], places: Int[np.ndarray, " R"]) -> None:
         """Move these slots and places to the front, in place, and hide the others."""
+        device = self.get_keys().device
         for layers, kept in (self.prompts, slots), (self.completions, places):
-            index = copy_to(layers[0][0].device, kept)
-            for number, layer in enumerate(layers):
-                for cached in layer:
+            index = copy_to(device, kept)
+            for number, tensors in layers.items():
+                for cached in tensors:
                     cached[: len(kept)] = cached[index]
-                layers[number] = layer[0][: len(kept)], layer[1][: len(kept)]
+                layers[number] = tuple(cached[: len(kept)] for cached in tensors)
         self.slots, self.places = len(slots), len(places)
 
-    def _allocate(self, like: Layers) -> None:
+    def _allocate(self, like: PrefillAttention) -> None:
+        self.heads = like.heads
         sizes = (self.slots, self.prompt_length), (self.places, self.completion_length)
-        for layers, size in zip(self._memory, sizes, strict=True):
-            for key, value in like:
-                shape, dtype = (*size, key.shape[1], key.shape[3]), CachedKeys.storage_dtype(key)
-                new = key.new_zeros(shape, dtype=dtype), value.new_zeros(shape, dtype=dtype)
-                layers.append(new)
+        for layers, (rows, length) in zip(self._memory, sizes, strict=True):
+            for number, keys in like.keys.items():
+                layers[number] = tuple(
+                    x.new_zeros(
+                        (rows, length, x.shape[1], x.shape[3]), dtype=CachedKeys.storage_dtype(x)
+                    )
+                    for x in keys
+                )
+            for number, (state, *_) in like.states.items():
+                self._states[number] = list(state.tensors)
+                layers[number] = tuple(
+                    x.new_zeros(rows, *x.shape[1:]) for x in state.tensors.values()
+                )
         self.restore()
 
 
@@ -134,151 +178,6 @@ def fit_tokens(memory: int, token: int, place: int, completions: tuple[int, int]
     return max(0, int(max(every, some)))
 
 
-class Seating:
-    """Which completions are in the cache, and where; kept on the host.
-
-    Completions are seated in order of their prompts, as places become free. A prompt keeps its slot
-    until all of its completions are finished.
-
-    Args:
-        order: prompts in the order in which they are started.
-        group_size: completions per prompt, G; those of prompt p are rows p·G … p·G+G−1.
-        slots: number of slots.
-        places: number of places.
-
-    Attributes:
-        prompts: the prompt in each slot; −1: none.
-        rows: the row of the completion in each place; −1: none.
-        ages: number of tokens sampled for the completion in each place.
-    """
-
-    def __init__(self, order: Sequence[int], group_size: int, slots: int, places: int) -> None:
-        self.group_size = group_size
-        self.prompts: Int[np.ndarray, " slots"] = np.full(slots, -1)
-        self.rows: Int[np.ndarray, " places"] = np.full(places, -1)
-        self.ages: Int[np.ndarray, " places"] = np.zeros(places, dtype=np.int64)
-        self._waiting = [row for p in order for row in range(p * group_size, (p + 1) * group_size)]
-        self._waiting.reverse()
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no completion is seated and none is waiting."""
-        return not self._waiting and bool((self.rows < 0).all())
-
-    def admit(self) -> tuple[list[int], Int[np.ndarray, " n"]]:
-        """Seat waiting completions in free places.
-
-        Returns:
-            The slots that received a prompt, and the places that received a completion.
-        """
-        started, taken = [], []
-        for place in np.flatnonzero(self.rows < 0).tolist():
-            if not self._waiting:
-                break
-            prompt = self._waiting[-1] // self.group_size
-            if prompt not in self.prompts:
-                free = np.flatnonzero(self.prompts < 0)
-                if not len(free):
-                    break
-                self.prompts[free[0]] = prompt
-                started.append(int(free[0]))
-            self.rows[place] = self._waiting.pop()
-            taken.append(place)
-        return started, np.array(taken, dtype=np.int64)
-
-    def find_slots(self, places: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """Return the slot of the prompt of the completion in each of the given places."""
-        prompts = self.rows[places] // self.group_size
-        return (prompts[:, None] == self.prompts).argmax(1)
-
-    def release(self, is_active: Bool[np.ndarray, " N"]) -> None:
-        """Free the places of finished completions, and the slots whose group is finished."""
-        self.rows[~np.append(is_active, False)[self.rows]] = -1
-        # Of the prompts that wait, only the first can have a slot.
-        needed = np.append(self.rows[self.rows >= 0], self._waiting[-1:]) // self.group_size
-        self.prompts[~np.isin(self.prompts, needed)] = -1
-
-    def shrink(self, share: float) -> tuple[np.ndarray, np.ndarray] | None:
-        """Give up empty slots and places once none waits and many places are empty.
-
-        The numbers of slots and places are multiplied by ``share`` as often as their contents fit.
-
-        Returns:
-            The slots and the places to keep, in their new order; None: nothing changes.
-        """
-        used = np.flatnonzero(self.rows >= 0)
-        places = _shrink(len(self.rows), len(used), share)
-        if self._waiting or places == len(self.rows):
-            return None
-        filled = np.flatnonzero(self.prompts >= 0)
-        slots = _shrink(len(self.prompts), len(filled), share)
-        kept_slots = np.append(filled, np.flatnonzero(self.prompts < 0))[:slots]
-        kept_places = np.append(used, np.flatnonzero(self.rows < 0))[:places]
-        self.prompts = self.prompts[kept_slots]
-        self.rows, self.ages = self.rows[kept_places], self.ages[kept_places]
-        return kept_slots, kept_places
-
-
-def _shrink(size: int, used: int, share: float) -> int:
-    while int(size * share) >= max(used, 1):
-        size = int(size * share)
-    return size
-
-
-class SeatingIndex(NamedTuple):
-    """The seating as index tensors on the device; R places, P slots, G seats per slot, h heads.
-
-    A slot has a seat for each completion of its group, whether it has a place or not.
-
-    Attributes:
-        rows: row of the completion in each place; the sampler's spare row in empty places.
-        prompt_lengths: number of tokens of the prompt in each slot, at least 1.
-        to_seats: for each seat and head, the row of a (R·h, width) tensor to copy.
-        from_seats: for each place and head, the row of a (P·G·h, width) tensor to copy.
-    """
-
-    rows: Int[Tensor, " R"]
-    prompt_lengths: Int[Tensor, " P"]
-    to_seats: Int[Tensor, " P*G*h"]
-    from_seats: Int[Tensor, " R*h"]
-
-    @classmethod
-    def build(
-        cls,
-        seating: Seating,
-        heads: tuple[int, int],
-        lengths: Int[np.ndarray, " prompts"],
-        device: torch.device,
-    ) -> SeatingIndex:
-        """Build the tensors.
-
-        Args:
-            seating: the seating.
-            heads: number of query heads h, and of key heads.
-            lengths: number of tokens of each prompt.
-            device: the model's device.
-        """
-        group, (count, key_heads) = seating.group_size, heads
-        places = np.arange(len(seating.rows))
-        seats = seating.find_slots(places) * group + np.maximum(seating.rows, 0) % group
-        seat_places = np.zeros(len(seating.prompts) * group, dtype=np.int64)
-        is_used = seating.rows >= 0
-        seat_places[seats[is_used]] = places[is_used]
-        # Heads are ordered by key head in places, and by query of a key head in seats, where all
-        # queries of a key head are one sequence.
-        head = np.arange(count).reshape(key_heads, -1)
-        to_seats = seat_places[:, None] * count + head.T.ravel()
-        from_seats = seats[:, None] * count + np.argsort(head.T.ravel())
-        spare = len(lengths) * group
-        arrays = (
-            np.where(is_used, seating.rows, spare),
-            np.where(seating.prompts >= 0, lengths[seating.prompts], 1),
-            to_seats.ravel(),
-            from_seats.ravel(),
-        )
-        return cls(*(copy_to(device, array) for array in arrays))
-
-
 class DecodeAttention:
     """Attention of the newest token of each completion to its prompt and its earlier tokens.
 
@@ -287,48 +186,78 @@ class DecodeAttention:
 
     Args:
         cache: the keys and values.
-        seats: ``to_seats`` and ``from_seats`` of ``SeatingIndex``.
+        seats: ``seats`` of ``SeatingIndex``.
         fed: number of tokens of each completion that were fed before this one.
+        prompt_lengths: number of tokens of the prompt in each slot.
         visible: the keys of the prompts and, with this token's, of the completions.
     """
 
     def __init__(
         self,
         cache: KVCache,
-        seats: tuple[Tensor, Tensor],
+        seats: Sequence[Tensor],
         fed: Int[Tensor, " R"],
+        prompt_lengths: Int[Tensor, " P"],
         visible: tuple[CachedKeys, CachedKeys],
     ) -> None:
-        self.cache, self.seats, self.visible = cache, seats, visible
+        self.cache, self.fed, self.prompt_lengths = cache, fed, prompt_lengths
+        self.seats = dict(zip(cache.heads, zip(seats[::2], seats[1::2], strict=True), strict=True))
+        self._visible: dict[Any, tuple[CachedKeys, CachedKeys]] = {None: visible}
         first = torch.arange(cache.places, device=fed.device) * cache.completion_length
         self.written = first + fed
 
     def __call__(
         self,
-        layer: int,
+        layer: Layer,
         query: Float[Tensor, "R heads 1 width"],
         key: Float[Tensor, "R key_heads 1 width"],
         value: Float[Tensor, "R key_heads 1 width"],
-        scaling: float,
     ) -> Float[Tensor, "R 1 heads width"]:
-        (to_seats, from_seats), (prompts, completions) = self.seats, self.visible
-        own_key, own_value = self.cache.completions[layer]
-        dtype, places, heads, key_heads = own_key.dtype, *query.shape[:2], key.shape[1]
+        heads = query.shape[1], key.shape[1]
+        to_seats, from_seats = self.seats[heads]
+        prompts, completions = self._find_visible(layer, heads)
+        own_key, own_value = self.cache.completions[layer.index]
+        prompt_key, prompt_value = self.cache.prompts[layer.index]
+        dtype, places, key_heads = own_key.dtype, len(query), key.shape[1]
         own_key.flatten(0, 1).index_copy_(0, self.written, key[:, :, 0].to(dtype))
         own_value.flatten(0, 1).index_copy_(0, self.written, value[:, :, 0].to(dtype))
 
-        rows = query.reshape(places * heads, -1).to(dtype)
+        rows = query.reshape(places * heads[0], -1).to(dtype)
         seats = rows.index_select(0, to_seats)
         seats = seats.view(self.cache.slots, -1, key_heads, rows.shape[1])
-        over_prompt, prompt_lse = prompts(seats, *self.cache.prompts[layer], scaling)
+        over_prompt, prompt_lse = prompts(seats, prompt_key, prompt_value, layer.scaling, layer.cap)
         over_prompt = over_prompt.reshape_as(seats).flatten(0, 2)
         over_prompt = over_prompt.index_select(0, from_seats)
         prompt_lse = prompt_lse.flatten().index_select(0, from_seats)
 
         own = rows.view(places, key_heads, -1, rows.shape[1]).transpose(1, 2)
-        over_own, own_lse = completions(own, own_key, own_value, scaling)
+        over_own, own_lse = completions(own, own_key, own_value, layer.scaling, layer.cap)
         over_own = over_own.transpose(1, 2).reshape_as(over_prompt)
         own_lse = own_lse.transpose(1, 2).flatten()
         share = (prompt_lse - own_lse).sigmoid_()[:, None].to(dtype)
         output = torch.lerp(over_own, over_prompt, share)
-        return output.view(places, 1, heads, -1).to(value.dtype)
+        return output.view(places, 1, heads[0], -1).to(value.dtype)
+
+    def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
+        """Run a recurrent layer over the newest tokens."""
+        return run(hidden, self.cache.get_state(layer))
+
+    def _find_visible(self, layer: Layer, heads: tuple[int, int]) -> tuple[CachedKeys, CachedKeys]:
+        """Return the keys of the prompts and of the completions that the layer sees."""
+        cache = self.cache
+        longest = cache.prompt_length + cache.completion_length
+        if not layer.needs_mask(longest):
+            return self._visible[None]
+        window = layer.window or longest
+        if (window, heads) not in self._visible:
+            prompts, completions = self._visible[None]
+            own_first = self.fed + 1 - window
+            count, key_heads = heads
+            to_seats = self.seats[heads][0].view(cache.slots, -1, count // key_heads, key_heads)
+            first = own_first[to_seats[..., 0] // count] + self.prompt_lengths[:, None, None]
+            like = cache.get_keys()
+            self._visible[window, heads] = (
+                prompts.starting_at(first.flatten(1), like),
+                completions.starting_at(own_first[:, None], like),
+            )
+        return self._visible[window, heads]

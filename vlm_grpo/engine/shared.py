@@ -1,4 +1,4 @@
-"""Scoring of completions behind one shared copy of their prompt."""
+"""Packed rows: each prompt followed by its completions, scored in one pass."""
 
 from __future__ import annotations
 
@@ -7,15 +7,51 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from vlm_grpo.engine.attention import PackedAttention
 from vlm_grpo.engine.batch import MicroBatch
-from vlm_grpo.engine.decode import PrefixInputs
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores, score_tokens
 from vlm_grpo.engine.varlen import GroupSpan
-from vlm_grpo.families import Family
+from vlm_grpo.families import Family, ImageFeatures, PromptLayout
 from vlm_grpo.families.transfer import copy_to
+from vlm_grpo.types import Prompt
+
+
+@dataclass(frozen=True)
+class PrefixInputs:
+    """A prompt, ready to be run.
+
+    Attributes:
+        token_ids: the prompt's tokens.
+        layout: their positions and masks.
+        features: the features of the prompt's images, in order, on the model's device.
+    """
+
+    token_ids: Int[np.ndarray, " T"]
+    layout: PromptLayout
+    features: tuple[ImageFeatures, ...]
+
+    @property
+    def next_position(self) -> int:
+        """First position of the completions: the prompt's largest position + 1."""
+        return int(self.layout.positions.max()) + 1
+
+
+def build_prefix_inputs(
+    family: Family,
+    model: Any,
+    prompts: Sequence[Prompt],
+    features: Sequence[Sequence[ImageFeatures]],
+) -> list[PrefixInputs]:
+    """Build the inputs of each prompt."""
+    return [
+        PrefixInputs(
+            np.array(prompt.token_ids, dtype=np.int64), family.lay_out(model, prompt), tuple(images)
+        )
+        for prompt, images in zip(prompts, features, strict=True)
+    ]
 
 
 def score_shared(
@@ -34,20 +70,29 @@ def score_shared(
         prefixes: the inputs of each slice's prompt.
         settings: how the tokens are scored.
     """
-    row = pack_row(batch, prefixes)
-    head: Any = model.get_output_embeddings()
-    device = head.weight.device
-    features = [image for prefix in prefixes for image in prefix.features]
-    hidden = family.language_model(model)(
-        **family.language_inputs(model, row.token_ids[None], features, device),
-        position_ids=copy_to(device, row.position_ids[:, None]),
-        attend=PackedAttention(row.spans),
-        use_cache=False,
-    ).last_hidden_state[0]
+    row = pack_row(prefixes, [piece.completions for piece in batch.slices])
+    attend = PackedAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+    head = family.head(model)
+    hidden = run_row(family, model, row, prefixes, attend)
     predictors, targets, positions = (
-        copy_to(device, values) for values in (row.predictors, row.targets, row.target_positions)
+        copy_to(hidden.device, values)
+        for values in (row.predictors, row.targets, row.target_positions)
     )
     return score_tokens(head, hidden[predictors], targets, positions, settings)
+
+
+def run_row(
+    family: Family,
+    model: Any,
+    row: PackedRow,
+    prefixes: Sequence[PrefixInputs],
+    attend: PackedAttention,
+) -> Float[Tensor, "T width"]:
+    """Return the last hidden states of a row of the given prompts."""
+    device = model.get_output_embeddings().weight.device
+    features = [images for prefix in prefixes for images in prefix.features]
+    positions = copy_to(device, row.position_ids[:, None])
+    return family.run(model, row.token_ids[None], positions, features, attend)[0]
 
 
 @dataclass(frozen=True)
@@ -65,42 +110,44 @@ class PackedRow:
     """
 
     token_ids: Int[np.ndarray, " T"]
-    position_ids: Int[np.ndarray, "3 T"]
+    position_ids: Int[np.ndarray, "axes T"]
     spans: tuple[GroupSpan, ...]
     predictors: Int[np.ndarray, " M"]
     targets: Int[np.ndarray, " M"]
     target_positions: Int[np.ndarray, " M"]
 
 
-def pack_row(batch: MicroBatch, prefixes: Sequence[PrefixInputs]) -> PackedRow:
-    """Pack a micro-batch's slices into one row; ``prefixes`` are the inputs of their prompts."""
+def pack_row(
+    prefixes: Sequence[PrefixInputs], completions: Sequence[Sequence[Sequence[int]]]
+) -> PackedRow:
+    """Pack prompts, each with its completions, into one row."""
+    axes = max(len(prefix.layout.positions) for prefix in prefixes)
     token_ids: list[Any] = []
     position_ids: list[np.ndarray] = []
     spans: list[GroupSpan] = []
-    predictors: list[np.ndarray] = []
-    target_positions: list[np.ndarray] = []
+    predictors, target_positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     start = 0
-    for piece, prefix in zip(batch.slices, prefixes, strict=True):
+    for prefix, group in zip(prefixes, completions, strict=True):
         length = len(prefix.token_ids)
-        fed = tuple(len(completion) - 1 for completion in piece.completions)
+        fed = tuple(len(completion) - 1 for completion in group)
         spans.append(GroupSpan(start, length, fed))
         token_ids.append(prefix.token_ids)
-        position_ids.append(prefix.position_ids)
+        position_ids.append(np.broadcast_to(prefix.layout.positions, (axes, length)))
         next_position, last = prefix.next_position, start + length - 1
         start += length
-        for completion, count in zip(piece.completions, fed, strict=True):
+        for completion, count in zip(group, fed, strict=True):
             order = np.arange(count + 1)
             token_ids.append(completion[:-1])
-            position_ids.append(np.broadcast_to(next_position + order[:-1], (3, count)))
+            position_ids.append(np.broadcast_to(next_position + order[:-1], (axes, count)))
             predictors.append(np.where(order > 0, start - 1 + order, last))
             target_positions.append(order)
             start += count
-    targets = [token for completion in batch.completions for token in completion]
+    targets = [token for group in completions for completion in group for token in completion]
     return PackedRow(
         np.concatenate(token_ids).astype(np.int64),
         np.concatenate(position_ids, axis=1),
         tuple(spans),
         np.concatenate(predictors),
-        np.array(targets),
+        np.array(targets, dtype=np.int64),
         np.concatenate(target_positions),
     )

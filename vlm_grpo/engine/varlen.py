@@ -95,8 +95,10 @@ class VarlenPlan:
         key: Float[Tensor, "1 key_heads T width"],
         value: Float[Tensor, "1 key_heads T width"],
         scaling: float,
+        window: int | None = None,
     ) -> Float[Tensor, "1 T heads width"]:
-        """Compute attention of the row's tokens to their prompts and earlier tokens."""
+        """Compute attention of the row's tokens to their prompts and earlier tokens, at most the
+        last ``window``, the token itself included."""
         key, value = (_Gather.apply(x[0].transpose(0, 1), self.keys) for x in (key, value))  # type: ignore[misc]
         output: Any = _run_kernel(
             query[0].transpose(0, 1),
@@ -107,7 +109,7 @@ class VarlenPlan:
             self.longest_query,
             self.longest_key,
             scale=scaling,
-            window_size=(-1, 0),
+            window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=True,
         )
         return output[None]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vlm_grpo.families import Family, ImageFeatures
+from vlm_grpo.families.shared_form import Unit
 from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
 
@@ -39,23 +40,23 @@ class DetachedFeatures:
     Several micro-batches accumulate their gradients in the leaves; the pass runs backward once.
 
     Attributes:
-        encoded: the features of each image, attached to the graph.
+        encoded: the features of each unit of images, attached to the graph.
         leaves: the same values as leaf tensors, for the language model.
     """
 
-    encoded: dict[ImageRef, ImageFeatures]
-    leaves: dict[ImageRef, ImageFeatures]
+    encoded: dict[Unit, ImageFeatures]
+    leaves: dict[Unit, ImageFeatures]
 
     @classmethod
-    def detach(cls, encoded: dict[ImageRef, ImageFeatures]) -> DetachedFeatures:
+    def detach(cls, encoded: dict[Unit, ImageFeatures]) -> DetachedFeatures:
         """Detach the features of a pass."""
-        return cls(encoded, {image: _detach(features) for image, features in encoded.items()})
+        return cls(encoded, {unit: _detach(features) for unit, features in encoded.items()})
 
     def backward(self) -> None:
         """Propagate the gradients accumulated in the leaves through the vision tower."""
         outputs, grads = [], []
-        for image, features in self.encoded.items():
-            for tensor, leaf in zip(_tensors(features), _tensors(self.leaves[image]), strict=True):
+        for unit, features in self.encoded.items():
+            for tensor, leaf in zip(_tensors(features), _tensors(self.leaves[unit]), strict=True):
                 if leaf.grad is not None:
                     outputs.append(tensor)
                     grads.append(leaf.grad)
@@ -64,12 +65,14 @@ class DetachedFeatures:
 
 
 def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
-    return features.embeds, *features.deepstack
+    return features.embeds, *features.deepstack, *features.common.values()
 
 
 def _detach(features: ImageFeatures) -> ImageFeatures:
-    embeds, *deepstack = (tensor.detach().requires_grad_() for tensor in _tensors(features))
-    return ImageFeatures(embeds, tuple(deepstack))
+    embeds, *others = (tensor.detach().requires_grad_() for tensor in _tensors(features))
+    levels = len(features.deepstack)
+    common = dict(zip(features.common, others[levels:], strict=True))
+    return replace(features, embeds=embeds, deepstack=tuple(others[:levels]), common=common)
 
 
 class ImageEncoder:
@@ -88,22 +91,22 @@ class ImageEncoder:
     def __init__(self, family: Family, model: Any, is_trained: bool, stopwatch: Stopwatch) -> None:
         self.family, self.model, self.is_trained = family, model, is_trained
         self.stopwatch = stopwatch
-        self._cache: dict[ImageRef, ImageFeatures] = {}
+        self._cache: dict[Unit, ImageFeatures] = {}
         self._passes: list[DetachedFeatures] | None = None
 
-    def __call__(self, prompts: Sequence[Prompt]) -> tuple[dict[ImageRef, ImageFeatures], int]:
-        """Return the features of the prompts' images, and the number of images encoded."""
+    def __call__(self, prompts: Sequence[Prompt]) -> tuple[dict[Unit, ImageFeatures], int]:
+        """Return the features of the prompts' units of images, and the number of images encoded."""
         with_gradient = self.is_trained and torch.is_grad_enabled()
         known = {} if self.is_trained else self._cache
         if with_gradient:
             for encoder_pass in self._passes or ():
                 known |= encoder_pass.leaves
-        todo: dict[ImageRef, dict] = {}
+        todo: dict[Unit, dict] = {}
         for prompt in prompts:
-            if any(image not in known for image in prompt.example.images):
-                tensors = self.family.split_images(prompt)
-                pairs = zip(prompt.example.images, tensors, strict=True)
-                todo |= {image: values for image, values in pairs if image not in known}
+            units = self.family.units(prompt.example.images)
+            if any(unit not in known for unit in units):
+                pairs = zip(units, self.family.split_images(prompt), strict=True)
+                todo |= {unit: values for unit, values in pairs if unit not in known}
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
             features = [
                 image
@@ -115,7 +118,7 @@ class ImageEncoder:
             self._passes.append(DetachedFeatures.detach(new))
             new = self._passes[-1].leaves
         known |= new
-        return known, len(todo)
+        return known, sum(map(len, todo))
 
     def clear_cache(self) -> None:
         """Drop the cached features."""
@@ -133,7 +136,7 @@ class ImageEncoder:
         def finish(needed: Container[ImageRef]) -> None:
             passes, self._passes = self._passes or [], []
             for encoder_pass in passes:
-                if any(image in needed for image in encoder_pass.leaves):
+                if any(image in needed for unit in encoder_pass.leaves for image in unit):
                     self._passes.append(encoder_pass)
                 else:
                     encoder_pass.backward()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vlm_grpo.families.base import Family, ImageFeatures, PixelBudget, find_part
+from vlm_grpo.families.base import Family, PixelBudget, find_part
 from vlm_grpo.families.glm import Glm
 from vlm_grpo.families.google import Gemma4, PaliGemma
 from vlm_grpo.families.internvl import InternVL
@@ -10,8 +10,17 @@ from vlm_grpo.families.llava import Lfm2VL, Llava
 from vlm_grpo.families.paddleocr import PaddleOCRVL
 from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
 from vlm_grpo.families.qwen3_5 import Qwen3VLMoe, Qwen35
+from vlm_grpo.families.shared_form import ImageFeatures, PromptLayout
 
-__all__ = ["FAMILIES", "Family", "ImageFeatures", "PixelBudget", "find_part", "load_family"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "ImageFeatures",
+    "PixelBudget",
+    "PromptLayout",
+    "find_part",
+    "load_family",
+]
 
 FAMILIES = (
     *(Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe, Qwen35, InternVL, Glm),

@@ -9,14 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
-from jaxtyping import Float, Int
 from qwen_vl_utils.vision_process import fetch_image, smart_resize
-from torch import Tensor
 from transformers import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
 
-from vlm_grpo.types import Prompt
+from vlm_grpo.families.shared_form import SharedForm
 
 _PARTS = {
     "language": ("language_model", "text_model", "lm_head"),
@@ -65,27 +61,11 @@ class PixelBudget:
     max_pixels: int
 
 
-@dataclass(frozen=True)
-class ImageFeatures:
-    """The vision tower's output for one image.
-
-    Attributes:
-        embeds: one vector per image token.
-        deepstack: one tensor per layer, in families that feed features from inside the tower into
-            the first language layers.
-    """
-
-    embeds: Float[Tensor, "tokens width"]
-    deepstack: tuple[Float[Tensor, "tokens width"], ...] = ()
-
-
-class Family:
+class Family(SharedForm):
     """A model family: its coordinate frame, special tokens and image processing.
 
-    The base class supports any image-text model of transformers in the repeated form, which uses
-    only the model's ``forward`` and ``generate``. Its pixel budget is that of the image processor,
-    if it has one. A family whose completions can share their prompt also implements the methods of
-    the shared-prefix form.
+    The base class supports any image-text model of transformers. Its pixel budget is that of the
+    image processor, if it has one.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -99,10 +79,6 @@ class Family:
 
     completion_type: ClassVar[int | None] = None
     """Token type of completions; None: that of the prompt's last token."""
-
-    def why_not_shared(self, config: Any) -> str | None:
-        """Return the reason why completions cannot share a prompt, or None if they can."""
-        return f"no shared-prefix form is known for the model type {config.model_type!r}"
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
         """Return the processor's budget, or None if its resizing has no budget that is known."""
@@ -220,48 +196,6 @@ class Family:
             return tokenizer.decode(kept, skip_special_tokens=False)
 
         return decode
-
-    # The shared-prefix form: used only if ``why_not_shared`` returns None.
-
-    def language_model(self, model: Any) -> Any:
-        """Return the language model, without its head."""
-        raise NotImplementedError
-
-    def vision_layers(self, model: Any) -> Sequence[Any]:
-        """Return the attention layers of the vision tower."""
-        raise NotImplementedError
-
-    def encode_images(self, model: Any, vision: Sequence[dict]) -> list[ImageFeatures]:
-        """Encode images, each given by its vision tensors."""
-        raise NotImplementedError
-
-    def split_images(self, prompt: Prompt) -> list[dict]:
-        """Split the prompt's vision tensors into one dict per image, in order."""
-        raise NotImplementedError
-
-    def prompt_positions(self, model: Any, prompt: Prompt) -> Int[Tensor, "3 T"]:
-        """Return the rotary positions of the prompt's tokens."""
-        raise NotImplementedError
-
-    def language_inputs(
-        self,
-        model: Any,
-        token_ids: Int[np.ndarray, "rows T"],
-        features: Sequence[ImageFeatures],
-        device: torch.device,
-    ) -> dict[str, Any]:
-        """Return the language model's arguments for rows of tokens, on ``device``.
-
-        Args:
-            model: the bare transformers model.
-            token_ids: tokens, including image placeholders.
-            features: the features of the images, in the order of their placeholders.
-            device: the model's device.
-
-        Returns:
-            ``inputs_embeds`` (rows, T, width) and the family's other arguments.
-        """
-        raise NotImplementedError
 
 
 def _is_qwen_processor(processor: Any) -> bool:

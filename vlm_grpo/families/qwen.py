@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -16,7 +16,8 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from vlm_grpo.families.base import Family, ImageFeatures
+from vlm_grpo.families.base import Family
+from vlm_grpo.families.shared_form import ImageFeatures, PromptLayout, Unit, without_mask
 from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.types import Prompt
 
@@ -26,19 +27,16 @@ class QwenVL(Family):
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
 
-    def why_not_shared(self, config: Any) -> str | None:
-        text = config.get_text_config()
-        if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-            return "its text model has sliding-window layers, which a shared prefix would bypass"
-        return None
-
     def language_model(self, model: Any) -> Any:
         return model.model.language_model
 
     def vision_layers(self, model: Any) -> Sequence[Any]:
         return [block.attn for block in model.model.visual.blocks]
 
-    def split_images(self, prompt: Prompt) -> list[dict]:
+    def units(self, images: Unit) -> list[Unit]:
+        return [(image,) for image in images]
+
+    def split_images(self, prompt: Prompt) -> list[dict[str, Any]]:
         if "pixel_values" not in prompt.vision:
             return []
         grids = prompt.vision["image_grid_thw"]
@@ -48,7 +46,7 @@ class QwenVL(Family):
             for values, grid in zip(patches, grids, strict=True)
         ]
 
-    def encode_images(self, model: Any, vision: Sequence[dict]) -> list[ImageFeatures]:
+    def encode_images(self, model: Any, vision: Sequence[dict[str, Any]]) -> list[ImageFeatures]:
         if not vision:
             return []
         device = next(model.parameters()).device
@@ -85,28 +83,48 @@ class QwenVL(Family):
         positions = get_vision_position_ids(grids, tower.spatial_merge_size)
         return {"position_ids": positions, "cu_seqlens": get_vision_cu_seqlens(grids)}
 
-    def prompt_positions(self, model: Any, prompt: Prompt) -> Int[Tensor, "3 T"]:
+    def lay_out(self, model: Any, prompt: Prompt) -> PromptLayout:
         tokens = torch.tensor([prompt.token_ids])
         if "image_grid_thw" not in prompt.vision:
-            return torch.arange(tokens.shape[1]).expand(3, -1)
+            return PromptLayout(torch.arange(tokens.shape[1]).expand(3, -1).numpy())
         image_token = model.config.image_token_id
         positions, _ = model.model.get_rope_index(
             tokens,
             image_grid_thw=prompt.vision["image_grid_thw"],
             mm_token_type_ids=(tokens == image_token).int(),
         )
-        return positions[:, 0]
+        return PromptLayout(positions[:, 0].numpy())
 
-    def language_inputs(
+    def run(
+        self,
+        model: Any,
+        token_ids: Int[np.ndarray, "rows T"] | Int[Tensor, "rows T"],
+        positions: Int[Tensor, "axes rows T"],
+        features: Sequence[ImageFeatures],
+        attend: Any,
+    ) -> Float[Tensor, "rows T width"]:
+        embeds = model.get_input_embeddings()(copy_to(positions.device, token_ids))
+        inputs: dict[str, Any] = {"inputs_embeds": embeds}
+        if features:
+            inputs = self._merge(model, np.asarray(token_ids), features, embeds)
+        return self.language_model(model)(
+            position_ids=positions.expand(3, -1, -1),
+            attention_mask=without_mask(positions.device),
+            attend=attend,
+            use_cache=False,
+            **inputs,
+        ).last_hidden_state
+
+    def _merge(
         self,
         model: Any,
         token_ids: Int[np.ndarray, "rows T"],
         features: Sequence[ImageFeatures],
-        device: torch.device,
+        embeds: Float[Tensor, "rows T width"],
     ) -> dict[str, Any]:
-        embeds = model.get_input_embeddings()(copy_to(device, token_ids))
-        if not features:
-            return {"inputs_embeds": embeds}
+        """Return the language model's arguments for rows with images, without reading from the
+        device."""
+        device = embeds.device
         is_image = token_ids == model.config.image_token_id
         image_embeds = torch.cat([image.embeds for image in features]).to(embeds.dtype)
         if int(is_image.sum()) != len(image_embeds):

@@ -12,9 +12,11 @@ def copy_to(device: torch.device, array: np.ndarray | Tensor) -> Tensor:
 
     Args:
         device: the device.
-        array: an array, or a tensor on the host.
+        array: an array, or a tensor on the host or on ``device``.
     """
     tensor = torch.as_tensor(array)
-    if device.type == "cuda":  # only copies from pinned memory do not wait
+    if (
+        device.type == "cuda" and tensor.device.type == "cpu"
+    ):  # only copies from pinned memory do not wait
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -170,7 +170,20 @@ class RolloutSampler:
         if any_rank(self.accelerator, failure is not None):
             raise failure or UserError("another process of this run could not make its groups")
         self._check_rewards(groups)
+        self._check_form(groups)
         return dict(zip(indices, groups, strict=True))
+
+    def _check_form(self, groups: Sequence[Group]) -> None:
+        """Check the shared form on all ranks if one of them has a much larger group than before."""
+        policy, check = self.policy, self.policy.form_check
+        if check is None:
+            return
+        is_larger = policy.shared and check.is_larger(groups)
+        if any_rank(self.accelerator, is_larger or not policy.shared):
+            if policy.shared:
+                check.check(policy, groups)
+            if any_rank(self.accelerator, not policy.shared) and policy.shared:
+                policy.repeat_prompts()
 
     def _check_rewards(self, groups: Sequence[Group]) -> None:
         """Raise ``UserError`` on all ranks if a reward fails on every completion of all ranks."""

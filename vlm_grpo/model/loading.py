@@ -155,9 +155,11 @@ def _check_dropout(model: nn.Module, settings: Settings) -> None:
 
 @contextlib.contextmanager
 def _ignore_peft_warning() -> Iterator[None]:
-    """Ignore PEFT's use of an attribute that transformers has deprecated."""
+    """Ignore PEFT's use of an attribute that transformers has deprecated, and its ranks for
+    experts, which no setting adapts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "The following rank_pattern keys", RuntimeWarning)
         yield
 
 

@@ -18,8 +18,9 @@ from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine import kernels
+from vlm_grpo.engine.attention import plain_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.decode import PrefixInputs, SharedDecoder, build_prefix_inputs
+from vlm_grpo.engine.decode import SharedDecoder
 from vlm_grpo.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.engine.kv_cache import count_free_tokens
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
@@ -32,14 +33,16 @@ from vlm_grpo.engine.sampling import (
     build_sampling_distribution,
     draw_uniforms,
 )
-from vlm_grpo.engine.shared import score_shared
+from vlm_grpo.engine.shared import PrefixInputs, build_prefix_inputs, score_shared
 from vlm_grpo.engine.vision import ImageEncoder
 from vlm_grpo.families import ImageFeatures, find_part
+from vlm_grpo.families.shared_form import Unit
 from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.form_check import FormCheck
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.task import Task
-from vlm_grpo.types import Completion, Example, ImageRef, Prompt, StopReason
+from vlm_grpo.types import Completion, Example, Prompt, StopReason
 from vlm_grpo.utils.timing import Stopwatch
 
 
@@ -72,6 +75,7 @@ class Policy:
         capture: captures decode steps over shared prompts; None: steps run eagerly.
 
     Attributes:
+        form_check: compares the shared form with the repeated one; None: they are not compared.
         prompts: builds the model's prompts.
         counters: work of the model; replace the object to reset it.
         stopwatch: seconds by phase of sampling and scoring.
@@ -102,6 +106,7 @@ class Policy:
         trained = {find_part(name) for name, _ in self.trainable_parameters()}
         self.trains_vision = not trained.isdisjoint(("vision", "projector"))
         self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
+        self.form_check: FormCheck | None = None
         self._decoder: SharedDecoder | None = None
         if self.shared:
             self._decoder = SharedDecoder(self.family, self.model, self.stopwatch, capture)
@@ -160,7 +165,12 @@ class Policy:
             seeds: seed of each prompt's random streams.
             max_tokens: maximum number of tokens cached at once; None: as many as fit into the
                 GPU's free memory.
+
+        Raises:
+            UserError: ``form_check`` failed, and the prompt must be shared.
         """
+        if self.form_check is not None and self.form_check.checked is None and self.shared:
+            self.form_check.begin(self, prompts[0])
         length = sampling.max_completion_length
         uniforms = [
             torch.from_numpy(draw_uniforms((*seed, index), length))
@@ -219,7 +229,8 @@ class Policy:
             self.counters.encoder_passes += num_generations * images
             # A chunk's prompts are processed at once, and their activations take more than keys.
             most = max_tokens or min(free, DEFAULT_ROLLOUT_TOKENS)
-            sample_repeated(self.model, prompts, state, most, self._pad_token_id)
+            with plain_attention(self.family, self.model):
+                sample_repeated(self.model, prompts, state, most, self._pad_token_id)
 
     def _build_completions(self, state: SamplerState) -> Iterator[Completion]:
         names = ("tokens", "logprobs", "entropies", "lengths")
@@ -244,21 +255,38 @@ class Policy:
     def score(self, batch: MicroBatch, with_entropy: bool = False) -> TokenScores:
         """Score the batch's completion tokens, with gradient if gradients are enabled."""
 
+        if not self.shared:
+            return self.score_plain(batch, with_entropy)
+        return self._call_root(lambda: self._score_shared(batch, with_entropy))
+
+    def score_plain(self, batch: MicroBatch, with_entropy: bool = False) -> TokenScores:
+        """Score the batch by transformers' own forward, with repeated prompts."""
+
+        def run_model() -> TokenScores:
+            pad = self._pad_token_id
+            with plain_attention(self.family, self.model):
+                return score_repeated(self.model, batch, self.distribution, pad, with_entropy)
+
+        prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
+        self.counters.encoder_passes += sum(len(p.example.images) for p in prompts)
+        self.counters.update_tokens += sum(len(p.token_ids) for p in prompts)
+        self.counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
+        return self._call_root(run_model)
+
+    def repeat_prompts(self) -> None:
+        """Repeat the prompt for each completion from now on."""
+        self.release_rollout_memory()
+        self.shared, self._decoder = False, None
+
+    def _call_root(self, score: Callable[[], TokenScores]) -> TokenScores:
         def run_model() -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-            scores = self._score(batch, with_entropy)
+            scores = score()
             return scores.logprobs, scores.entropies  # a tuple, so that FSDP2 finds the tensors
 
         with self._autocast():
             return TokenScores(*self.root(run_model))
 
-    def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
-        if not self.shared:
-            prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
-            self.counters.encoder_passes += sum(len(p.example.images) for p in prompts)
-            self.counters.update_tokens += sum(len(p.token_ids) for p in prompts)
-            self.counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
-            pad = self._pad_token_id
-            return score_repeated(self.model, batch, self.distribution, pad, with_entropy)
+    def _score_shared(self, batch: MicroBatch, with_entropy: bool) -> TokenScores:
         prefixes = self._build_prefixes([piece.prompt for piece in batch.slices])
         self.counters.update_tokens += batch.num_tokens
         settings = ScoringSettings(self.distribution, self.chunk_tokens, with_entropy)
@@ -320,14 +348,14 @@ class Policy:
         """Encode an image once for the micro-batches that share it; see ``ImageEncoder``."""
         return self._encoder.share_passes()
 
-    def _encode_images(self, prompts: Sequence[Prompt]) -> dict[ImageRef, ImageFeatures]:
+    def _encode_images(self, prompts: Sequence[Prompt]) -> dict[Unit, ImageFeatures]:
         features, encoded = self._encoder(prompts)
         self.counters.encoder_passes += encoded
         return features
 
     def _build_prefixes(self, prompts: Sequence[Prompt]) -> list[PrefixInputs]:
         features = self._encode_images(prompts)
-        per_prompt = [[features[image] for image in p.example.images] for p in prompts]
+        per_prompt = [[features[u] for u in self.family.units(p.example.images)] for p in prompts]
         return build_prefix_inputs(self.family, self.model, prompts, per_prompt)
 
 
@@ -367,4 +395,6 @@ def load_policy(
         loaded.model, loaded.processor, loaded.family, settings.rollout
     )
     capture = get_capture(settings.rollout, loaded.shared, training)
-    return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
+    policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
+    policy.form_check = FormCheck(must_share=settings.policy.engine == "shared")
+    return policy

@@ -1,0 +1,82 @@
+"""The shared form of models that the project has never heard of, and the reasons against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_policies import build_family_policy
+from tiny_models import make_prompt, noise_example, pack_groups, sample_groups
+from transformers import CONFIG_MAPPING
+from transformers.models.internvl.configuration_internvl import InternVLConfig
+
+from vlm_grpo.families import load_family
+from vlm_grpo.families.base import Family
+from vlm_grpo.families.shared_form import ScaledHead
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mllama", "its model takes no precomputed image features"),
+        ("florence2", "it is an encoder-decoder model"),
+        ("llama4", "it has layers of the type chunked_attention"),
+    ],
+)
+def test_the_reason_against_the_shared_form(kind: str, reason: str) -> None:
+    assert Family().why_not_shared(CONFIG_MAPPING[kind]()) == reason
+
+
+def test_code_from_elsewhere_does_not_share_prompts() -> None:
+    class OtherConfig(InternVLConfig):
+        model_type = "other"
+
+    assert Family().why_not_shared(OtherConfig()) == "its code does not come with transformers"
+
+
+def test_the_layout_of_a_prompt_shows_who_sees_whom() -> None:
+    policy = build_family_policy("gemma3")
+    prompt = make_prompt(policy, noise_example("a", [(60, 40)]))
+    layout = policy.family.lay_out(policy.model, prompt)
+    tokens = torch.tensor(prompt.token_ids)
+    image = (tokens == policy.model.config.image_token_id).nonzero().flatten()
+    count = len(tokens)
+    assert layout.positions.tolist() == [list(range(count))]
+    causal = torch.ones(count, count).tril().bool()
+    causal[image[0] : image[-1] + 1, image[0] : image[-1] + 1] = True
+    assert torch.equal(layout.masks["full_attention"], causal)
+    text = make_prompt(policy, noise_example("b", []))
+    mask = policy.family.lay_out(policy.model, text).masks["full_attention"]
+    assert torch.equal(mask, torch.ones_like(mask).tril())
+
+
+def test_positions_have_an_axis_for_time_height_and_width() -> None:
+    policy = build_family_policy("qwen3_5")
+    prompt = make_prompt(policy, noise_example("a", [(60, 60)]))
+    positions = policy.family.lay_out(policy.model, prompt).positions
+    assert positions.shape == (3, len(prompt.token_ids))
+    assert not (positions[0] == positions[1]).all()
+    text = make_prompt(policy, noise_example("b", []))
+    assert len(policy.family.lay_out(policy.model, text).positions) == 1
+
+
+def test_a_scaled_head_multiplies_and_then_caps() -> None:
+    head = torch.nn.Linear(3, 2, bias=False)
+    hidden = torch.randn(4, 3)
+    expected = 5 * torch.tanh(head(hidden) * 10 / 5)
+    torch.testing.assert_close(ScaledHead(head, 10.0, 5.0)(hidden), expected)
+    torch.testing.assert_close(ScaledHead(head, 10.0, None)(hidden), head(hidden) * 10)
+
+
+def test_a_family_that_is_unknown_shares_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """InternVL under another name, as a new version of transformers might bring it."""
+    known = build_family_policy("internvl", torch.float64, shared=True, banned=())
+    prompt = make_prompt(known, noise_example("a", [(60, 40), (90, 30)]))
+    config = known.model.config
+    monkeypatch.setattr(type(config), "model_type", "novel_vl")
+    assert type(load_family(config)) is Family
+    novel = build_family_policy("internvl", torch.float64, shared=True, banned=())
+    assert type(novel.family) is Family
+    groups = sample_groups(known, [prompt])
+    assert sample_groups(novel, [prompt]) == groups
+    batch = pack_groups([prompt], groups)
+    assert torch.equal(novel.score(batch).logprobs, known.score(batch).logprobs)

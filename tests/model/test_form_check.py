@@ -1,0 +1,146 @@
+"""A shared form that does not compute what transformers does is noticed, and given up."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from small_runs import make_embedded_trainer
+from tiny_models import make_prompt, noise_example, tiny_policy
+
+from vlm_grpo.engine import attention, cached_keys, kernels
+from vlm_grpo.engine.sampling import SamplingSettings
+from vlm_grpo.engine.shared import PrefixInputs
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.form_check import FormCheck
+from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.types import Completion, Group, Prompt
+
+
+def checked_policy(must_share: bool = False) -> tuple[Policy, Prompt]:
+    policy = tiny_policy("qwen2_5_vl")
+    policy.form_check = FormCheck(must_share)
+    return policy, make_prompt(policy, noise_example("a", [(56, 84)]))
+
+
+def sample(policy: Policy, prompt: Prompt) -> list[tuple[int, ...]]:
+    settings = SamplingSettings(policy.distribution, 6)
+    (group,) = policy.sample([prompt], settings, 3, [(1,)])
+    return [completion.token_ids for completion in group]
+
+
+def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    length = property(lambda self: len(self.token_ids))
+    monkeypatch.setattr(PrefixInputs, "next_position", length)
+
+
+def test_a_correct_form_is_kept_and_changes_nothing() -> None:
+    unchecked = tiny_policy("qwen2_5_vl")
+    policy, prompt = checked_policy()
+    assert sample(policy, prompt) == sample(unchecked, prompt)
+    assert policy.shared
+    assert policy.counters == unchecked.counters != Counters()
+
+
+def test_a_wrong_form_is_given_up_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, prompt = checked_policy()
+    shift_positions(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        tokens = sample(policy, prompt)
+    assert not policy.shared
+    assert tokens == sample(tiny_policy("qwen2_5_vl", False), prompt)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "from now on the prompt is repeated" in message
+    assert "the log-probs of scored tokens differ by" in message
+    assert "rounding: at most 0.001" in message
+
+
+def test_a_wrong_form_ends_the_run_if_the_prompt_must_be_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, prompt = checked_policy(must_share=True)
+    shift_positions(monkeypatch)
+    with pytest.raises(UserError, match=r"policy\.engine=shared does not work with this"):
+        sample(policy, prompt)
+
+
+def test_a_rollout_that_differs_from_the_scores_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, prompt = checked_policy()
+    build = cached_keys.CachedKeys.build
+
+    def build_shorter(lengths: Any, longest: int, are_equal: bool, like: Any) -> Any:
+        return build((lengths - 1).clamp(min=1), longest, False, like)
+
+    monkeypatch.setattr(cached_keys.CachedKeys, "build", build_shorter)
+    sample(policy, prompt)
+    assert "the log-probs of sampled tokens differ by" in caplog.text
+
+
+def test_a_model_that_fails_in_the_shared_form_repeats_its_prompt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, prompt = checked_policy()
+
+    def refuse(*_: Any) -> None:
+        raise TypeError("forward() got an unexpected keyword argument 'attend'")
+
+    monkeypatch.setattr(attention.PackedAttention, "__call__", refuse)
+    assert sample(policy, prompt)
+    expected = "the model fails (TypeError: forward() got an unexpected keyword argument 'attend')"
+    assert expected in caplog.text
+
+
+def test_running_out_of_memory_is_no_fault_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, prompt = checked_policy()
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(attention.PackedAttention, "__call__", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(policy, prompt)
+    assert policy.shared
+
+
+def make_group(prompt: Prompt, *lengths: int) -> Group:
+    members = tuple(Completion(tuple(range(70, 70 + n)), (), "", "eos") for n in lengths)
+    return Group(prompt, members, ())
+
+
+def test_only_much_larger_shapes_are_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, prompt = checked_policy()
+    check = policy.form_check
+    assert check is not None
+    assert not check.is_larger([make_group(prompt, 500)])  # nothing was checked yet
+    sample(policy, prompt)
+    assert not check.is_larger([make_group(prompt, 3, 16)])
+    assert check.is_larger([make_group(prompt, 3, 17)])
+    check.check(policy, [make_group(prompt, 3, 17)])
+    assert policy.shared
+    assert not check.is_larger([make_group(prompt, 34)])
+    long = make_prompt(policy, noise_example("b", [(280, 280), (280, 280)]))
+    assert check.is_larger([make_group(prompt, 3), make_group(long, 3)])
+
+
+def test_a_form_that_is_wrong_for_larger_shapes_only_is_given_up_within_a_run(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = ("rollout.max_completion_length=24", "rollout.min_new_tokens=24")
+    trainer = make_embedded_trainer(tmp_path, *lengths)
+    cascade = kernels.cascade
+
+    def wrong_when_long(q: Any, pk: Any, pv: Any, k: Any, v: Any, lengths: Any, s: float) -> Any:
+        return cascade(q, pk, pv, k, v, lengths, s * (2 if max(lengths) > 20 else 1))
+
+    monkeypatch.setattr(kernels, "cascade", wrong_when_long)
+    trainer.policy.form_check = FormCheck(must_share=False)
+    trainer.step()
+    assert not trainer.policy.shared
+    assert "from now on the prompt is repeated" in caplog.text

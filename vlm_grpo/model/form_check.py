@@ -1,0 +1,158 @@
+"""A check of the shared-prefix form on the very model that is used.
+
+The same completions are sampled and scored with a shared prompt, and scored by transformers' own
+forward with the prompt repeated. The differences of their log-probabilities are rounding, or the
+model computes something that the shared form does not know. In that case the prompt is repeated
+from then on, or the run ends, as ``policy.engine`` says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.sampling import SamplingSettings
+from vlm_grpo.errors import UserError
+from vlm_grpo.types import Group, Prompt
+
+if TYPE_CHECKING:
+    from vlm_grpo.model.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+ROLLOUT_LENGTH = 8
+"""Number of tokens of the completions sampled by the first check."""
+BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""Largest mean difference of log-probabilities, in nats, that is taken for rounding: recurrent
+layers compute in float32, and lose more digits than attention does."""
+HALF_BOUND = 0.05
+"""The same bound in half precision."""
+GROWTH = 2
+"""A shape is checked if it exceeds all checked ones by this factor."""
+
+
+class FormCheck:
+    """The checks of one policy.
+
+    Args:
+        must_share: whether a failed check is an error, rather than the end of the shared form.
+
+    Attributes:
+        checked: greatest number of tokens of a prompt and of a completion in any check; None: no
+            check was made.
+    """
+
+    def __init__(self, must_share: bool) -> None:
+        self.must_share = must_share
+        self.checked: tuple[int, int] | None = None
+
+    def begin(self, policy: Policy, prompt: Prompt) -> None:
+        """Make the first check, with short completions of a prompt.
+
+        Raises:
+            UserError: it failed, and the prompt must be shared.
+        """
+        self.checked = len(prompt.token_ids), ROLLOUT_LENGTH
+        counters, policy.counters = policy.counters, type(policy.counters)()
+        try:
+            problem = self._try_rollout(policy, prompt)
+        finally:
+            policy.counters = counters
+            policy.clear_image_features()
+        if problem is not None:
+            self._give_up(policy, problem)
+
+    def is_larger(self, groups: Sequence[Group]) -> bool:
+        """Return whether a group is much larger than all that were checked."""
+        if self.checked is None or not groups:
+            return False
+        largest = _measure(max(groups, key=_count_tokens))
+        return any(n > GROWTH * known for n, known in zip(largest, self.checked, strict=True))
+
+    def check(self, policy: Policy, groups: Sequence[Group]) -> None:
+        """Check the longest completion of the largest of a step's groups.
+
+        Without a group the model still runs as often as on other ranks.
+
+        Raises:
+            UserError: as for ``begin``.
+        """
+        batch = policy.dummy_batch()
+        if groups:
+            group = max(groups, key=_count_tokens)
+            longest = max(group.completions, key=lambda completion: len(completion.token_ids))
+            batch = MicroBatch((GroupSlice(group.prompt, (longest.token_ids,), (0,)),))
+            (prompt, completion), known = _measure(group), self.checked or (0, 0)
+            self.checked = max(prompt, known[0]), max(completion, known[1])
+        counters, policy.counters = policy.counters, type(policy.counters)()
+        try:
+            problem = compare(policy, batch)
+        finally:
+            policy.counters = counters
+        if problem is not None:
+            self._give_up(policy, problem)
+
+    def _try_rollout(self, policy: Policy, prompt: Prompt) -> str | None:
+        settings = SamplingSettings(policy.distribution, ROLLOUT_LENGTH)
+        try:
+            (group,) = policy.sample([prompt], settings, 2, [(0,)])
+            tokens = tuple(completion.token_ids for completion in group)
+            batch = MicroBatch((GroupSlice(prompt, tokens, (0, 1)),))
+            sampled = [logprob for completion in group for logprob in completion.logprobs]
+            return compare(policy, batch, sampled)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            message = str(error).splitlines() or ["no message"]
+            return f"the model fails ({type(error).__name__}: {message[0]})"
+
+    def _give_up(self, policy: Policy, problem: str) -> None:
+        if self.must_share:
+            raise UserError(
+                f"policy.engine=shared does not work with this model: {problem}; remove it, or "
+                "set policy.engine=repeated"
+            )
+        logger.warning(
+            "from now on the prompt is repeated for each completion (policy.engine=repeated), "
+            "which takes longer: with a shared prompt, %s",
+            problem,
+        )
+        policy.repeat_prompts()
+
+
+@torch.no_grad()
+def compare(policy: Policy, batch: MicroBatch, sampled: Sequence[float] = ()) -> str | None:
+    """Score a batch in both forms, and return how they differ; None: within rounding.
+
+    Args:
+        policy: a policy with shared prompts.
+        batch: the batch.
+        sampled: log-probabilities of the batch's tokens when they were sampled, if known.
+    """
+    shared = policy.score(batch).logprobs.double()
+    plain = policy.score_plain(batch).logprobs.double()
+    bound = BOUNDS.get(policy.compute_dtype, HALF_BOUND)
+    pairs = [("scored", shared)]
+    if sampled:
+        pairs.append(("sampled", torch.tensor(sampled).to(shared)))
+    for verb, found in pairs:
+        difference = float((found - plain).abs().mean())
+        if not difference <= bound:  # also if it is NaN
+            return (
+                f"the log-probs of {verb} tokens differ by {difference:.1e} nats on average from "
+                f"those of transformers (rounding: at most {bound:g})"
+            )
+    return None
+
+
+def _measure(group: Group) -> tuple[int, int]:
+    longest = max(len(completion.token_ids) for completion in group.completions)
+    return len(group.prompt.token_ids), longest
+
+
+def _count_tokens(group: Group) -> int:
+    return sum(_measure(group))
