@@ -11,7 +11,7 @@ from transformers.models.internvl.configuration_internvl import InternVLConfig
 
 from vlm_grpo.families import load_family
 from vlm_grpo.families.base import Family
-from vlm_grpo.families.shared_form import ScaledHead
+from vlm_grpo.families.shared_form import CappedHead
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,11 @@ def test_positions_have_an_axis_for_time_height_and_width() -> None:
     assert len(policy.family.lay_out(policy.model, text).positions) == 1
 
 
-def test_a_scaled_head_multiplies_and_then_caps() -> None:
+def test_a_capped_head_caps_its_logits() -> None:
     head = torch.nn.Linear(3, 2, bias=False)
-    hidden = torch.randn(4, 3)
-    expected = 5 * torch.tanh(head(hidden) * 10 / 5)
-    torch.testing.assert_close(ScaledHead(head, 10.0, 5.0)(hidden), expected)
-    torch.testing.assert_close(ScaledHead(head, 10.0, None)(hidden), head(hidden) * 10)
+    hidden = torch.randn(4, 3) * 20
+    expected = 5 * torch.tanh(head(hidden) / 5)
+    torch.testing.assert_close(CappedHead(head, 5.0)(hidden), expected)
 
 
 def test_a_family_that_is_unknown_shares_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,6 @@ COHERE2 = {
     "model_type": "cohere2",
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 16,
-    "logit_scale": 1.0,
 }
 CLIP = {"vision_config": {**VISION, "model_type": "clip_vision_model", "image_size": 28}}
 PIXTRAL = {

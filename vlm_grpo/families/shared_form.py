@@ -100,8 +100,7 @@ class SharedForm:
         """Return the module that maps the language model's output to logits."""
         text, head = model.config.get_text_config(), model.get_output_embeddings()
         cap = getattr(text, "final_logit_softcapping", None)
-        scale = getattr(text, "logit_scale", None)
-        return head if cap is None and scale is None else ScaledHead(head, scale, cap)
+        return head if cap is None else CappedHead(head, cap)
 
     def vision_layers(self, model: Any) -> Sequence[Any]:
         """Return the attention layers of the vision tower that take images as segments of a row."""
@@ -178,22 +177,19 @@ class SharedForm:
         ).last_hidden_state
 
 
-class ScaledHead(nn.Module):
-    """A head whose logits are multiplied by ``scale`` and then capped: cap · tanh(logits / cap)."""
+class CappedHead(nn.Module):
+    """A head whose logits become cap · tanh(logits / cap) (Gemma 2: 2024, arXiv:2408.00118)."""
 
-    def __init__(self, head: nn.Module, scale: float | None, cap: float | None) -> None:
+    def __init__(self, head: nn.Module, cap: float) -> None:
         super().__init__()
-        self.head, self.scale, self.cap = head, scale, cap
+        self.head, self.cap = head, cap
 
     @property
     def weight(self) -> Any:
         return self.head.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden)
-        if self.scale is not None:
-            logits = logits * self.scale
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+        return torch.tanh(self.head(hidden) / self.cap) * self.cap
 
 
 @functools.cache
