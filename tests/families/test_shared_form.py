@@ -50,7 +50,7 @@ def test_the_layout_of_a_prompt_shows_who_sees_whom() -> None:
 
 
 def test_positions_have_an_axis_for_time_height_and_width() -> None:
-    policy = build_family_policy("qwen3_5")
+    policy = build_family_policy("glm4v")
     prompt = make_prompt(policy, noise_example("a", [(60, 60)]))
     positions = policy.family.lay_out(policy.model, prompt).positions
     assert positions.shape == (3, len(prompt.token_ids))

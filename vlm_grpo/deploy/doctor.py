@@ -81,9 +81,11 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
     prompt = policy.build_prompt(example, PlainQuestion())
     (reference,) = example.images
     image_tokens = sum(token in distribution.banned for token in prompt.token_ids)
+    (width, height), resized = reference.size, ""
+    if loaded.budget is not None:  # else the processor decides
+        resized = ", resized to {} × {}".format(*reference.resized_size)
     yield (
-        f"image        {reference.size[0]} × {reference.size[1]} pixels, resized to "
-        f"{reference.resized_size[0]} × {reference.resized_size[1]}; "
+        f"image        {width} × {height} pixels{resized}; "
         f"{len(prompt.token_ids)} prompt tokens, {image_tokens} of them for the image"
     )
     reason = loaded.family.why_not_shared(config)

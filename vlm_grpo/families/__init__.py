@@ -8,8 +8,7 @@ from vlm_grpo.families.google import Gemma4, PaliGemma
 from vlm_grpo.families.internvl import InternVL
 from vlm_grpo.families.llava import Lfm2VL, Llava
 from vlm_grpo.families.paddleocr import PaddleOCRVL
-from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL
-from vlm_grpo.families.qwen3_5 import Qwen3VLMoe, Qwen35
+from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL, Qwen35
 from vlm_grpo.families.shared_form import ImageFeatures, PromptLayout
 
 __all__ = [
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 FAMILIES = (
-    *(Qwen2VL, Qwen25VL, Qwen3VL, Qwen3VLMoe, Qwen35, InternVL, Glm),
+    *(Qwen2VL, Qwen25VL, Qwen3VL, Qwen35, InternVL, Glm),
     *(Gemma4, PaliGemma, Llava, Lfm2VL, PaddleOCRVL),
 )
 """Families with facts of their own; all other models have those of ``Family``."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ from vlm_grpo.types import Prompt
 
 
 class QwenVL(Family):
-    """The base of the three generations, with images in patch grids and M-RoPE positions."""
+    """The base of all generations, with images in patch grids and M-RoPE positions."""
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
-
-    def language_model(self, model: Any) -> Any:
-        return model.model.language_model
 
     def vision_layers(self, model: Any) -> Sequence[Any]:
         return [block.attn for block in model.model.visual.blocks]
@@ -170,7 +167,7 @@ class Qwen25VL(QwenVL):
 
 
 class Qwen3VL(QwenVL):
-    model_types = ("qwen3_vl",)
+    model_types = ("qwen3_vl", "qwen3_vl_moe")
     frame = "permille"
     frame_source = "https://github.com/QwenLM/Qwen3-VL (cookbooks/2d_grounding.ipynb)"
 
@@ -184,3 +181,10 @@ class Qwen3VL(QwenVL):
         )
         plan = super().plan_vision(tower, grids)
         return plan | {"interp_indices": indices, "interp_weights": weights}
+
+
+class Qwen35(Qwen3VL):
+    """Qwen3.5 and later models of the same type, which write boxes as Qwen3-VL does."""
+
+    model_types = ("qwen3_5", "qwen3_5_moe")
+    frame_source = "programs that use the model (its model card was not read)"
