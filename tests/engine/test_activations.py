@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import BUILDERS
 from gradients import relative_distance
 from tiny_models import add_lora, make_prompt, noise_example, tiny_model, tiny_policy
 from tiny_policies import build_batch
@@ -109,6 +110,15 @@ def test_the_boolean_values_of_checkpointing_still_work(tmp_path: Any) -> None:
 def test_a_model_without_known_feed_forward_layers_is_refused() -> None:
     with pytest.raises(UserError, match="layers are not known: use full"):
         enable_gradient_checkpointing(Chain(), "mlp")
+
+
+def test_feed_forward_layers_of_another_name_are_recomputed_too() -> None:
+    model, _ = BUILDERS["lfm2_vl"]()
+    kinds = [type(layer.feed_forward) for layer in model.get_decoder().layers]
+    enable_gradient_checkpointing(model, "mlp")
+    layers = [layer.feed_forward for layer in model.get_decoder().layers]
+    assert not any(type(layer) in kinds for layer in layers)
+    assert all(isinstance(layer, kind) for layer, kind in zip(layers, kinds, strict=True))
 
 
 def test_a_copy_of_a_recomputed_module_uses_its_own_weights() -> None:

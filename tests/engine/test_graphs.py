@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_policies import build_family_policy
 from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -65,6 +66,21 @@ def test_a_captured_step_samples_equal_tokens(
     TracedStep.traces = 0
     captured = sample(policy, max_tokens)
     assert TracedStep.traces >= 3
+    for a, b in zip(captured, eager, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
+def test_capturing_a_step_leaves_recurrent_states_as_they_were(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "LENGTH_BUCKET", 4)
+    policy = build_family_policy(name, torch.float64, shared=True)
+    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
+    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
+    policy.use_capture(TracedStep)
+    [captured] = sample_groups(policy, prompts, group_size=2, length=5)
     for a, b in zip(captured, eager, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)

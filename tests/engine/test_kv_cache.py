@@ -7,14 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_models import mixed_prompts, sample_groups, tiny_policy
+from family_policies import build_family_policy
+from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
 from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.engine import kernels
 from vlm_grpo.engine.cached_keys import CachedKeys
-from vlm_grpo.engine.decode import _fit, _round_up
-from vlm_grpo.engine.kv_cache import count_free_tokens, fit_tokens
+from vlm_grpo.engine.decode import SharedDecoder, _fit, _round_up
+from vlm_grpo.engine.kv_cache import LOGIT_BYTES, KVCache, count_free_tokens, fit_tokens
 from vlm_grpo.engine.seating import Seating
 
 
@@ -144,6 +145,45 @@ def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> No
     assert count_free_tokens(config, cuda, torch.bfloat16, one) == expected
     kept = int((0.8 * 46 * 2**30 - 3_800) / 57_344)
     assert count_free_tokens(config, cuda, torch.bfloat16, one, 2**30) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token", "state"),
+    [
+        # layers × (keys and values) × heads × width
+        ("gemma4", 2 * 2 * 2 * 8 + 2 * 2 * 2 * 16, 0),
+        ("gemma4_moe", 2 * 2 * 2 * 8 + 2 * 2 * 1 * 16, 0),
+        # inputs of a convolution over 4 tokens in bfloat16, and 4 heads of 8 × 8 in float32
+        ("qwen3_5", 1 * 2 * 2 * 16, 3 * (4 * (16 + 16 + 32) * 2 + 4 * 8 * 8 * 4)),
+        ("lfm2_vl", 2 * 2 * 2 * 8, 2 * 3 * 32 * 2),
+    ],
+)
+def test_layers_that_differ_are_counted_one_by_one(
+    name: str, per_token: int, state: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build_family_policy(name, torch.bfloat16, shared=True)
+    config = policy.model.config.get_text_config()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    found = count_free_tokens(config, torch.device("cuda"), torch.bfloat16, (1000, 4))
+    place = config.vocab_size * (2 + LOGIT_BYTES) + 2 * state
+    assert found == fit_tokens(10**9, 2 * per_token, place, (1000, 4))
+
+    caches: list[KVCache] = []
+    open_cache = SharedDecoder.open_cache
+
+    def record(decoder: SharedDecoder, *sizes: int) -> KVCache:
+        caches.append(open_cache(decoder, *sizes))
+        return caches[-1]
+
+    monkeypatch.setattr(SharedDecoder, "open_cache", record)
+    prompt = make_prompt(policy, noise_example("0", [], "What?"))
+    sample_groups(policy, [prompt], group_size=3, length=2)
+    [cache] = caches
+    tokens = cache.prompt_length + 3 * 2
+    # The CPU caches keys in float32.
+    assert cache.count_bytes() == tokens * 4 * per_token + (1 + 3) * state
 
 
 def test_room_is_left_for_the_logits_of_all_completions_or_of_those_that_have_places() -> None:

@@ -12,8 +12,10 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.engine import vision as vision_module
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
-from vlm_grpo.engine.vision import ImageEncoder, _tensors, split_passes
+from vlm_grpo.engine.vision import DetachedFeatures, ImageEncoder, _tensors, split_passes
+from vlm_grpo.families import ImageFeatures
 from vlm_grpo.model.policy import Policy
+from vlm_grpo.types import ImageRef
 
 
 def make_slices(policy: Policy) -> list[GroupSlice]:
@@ -63,6 +65,18 @@ def test_sharing_encoder_passes_does_not_change_the_gradient(family: str) -> Non
         assert any(name.startswith("model.visual") for name in found)
         # float64, but transformers computes norms in float32: 1e-7 of rounding per layer.
         assert relative_distance(found, expected) < 1e-6
+
+
+def test_outputs_of_a_frozen_part_have_no_gradient() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    features = ImageFeatures(weight[None] * 3, common={"table": torch.ones(1, 2)})
+    unit = (ImageRef("a.png", (4, 4), (4, 4)),)
+    detached = DetachedFeatures.detach({unit: features})
+    leaf = detached.leaves[unit]
+    (leaf.embeds * leaf.common["table"]).sum().backward()
+    detached.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3]
 
 
 def test_images_are_encoded_in_passes_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:

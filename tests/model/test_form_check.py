@@ -11,9 +11,11 @@ from small_runs import make_embedded_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.engine import attention, cached_keys, kernels
+from vlm_grpo.engine.batch import MicroBatch
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.engine.shared import PrefixInputs
 from vlm_grpo.errors import UserError
+from vlm_grpo.model import form_check
 from vlm_grpo.model.form_check import FormCheck
 from vlm_grpo.model.policy import Counters, Policy
 from vlm_grpo.types import Completion, Group, Prompt
@@ -127,6 +129,42 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch: pytest.MonkeyPat
     assert not check.is_larger([make_group(prompt, 34)])
     long = make_prompt(policy, noise_example("b", [(280, 280), (280, 280)]))
     assert check.is_larger([make_group(prompt, 3), make_group(long, 3)])
+
+
+def test_images_are_checked_as_soon_as_a_prompt_has_some(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, with_image = checked_policy()
+    text = make_prompt(policy, noise_example("t", [], "What? " * 20))
+    settings = SamplingSettings(policy.distribution, 6)
+    checked: list[Prompt] = []
+    compare = form_check.compare
+
+    def record(policy: Policy, batch: MicroBatch, *sampled: Any) -> str | None:
+        checked.append(batch.slices[0].prompt)
+        return compare(policy, batch, *sampled)
+
+    monkeypatch.setattr(form_check, "compare", record)
+    for prompts in ([text], [text, text], [text, with_image], [with_image], [text]):
+        policy.sample(prompts, settings, 2, [(1,)] * len(prompts))
+    assert checked == [text, with_image]
+    assert policy.form_check is not None
+    assert policy.form_check.checked == (max(len(p.token_ids) for p in checked), 8)
+    other, with_image = checked_policy()
+    text = make_prompt(other, noise_example("t", []))
+    other.sample([text, with_image], settings, 2, [(1,), (2,)])
+    assert checked[2:] == [with_image]
+
+
+def test_dropout_is_no_fault_of_the_form() -> None:
+    policy, prompt = checked_policy()
+    policy.model.get_decoder().layers[0].register_forward_hook(
+        lambda layer, _, output: torch.nn.functional.dropout(output, 0.5, layer.training)
+    )
+    policy.model.train()
+    sample(policy, prompt)
+    assert policy.shared
+    assert policy.model.training
 
 
 def test_a_form_that_is_wrong_for_larger_shapes_only_is_given_up_within_a_run(

@@ -24,10 +24,11 @@ def enable_gradient_checkpointing(model: Any, part: Checkpointing = "full") -> N
     """Recompute the activations of a part of each layer in the backward pass.
 
     Raises:
-        UserError: the part is ``mlp`` and the model has no modules of that name.
+        UserError: the part is ``mlp`` and the model has no modules of the names known for it.
     """
     if part == "mlp":
-        modules = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+        names = (".mlp", ".feed_forward")
+        modules = [module for name, module in model.named_modules() if name.endswith(names)]
         if not modules:
             raise UserError(
                 "policy.gradient_checkpointing=mlp: this model's feed-forward layers are not "
@@ -54,6 +55,17 @@ def _recompute(module: nn.Module) -> None:
 
     # A subclass instead of an attribute, so that a copy of the module calls itself.
     module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+@contextlib.contextmanager
+def eval_mode(model: Any) -> Iterator[None]:
+    """Set evaluation mode: no dropout, and no checkpointing, which would disable the cache."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 class _Parked:

@@ -152,7 +152,8 @@ class SharedDecoder:
         key = cache.slots, cache.places, own, *(tensor.shape for tensor in inputs)
         if key not in self._steps:
             step = self._build_step(cache, Visible(cache.prompt_length, False, own, False))
-            self._steps[key] = self.capture(step, inputs)
+            with cache.keeping_states():  # a capture also runs the step
+                self._steps[key] = self.capture(step, inputs)
         return self.head(self._steps[key](*inputs))
 
     def _build_step(self, cache: KVCache, visible: Visible) -> DecodeStep:

@@ -60,8 +60,8 @@ class CudaGraph:
     """A step captured on the current CUDA device.
 
     Args:
-        step: the step; its only side effect is to write each row's keys and values to its cache
-            index, so it may run more than once.
+        step: the step; it may run more than once, because it writes each row's keys and values to
+            its cache index. The caller restores recurrent states.
         inputs: the inputs of the first call.
     """
 

@@ -7,7 +7,8 @@ of a recurrent layer at the prompt's end is in the slot too, and is copied to ea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.engine.attention import Layer, PrefillAttention
 from vlm_grpo.engine.cached_keys import CachedKeys
-from vlm_grpo.engine.recurrence import CachedState, RecurrentLayer
+from vlm_grpo.engine.recurrence import RECURRENT_TYPES, CachedState, RecurrentLayer, count_state
 from vlm_grpo.families.transfer import copy_to
 
 Layers = dict[int, tuple[Tensor, ...]]
@@ -99,6 +100,18 @@ class KVCache:
             for state, prompt in zip(self.completions[layer], self.prompts[layer], strict=True):
                 state.index_copy_(0, to, prompt.index_select(0, origin))
 
+    @contextlib.contextmanager
+    def keeping_states(self) -> Iterator[None]:
+        """Undo what decode steps run inside do to recurrent states.
+
+        Keys are written to the same place however often a step runs; a state moves on each time.
+        """
+        states = [state for layer in self._states for state in self.completions[layer]]
+        before = [state.clone() for state in states]
+        yield
+        for state, value in zip(states, before, strict=True):
+            state.copy_(value)
+
     def keep(self, slots: Int[np.ndarray, " P"], places: Int[np.ndarray, " R"]) -> None:
         """Move these slots and places to the front, in place, and hide the others."""
         device = self.get_keys().device
@@ -155,10 +168,18 @@ def count_free_tokens(
         return DEFAULT_ROLLOUT_TOKENS
     free, _ = torch.cuda.mem_get_info(device)
     free += kept + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * width
-    place = config.vocab_size * (dtype.itemsize + LOGIT_BYTES)
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    numbers, state = 0, 0
+    for layer, kind in zip(layers, kinds, strict=True):
+        if kind in RECURRENT_TYPES:
+            state += count_state(layer, dtype)
+        else:
+            width = getattr(layer, "head_dim", None)
+            width = width or layer.hidden_size // layer.num_attention_heads
+            numbers += 2 * layer.num_key_value_heads * width
+    # A prompt has a state too, and captures of steps take a copy of the completions'.
+    place = config.vocab_size * (dtype.itemsize + LOGIT_BYTES) + 2 * state
     return fit_tokens(free, numbers * dtype.itemsize, place, completions)
 
 
@@ -169,7 +190,7 @@ def fit_tokens(memory: int, token: int, place: int, completions: tuple[int, int]
     Args:
         memory: bytes of free memory; may be negative.
         token: bytes of a token's keys and values.
-        place: bytes of a completion's logits.
+        place: bytes of a completion's logits and recurrent states.
         completions: number of completions, and maximum number of tokens per completion.
     """
     usable, (count, longest) = 0.8 * memory, completions

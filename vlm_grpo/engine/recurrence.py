@@ -89,6 +89,20 @@ class CachedState(LayerState):
         return self.tensors["recurrent", state_idx].copy_(recurrent_states)
 
 
+def count_state(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of a row's state in a recurrent layer, by the layer's configuration.
+
+    The inputs of a convolution have the precision ``dtype``; a gated-delta state is in float32.
+    """
+    kernel = getattr(config, "conv_L_cache", None)
+    if kernel is not None:
+        return config.hidden_size * kernel * dtype.itemsize
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    heads, width = config.linear_num_value_heads, config.linear_value_head_dim
+    inputs = (2 * keys + heads * width) * config.linear_conv_kernel_dim
+    return inputs * dtype.itemsize + heads * config.linear_key_head_dim * width * 4
+
+
 def find_recurrent_layers(language_model: nn.Module) -> list[Any]:
     """Return the modules with a recurrent state."""
     config: Any = language_model.config

@@ -69,7 +69,8 @@ def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
 
 
 def _detach(features: ImageFeatures) -> ImageFeatures:
-    embeds, *others = (tensor.detach().requires_grad_() for tensor in _tensors(features))
+    # Beside a trained projector or tower the other one can be frozen, and with it some outputs.
+    embeds, *others = (t.detach().requires_grad_(t.requires_grad) for t in _tensors(features))
     levels = len(features.deepstack)
     common = dict(zip(features.common, others[levels:], strict=True))
     return replace(features, embeds=embeds, deepstack=tuple(others[:levels]), common=common)

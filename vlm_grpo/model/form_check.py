@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vlm_grpo.engine.activations import eval_mode
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
@@ -44,19 +45,26 @@ class FormCheck:
     Attributes:
         checked: greatest number of tokens of a prompt and of a completion in any check; None: no
             check was made.
+        has_seen_images: whether a checked prompt had images.
     """
 
     def __init__(self, must_share: bool) -> None:
         self.must_share = must_share
         self.checked: tuple[int, int] | None = None
+        self.has_seen_images = False
 
-    def begin(self, policy: Policy, prompt: Prompt) -> None:
-        """Make the first check, with short completions of a prompt.
+    def begin(self, policy: Policy, prompts: Sequence[Prompt]) -> None:
+        """Check short completions of one of the first prompts, and of one of the first with images.
 
         Raises:
-            UserError: it failed, and the prompt must be shared.
+            UserError: the check failed, and the prompt must be shared.
         """
-        self.checked = len(prompt.token_ids), ROLLOUT_LENGTH
+        prompt = next((prompt for prompt in prompts if prompt.example.images), prompts[0])
+        has_images = bool(prompt.example.images)
+        if self.checked is not None and (self.has_seen_images or not has_images):
+            return
+        self.has_seen_images = has_images
+        self._raise_checked(len(prompt.token_ids), ROLLOUT_LENGTH)
         counters, policy.counters = policy.counters, type(policy.counters)()
         try:
             problem = self._try_rollout(policy, prompt)
@@ -86,8 +94,7 @@ class FormCheck:
             group = max(groups, key=_count_tokens)
             longest = max(group.completions, key=lambda completion: len(completion.token_ids))
             batch = MicroBatch((GroupSlice(group.prompt, (longest.token_ids,), (0,)),))
-            (prompt, completion), known = _measure(group), self.checked or (0, 0)
-            self.checked = max(prompt, known[0]), max(completion, known[1])
+            self._raise_checked(*_measure(group))
         counters, policy.counters = policy.counters, type(policy.counters)()
         try:
             problem = compare(policy, batch)
@@ -95,6 +102,10 @@ class FormCheck:
             policy.counters = counters
         if problem is not None:
             self._give_up(policy, problem)
+
+    def _raise_checked(self, prompt: int, completion: int) -> None:
+        known = self.checked or (0, 0)
+        self.checked = max(prompt, known[0]), max(completion, known[1])
 
     def _try_rollout(self, policy: Policy, prompt: Prompt) -> str | None:
         settings = SamplingSettings(policy.distribution, ROLLOUT_LENGTH)
@@ -133,8 +144,9 @@ def compare(policy: Policy, batch: MicroBatch, sampled: Sequence[float] = ()) ->
         batch: the batch.
         sampled: log-probabilities of the batch's tokens when they were sampled, if known.
     """
-    shared = policy.score(batch).logprobs.double()
-    plain = policy.score_plain(batch).logprobs.double()
+    with eval_mode(policy.model):  # two passes with dropout would differ
+        shared = policy.score(batch).logprobs.double()
+        plain = policy.score_plain(batch).logprobs.double()
     bound = BOUNDS.get(policy.compute_dtype, HALF_BOUND)
     pairs = [("scored", shared)]
     if sampled:

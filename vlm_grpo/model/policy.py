@@ -18,6 +18,7 @@ from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.engine import kernels
+from vlm_grpo.engine.activations import eval_mode
 from vlm_grpo.engine.attention import plain_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import SharedDecoder
@@ -169,8 +170,8 @@ class Policy:
         Raises:
             UserError: ``form_check`` failed, and the prompt must be shared.
         """
-        if self.form_check is not None and self.form_check.checked is None and self.shared:
-            self.form_check.begin(self, prompts[0])
+        if self.form_check is not None and self.shared:
+            self.form_check.begin(self, prompts)
         length = sampling.max_completion_length
         uniforms = [
             torch.from_numpy(draw_uniforms((*seed, index), length))
@@ -179,7 +180,7 @@ class Policy:
         ]
         state = SamplerState(torch.stack(uniforms).to(self.device), sampling, self.decode)
         with (
-            _eval_mode(self.model),
+            eval_mode(self.model),
             self._autocast(),
             rollout_weights(self.model) as weights_are_copies,
         ):
@@ -337,7 +338,7 @@ class Policy:
     def encode_images(self, prompts: Sequence[Prompt]) -> None:
         """Encode the prompts' images as ``sample`` does, if their features are cached."""
         if self.shared and not self.trains_vision:
-            with _eval_mode(self.model), self._autocast(), rollout_weights(self.model):
+            with eval_mode(self.model), self._autocast(), rollout_weights(self.model):
                 self._encode_images(prompts)
 
     def clear_image_features(self) -> None:
@@ -372,17 +373,6 @@ class CallRoot(nn.Module):
 
     def forward(self, call: Callable[[], Any]) -> Any:
         return call()
-
-
-@contextlib.contextmanager
-def _eval_mode(model: Any) -> Iterator[None]:
-    """Set evaluation mode: no dropout, and no checkpointing, which would disable the cache."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def load_policy(
