@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "perf/gpu.py"
+
+
+def load(name: str) -> Any:
+    """Load a script as a module, which finds the scripts that it imports."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"perf/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,12 +62,7 @@ def test_without_a_gpu_there_is_one_message() -> None:
 
 
 def test_results_fill_the_table_in_the_order_of_the_parts(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("gpu", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    gpu = importlib.util.module_from_spec(spec)
-    sys.modules["gpu"] = gpu
-    spec.loader.exec_module(gpu)
+    gpu = load("gpu")
     for name in ("vision", "step-64"):
         result = {"what": name, "command": "python x", "gpu": "H100", "versions": {"torch": "2"}}
         (tmp_path / f"{name}.json").write_text(json.dumps(result | {"output": ["| a |"]}))
@@ -63,3 +71,31 @@ def test_results_fill_the_table_in_the_order_of_the_parts(tmp_path: Path) -> Non
     assert first < filled.index("**vision**")
     assert gpu.fill_table(filled, tmp_path) == filled
     assert set(gpu.PARTS["step-64"].arguments.split()) >= {"qwen2.5-vl-7b", "1008", "8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt_tokens"), [("internvl", 353), ("gemma3", 357), ("qwen3_5", 293)]
+)
+def test_a_step_of_another_family_is_timed_by_phase_and_form(
+    name: str, prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "perf")
+    program = load("family_steps")
+    found = program.measure(name, argparse.Namespace(sizes=[2], tokens=2, turns=1))
+    assert found["prompt tokens"] == prompt_tokens
+    for form in ("shared", "repeated"):
+        (step,) = found["steps"][form]["2"]
+        assert min(step.values()) > 0
+        assert set(step) == {f"{p} {c}" for p in ("rollout", "update") for c in ("cpu", "wall")}
+    rows = program.format_table({name: found}).splitlines()
+    assert [row.split(" | ")[1] for row in rows[2:]] == ["shared", "repeated"]
+    # Of the first group size to itself.
+    assert all(row.endswith("| 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) |") for row in rows[2:])
+
+
+def test_the_guide_has_the_recorded_steps_of_other_families(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "perf")
+    recorded = json.loads((ROOT / "perf/results/family_steps.json").read_text())["families"]
+    assert load("family_steps").format_table(recorded) in (ROOT / "perf/README.md").read_text()

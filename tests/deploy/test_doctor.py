@@ -10,6 +10,7 @@ from PIL import Image
 from transformers.utils.logging import enable_progress_bar
 
 from vlm_grpo.deploy.doctor import diagnose
+from vlm_grpo.engine.shared import PrefixInputs
 from vlm_grpo.families import Family
 from vlm_grpo.families.qwen import Qwen25VL
 from vlm_grpo.model import loading
@@ -57,3 +58,16 @@ def test_a_model_without_a_shared_form_gets_the_reason(monkeypatch: pytest.Monke
     *_, last = diagnose("embedded")
 
     assert last == "form         one prompt pass per completion: no reason"
+
+
+def test_a_shared_form_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    length = property(lambda self: len(self.token_ids))  # of the prompt, not of its image's grid
+    monkeypatch.setattr(PrefixInputs, "next_position", length)
+
+    *_, last = diagnose("embedded")
+
+    start = "form         one prompt pass per completion: with a shared prompt, the log-probs of "
+    assert last.startswith(start)
+    assert last.endswith("nats on average from those of transformers (rounding: at most 0.001)")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import BUILDERS
-from family_policies import build_family_policy
+from family_policies import build_family_policy, build_prompts, make_batch, score_alone
 from gradients import relative_distance
 from recurrence64 import use_float64_recurrence
 from small_runs import make_trainer, read_metrics, small_run
@@ -18,51 +18,9 @@ from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.form_check import BOUNDS
-from vlm_grpo.model.policy import Policy
-from vlm_grpo.types import Prompt
 
 SHARED = [name for name in BUILDERS if name != "mllama"]  # which has cross-attention
 FORMS = [(n, "repeated") for n in BUILDERS] + [(n, "shared") for n in SHARED]
-
-
-def build_prompts(policy: Policy, name: str, count: int) -> list[Prompt]:
-    """Build prompts in turn with one image, two of different sizes, another one, and none."""
-    sizes = ([(60, 40)], [(33, 90), (64, 64)], [(30, 120)], [])
-    if name.startswith("paligemma"):  # refuses prompts without an image
-        sizes = sizes[:3]
-    questions = ("What is it?", "Where?", "How many are there?")
-    return [
-        make_prompt(
-            policy,
-            noise_example(f"{index}", sizes[index % len(sizes)], questions[index % 3], seed=index),
-        )
-        for index in range(count)
-    ]
-
-
-def score_alone(model: Any, prompt: Prompt, completion: tuple[int, ...]) -> Tensor:
-    """Return a completion's log-probabilities by the model's own forward pass on it alone."""
-    tokens = torch.tensor([[*prompt.token_ids, *completion]])
-    inputs = {}
-    for name, values in prompt.vision.items():
-        if name.endswith("token_type_ids"):
-            is_suffix = name == "token_type_ids" and model.config.model_type == "paligemma"
-            values = torch.nn.functional.pad(values, (0, len(completion)), value=int(is_suffix))
-        elif name == "cross_attention_mask":  # of Mllama: the completion sees the prompt's images
-            values = torch.cat((values, *[values[:, -1:]] * len(completion)), dim=1)
-        inputs[name] = values
-    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs).logits
-    predicted = logits[0, -len(completion) - 1 : -1].log_softmax(-1)
-    return predicted.gather(1, tokens[0, -len(completion) :, None])[:, 0]
-
-
-def make_batch(prompts: list[Prompt]) -> MicroBatch:
-    groups: Any = [((70, 71, 72, 73), (80, 81)), ((90, 91, 92),), ((75,), (76, 77)), ((78, 79),)]
-    slices = tuple(
-        GroupSlice(prompt, group, tuple(range(len(group))))
-        for prompt, group in zip(prompts, groups, strict=False)
-    )
-    return MicroBatch(slices)
 
 
 def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens() -> None:
@@ -192,3 +150,16 @@ def test_recurrent_layers_in_float32_differ_by_rounding(name: str) -> None:
     difference = (scores[0] - scores[1]).abs()
     assert 0 < difference.max() < 1e-3
     assert difference.mean() < BOUNDS[torch.float32] / 5
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_auxiliary_loss_of_routers_is_not_part_of_the_gradient(shared: bool) -> None:
+    gradients: list[dict[str, Tensor]] = []
+    for has_loss in (False, True):
+        policy = build_family_policy("qwen3_vl_moe", shared=shared, policy=MODES["full"])
+        policy.model.config.text_config.output_router_logits = has_loss
+        policy.score(make_batch(build_prompts(policy, "qwen3_vl_moe", 1))).logprobs.sum().backward()
+        weights = policy.trainable_parameters()
+        gradients.append({n: w.grad for n, w in weights if w.grad is not None})
+    assert any("gate.weight" in name for name in gradients[0])  # of routers
+    assert relative_distance(*gradients) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from family_models import BUILDERS
-from family_table import TITLES, build_table
+from family_table import TITLES, VARIANTS, build_table
 from PIL import Image
 from tiny_models import FAMILIES, tiny_model
 from torch import nn
@@ -156,6 +157,25 @@ def test_the_guide_has_the_table_of_all_families() -> None:
     assert build_table(build) in guide.read_text("utf-8")
     known = {kind for family in KNOWN for kind in family.model_types}
     assert known - {"gemma4_unified"} <= set(TITLES)
+
+
+def test_the_guide_has_the_differences_of_every_family_from_transformers() -> None:
+    # `python tests/helpers/family_table.py` measures them; test_every_family.py has the bounds.
+    guide = (Path(__file__).parents[2] / "docs/families.md").read_text("utf-8")
+    rows = re.findall(r"^\| (.*) \| (shared|repeated: .*) \| (\S+) \| (\S+) \|$", guide, re.M)
+    assert [row[0] for row in rows] == list((TITLES | VARIANTS).values())
+    for name, (_, prompt, logprobs, gradient) in zip(TITLES | VARIANTS, rows, strict=True):
+        config = build(name)[0].config
+        reason = load_family(config).why_not_shared(config)
+        assert prompt == ("shared" if reason is None else f"repeated: {reason}")
+        if reason is not None:
+            assert (logprobs, gradient) == ("—", "—")
+            continue
+        # Gated-delta layers compute in float32, and so does a softmax of capped scores.
+        bounds = (1e-4, 1e-3) if name.startswith("qwen3_5") else (1e-9, 1e-6)
+        bounds = (1e-6, 1e-6) if name == "paligemma2" else bounds
+        assert float(logprobs) <= bounds[0]
+        assert 0 < float(gradient) <= bounds[1]
 
 
 @pytest.mark.parametrize("name", NAMES)

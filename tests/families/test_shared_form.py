@@ -17,7 +17,7 @@ from vlm_grpo.families.shared_form import CappedHead
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("mllama", "its model takes no precomputed image features"),
+        ("mllama", "its language model reads images by cross-attention"),
         ("florence2", "it is an encoder-decoder model"),
         ("llama4", "it has layers of the type chunked_attention"),
     ],

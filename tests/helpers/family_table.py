@@ -1,6 +1,6 @@
-"""Build the table of docs/families.md from the families and the processors of small models.
+"""Build the tables of docs/families.md from the families and their small models.
 
-Run ``python tests/helpers/family_table.py`` to print it.
+Run ``python tests/helpers/family_table.py`` to print them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 from benchmark_table import format_table
 from family_models import BUILDERS
-from tiny_models import FAMILIES, tiny_model
+from family_policies import build_family_model, compare_with_transformers
+from tiny_models import FAMILIES
 
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.families import load_family
@@ -46,12 +47,19 @@ TITLES = {
 COLUMNS = ("models", "model type", "a box", "pixel budget", "source of the frame")
 
 
-def build(name: str) -> tuple[Any, Any]:
-    """Build a family's small model and its processor."""
-    return BUILDERS[name]() if name in BUILDERS else tiny_model(name)
+VARIANTS = {
+    "pixtral": "Pixtral",
+    "fast_vlm": "FastVLM",
+    "gemma4_causal": "Gemma 4 (causal over images)",
+    "gemma4_moe": "Gemma 4, mixture of experts",
+    "paligemma2": "PaliGemma 2",
+    "mllama": "Llama 3.2 Vision",
+}
+"""Names of compared models that have the type of another one, or no facts of their own."""
+FORM_COLUMNS = ("model", "prompt", "log-probs", "gradient")
 
 
-def build_table(build: Callable[[str], tuple[Any, Any]] = build) -> str:
+def build_table(build: Callable[[str], tuple[Any, Any]] = build_family_model) -> str:
     """Return the table; ``build`` returns the small model and the processor of a name."""
     return format_table(COLUMNS, [build_cells(name, build(name)[1]) for name in TITLES])
 
@@ -71,11 +79,27 @@ def build_cells(name: str, processor: Any) -> dict[str, str]:
     }
 
 
+def build_form_table() -> str:
+    """Compare both forms of every family, and return the table of their differences."""
+    names = TITLES | VARIANTS
+    assert set(names) == {*FAMILIES, *BUILDERS}
+    rows = []
+    for name, title in names.items():
+        config = build_family_model(name)[0].config
+        reason = load_family(config).why_not_shared(config)
+        cells = {"prompt": "shared" if reason is None else f"repeated: {reason}"}
+        figures = ("—", "—")
+        if reason is None:
+            figures = tuple(f"{figure:.0e}" for figure in compare_with_transformers(name))
+        cells["log-probs"], cells["gradient"] = figures
+        rows.append({"model": title, **cells})
+    return format_table(FORM_COLUMNS, rows)
+
+
 def build_config(name: str) -> Any:
     """Return an object with the model type, which is all that selects a family."""
     return type("Config", (), {"model_type": name})
 
 
 if __name__ == "__main__":
-    assert {*FAMILIES, *BUILDERS} >= set(TITLES)
-    print(build_table())
+    print(build_table(), build_form_table(), sep="\n\n")

@@ -21,6 +21,7 @@ from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_distribution
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family
+from vlm_grpo.model.form_check import try_form
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
@@ -89,6 +90,8 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
         f"{len(prompt.token_ids)} prompt tokens, {image_tokens} of them for the image"
     )
     reason = loaded.family.why_not_shared(config)
+    if reason is None and (problem := try_form(policy, prompt)) is not None:
+        reason = f"with a shared prompt, {problem}"
     if reason is not None:
         yield f"form         one prompt pass per completion: {reason}"
         return

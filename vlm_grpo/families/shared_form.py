@@ -77,7 +77,7 @@ class SharedForm:
     def why_not_shared(self, config: Any) -> str | None:
         """Return the reason why completions cannot share a prompt, or None if they can.
 
-        Only the first steps of a run show whether they do (see ``engine/self_check.py``).
+        Only the first steps of a run show whether they do (see ``model/form_check.py``).
         """
         text = config.get_text_config()
         model: Any = AutoModelForImageTextToText._model_mapping.get(type(config), None)  # noqa: SLF001
@@ -85,6 +85,8 @@ class SharedForm:
             return "its code does not come with transformers"
         if config.is_encoder_decoder:
             return "it is an encoder-decoder model"
+        if getattr(text, "cross_attention_layers", None):
+            return "its language model reads images by cross-attention"
         if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
             return "its model takes no precomputed image features"
         others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES

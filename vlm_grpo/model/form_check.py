@@ -67,7 +67,7 @@ class FormCheck:
         self._raise_checked(len(prompt.token_ids), ROLLOUT_LENGTH)
         counters, policy.counters = policy.counters, type(policy.counters)()
         try:
-            problem = self._try_rollout(policy, prompt)
+            problem = try_form(policy, prompt)
         finally:
             policy.counters = counters
             policy.clear_image_features()
@@ -107,20 +107,6 @@ class FormCheck:
         known = self.checked or (0, 0)
         self.checked = max(prompt, known[0]), max(completion, known[1])
 
-    def _try_rollout(self, policy: Policy, prompt: Prompt) -> str | None:
-        settings = SamplingSettings(policy.distribution, ROLLOUT_LENGTH)
-        try:
-            (group,) = policy.sample([prompt], settings, 2, [(0,)])
-            tokens = tuple(completion.token_ids for completion in group)
-            batch = MicroBatch((GroupSlice(prompt, tokens, (0, 1)),))
-            sampled = [logprob for completion in group for logprob in completion.logprobs]
-            return compare(policy, batch, sampled)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            message = str(error).splitlines() or ["no message"]
-            return f"the model fails ({type(error).__name__}: {message[0]})"
-
     def _give_up(self, policy: Policy, problem: str) -> None:
         if self.must_share:
             raise UserError(
@@ -133,6 +119,26 @@ class FormCheck:
             problem,
         )
         policy.repeat_prompts()
+
+
+def try_form(policy: Policy, prompt: Prompt) -> str | None:
+    """Sample short completions of a prompt, and return what is wrong with the shared form.
+
+    Returns:
+        How the forms differ, or how the model fails; None: they differ by rounding.
+    """
+    settings = SamplingSettings(policy.distribution, ROLLOUT_LENGTH)
+    try:
+        (group,) = policy.sample([prompt], settings, 2, [(0,)])
+        tokens = tuple(completion.token_ids for completion in group)
+        batch = MicroBatch((GroupSlice(prompt, tokens, (0, 1)),))
+        sampled = [logprob for completion in group for logprob in completion.logprobs]
+        return compare(policy, batch, sampled)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        message = str(error).splitlines() or ["no message"]
+        return f"the model fails ({type(error).__name__}: {message[0]})"
 
 
 @torch.no_grad()
