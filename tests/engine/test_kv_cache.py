@@ -42,6 +42,17 @@ def test_cached_attention_equals_a_softmax_over_the_visible_keys(
         assert (lse[row] - scores.logsumexp(-1)).abs().max() < 1e-12
 
 
+def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row() -> None:
+    keys = torch.zeros(2, 5, 1, 1)
+    every = CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
+    mask = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
+    assert mask is not None
+    assert [[row.nonzero().flatten().tolist() for row in seen] for seen in mask[:, 0] == 0] == [
+        [[2, 3, 4], [0, 1, 2, 3, 4]],
+        [[0, 1, 2], []],
+    ]
+
+
 @pytest.mark.parametrize("max_tokens", [100_000, 600, 1])
 def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
     max_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from family_policies import build_family_policy
 from tiny_models import make_prompt, noise_example, pack_groups, sample_groups
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, Cache
 from transformers.models.internvl.configuration_internvl import InternVLConfig
 
 from vlm_grpo.families import load_family
@@ -19,11 +19,24 @@ from vlm_grpo.families.shared_form import CappedHead
     [
         ("mllama", "its language model reads images by cross-attention"),
         ("florence2", "it is an encoder-decoder model"),
+        (
+            "kosmos-2",
+            "its model takes no precomputed image features (transformers 5.18 and later may)",
+        ),
         ("llama4", "it has layers of the type chunked_attention"),
     ],
 )
 def test_the_reason_against_the_shared_form(kind: str, reason: str) -> None:
     assert Family().why_not_shared(CONFIG_MAPPING[kind]()) == reason
+
+
+def test_recurrent_layers_need_the_cache_of_a_newer_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Cache, "get_conv_state")
+    reason = "its recurrent layers need transformers 5.21 or later"
+    assert Family().why_not_shared(CONFIG_MAPPING["qwen3_5"]()) == reason
+    assert Family().why_not_shared(CONFIG_MAPPING["gemma3"]()) is None
 
 
 def test_code_from_elsewhere_does_not_share_prompts() -> None:
@@ -66,16 +79,22 @@ def test_a_capped_head_caps_its_logits() -> None:
     torch.testing.assert_close(CappedHead(head, 5.0)(hidden), expected)
 
 
-def test_a_family_that_is_unknown_shares_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """InternVL under another name, as a new version of transformers might bring it."""
-    known = build_family_policy("internvl", torch.float64, shared=True, banned=())
+@pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
+def test_a_family_that_is_unknown_shares_its_prompt(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family under another name, as a new version of transformers might bring it."""
+    known = build_family_policy(name, torch.float64, shared=True, banned=())
     prompt = make_prompt(known, noise_example("a", [(60, 40), (90, 30)]))
     config = known.model.config
     monkeypatch.setattr(type(config), "model_type", "novel_vl")
     assert type(load_family(config)) is Family
-    novel = build_family_policy("internvl", torch.float64, shared=True, banned=())
+    novel = build_family_policy(name, torch.float64, shared=True, banned=())
     assert type(novel.family) is Family
     groups = sample_groups(known, [prompt])
-    assert sample_groups(novel, [prompt]) == groups
+    assert [c.token_ids for group in sample_groups(novel, [prompt]) for c in group] == [
+        c.token_ids for group in groups for c in group
+    ]
     batch = pack_groups([prompt], groups)
-    assert torch.equal(novel.score(batch).logprobs, known.score(batch).logprobs)
+    found, expected = novel.score(batch).logprobs, known.score(batch).logprobs
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

@@ -129,6 +129,27 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch: pytest.MonkeyPat
     assert not check.is_larger([make_group(prompt, 34)])
     long = make_prompt(policy, noise_example("b", [(280, 280), (280, 280)]))
     assert check.is_larger([make_group(prompt, 3), make_group(long, 3)])
+    assert check.is_larger([make_group(prompt, 35), make_group(prompt, 3)])
+
+
+def test_a_failure_or_a_lack_of_memory_in_a_later_check_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, prompt = checked_policy()
+    sample(policy, prompt)
+    check = policy.form_check
+    assert check is not None
+    errors: list[Exception] = [torch.OutOfMemoryError("out"), ValueError("a wrong shape")]
+
+    def fail(*_: Any) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
+    check.check(policy, [make_group(prompt, 20)])
+    assert policy.shared
+    check.check(policy, [make_group(prompt, 50)])
+    assert not policy.shared
+    assert "the model fails (ValueError: a wrong shape)" in caplog.text
 
 
 def test_images_are_checked_as_soon_as_a_prompt_has_some(

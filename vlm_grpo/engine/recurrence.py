@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-RECURRENT_TYPES = {"linear_attention", "conv"}
-"""Types of the layers, in transformers' configurations."""
+from vlm_grpo.families.shared_form import RECURRENT_TYPES
+
 _CACHE_NAMES = ("cache_params", "past_key_values")
 """Names that transformers gives to a layer's cache."""
 

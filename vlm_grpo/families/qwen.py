@@ -26,6 +26,7 @@ class QwenVL(Family):
     """The base of all generations, with images in patch grids and M-RoPE positions."""
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
+    passes_features = False
 
     def vision_layers(self, model: Any) -> Sequence[Any]:
         return [block.attn for block in model.model.visual.blocks]

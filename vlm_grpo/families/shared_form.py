@@ -13,19 +13,21 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, Cache
 
 from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.types import ImageRef, Prompt
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv"}
-"""Types of layers, as transformers' configurations name them, that can share a prompt."""
+RECURRENT_TYPES = {"linear_attention", "conv"}
+"""Types of layers with a recurrent state, as transformers' configurations name them."""
+LAYER_TYPES = {"full_attention", "sliding_attention"} | RECURRENT_TYPES
+"""Types of layers that can share a prompt."""
 ALL_LAYERS = ""
 """Key of a prompt's mask that holds for layers of all types."""
 
@@ -74,6 +76,9 @@ class SharedForm:
     overrides one where its model differs, or where it can be faster.
     """
 
+    passes_features: ClassVar[bool] = True
+    """Whether ``run`` passes image features to the model's own forward."""
+
     def why_not_shared(self, config: Any) -> str | None:
         """Return the reason why completions cannot share a prompt, or None if they can.
 
@@ -87,11 +92,15 @@ class SharedForm:
             return "it is an encoder-decoder model"
         if getattr(text, "cross_attention_layers", None):
             return "its language model reads images by cross-attention"
-        if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
-            return "its model takes no precomputed image features"
-        others = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+        parameters = inspect.signature(model.forward).parameters
+        if self.passes_features and "mm_encoder_outputs" not in parameters:
+            return "its model takes no precomputed image features (transformers 5.18 and later may)"
+        kinds = getattr(text, "layer_types", None) or ()
+        others = set(kinds) - LAYER_TYPES
         if others:
             return f"it has layers of the type {', '.join(sorted(others))}"
+        if RECURRENT_TYPES.intersection(kinds) and not hasattr(Cache, "get_conv_state"):
+            return "its recurrent layers need transformers 5.21 or later"
         return None
 
     def language_model(self, model: Any) -> Any:

@@ -9,7 +9,7 @@ from then on, or the run ends, as ``policy.engine`` says.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,28 +76,33 @@ class FormCheck:
 
     def is_larger(self, groups: Sequence[Group]) -> bool:
         """Return whether a group is much larger than all that were checked."""
-        if self.checked is None or not groups:
-            return False
-        largest = _measure(max(groups, key=_count_tokens))
-        return any(n > GROWTH * known for n, known in zip(largest, self.checked, strict=True))
+        return self.checked is not None and any(self._growth(g) > GROWTH for g in groups)
+
+    def _growth(self, group: Group) -> float:
+        """Return by which factor the group exceeds the shapes that were checked."""
+        known = self.checked or (1, 1)
+        return max(n / k for n, k in zip(_measure(group), known, strict=True))
 
     def check(self, policy: Policy, groups: Sequence[Group]) -> None:
-        """Check the longest completion of the largest of a step's groups.
+        """Check the longest completion of the group that exceeds the checked shapes the most.
 
-        Without a group the model still runs as often as on other ranks.
+        Without a group the model still runs as often as on other ranks. A completion that does not
+        fit into the memory in one of the forms is not checked.
 
         Raises:
             UserError: as for ``begin``.
         """
         batch = policy.dummy_batch()
         if groups:
-            group = max(groups, key=_count_tokens)
+            group = max(groups, key=self._growth)
             longest = max(group.completions, key=lambda completion: len(completion.token_ids))
             batch = MicroBatch((GroupSlice(group.prompt, (longest.token_ids,), (0,)),))
             self._raise_checked(*_measure(group))
         counters, policy.counters = policy.counters, type(policy.counters)()
         try:
-            problem = compare(policy, batch)
+            problem = _find_failure(lambda: compare(policy, batch))
+        except torch.OutOfMemoryError:
+            problem = None
         finally:
             policy.counters = counters
         if problem is not None:
@@ -128,12 +133,21 @@ def try_form(policy: Policy, prompt: Prompt) -> str | None:
         How the forms differ, or how the model fails; None: they differ by rounding.
     """
     settings = SamplingSettings(policy.distribution, ROLLOUT_LENGTH)
-    try:
+
+    def sample_and_compare() -> str | None:
         (group,) = policy.sample([prompt], settings, 2, [(0,)])
         tokens = tuple(completion.token_ids for completion in group)
         batch = MicroBatch((GroupSlice(prompt, tokens, (0, 1)),))
         sampled = [logprob for completion in group for logprob in completion.logprobs]
         return compare(policy, batch, sampled)
+
+    return _find_failure(sample_and_compare)
+
+
+def _find_failure(run: Callable[[], str | None]) -> str | None:
+    """Return the result of ``run``, or how the model fails."""
+    try:
+        return run()
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -170,7 +184,3 @@ def compare(policy: Policy, batch: MicroBatch, sampled: Sequence[float] = ()) ->
 def _measure(group: Group) -> tuple[int, int]:
     longest = max(len(completion.token_ids) for completion in group.completions)
     return len(group.prompt.token_ids), longest
-
-
-def _count_tokens(group: Group) -> int:
-    return sum(_measure(group))
