@@ -164,11 +164,11 @@ def misspell(word: str, rng: random.Random) -> str:
 
 
 def read_state(folder: Path) -> State:
-    """Return the size and the time of the last change of every file."""
+    """Return the size and the time of the last change of every file but compiled task files."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_size, path.lstat().st_mtime_ns)
         for path in folder.rglob("*")
-        if not path.is_dir()
+        if not path.is_dir() and path.suffix != ".pyc"
     }
 
 
