@@ -134,9 +134,9 @@ def test_a_stopped_mixture_resumes_to_the_same_run(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"weight": 3.0}, "data.train.plain weight was 2.0 and is now 3.0"),
-        ({"task_options": {"tags": True}}, "data.train.plain task_options was {}"),
-        ({"task": "ocr"}, "data.train.plain task was"),
+        ({"weight": 3.0}, "weight of the source plain was 2.0 and is now 3.0"),
+        ({"task_options": {"tags": True}}, "task_options of the source plain was {}"),
+        ({"task": "ocr"}, "task of the source plain was"),
     ],
 )
 def test_what_a_source_learns_may_not_change_on_a_resume(

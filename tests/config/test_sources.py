@@ -314,7 +314,7 @@ def test_limits_and_equal_splits_hold_for_rows_in_memory() -> None:
     data = DataSettings(train=ROWS, eval=ROWS, eval_limit=2)
 
     assert len(load_examples(ROWS, Counting(), data, "eval")) == 2
-    assert data.eval == data.train  # of which load_data warns
+    assert data.eval == data.train  # load_data warns of this
 
 
 def test_bad_rows_in_memory_are_named() -> None:

@@ -20,7 +20,7 @@ def image(name: str, data: bytes | None = None) -> ImageRef:
 
 
 def build_examples(count: int = 300) -> list[Example]:
-    """Return rows of which three in a row show the same image, or have a chain of images."""
+    """Return rows: each image in three of them, and some images joined by a row with both."""
     found = []
     for number in range(count):
         images = [image(f"{number // 3}.png")]

@@ -56,7 +56,7 @@ def make_samples(
     task: Task = COUNTING,
     columns: Mapping[str, str] = MappingProxyType({}),
 ) -> SampledExamples:
-    """Return scored samples of a model of which only the frame is known."""
+    """Return scored samples of a model whose frame alone is known."""
     given = [f"data.columns.{name}={value}" for name, value in columns.items()]
     settings = load_settings("counting", given)
     writer = PromptWriter(ORIGINAL, None, settings.prompt)

@@ -26,7 +26,7 @@ WARM = ("warm_start.steps=1", "rollout.max_completion_length=32", "optim.prompts
 
 
 def step_ours(trainer: Any) -> tuple[Pairs, Measured]:
-    """Make a step; return its prompts with their answers, its loss, accuracy and gradient."""
+    """Make one step; return the prompts with answers, the loss, the accuracy and the gradient."""
     gradients: dict[str, Tensor] = {}
     step, write_groups = trainer.strategy.step, trainer.run_dir.write_groups
     pairs: Pairs = []

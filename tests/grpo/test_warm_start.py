@@ -91,7 +91,7 @@ FULL = {"dtype": "float32"}
 def test_a_resumed_run_equals_an_uninterrupted_one(
     warm: Any, monkeypatch: pytest.MonkeyPatch, check: int, weights: dict[str, Any]
 ) -> None:
-    """A run asks before each step and before each update, of which a supervised step has one.
+    """A run asks before each step and before each update; a supervised step has one update.
 
     The reference is the policy of the switch, from which the first rollout is sampled.
     """

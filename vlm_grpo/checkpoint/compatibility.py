@@ -101,14 +101,14 @@ _COMPARED_OF_SOURCE = {"task", "task_options", "tasks", "weight"}
 def flatten_settings(settings: Settings) -> dict[str, Any]:
     """Return the settings by dotted key, as values that JSON can hold.
 
-    Of the sources of a mixture, what determines their tasks and shares has keys of its own, because
-    ``data.train`` may change as long as the rows stay the same.
+    ``data.train`` may change as long as the rows stay the same, so the tasks and weights of a
+    mixture's sources have keys of their own.
     """
     flat = flatten(settings.model_dump(mode="json"))
     if is_mixture(settings.data.train):
         for source in settings.data.train:
             own = source.model_dump(mode="json", include=_COMPARED_OF_SOURCE)
-            flat |= {f"data.train.{source.label} {key}": value for key, value in own.items()}
+            flat |= {f"{key} of the source {source.label}": value for key, value in own.items()}
     return flat
 
 
@@ -160,7 +160,7 @@ def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
 
 
 def _within(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names) and " " not in key
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _format(value: Any) -> str:

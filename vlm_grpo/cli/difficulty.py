@@ -17,6 +17,7 @@ from vlm_grpo.cli.common import (
     ServerUrl,
     Timeout,
     add_task_override,
+    build_endpoint,
     exit_when_stopped,
 )
 from vlm_grpo.cli.evaluate import Checkpoint
@@ -47,16 +48,17 @@ def difficulty(
     an error, the share of them that earned the full reward. Completions are sampled as in training
     (rollout.temperature). The same command continues after an interruption.
     """
-    options = {
-        "model": served_model,
-        "api_key_env": api_key_env,
-        "concurrency": concurrency,
-        "timeout": timeout,
-        "price": price,
-    }
+    endpoint = build_endpoint(
+        server,
+        model=served_model,
+        api_key_env=api_key_env,
+        concurrency=concurrency,
+        timeout=timeout,
+        price=price,
+    )
     with exit_when_stopped("the same command continues it"):
         values = add_task_override(overrides, task)
-        found = run_sampling(recipe, values, checkpoint, (samples, out), (server, options))
+        found = run_sampling(recipe, values, checkpoint, (samples, out), endpoint)
         from vlm_grpo.distributed.launch import initialize_distributed
         from vlm_grpo.evaluation.sampling import write_difficulty
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,7 @@ from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from vlm_grpo.evaluation.sampling import SampledExamples
+    from vlm_grpo.server.chat import Endpoint
 
 Samples = Annotated[int, typer.Option(min=1, max=4096, help="Completions per training example.")]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="File to write, JSON Lines.")]
@@ -64,16 +65,17 @@ def sample(
     The file has the rows with a column completion. Completions are sampled as in training
     (rollout.temperature). The same command continues after an interruption.
     """
-    options = {
-        "model": served_model,
-        "api_key_env": api_key_env,
-        "concurrency": concurrency,
-        "timeout": timeout,
-        "price": price,
-    }
+    endpoint = build_endpoint(
+        server,
+        model=served_model,
+        api_key_env=api_key_env,
+        concurrency=concurrency,
+        timeout=timeout,
+        price=price,
+    )
     with exit_when_stopped("the same command continues it"):
         values = add_task_override(overrides, task)
-        found = run_sampling(recipe, values, checkpoint, (samples, out), (server, options))
+        found = run_sampling(recipe, values, checkpoint, (samples, out), endpoint)
         from vlm_grpo.distributed.launch import initialize_distributed
         from vlm_grpo.evaluation.sampling import find_outside_folder, write_completions
 
@@ -93,7 +95,7 @@ def run_sampling(
     overrides: list[str],
     checkpoint: Path | None,
     output: tuple[int, Path],
-    server: tuple[str | None, dict[str, Any]],
+    endpoint: Endpoint | None,
 ) -> SampledExamples:
     """Sample the training examples of a recipe.
 
@@ -102,7 +104,7 @@ def run_sampling(
         overrides: settings that override the recipe's.
         checkpoint: a checkpoint or a run; None: the recipe's model.
         output: the samples per example, and the file to be written later.
-        server: the address of the model, if any, and the options of ``build_endpoint``.
+        endpoint: address of the model; None: its weights are loaded here.
 
     Raises:
         UserError: a setting or the file cannot be used, or as for ``sample_examples``.
@@ -113,7 +115,6 @@ def run_sampling(
                 f"{key} has no effect on training examples, which are sampled as in training: "
                 "use --samples and rollout.temperature"
             )
-    endpoint = build_endpoint(server[0], **server[1])
     from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.deploy.resolve import find_checkpoint
 

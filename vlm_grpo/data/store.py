@@ -6,6 +6,7 @@ import os
 import pickle
 import tempfile
 import weakref
+from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,25 @@ _BUFFER_BYTES = 2**20
 """Number of bytes that are written at once."""
 
 
-class ExampleStore(Sequence[Example]):
+class _Examples(Sequence[Example]):
+    """A sequence of examples that are read one at a time."""
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        numbers = range(len(self))[index]
+        return self._read(numbers) if isinstance(numbers, int) else list(map(self._read, numbers))
+
+    @abstractmethod
+    def _read(self, number: int) -> Example:
+        """Return the example of a number, from 0."""
+
+
+class ExampleStore(_Examples):
     """Checked examples in a temporary file without a name, which disappears with the process.
 
     A run keeps its examples as they were checked, even if their source changes meanwhile. Images
@@ -68,16 +87,7 @@ class ExampleStore(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
+    def _read(self, number: int) -> Example:
         start, end = self._ends[number], self._ends[number + 1]
         if self._buffer:
             self.flush()
@@ -107,7 +117,7 @@ class ExampleStore(Sequence[Example]):
         return TableCell(self._tables[number], *place)
 
 
-class SelectedExamples(Sequence[Example]):
+class SelectedExamples(_Examples):
     """Some examples of a sequence, which stay where they are."""
 
     def __init__(self, examples: Sequence[Example], indices: Iterable[int]) -> None:
@@ -116,19 +126,11 @@ class SelectedExamples(Sequence[Example]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self._examples[number] for number in self._indices[index]]
-        return self._examples[self._indices[index]]
+    def _read(self, number: int) -> Example:
+        return self._examples[self._indices[number]]
 
 
-class JoinedExamples(Sequence[Example]):
+class JoinedExamples(_Examples):
     """The examples of several sequences, one after the other."""
 
     def __init__(self, parts: Sequence[Sequence[Example]]) -> None:
@@ -138,15 +140,6 @@ class JoinedExamples(Sequence[Example]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        number = range(len(self))[index]
+    def _read(self, number: int) -> Example:
         part = bisect_right(self._starts, number) - 1
         return self._parts[part][number - self._starts[part]]

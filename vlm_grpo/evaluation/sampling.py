@@ -84,7 +84,8 @@ def sample_examples(
     )
     settings = settings.model_copy(update={"evaluation": given})
     run_task = load_run_task(settings)
-    examples, _ = load_data(settings, run_task)
+    only_train = settings.data.model_copy(update={"eval": None})
+    examples, _ = load_data(settings.model_copy(update={"data": only_train}), run_task)
     model = load_evaluated_model(settings, checkpoint, server)
     task = model.prompts.adapt(run_task)
     if settings.data.on_bad_row == "skip":

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -141,6 +142,10 @@ class RolloutSampler:
             self.outside = self._build_outside()
         return self.outside
 
+    @cached_property
+    def _targets(self) -> TargetWriter:
+        return TargetWriter(self.policy, self.settings)
+
     def _write_step(self, step: int) -> Rollout:
         """Return the groups of a supervised step: the targets of the stream's next examples."""
         groups, own = [], []
@@ -148,8 +153,7 @@ class RolloutSampler:
             with self._fail_together():
                 begun = self._begin_round(self.settings.optim.prompts_per_step)
                 own = begun.own
-                writer = TargetWriter(self.policy, self.settings)
-                groups = write_groups(begun.prompts, writer, self.task)
+                groups = write_groups(begun.prompts, self._targets, self.task)
                 self.policy.check_form(begun.prompts)
                 self._encode_images(begun.prompts)
             self._check_form(groups)

@@ -252,8 +252,8 @@ RULES = (
         clears=0.8,
         message=_describe_equal_rewards,
         remedy="reward near its maximum: the task is learned, stop or use harder examples; near 0: "
-        "begin with gold answers (warm_start.steps), or use easier examples, a graded reward or a "
-        "stronger model; in between: raise rollout.num_generations, or set "
+        "train on gold answers first (warm_start.steps), or use easier examples, a graded reward "
+        "or a stronger model; in between: raise rollout.num_generations, or set "
         "rollout.dynamic_sampling=true",
     ),
     Rule(
