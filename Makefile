@@ -37,7 +37,7 @@ quickstart: $(VENV)/runtime.stamp
 	$(BIN)/vlm-grpo train quickstart
 
 test: $(VENV)/dev.stamp
-	$(PYTEST) --cov --cov-report=term-missing
+	$(PYTEST) --cov --cov-report=term-missing --durations=30
 
 # About 300 changes, a few seconds each. Results are in build/mutants.jsonl; another call continues.
 mutants: $(VENV)/dev.stamp

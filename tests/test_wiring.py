@@ -68,6 +68,17 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "rollout": {"top_k": 150},
     },
+    "sequence-level ratios, two mini-batches, KL in the loss": {
+        "objective": {"importance_sampling_level": "sequence", "epsilon": 0.001, "beta": 0.3},
+        "optim": {"mini_batches": 2},
+    },
+    "dapo, LoRA, two mini-batches, one iteration, masked": {
+        **LORA,
+        "objective": {
+            "loss_type": "dapo", "num_iterations": 1, "mask_truncated_completions": True,
+        },
+        "optim": {"mini_batches": 2},
+    },
 }  # fmt: skip
 
 
@@ -173,7 +184,8 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     """The gradient before the optimizer, in each update of two steps, or until a refresh."""
     defaults = {"num_iterations": 2, "reference_refresh_every": "never"}
     settings = make_settings(**merge({"objective": defaults}, CASES[case]))
-    updates, every = settings.objective.num_iterations, settings.objective.reference_refresh_every
+    updates, every = settings.updates_per_step, settings.objective.reference_refresh_every
+    parts = settings.optim.mini_batches
     recorder = Recorder(make_trainer(settings))
     recorder.attach(monkeypatch)
     plain = PlainModel(model_folder, settings)
@@ -187,7 +199,8 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
             recorder.weights[refreshed * updates],
         )
         for update in range(before, before + updates):
-            loss, expected = compute_gradient(plain, raw, recorder.weights[update], settings)
+            weights, part = recorder.weights[update], (update - before) % parts
+            loss, expected = compute_gradient(plain, raw, weights, settings, part)
             losses.append(loss)
             # float64, but for the rewards, the advantages and the sampler's log-probs in float32.
             assert relative_distance(recorder.gradients[update], expected) < 5e-6

@@ -58,6 +58,7 @@ def train(settings: Settings) -> TrainResult:
     disable_progress_bar()
     check_installed(settings.logging.trackers)
     task, train_examples, held_out = load_run(settings)
+    settings = settings.with_steps(len(train_examples))
     accelerator = build_accelerator(settings)
     with watch_ranks(settings.ddp_timeout) as watch, lock_run(settings, accelerator):
         checkpoint = find_checkpoint(settings, accelerator, train_examples)
@@ -98,8 +99,9 @@ class Trainer:
         held_out: Sequence[Example] = (),
         accelerator: Accelerator | None = None,
     ) -> None:
-        limit = check_settings(settings).rollout.max_completion_length
-        self.settings, self.policy, self.stopwatch = settings, policy, policy.stopwatch
+        settings = self.settings = check_settings(settings).with_steps(len(train_examples))
+        self.policy, self.stopwatch = policy, policy.stopwatch
+        limit = settings.rollout.max_completion_length
         self.task = replace(policy.prompts.adapt(task), token_limit=limit)
         usable = self.train_examples = select_usable(policy, train_examples, self.task, settings)
         ranks = self.accelerator = accelerator or build_accelerator(settings)

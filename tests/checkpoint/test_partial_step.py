@@ -83,26 +83,28 @@ def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
 
 
 # Runs with two updates per step are also stopped before the first, where those with one stop.
+# Three updates are of three mini-batches.
 @pytest.mark.parametrize(
-    ("reference", "iterations", "policy"),
+    ("reference", "updates", "policy"),
     [
         *((reference, 2, policy) for reference in REFERENCES for policy in POLICIES),
         ("none", 1, "full"),
         ("k1", 1, "lora"),
+        ("k2", 3, "lora"),
     ],
 )
 def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
     tmp_path: Path,
     model: Path,
     policy: str,
-    iterations: int,
+    updates: int,
     reference: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes: dict[str, Any] = {
         "policy": POLICIES[policy],
-        "objective": {"num_iterations": iterations, **REFERENCES[reference]},
-        "optim": {"max_steps": 3},
+        "objective": {"num_iterations": updates % 3 or 1, **REFERENCES[reference]},
+        "optim": {"max_steps": 3, "mini_batches": 3 if updates == 3 else 1},
     }
     uninterrupted = small_run(tmp_path, model, name="uninterrupted", **changes)
     train(uninterrupted)
@@ -111,7 +113,8 @@ def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
     counts, expected = {
         1: ([2, 3, 4], ["step-0-0", "step-1", "step-2-0"]),
         2: ([2, 3, 3, 6], ["step-0-0", "step-0-1", "step-1", "step-2-1"]),
-    }[iterations]
+        3: ([3, 3, 5], ["step-0-1", "step-0-2", "step-1-1"]),
+    }[updates]
     assert train_with_stops(stopped, counts, monkeypatch) == expected
     assert_same_run(stopped.run_dir, uninterrupted.run_dir, "step-3")
 

@@ -93,7 +93,10 @@ def test_text_with_a_meaning_in_yaml_or_omegaconf_is_saved_literally(tmp_path):
         (["checkpoint.sharded=true", "checkpoint.asynchronous=true"], ["exclude each other"]),
         (["checkpoint.sharded=true", "policy.lora={}"], ["checkpoint.sharded", "adapters"]),
         (["model_revision=main"], ["model_revision", "embedded"]),
-        (["objective.epsilon=0.3"], ["epsilon", "num_iterations"]),
+        (["objective.epsilon=0.3"], ["objective.epsilon", "num_iterations", "mini_batches"]),
+        (["objective.epsilon_high=0.28"], ["objective.epsilon_high", "set objective.num_iter"]),
+        (["objective.delta=4.0"], ["objective.delta", "num_iterations"]),
+        (["optim.mini_batches=3"], ["optim.mini_batches=3", "optim.prompts_per_step"]),
     ],
 )
 def test_settings_without_effect_are_refused(overrides, culprits):

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from tiny_models import tiny_policy
 from torch import Tensor
 
-from vlm_grpo.config.run import OptimSettings
+from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.distributed import base as base_module
 from vlm_grpo.distributed import data_parallel
 from vlm_grpo.distributed.base import Strategy

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.config.run import OptimSettings, Settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.optimizer import (
     build_optimizer,
+    build_schedule,
     build_scheduler,
     load_optimizer_tensors,
     optimizer_tensors,
@@ -130,3 +132,14 @@ def test_settings_override_the_rates_of_a_checkpoint() -> None:
     optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([2e-3] * 2)  # 2/4 of 4e-3
+
+
+def test_a_warmup_may_be_a_share_and_the_rate_may_end_above_0() -> None:
+    optim = {"lr": 1e-2, "max_steps": 11, "warmup_steps": 0.19}
+    rate = build_schedule(make_settings({**optim, "schedule": "linear"}))
+    assert [rate(step) for step in (0, 1, 3, 4, 11)] == pytest.approx(
+        [0, 1e-2 / 3, 1e-2, 7 / 8 * 1e-2, 0]  # three steps of warmup, as in transformers
+    )
+    least = {"schedule": "cosine_with_min_lr", "min_lr": 2e-3}
+    rate = build_schedule(make_settings({**optim, **least}))
+    assert [rate(step) for step in (3, 7, 11)] == pytest.approx([1e-2, 6e-3, 2e-3])

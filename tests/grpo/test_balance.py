@@ -59,7 +59,10 @@ class Exchange:
 
 
 def run_ranks(
-    monkeypatch: pytest.MonkeyPatch, groups: list[dict[int, Group]], broken: int = -1
+    monkeypatch: pytest.MonkeyPatch,
+    groups: list[dict[int, Group]],
+    broken: int = -1,
+    mini_batches: int = 1,
 ) -> list[Any]:
     """Run ``balance_groups`` in one thread per rank; return the results or errors."""
     exchange = Exchange(len(groups))
@@ -76,7 +79,7 @@ def run_ranks(
         ranks: Any = SimpleNamespace(process_index=rank, num_processes=len(groups))
         costs = {i: len(group.completions[0].token_ids) for i, group in groups[rank].items()}
         try:
-            results[rank] = balance_groups(groups[rank], costs, load, ranks)
+            results[rank] = balance_groups(groups[rank], costs, load, ranks, mini_batches)
         except UserError as error:
             results[rank] = str(error)
 
@@ -95,7 +98,8 @@ def make_groups(lengths: dict[int, int]) -> dict[int, Group]:
 def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [make_groups({0: 10, 3: 6, 5: 9}), make_groups({1: 2, 4: 1})]
     # 25 and 3 tokens: moving 10 leaves 15 and 13, more even than moving 9 or exchanging 10 for 1.
-    (first, none), (second, received) = run_ranks(monkeypatch, groups)
+    (first, none, parts), (second, received, _) = run_ranks(monkeypatch, groups)
+    assert parts == dict.fromkeys([0, 1, 3, 4, 5], 0)
     assert (none, received) == ((), (0,))
     assert (list(first), list(second)) == ([3, 5], [0, 1, 4])
     moved, original = second[0], groups[0][0]
@@ -106,7 +110,17 @@ def test_groups_move_whole_to_the_rank_with_less_to_do(monkeypatch: pytest.Monke
 
 def test_even_groups_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [make_groups({0: 10, 3: 6}), make_groups({1: 8, 4: 8})]
-    assert run_ranks(monkeypatch, groups) == [(groups[0], ()), (groups[1], ())]
+    parts = dict.fromkeys([0, 1, 3, 4], 0)
+    assert run_ranks(monkeypatch, groups) == [(groups[0], (), parts), (groups[1], (), parts)]
+
+
+def test_each_mini_batch_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' sums are equal at first, but each has one mini-batch to itself."""
+    groups = [make_groups({0: 5, 1: 5}), make_groups({2: 5, 3: 5})]
+    (first, _, parts), (second, _, same) = run_ranks(monkeypatch, groups, mini_batches=2)
+    assert parts == same == {0: 0, 1: 0, 2: 1, 3: 1}
+    for own in (first, second):
+        assert sorted(parts[index] for index in own) == [0, 1]
 
 
 def test_a_prompt_that_cannot_be_read_again_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,5 +133,6 @@ def test_a_prompt_that_cannot_be_read_again_ends_all_ranks(monkeypatch: pytest.M
 def test_one_rank_exchanges_nothing() -> None:
     groups = make_groups({3: 1, 1: 5})
     ranks: Any = SimpleNamespace(process_index=0, num_processes=1)
-    own, received = balance_groups(groups, {}, lambda _: [], ranks)
+    own, received, parts = balance_groups(groups, {3: 1, 1: 5}, lambda _: [], ranks, 2)
     assert (list(own), own, received) == ([3, 1], groups, ())  # in the same order
+    assert parts == {1: 0, 3: 1}

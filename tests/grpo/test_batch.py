@@ -76,4 +76,16 @@ def test_truncated_completions_are_masked_only_if_requested() -> None:
 def test_a_rank_without_groups_has_an_empty_batch() -> None:
     batch = pack_groups([], [])
     assert batch.slices == ()
+    assert batch.mini_batches == ((),)
     assert batch.totals.completions == 0
+
+
+def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> None:
+    rollout = Rollout(tuple(GROUPS), mini_batches=(2, 0))
+    overrides = ["rollout.max_completion_length=4", "optim.mini_batches=4"]
+    settings = load_settings("quickstart", overrides)
+    advantages = torch.tensor([0.0, 1.0, 1.0, -1.0, 0.0])
+    batch = pack_step(rollout, advantages, {}, settings, Accelerator(cpu=True))
+    rows = [[piece.rows for piece in part] for part in batch.mini_batches]
+    assert rows == [[(2, 3)], [], [(1,)], []]  # a rank may have no group of a mini-batch
+    assert (batch.totals.completions, batch.num_updates) == (5, 4)

@@ -14,7 +14,7 @@ from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo import rollout as rollout_module
-from vlm_grpo.grpo.rollout import Rollout, score_groups
+from vlm_grpo.grpo.batch import Rollout, score_groups
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, Score
 

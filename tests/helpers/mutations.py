@@ -97,8 +97,8 @@ TARGETS = {
 
 WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/update.py", "advantages=batch.advantages[rows]", "advantages=-batch.advantages[rows]"),
-    ("grpo/update.py", "None if first else old)", "None)"),
-    ("grpo/update.py", "if first and batch.num_updates", "if batch.num_updates"),
+    ("grpo/update.py", "old if updates.count else None)", "None)"),
+    ("grpo/update.py", "if not updates.count and batch.num_iterations", "if batch.num_iterations"),
     ("grpo/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
     ("grpo/update.py", "and updates.skipped < updates.count", ""),
     ("grpo/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
@@ -131,6 +131,12 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/update.py", "objective.beta * penalties", "penalties"),
     ("grpo/batch.py", "if settings.objective.mask_truncated_completions:", "if False:"),
     ("grpo/batch.py", "int(sums[1])", "int(lengths.sum())"),
+    ("grpo/batch.py", "[k and p == part for", "[k for"),
+    ("grpo/update.py", "updates.count % len(batch.mini_batches)", "0"),
+    ("grpo/update.py", "output.loss * len(batch.mini_batches)", "output.loss"),
+    ("grpo/update.py", "updates.old_logprobs |= self._score_later(batch)", "pass"),
+    ("grpo/update.py", "in batch.mini_batches[1:]", "in batch.mini_batches"),
+    ("grpo/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("grpo/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
     ("grpo/advantages.py", "rewards @ weights", "rewards.sum(1)"),
     ("grpo/reference.py", " or step % self.every", ""),

@@ -104,23 +104,28 @@ class _Row:
 
 
 def compute_gradient(
-    model: PlainModel, step: PlainStep, weights: Weights, settings: Settings
+    model: PlainModel, step: PlainStep, weights: Weights, settings: Settings, part: int = 0
 ) -> tuple[float, dict[str, Tensor]]:
-    """Compute the step's loss at ``weights``, and its gradient before any clipping of the norm."""
+    """Compute the loss of a step's mini-batch at ``weights``, and its gradient before any clipping
+    of the norm."""
     objective, rows = settings.objective, _collect_rows(model, step, settings.objective)
     limit = settings.rollout.max_completion_length
-    active = rows
-    if objective.mask_truncated_completions:
-        active = [row for row in rows if row.completion.stop != "length"]
-    tokens = sum(len(row.old) for row in active)
+    parts, masked = settings.optim.mini_batches, objective.mask_truncated_completions
+    active = [
+        (place * parts // len(rows), row)
+        for place, row in enumerate(rows)
+        if not (masked and row.completion.stop == "length")
+    ]
+    tokens = sum(len(row.old) for _, row in active)
     model.load(weights)
     total = torch.zeros((), dtype=torch.float64)
-    for row in active:
+    for row in [row for number, row in active if number == part]:
         logprobs, entropies = model.score(row.prompt, row.completion)
         divisors = {"grpo": len(rows) * len(row.old), "dr_grpo": len(rows) * limit}
         losses = _compute_token_losses(logprobs, row, objective)
         total = total + losses.sum() / divisors.get(objective.loss_type, tokens)
         total = total - objective.entropy_coef * entropies.sum() / tokens
+    total = total * parts
     names, trained = zip(*model.trained.items(), strict=True)
     found = torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)
     return total.item(), dict(zip(names, found, strict=True))

@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "rollout.reward_workers",
     "objective.reference_device",
     "optim.lr",
+    "optim.min_lr",
     "optim.weight_decay",
     "optim.betas",
     "optim.eps",
@@ -46,6 +47,7 @@ MAY_CHANGE = (
     "optim.warmup_steps",
     "optim.max_grad_norm",
     "optim.max_steps",
+    "optim.num_train_epochs",
     "optim.max_tokens_per_batch",
     "warm_start.lr",
     "warm_start.schedule",
@@ -77,6 +79,7 @@ MAY_CHANGE_BETWEEN_STEPS = (
     "objective.num_iterations",
     "objective.mask_truncated_completions",
     "objective.entropy_coef",
+    "optim.mini_batches",
     "optim.prompts_per_step",
 )
 """Settings that may also change, unless the checkpoint is within a step, whose completions were

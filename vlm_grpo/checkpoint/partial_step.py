@@ -6,6 +6,7 @@ with their log-probs, rewards and advantages; images and prompts are loaded from
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,7 @@ def serialize_step(
 def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
     """Return the values of this rank's step that are stored as JSON."""
     work = dict(vars(policy.counters))
+    numbers = step.rollout.mini_batches if len(step.batch.mini_batches) > 1 else ()
     return {
         "rounds": step.rollout.rounds,
         "resampled": step.rollout.resampled,
@@ -86,8 +88,9 @@ def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
                     }
                     for completion, score in zip(group.completions, group.scores, strict=True)
                 ],
+                **({} if number is None else {"mini_batch": number}),
             }
-            for group in step.rollout.groups
+            for group, number in itertools.zip_longest(step.rollout.groups, numbers)
         ],
         "metrics": dict(step.metrics),
         "updates": step.updates.count,
@@ -185,6 +188,7 @@ def restore_step(
         ),
         values[0]["resampled"],
         tuple(map(tuple, rounds)),
+        mini_batches=tuple(group.values.get("mini_batch", 0) for group in groups),
         is_supervised=values[0].get("supervised", False),
     )
     advantages = torch.stack([row["advantages"] for row in rows]) if rows else torch.zeros(0)

@@ -67,8 +67,8 @@ class ObjectiveSettings(Frozen):
     reference_refresh_every other than 1."""
 
     num_iterations: int = Field(default=1, ge=1)
-    """Updates per rollout (μ). 1: the importance ratio is identically 1 and no old
-    log-probabilities are computed."""
+    """Updates on each mini-batch of a rollout (μ). 1: with ``optim.mini_batches=1``, the importance
+    ratio is identically 1 and no old log-probabilities are computed."""
 
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 − epsilon, and above at 1 + epsilon unless ``epsilon_high``
@@ -119,10 +119,7 @@ class ObjectiveSettings(Frozen):
 
     def _clip_errors(self) -> list[tuple[bool, str]]:
         cispo = self.loss_type == "cispo"
-        changed = {
-            name: not self._is_default(name) for name in ("epsilon_high", "epsilon", "delta")
-        }
-        ratio_is_one = self.num_iterations == 1 and not cispo
+        changed = {name: not self._is_default(name) for name in ("epsilon", "delta")}
         return [
             (
                 cispo and (self.epsilon_high is None or self.epsilon_high < 1.0),
@@ -132,14 +129,6 @@ class ObjectiveSettings(Frozen):
             (
                 cispo and (changed["epsilon"] or changed["delta"]),
                 "loss_type=cispo has one bound, epsilon_high: remove epsilon and delta",
-            ),
-            *(
-                (
-                    ratio_is_one and is_changed,
-                    f"with num_iterations=1 the importance ratio is always 1, so {name} has no "
-                    "effect: remove it, or set num_iterations to 2 or more",
-                )
-                for name, is_changed in changed.items()
             ),
             (
                 self.delta is not None and self.delta <= 1.0 + self.upper_epsilon,
@@ -201,27 +190,34 @@ class ObjectiveSettings(Frozen):
         return self.beta > 0 and self.reference_refresh_every != 1
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        """True if the log-probabilities before the first update must be stored."""
-        return self.num_iterations > 1
-
-    @property
     def can_skip_zero_advantages(self) -> bool:
         """True if a completion with advantage 0 has no gradient, so that the update may skip it."""
         return self.entropy_coef == 0 and (self.beta == 0 or self.kl_in == "reward")
 
-    def notes(self) -> list[str]:
-        """Return remarks about the settings, one sentence each, to print when a run starts."""
-        return [*self._kl_notes(), *self._ratio_notes()]
+    def find_ratio_problems(self, updates_per_step: int) -> list[str]:
+        """Return what has no effect because every ratio is 1 with one update per rollout."""
+        if updates_per_step > 1 or self.loss_type == "cispo":
+            return []
+        return [
+            f"with one update per rollout every importance ratio is 1, so objective.{name} has "
+            "no effect: remove it, or set objective.num_iterations or optim.mini_batches to 2 or "
+            "more"
+            for name in ("epsilon_high", "epsilon", "delta")
+            if not self._is_default(name)
+        ]
 
-    def _kl_notes(self) -> list[str]:
+    def notes(self, updates_per_step: int = 1) -> list[str]:
+        """Return remarks about the settings, one sentence each, to print when a run starts."""
+        return [*self._kl_notes(updates_per_step), *self._ratio_notes(updates_per_step)]
+
+    def _kl_notes(self, updates_per_step: int) -> list[str]:
         if self.beta == 0:
             names = ("kl_estimator", "kl_in", "use_bias_correction_kl", "reference_refresh_every")
             unused = [name for name in names if not self._is_default(name)]
             return [f"beta=0: no KL is computed, {', '.join(unused)} unused"] if unused else []
         notes = []
         fresh = self.reference_refresh_every == 1
-        if fresh and (self.num_iterations == 1 or self.kl_in == "reward"):
+        if fresh and (updates_per_step == 1 or self.kl_in == "reward"):
             notes.append(
                 f"beta={self.beta:g} has no effect: with reference_refresh_every=1 the reference "
                 "is the policy itself whenever the KL is computed, so the KL is 0 and so is its "
@@ -239,10 +235,10 @@ class ObjectiveSettings(Frozen):
                 "log-ratio, not of the KL; use k1 or k3, or use_bias_correction_kl=false"
             )
         if self.kl_in == "loss" and not self.use_bias_correction_kl:
-            if self.num_iterations > 1:
+            if updates_per_step > 1:
                 notes.append(
-                    "use_bias_correction_kl=false: after the first of the num_iterations updates "
-                    "the samples no longer come from the policy, and the KL's gradient is biased"
+                    "use_bias_correction_kl=false: after the first of a step's updates the samples "
+                    "no longer come from the policy, and the KL's gradient is biased"
                 )
             if self.kl_estimator == "k3":
                 notes.append(
@@ -261,17 +257,17 @@ class ObjectiveSettings(Frozen):
             )
         return notes
 
-    def _ratio_notes(self) -> list[str]:
+    def _ratio_notes(self, updates_per_step: int) -> list[str]:
         notes = []
-        if self.num_iterations == 1:
+        if updates_per_step == 1:
             notes.append(
-                "num_iterations=1: the importance ratio is 1 and the advantages of a group sum to "
-                "0, so a policy loss near 0 is normal; watch the reward"
+                "one update per rollout: the importance ratio is 1 and the advantages of a group "
+                "sum to 0, so a policy loss near 0 is normal; watch the reward"
             )
             if self.importance_sampling_level == "sequence":
-                notes.append("num_iterations=1: sequence-level ratios equal token-level ones")
+                notes.append("one update per rollout: sequence-level ratios equal token-level ones")
             if self.loss_type == "cispo":
-                notes.append("num_iterations=1: cispo has the same gradient as dapo")
+                notes.append("one update per rollout: cispo has the same gradient as dapo")
         if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
             notes.append(
                 f"importance_sampling_level=sequence with loss_type={self.loss_type} counts a "
@@ -311,16 +307,17 @@ class ObjectiveSettings(Frozen):
                 "sequence"
             )
 
-    def check_dropout(self, dropout: float) -> None:
+    def check_dropout(self, dropout: float, updates_per_step: int = 1) -> None:
         """Reject dropout if log-probabilities of two passes are compared.
 
         Args:
             dropout: largest dropout probability in the trained model.
+            updates_per_step: number of updates on one rollout.
 
         Raises:
             ValueError: log-probs under different dropout masks would be compared.
         """
-        compared = self.needs_old_logprobs or self.sampler_correction != "none" or self.beta > 0
+        compared = updates_per_step > 1 or self.sampler_correction != "none" or self.beta > 0
         if dropout > 0.0 and compared:
             raise ValueError(
                 f"dropout of {dropout:g} changes log-probabilities between two passes, so the "

@@ -19,7 +19,6 @@ _PARALLEL = "rollout.vllm.arguments ([--tensor-parallel-size=2], or --argument o
 _QUANTIZED = "none: base weights are bfloat16 or float32 (policy.dtype)"
 _RECORDED = "none: completions are always recorded, in samples/ and report.html"
 _REWARDS = "none: rewards are methods of a task: vlm-grpo new-task NAME"
-_STEPS = "optim.max_steps (for epochs: epochs × rows / prompts_per_step)"
 _URLS = "rollout.vllm.urls (the addresses of vlm-grpo serve --for-rollouts)"
 _USES_VLLM = "rollout.sampler (vllm: docs/vllm.md)"
 
@@ -27,7 +26,7 @@ _SAME_IN_TRL = {
     "rollout": "num_generations temperature top_p top_k min_p max_completion_length",
     "objective": "num_iterations epsilon epsilon_high delta loss_type scale_rewards entropy_coef "
     "importance_sampling_level mask_truncated_completions use_bias_correction_kl",
-    "optim": "warmup_steps weight_decay max_grad_norm max_steps",
+    "optim": "warmup_steps weight_decay max_grad_norm max_steps num_train_epochs",
     "policy": "trust_remote_code gradient_checkpointing activation_offloading",
     "prompt": "chat_template_kwargs",
 }
@@ -50,14 +49,14 @@ _TABLE: dict[str, dict[str, str]] = {
         "vllm_importance_sampling_clip_min": "objective.sampler_correction_floor",
         "reward_weights": "task_options.weights.NAME (by the reward's name)",
         "reward_funcs": _REWARDS,
-        "per_device_train_batch_size gradient_accumulation_steps steps_per_generation "
-        "generation_batch_size": _BATCH,
+        "per_device_train_batch_size gradient_accumulation_steps generation_batch_size": _BATCH,
+        "steps_per_generation": "optim.mini_batches (updates on parts of a rollout)",
         "learning_rate": "optim.lr",
         "lr_scheduler_type": "optim.schedule",
-        "warmup_ratio": "optim.warmup_steps (a number of steps)",
+        "warmup_ratio": "optim.warmup_steps (below 1: a share)",
+        "lr_scheduler_kwargs": "optim.min_lr (with optim.schedule=cosine_with_min_lr)",
         "adam_beta1 adam_beta2": "optim.betas",
         "adam_epsilon": "optim.eps",
-        "num_train_epochs": _STEPS,
         "run_name": "name",
         "bf16": "policy.dtype",
         "dtype torch_dtype": "policy.dtype",
@@ -154,7 +153,10 @@ _TABLE: dict[str, dict[str, str]] = {
         "data.rollout_batch_size": _BATCH,
         "data.max_pixels": "policy.max_pixels",
         "data.min_pixels": "policy.min_pixels",
-        "worker.actor.global_batch_size worker.actor.ppo_epochs": "objective.num_iterations",
+        "worker.actor.global_batch_size": (
+            "optim.mini_batches (rollout_batch_size / global_batch_size)"
+        ),
+        "worker.actor.ppo_epochs": "objective.num_iterations",
         "worker.actor.micro_batch_size_per_device_for_update worker.actor.dynamic_batching "
         "worker.actor.padding_free": "optim.max_tokens_per_batch (in tokens)",
         "algorithm.adv_estimator": "objective.advantage_estimator",
@@ -178,7 +180,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "worker.actor.model.lora.exclude_modules": _ADAPTERS,
         "worker.actor.model.enable_gradient_checkpointing": "policy.gradient_checkpointing",
         "worker.actor.optim.lr": "optim.lr",
-        "worker.actor.optim.lr_warmup_ratio": "optim.warmup_steps (a number of steps)",
+        "worker.actor.optim.lr_warmup_ratio": "optim.warmup_steps (below 1: a share)",
         "worker.actor.fsdp.enable_full_shard": _LAUNCH,
         "worker.reward.reward_function": _REWARDS,
         "trainer.val_freq trainer.val_before_train": "evaluation.every",
@@ -189,7 +191,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "trainer.experiment_name": "name",
         "trainer.save_checkpoint_path": "output_dir",
         "trainer.logger": "logging.trackers",
-        "trainer.total_epochs": _STEPS,
+        "trainer.total_epochs": "optim.num_train_epochs",
         "worker.rollout.tensor_parallel_size": _PARALLEL,
         "worker.actor.offload worker.actor.ulysses_size": "none: it is not implemented",
     },

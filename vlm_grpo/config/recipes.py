@@ -120,7 +120,7 @@ def build_settings(
         raise UserError(f"recipe {recipe} cannot be read: {_explain(error)}") from error
     merge(given, python_values)
     _drop_moved(given)
-    _shorten_warmup(given, user_keys)
+    _fit_steps(given, user_keys)
     if given.get("name") is None:
         is_other_task = "task" in user_keys
         given["name"] = get_short_name(given["task"]) if is_other_task else Path(recipe).stem
@@ -174,13 +174,21 @@ def _drop_moved(given: dict[str, Any]) -> None:
             values.pop(name, None)
 
 
-def _shorten_warmup(given: dict[str, Any], user_keys: Collection[str]) -> None:
-    """Shorten a recipe's warmup to a number of steps that the user has lowered below it."""
+def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> None:
+    """Drop a recipe's number of steps or epochs for the other of the two from the user, and shorten
+    its warmup to a number of steps that the user has lowered below it."""
     optim = given.get("optim")
-    is_given = "optim.max_steps" in user_keys and "optim.warmup_steps" not in user_keys
-    if not is_given or not isinstance(optim, dict):
+    if not isinstance(optim, dict):
         return
-    steps, warmup = optim["max_steps"], optim.get("warmup_steps", 0)
+    lengths = ("max_steps", "num_train_epochs")
+    for own, other in (lengths, lengths[::-1]):
+        if f"optim.{own}" in user_keys and f"optim.{other}" not in user_keys:
+            optim.pop(other, None)
+    if optim.get("max_steps", 0) is None:  # as written for num_train_epochs
+        del optim["max_steps"]
+    if "optim.max_steps" not in user_keys or "optim.warmup_steps" in user_keys:
+        return
+    steps, warmup = optim.get("max_steps"), optim.get("warmup_steps", 0)
     if isinstance(steps, int) and isinstance(warmup, int) and 0 < steps < warmup:
         logger.warning(
             "optim.warmup_steps=%d of the recipe is shortened to optim.max_steps=%d", warmup, steps

@@ -6,6 +6,7 @@ in combination with the others is an error.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 from vlm_grpo.config.base import Frozen, describe_missing
 from vlm_grpo.config.data import DataSettings, is_mixture
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.policy import PolicySettings, RolloutSettings
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.sources import (
@@ -24,7 +26,7 @@ from vlm_grpo.config.sources import (
     get_task_name,
     split_task,
 )
-from vlm_grpo.config.warm_start import Schedule, WarmStartSettings, check_warmup
+from vlm_grpo.config.warm_start import WarmStartSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.atomic_io import write_atomic
 
@@ -38,44 +40,6 @@ DDP_TIMEOUT = 1800
 """Default of ``ddp_timeout``: that of transformers and accelerate."""
 RUNS = Path("runs")
 """Default of ``output_dir``."""
-
-
-class OptimSettings(Frozen):
-    """The optimizer (AdamW), its learning rate schedule, and the size of a step."""
-
-    lr: float = Field(default=1e-6, ge=0)
-    """Peak learning rate."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay; 0: none."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moments."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's term that prevents division by zero."""
-    schedule: Schedule = "constant_with_warmup"
-    """Learning rate schedule, by transformers' ``lr_scheduler_type``."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps in which the learning rate rises to its peak; 0: no warmup."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """Maximum gradient norm, to which larger gradients are scaled down; 0: no clipping."""
-    max_steps: int = Field(default=500, ge=1)
-    """Number of steps of the run, those of a warm start included; one step is one rollout and its
-    updates, or one update on gold answers."""
-    prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts per step over all devices, each with num_generations completions."""
-    max_tokens_per_batch: int = Field(default=16_384, ge=1)
-    """Maximum number of tokens in a micro-batch of the update; does not change the gradient."""
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> OptimSettings:
-        check_warmup("optim", self.schedule, self.warmup_steps)
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"optim.warmup_steps={self.warmup_steps} exceeds optim.max_steps={self.max_steps}: "
-                "lower it too"
-            )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)}: each must be in [0, 1)")
-        return self
 
 
 class EvaluationSettings(Frozen):
@@ -206,10 +170,29 @@ class Settings(Frozen):
         """The number of steps at the start that train on gold answers, without a rollout."""
         return 0 if self.warm_start is None else self.warm_start.count(self.optim.max_steps)
 
+    def with_steps(self, num_examples: int) -> Settings:
+        """Return the settings with the number of steps that ``num_train_epochs`` amounts to.
+
+        Args:
+            num_examples: number of training examples.
+
+        Raises:
+            UserError: other settings need more steps.
+        """
+        if self.optim.num_train_epochs is None:
+            return self
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return Settings(**{**given, "optim": self.optim.with_steps(num_examples)})
+
     def is_supervised(self, step: int) -> bool:
         """Return whether a step, numbered from 0, trains on gold answers."""
         every = self.warm_start is not None and self.warm_start.steps == "all"
         return every or step < self.supervised_steps
+
+    @property
+    def updates_per_step(self) -> int:
+        """The number of updates on the completions of one rollout."""
+        return self.optim.mini_batches * self.objective.num_iterations
 
     @model_validator(mode="after")
     def _split_task(self) -> Settings:
@@ -228,7 +211,7 @@ class Settings(Frozen):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Settings:
-        problems = []
+        problems, optim = [], self.optim
         if MIXED in self.task_names:
             problems.append(describe_missing("task"))
         elif self.task == MIXED and self.task_options:
@@ -242,15 +225,16 @@ class Settings(Frozen):
                 "Qwen/Qwen2.5-VL-3B-Instruct or a folder; the embedded model has learned only "
                 f"{', '.join(EMBEDDED_TASKS)} (model=embedded uses it all the same)"
             )
-        if self.logging.profile_steps and max(self.logging.profile_steps) >= self.optim.max_steps:
+        last = optim.max_steps if optim.num_train_epochs is None else math.inf
+        if max(self.logging.profile_steps, default=-1) >= last:
             problems.append(
                 f"logging.profile_steps={list(self.logging.profile_steps)} has a step that is "
-                f"never run: steps are numbered from 0 to {self.optim.max_steps - 1}"
+                f"never run: steps are numbered from 0 to {last - 1}"
             )
-        if self.warm_start is not None:
-            optim = self.optim
+        if self.warm_start is not None and self.optim.num_train_epochs is None:
             problem = self.warm_start.find_problem(optim.max_steps, optim.warmup_steps)
             problems += [] if problem is None else [problem]
+        problems += self.objective.find_ratio_problems(self.updates_per_step)
         if not self.data.has_held_out and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")
         if not self.data.has_held_out and self.evaluation.samples > 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from vlm_grpo.config.base import Frozen
 
@@ -18,6 +19,10 @@ Schedule = Literal[
     "inverse_sqrt",
 ]
 """A learning rate schedule, by transformers' ``lr_scheduler_type``."""
+WarmupSteps = Annotated[
+    NonNegativeInt | Annotated[float, Field(gt=0, lt=1)], Field(union_mode="left_to_right")
+]
+"""A number of steps, or below 1, as in transformers, a share of all steps, rounded up."""
 
 
 class WarmStartSettings(Frozen):
@@ -35,8 +40,9 @@ class WarmStartSettings(Frozen):
     schedule: Schedule = "linear"
     """Learning rate schedule over the supervised steps. ``optim.schedule`` and its warmup begin
     after them."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of supervised steps in which the learning rate rises to its peak; 0: no warmup."""
+    warmup_steps: WarmupSteps = 0
+    """Number of supervised steps in which the learning rate rises to its peak; below 1: as a share
+    of them; 0: no warmup."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> WarmStartSettings:
@@ -49,7 +55,7 @@ class WarmStartSettings(Frozen):
         """Return the number of supervised steps of a run of ``max_steps`` steps."""
         return max_steps if self.steps == "all" else self.steps
 
-    def find_problem(self, max_steps: int, warmup_steps: int) -> str | None:
+    def find_problem(self, max_steps: int, warmup_steps: float) -> str | None:
         """Return what is wrong with the settings beside those of ``optim``."""
         if self.steps != "all" and self.steps >= max_steps:
             return (
@@ -70,7 +76,12 @@ class WarmStartSettings(Frozen):
         return None
 
 
-def check_warmup(block: str, schedule: Schedule, warmup_steps: int) -> None:
+def count_warmup(warmup_steps: float, steps: int) -> int:
+    """Return the number of steps of a warmup, given as a number or as a share of ``steps``."""
+    return math.ceil(warmup_steps * steps) if warmup_steps < 1 else int(warmup_steps)
+
+
+def check_warmup(block: str, schedule: str, warmup_steps: float) -> None:
     """Raise ``ValueError`` if the schedule of a block of settings has no warmup and one is set."""
     if schedule == "constant" and warmup_steps:
         raise ValueError(

@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
-from vlm_grpo.config.run import OptimSettings, Settings
-from vlm_grpo.config.warm_start import WarmStartSettings
+from vlm_grpo.config.optim import OptimSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.warm_start import WarmStartSettings, count_warmup
 from vlm_grpo.distributed.sharding import shard_like
 from vlm_grpo.errors import UserError
 
@@ -48,9 +49,9 @@ def build_schedule(settings: Settings) -> Callable[[int], float]:
 def _build_rate(block: OptimSettings | WarmStartSettings, steps: int) -> Callable[[int], float]:
     """Build the learning rate by step of ``steps`` steps under a block's schedule."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=block.lr)
-    scheduler: Any = get_scheduler(
-        block.schedule, optimizer, block.warmup_steps, num_training_steps=steps
-    )
+    warmup, name = count_warmup(block.warmup_steps, steps), block.schedule
+    least = {"min_lr": block.min_lr} if isinstance(block, OptimSettings) and block.min_lr else None
+    scheduler: Any = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=least)
     factor = scheduler.lr_lambdas[0]
     return lambda step: block.lr * factor(step)
 

@@ -4,7 +4,7 @@ from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages
 from vlm_grpo.grpo.batch import Rollout, StepBatch, pack_step
 from vlm_grpo.grpo.memory import memory_metrics
 from vlm_grpo.grpo.nonfinite import NonfiniteGuard
-from vlm_grpo.grpo.rollout import RolloutSampler, build_rollout_sampler, score_groups
+from vlm_grpo.grpo.rollout import RolloutSampler, build_rollout_sampler
 from vlm_grpo.grpo.targets import select_usable
 from vlm_grpo.grpo.update import Updater, build_updater
 
@@ -20,6 +20,5 @@ __all__ = [
     "compute_advantages",
     "memory_metrics",
     "pack_step",
-    "score_groups",
     "select_usable",
 ]

@@ -53,8 +53,10 @@ def balance_groups(
     costs: Mapping[int, int],
     load: Callable[[Sequence[int]], list[Prompt]],
     accelerator: Accelerator,
-) -> tuple[dict[int, Group], tuple[int, ...]]:
-    """Move groups between the ranks so that their costs are about equal. All ranks must call it.
+    mini_batches: int = 1,
+) -> tuple[dict[int, Group], tuple[int, ...], dict[int, int]]:
+    """Divide the groups into mini-batches, and move them between the ranks so that the costs of
+    each mini-batch are about equal. All ranks must call it.
 
     Completions and scores are sent; the receiver loads the prompt from the data.
 
@@ -63,19 +65,23 @@ def balance_groups(
         costs: the cost of each of them.
         load: returns the prompts at these indices, with their images encoded.
         accelerator: the ranks.
+        mini_batches: number of mini-batches, which divides the number of groups of all ranks.
 
     Returns:
-        This rank's groups now by index, and the indices of those that it has received.
+        This rank's groups now by index, the indices of those that it has received, and the number
+        of each index's mini-batch, from 0, for all ranks' groups.
 
     Raises:
         UserError: on all ranks, if one of them cannot load a prompt.
     """
-    if accelerator.num_processes == 1:
-        return dict(groups), ()
     rank, shares = accelerator.process_index, gather_object([dict(costs)])
-    moves = plan_moves(shares)
+    every = sorted(index for share in shares for index in share)
+    parts = {index: place * mini_batches // len(every) for place, index in enumerate(every)}
+    moves: dict[int, int] = {}
+    for part in range(mini_batches):
+        moves |= plan_moves([{i: c for i, c in s.items() if parts[i] == part} for s in shares])
     if not moves:
-        return dict(groups), ()
+        return dict(groups), (), parts
     leaving = [index for index in moves if index in groups]
     parcels = gather_object([(i, groups[i].completions, groups[i].scores) for i in leaving])
     received = sorted(parcel for parcel in parcels if moves[parcel[0]] == rank)
@@ -85,4 +91,4 @@ def balance_groups(
     kept = {index: group for index, group in groups.items() if index not in moves}
     for prompt, (index, completions, scores) in zip(prompts, received, strict=True):
         kept[index] = Group(prompt, completions, scores)
-    return dict(sorted(kept.items())), tuple(indices)
+    return dict(sorted(kept.items())), tuple(indices), parts

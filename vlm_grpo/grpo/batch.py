@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import sum_over_ranks
 from vlm_grpo.engine.batch import GroupSlice
 from vlm_grpo.objective import StepTotals, needs_update
-from vlm_grpo.types import Group
+from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.task import Task
+from vlm_grpo.types import Completion, Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Rollout:
             indices of replaced groups; then those of the groups that it got from other ranks.
         num_tokens: number of tokens that this rank sampled.
         step: number of steps done before it.
+        mini_batches: the number, from 0, of the mini-batch of each group; empty: all are in one.
         is_supervised: whether the completions are targets, written instead of sampled, which have
             no rewards.
     """
@@ -37,6 +41,7 @@ class Rollout:
     rounds: tuple[tuple[int, ...], ...] = ()
     num_tokens: int = 0
     step: int = 0
+    mini_batches: tuple[int, ...] = ()
     is_supervised: bool = False
 
 
@@ -45,25 +50,57 @@ class StepBatch:
     """The n completions of a step on this rank, with the inputs of the loss.
 
     Attributes:
-        slices: the completions that have a gradient, by group.
+        mini_batches: the parts of the step, each with an update of its own: the completions that
+            have a gradient, by group.
         advantages: (n,) advantage of each completion.
         active: (n,) False for a truncated completion that is masked out.
         sampler_logprobs: for each completion, (T,) log-probs of its tokens when sampled.
-        totals: the normalizers of the loss, over all ranks.
+        totals: the normalizers of the step's loss, over all ranks. With m mini-batches, the loss
+            of each is m times its part of the step's, so that the mean of their gradients is the
+            step's, as in TRL.
         reference_logprobs: (T,) log-probs under the reference policy by completion; empty if no
             separate reference is kept.
-        num_updates: number of updates to make on the batch.
+        num_iterations: number of updates on each mini-batch.
         is_supervised: whether the loss is the cross-entropy of the completions.
     """
 
-    slices: tuple[GroupSlice, ...]
+    mini_batches: tuple[tuple[GroupSlice, ...], ...]
     advantages: Tensor
     active: Tensor
     sampler_logprobs: tuple[Tensor, ...]
     totals: StepTotals
     reference_logprobs: Mapping[int, Tensor]
-    num_updates: int = 1
+    num_iterations: int = 1
     is_supervised: bool = False
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates of the step."""
+        return len(self.mini_batches) * self.num_iterations
+
+    @property
+    def slices(self) -> tuple[GroupSlice, ...]:
+        """The completions of all mini-batches that have a gradient, by group."""
+        return tuple(piece for part in self.mini_batches for piece in part)
+
+
+def score_groups(
+    scorer: RewardScorer,
+    task: Task,
+    prompts: Sequence[Prompt],
+    completions: Sequence[tuple[Completion, ...]],
+) -> list[Group]:
+    """Score the completions of each prompt."""
+    pairs = list(zip(prompts, completions, strict=True))
+    texts = [completion.text for _, members in pairs for completion in members]
+    examples = [prompt.example for prompt, members in pairs for _ in members]
+    lengths = [len(completion.token_ids) for _, members in pairs for completion in members]
+    numbers = [number for number, (_, members) in enumerate(pairs) for _ in members]
+    scores = iter(scorer(task, texts, examples, lengths, numbers))
+    return [
+        Group(prompt, members, tuple(itertools.islice(scores, len(members))))
+        for prompt, members in pairs
+    ]
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:
@@ -109,8 +146,17 @@ def pack_step(
     sum_over_ranks(accelerator, [sums])
     totals = StepTotals(int(sums[0]), int(sums[1]), own.max_completion_length)
     keep = needs_update(advantages, active, settings.objective)
+    count = 1 if rollout.is_supervised else settings.optim.mini_batches
+    numbers = rollout.mini_batches or (0,) * len(rollout.groups)
+    sizes = [len(group.completions) for group in rollout.groups]
+    parts = [part for part, size in zip(numbers, sizes, strict=True) for _ in range(size)]
     return StepBatch(
-        build_slices(rollout.groups, keep.tolist()),
+        tuple(
+            build_slices(
+                rollout.groups, [k and p == part for k, p in zip(keep.tolist(), parts, strict=True)]
+            )
+            for part in range(count)
+        ),
         advantages,
         active,
         tuple(torch.tensor(c.logprobs) for c in completions),

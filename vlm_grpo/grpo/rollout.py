@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,13 +24,13 @@ from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.advantages import has_spread
 from vlm_grpo.grpo.balance import balance_groups, estimate_cost
-from vlm_grpo.grpo.batch import Rollout
+from vlm_grpo.grpo.batch import Rollout, score_groups
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.prompt_loader import PromptLoader
 from vlm_grpo.grpo.started import StartedRound, wait_for
 from vlm_grpo.grpo.targets import TargetWriter, write_groups
 from vlm_grpo.rewards.failures import FailureGuard
-from vlm_grpo.rewards.scorer import RewardScorer, build_scorer
+from vlm_grpo.rewards.scorer import build_scorer
 from vlm_grpo.server.base import OutsideSampler
 from vlm_grpo.server.sampler import VllmSampler
 from vlm_grpo.task import Task
@@ -192,9 +191,11 @@ class RolloutSampler:
             index: estimate_cost(group, weights, self.settings, shared)
             for index, group in groups.items()
         }
-        own, received = balance_groups(groups, costs, self.load_prompts, self.accelerator)
-        moved = (received,) if received else ()
-        return Rollout(tuple(own.values()), resampled, (*rounds, *moved))
+        count, ranks = self.settings.optim.mini_batches, self.accelerator
+        own, received, parts = balance_groups(groups, costs, self.load_prompts, ranks, count)
+        every = (*rounds, received) if received else tuple(rounds)
+        numbers = tuple(parts[index] for index in own)
+        return Rollout(tuple(own.values()), resampled, every, mini_batches=numbers)
 
     def load_prompts(self, indices: Sequence[int]) -> list[Prompt]:
         """Load prompts, and encode their images as the policy does when it samples them."""
@@ -383,22 +384,3 @@ def build_rollout_sampler(
     if settings.warm_start is None:
         sampler.start_outside()
     return sampler
-
-
-def score_groups(
-    scorer: RewardScorer,
-    task: Task,
-    prompts: Sequence[Prompt],
-    completions: Sequence[tuple[Completion, ...]],
-) -> list[Group]:
-    """Score the completions of each prompt."""
-    pairs = list(zip(prompts, completions, strict=True))
-    texts = [completion.text for _, members in pairs for completion in members]
-    examples = [prompt.example for prompt, members in pairs for _ in members]
-    lengths = [len(completion.token_ids) for _, members in pairs for completion in members]
-    numbers = [number for number, (_, members) in enumerate(pairs) for _ in members]
-    scores = iter(scorer(task, texts, examples, lengths, numbers))
-    return [
-        Group(prompt, members, tuple(itertools.islice(scores, len(members))))
-        for prompt, members in pairs
-    ]

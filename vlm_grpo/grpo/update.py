@@ -39,8 +39,8 @@ class Updates:
     """The updates made so far on the completions of one step.
 
     Attributes:
-        old_logprobs: (T,) log-probs before the first update by completion; kept only if the step
-            has several updates.
+        old_logprobs: (T,) log-probs before the first update by completion, of those that have
+            later updates.
         losses: loss of each update on this rank.
         norms: gradient norm of each update.
         metrics: loss metrics over all updates on this rank.
@@ -174,12 +174,21 @@ class Updater:
             self.policy.model.train()
             while updates.count < batch.num_updates:
                 before_each()
+                if not updates.count:
+                    updates.old_logprobs |= self._score_later(batch)
                 self._update_once(batch, updates)
+
+    def _score_later(self, batch: StepBatch) -> dict[int, Tensor]:
+        """Return the log-probs of all mini-batches but the first, whose update yields its own."""
+        if len(batch.mini_batches) == 1:
+            return {}
+        with self.strategy.gathered():
+            return self.logprobs([piece for part in batch.mini_batches[1:] for piece in part])
 
     def _update_once(self, batch: StepBatch, updates: Updates) -> None:
         """Make one update; the last one advances the schedule, unless all were skipped."""
         with self.strategy.accumulate():
-            loss, metrics = self._accumulate(batch, updates.old_logprobs, updates.count == 0)
+            loss, metrics = self._accumulate(batch, updates)
         updates.norms.append(self.strategy.step())
         updates.losses.append(loss)
         updates.metrics = updates.metrics + metrics
@@ -187,16 +196,15 @@ class Updater:
         if is_last and updates.skipped < updates.count:
             self.scheduler.step()
 
-    def _accumulate(
-        self, batch: StepBatch, old: dict[int, Tensor], first: bool
-    ) -> tuple[float, MetricAccumulator]:
-        """Accumulate the gradient of the entire step, and return its loss and metrics.
+    def _accumulate(self, batch: StepBatch, updates: Updates) -> tuple[float, MetricAccumulator]:
+        """Accumulate the gradient of the entire update, and return its loss and metrics.
 
-        If memory runs out, the gradients so far are dropped and the step is repeated with
+        If memory runs out, the gradients so far are dropped and the update is repeated with
         micro-batches of half the size, which gives the same gradient.
         """
+        slices = batch.mini_batches[updates.count % len(batch.mini_batches)]
         while True:
-            batches, micro = pack(batch.slices, self.budget.limit), None
+            batches, micro = pack(slices, self.budget.limit), None
             try:
                 loss, metrics = 0.0, MetricAccumulator()
                 with self.policy.share_image_passes() as finish:
@@ -204,7 +212,7 @@ class Updater:
                         if micro is None:
                             self.strategy.dummy_loss().backward()
                             continue
-                        share, more = self._backward(micro, batch, old, first)
+                        share, more = self._backward(micro, batch, updates)
                         loss, metrics = loss + share, metrics + more
                         finish({image for later in batches[count:] for image in later.images})
                 return loss, metrics
@@ -235,24 +243,25 @@ class Updater:
             ) from error
 
     def _backward(
-        self, micro: MicroBatch, batch: StepBatch, old: dict[int, Tensor], first: bool
+        self, micro: MicroBatch, batch: StepBatch, updates: Updates
     ) -> tuple[float, MetricAccumulator]:
         """Backpropagate the loss of a micro-batch; in the first update, also keep its log-probs."""
-        objective = self.settings.objective
+        objective, old = self.settings.objective, updates.old_logprobs
         with self.offload():
             if batch.is_supervised:
                 scores = self.policy.score(micro, supervised=True)
             else:
                 scores = self.policy.score(micro, objective.entropy_coef > 0)
-        tokens = _token_batch(micro, scores, batch, None if first else old)
-        if first and batch.num_updates > 1:
+        tokens = _token_batch(micro, scores, batch, old if updates.count else None)
+        if not updates.count and batch.num_iterations > 1:
             old |= _by_completion(micro, scores.logprobs.detach())
         if batch.is_supervised:
             output = cross_entropy(tokens, batch.totals)
         else:
             output = policy_loss(tokens, batch.totals, objective)
-        output.loss.backward()
-        return output.loss.item(), output.metrics
+        loss = output.loss * len(batch.mini_batches)
+        loss.backward()
+        return loss.item(), output.metrics
 
 
 def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) -> Updater:

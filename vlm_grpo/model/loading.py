@@ -145,11 +145,11 @@ def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
 def _check_dropout(model: nn.Module, settings: Settings) -> None:
     rate, module = find_largest_dropout(model)
     try:
-        settings.objective.check_dropout(rate)
+        settings.objective.check_dropout(rate, settings.updates_per_step)
     except ValueError as error:
         raise UserError(
             f"model {settings.model}, {module}: {error}: set every dropout in its config.json to "
-            "0, or set objective.num_iterations=1, objective.beta=0 and no sampler_correction"
+            "0, or make one update per rollout, with objective.beta=0 and no sampler_correction"
         ) from error
 
 

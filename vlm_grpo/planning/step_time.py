@@ -53,10 +53,10 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
         vision += work.iterations * repeats * encoding * (3 + recomputed)
     elif not model.shares_prompts:  # features are not kept
         vision += (work.iterations + work.uses_reference) * encoding
-    reference = forward + completions * work.completion_tokens * head if work.uses_reference else 0
-    return PhaseCosts(
-        vision, work.num_prompts * prompt, rollout, work.iterations * update + reference
-    )
+    # The reference, and the old log-probs of all mini-batches but the first.
+    passes = work.uses_reference + 1 - 1 / work.mini_batches
+    passed = passes * (forward + completions * work.completion_tokens * head)
+    return PhaseCosts(vision, work.num_prompts * prompt, rollout, work.iterations * update + passed)
 
 
 def count_step_flops(

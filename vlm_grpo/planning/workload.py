@@ -31,10 +31,11 @@ class Workload:
         rollout_budget: largest number of tokens generated at once.
         update_budget: largest number of tokens in a micro-batch of the update.
         head_chunk_tokens: tokens whose logits are computed at once in the update; 0: all.
-        iterations: updates per rollout.
+        iterations: updates on each mini-batch of a rollout.
         uses_reference: whether the reference policy computes log-probabilities.
         image_pixels: pixels of a prompt's resized images.
         copies: copies of each prompt: 1, and G in the repeated form.
+        mini_batches: parts of the step with updates of their own.
     """
 
     num_prompts: int
@@ -49,6 +50,7 @@ class Workload:
     uses_reference: bool = False
     image_pixels: int = 0
     copies: int = 1
+    mini_batches: int = 1
 
     @property
     def num_groups(self) -> int:
@@ -69,12 +71,13 @@ class Workload:
 
     @cached_property
     def _batches(self) -> list[tuple[int, int]]:
-        """The numbers of prompts, counting copies, and of completions in each micro-batch."""
+        """The numbers of prompts, counting copies, and of completions in each micro-batch of a
+        mini-batch."""
         prompt = Prompt(Example("", (), "", None), "", (0,) * self.prompt_tokens, {})
         rows = tuple(range(self.num_generations * self.copies))
         completion = (0,) * self.completion_tokens
         group = GroupSlice(prompt, (completion,) * len(rows), rows)
-        batches = pack([group] * self.num_groups, self.update_budget)
+        batches = pack([group] * math.ceil(self.num_groups / self.mini_batches), self.update_budget)
         sizes = [(len(batch.slices), len(batch.rows)) for batch in batches]
         return sizes if self.copies == 1 else [(rows, rows) for _, rows in sizes]
 
@@ -83,7 +86,7 @@ class Workload:
 
     @property
     def num_micro_batches(self) -> int:
-        return len(self._batches)
+        return self.mini_batches * len(self._batches)
 
     @property
     def micro_tokens(self) -> int:
@@ -108,7 +111,7 @@ class Workload:
     @property
     def update_tokens(self) -> int:
         """Tokens in all micro-batches; a group split over several repeats its prompt in each."""
-        return sum(self._count_tokens(*batch) for batch in self._batches)
+        return self.mini_batches * sum(self._count_tokens(*batch) for batch in self._batches)
 
     @property
     def _micro_prompts(self) -> int:
@@ -140,4 +143,5 @@ def estimate_workload(
         uses_reference=settings.objective.needs_reference,
         image_pixels=prompt.pixels,
         copies=copies,
+        mini_batches=optim.mini_batches,
     )

@@ -65,7 +65,7 @@ class StepMeter:
         sums = {"sampled_tokens": rollout.num_tokens, **vars(policy.counters)}
         if self.rate is not None:
             sampled = () if rollout.is_supervised else rollout.groups
-            flops = count_step_flops(self.shape, sampled, batch.slices, batch.num_updates)
+            flops = count_step_flops(self.shape, sampled, batch.slices, batch.num_iterations)
             sums |= {"step_flops": int(flops.total), "update_flops": int(flops.update)}
         parts = gather_object([MetricAccumulator(sums=sums, maxima=seconds)])
         every = sum(parts, MetricAccumulator())

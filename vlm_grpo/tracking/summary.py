@@ -64,7 +64,7 @@ def describe_run(
             f"lr {start.lr:g}; then {then}"
         )
     yield f"reference  {_reference(settings.objective)}"
-    for note in settings.objective.notes():
+    for note in settings.objective.notes(settings.updates_per_step):
         yield f"note       {note}"
     if settings.exceeds_embedded_model:
         yield (

@@ -1,0 +1,90 @@
+"""Settings of the optimizer: learning rate and its schedule, steps, and the size of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.warm_start import Schedule, WarmupSteps, check_warmup
+
+
+class OptimSettings(Frozen):
+    """The optimizer (AdamW), its learning rate schedule, and the size of a step."""
+
+    lr: float = Field(default=1e-6, ge=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay; 0: none."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's term that prevents division by zero."""
+    schedule: Schedule | Literal["cosine_with_min_lr"] = "constant_with_warmup"
+    """Learning rate schedule, by transformers' ``lr_scheduler_type``."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of ``cosine_with_min_lr``; 0 with the other schedules."""
+    warmup_steps: WarmupSteps = 0
+    """Number of steps in which the learning rate rises to its peak; below 1: as a share of all
+    steps; 0: no warmup."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Maximum gradient norm, to which larger gradients are scaled down; 0: no clipping."""
+    max_steps: int = Field(default=500, ge=1)
+    """Number of steps of the run, those of a warm start included; one step is one rollout and its
+    updates, or one update on gold answers."""
+    num_train_epochs: float | None = Field(default=None, gt=0)
+    """End after as many prompts as this many passes over the training examples have, instead of
+    after ``max_steps``, which must be null; None: after ``max_steps``."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Prompts per step over all devices, each with num_generations completions."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Number of parts into which the groups of a step are divided, with an update on each; must
+    divide ``prompts_per_step``. 1: each update is on the whole step."""
+    max_tokens_per_batch: int = Field(default=16_384, ge=1)
+    """Maximum number of tokens in a micro-batch of the update; does not change the gradient."""
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> OptimSettings:
+        check_warmup("optim", self.schedule, self.warmup_steps)
+        if self.num_train_epochs is not None and "max_steps" in self.model_fields_set:
+            raise ValueError(
+                f"optim.num_train_epochs={self.num_train_epochs:g} and "
+                f"optim.max_steps={self.max_steps} exclude each other: set one of them to null"
+            )
+        if (self.schedule == "cosine_with_min_lr") != (self.min_lr > 0) or self.min_lr > self.lr:
+            raise ValueError(
+                f"optim.min_lr={self.min_lr:g} with optim.schedule={self.schedule} and "
+                f"optim.lr={self.lr:g}: cosine_with_min_lr needs a min_lr above 0 and at most lr, "
+                "and no other schedule has one"
+            )
+        if self.num_train_epochs is None and self.warmup_steps > self.max_steps:
+            raise ValueError(
+                f"optim.warmup_steps={self.warmup_steps} exceeds optim.max_steps={self.max_steps}: "
+                "lower it too"
+            )
+        if self.prompts_per_step % self.mini_batches:
+            raise ValueError(
+                f"optim.mini_batches={self.mini_batches} must divide "
+                f"optim.prompts_per_step={self.prompts_per_step}"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)}: each must be in [0, 1)")
+        return self
+
+    def with_steps(self, num_examples: int) -> OptimSettings:
+        """Return the settings with the number of steps that ``num_train_epochs`` amounts to.
+
+        Args:
+            num_examples: number of training examples.
+
+        Raises:
+            UserError: ``warmup_steps`` exceeds that number.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        if self.num_train_epochs is not None:
+            prompts = self.num_train_epochs * num_examples
+            given["max_steps"] = max(1, math.ceil(prompts / self.prompts_per_step))
+            given["num_train_epochs"] = None
+        return OptimSettings(**given)
