@@ -20,7 +20,8 @@ from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.families import load_family
 from vlm_grpo.grpo import Rollout
 from vlm_grpo.grpo.batch import build_slices
-from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze
+from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops

@@ -20,7 +20,7 @@ ELSEWHERE = {"reward_funcs", "use_peft", "model_name_or_path", "dataset_name", "
 ELSEWHERE |= {"dataset_train_split", "dataset_test_split", "lora_target_modules", "load_in_4bit"}
 ELSEWHERE |= {"load_in_8bit", "max_prompt_length", "attn_implementation", "lora_r", "lora_alpha"}
 ELSEWHERE |= {"lora_dropout", "dtype", "warmup_ratio", "vllm_importance_sampling_cap"}
-ELSEWHERE |= {"activation_offloading"}
+ELSEWHERE |= {"activation_offloading", "lora_modules_to_save", "use_rslora", "use_dora"}
 """Names in TRL's other classes (ScriptArguments, ModelConfig, SFTConfig) or in earlier versions."""
 
 NOT_SETTINGS = {"od_ap", "odLength", "weighted_sum", "all_match", "scripts", "swift"}

@@ -124,7 +124,14 @@ def test_truncated_sampling_is_allowed_with_sampler_correction():
     assert load_settings("counting", overrides).rollout.top_p == 0.9
 
 
-SWITCHES = {"resume", "trust_remote_code", "activation_offloading", "dynamic_sampling"}
+SWITCHES = {
+    "use_dora",
+    "use_rslora",
+    "resume",
+    "trust_remote_code",
+    "activation_offloading",
+    "dynamic_sampling",
+}
 SWITCHES |= {
     "asynchronous",
     "cuda_graphs",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vlm_grpo.engine.linear import AdaptedLinear, Linear, product, rollout_weights, use_fast_linears
 
 IN, OUT, RANK = 24, 40, 4
+KINDS = ("full", "lora", "dora")
 
 
 class Net(nn.Module):
@@ -39,6 +40,8 @@ def make_adapted(dtype: torch.dtype, **config: Any) -> Net:
     for name, weight in net.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.1)  # initially 0, which would leave the output unchanged
+        if "magnitude" in name:
+            nn.init.uniform_(weight, 0.5, 2)
     return net
 
 
@@ -58,17 +61,17 @@ def output_and_gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("shape", [(5, IN), (2, 7, IN)])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_equal_the_plain_layers(
-    dtype: torch.dtype, bound: float, shape: tuple[int, ...], lora: bool
+    dtype: torch.dtype, bound: float, shape: tuple[int, ...], kind: str
 ) -> None:
-    net = make_adapted(dtype) if lora else Net(dtype)
+    net = make_adapted(dtype, use_dora=kind == "dora") if kind != "full" else Net(dtype)
     names = list(net.state_dict())
     x = torch.randn(shape, dtype=dtype)
     plain = output_and_gradients(net, x)
     use_fast_linears(net)
     fast = output_and_gradients(net, x)
-    assert isinstance(net.up, AdaptedLinear if lora else Linear)
+    assert isinstance(net.up, AdaptedLinear if kind != "full" else Linear)
     assert list(net.state_dict()) == names
     assert fast.keys() == plain.keys()
     assert {name: fast[name].dtype for name in fast} == {name: plain[name].dtype for name in plain}
@@ -84,7 +87,7 @@ def test_the_adapted_gradient_is_the_derivative() -> None:
     assert torch.autograd.gradcheck(lambda x, *_: net(x), (x, *weights))
 
 
-@pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"use_dora": True}])
+@pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"init_lora_weights": "mica"}])
 def test_other_kinds_of_adapters_are_not_replaced(config: dict) -> None:
     net = make_adapted(torch.float32, **config)
     use_fast_linears(net)
@@ -94,11 +97,11 @@ def test_other_kinds_of_adapters_are_not_replaced(config: dict) -> None:
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rollout_weights_equal_the_weights_and_are_dropped_after(
-    dtype: torch.dtype, bound: float, lora: bool
+    dtype: torch.dtype, bound: float, kind: str
 ) -> None:
-    net = make_adapted(dtype) if lora else Net(dtype)
+    net = make_adapted(dtype, use_dora=kind == "dora") if kind != "full" else Net(dtype)
     x = torch.randn(6, IN, dtype=dtype)
     expected = net(x).detach()
     use_fast_linears(net)
@@ -159,12 +162,13 @@ def test_tensors_that_contradict_the_annotated_shapes_are_refused() -> None:
         product(torch.zeros(3, IN), torch.zeros(OUT, IN + 1))
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
 def test_factors_of_adapters_keep_their_address_and_follow_the_training(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, use_dora: bool
 ) -> None:
     """A CUDA graph that is kept for the next rollout reads them where it found them."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    net = make_adapted(torch.bfloat16)
+    net = make_adapted(torch.bfloat16, use_dora=use_dora)
     use_fast_linears(net)
     x = torch.randn(6, IN, dtype=torch.bfloat16)
     addresses = []

@@ -23,8 +23,8 @@ from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import FAMILIES as KNOWN
 from vlm_grpo.families import Family, find_part, load_family
+from vlm_grpo.model.adapters import apply_lora_or_freeze
 from vlm_grpo.model.chat import ChatTemplate
-from vlm_grpo.model.loading import apply_lora_or_freeze
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example

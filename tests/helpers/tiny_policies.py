@@ -13,7 +13,8 @@ from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.families import load_family
-from vlm_grpo.model.loading import LoadedModel, apply_lora_or_freeze
+from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Prompt

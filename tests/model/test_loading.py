@@ -12,18 +12,15 @@ import pytest
 import torch
 from family_models import BUILDERS
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
 from transformers import Glm4vImageProcessor, GotOcr2ImageProcessor, Qwen2VLImageProcessor
 from transformers.models.smolvlm import processing_smolvlm
 
-from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, PixelBudget
 from vlm_grpo.model.loading import (
-    apply_lora_or_freeze,
     find_largest_dropout,
-    freeze_parts,
     get_model_source,
     get_pixel_budget,
     load_model,
@@ -102,42 +99,3 @@ def test_settings_override_the_processors_pixel_budget() -> None:
     assert get_budget(tiles) is None
     with pytest.raises(UserError, match=r"no effect on this model, .*max_patches=4: remove them"):
         get_budget(tiles, min_pixels=50)
-
-
-@pytest.mark.parametrize("part", ["vision", "projector", "language"])
-def test_freezing_a_part_leaves_the_others_trainable(part: str) -> None:
-    """The projector (``merger``) lies inside the vision module, and is a part of its own."""
-    model, _ = tiny_model("qwen3_vl")
-    freeze_parts(model, [part])
-
-    def get_part(name: str) -> str:
-        if "visual" not in name:
-            return "language"
-        return "projector" if "merger" in name else "vision"
-
-    for name, weight in model.named_parameters():
-        assert weight.requires_grad == (get_part(name) != part), name
-
-
-@pytest.mark.parametrize(
-    ("target", "adapts_vision", "suffixes"),
-    [
-        ("language", False, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}),
-        ("all", True, {"q_proj", "qkv", "proj"}),
-        (("q_proj", "v_proj"), False, {"q_proj", "v_proj"}),
-    ],
-)
-def test_the_target_selects_the_adapted_layers(
-    target: Any, adapts_vision: bool, suffixes: set[str]
-) -> None:
-    model, _ = tiny_model("qwen2_5_vl")
-    policy = PolicySettings(lora=LoraSettings(r=2, target=target))
-    assert apply_lora_or_freeze(model, policy) is not None
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert all("lora_" in name for name in trained)
-    assert any("visual" in name for name in trained) == adapts_vision
-    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained}
-    assert suffixes <= layers
-    assert "lm_head" not in layers
-    if isinstance(target, tuple):
-        assert layers == suffixes

@@ -21,7 +21,8 @@ from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
 from vlm_grpo.families import PromptLayout, load_family
-from vlm_grpo.model.loading import LoadedModel, freeze_parts
+from vlm_grpo.model.adapters import freeze_parts
+from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Counters, Policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Prompt

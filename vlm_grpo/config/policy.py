@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -22,8 +23,13 @@ Checkpointing = Annotated[Literal["none", "mlp", "full"], BeforeValidator(_name_
 """Activations that are recomputed; true and false, as in TRL, mean full and none."""
 
 
+def _name_default(value: Any) -> Any:
+    return "default" if value is True else value
+
+
 class LoraSettings(Frozen):
-    """Low-rank adapters, trained instead of the full weights."""
+    """Low-rank adapters, trained instead of the full weights. Names and meanings follow PEFT's
+    LoraConfig."""
 
     r: int = Field(default=64, ge=1)
     """Rank."""
@@ -34,6 +40,36 @@ class LoraSettings(Frozen):
     target: Literal["language", "all"] | tuple[str, ...] = "language"
     """Adapted linear layers: those in the language model, ``all`` (vision tower and projector too),
     or module-name suffixes such as ``[q_proj, v_proj]``."""
+    use_rslora: bool = False
+    """Multiply the adapter's output by alpha / √r instead, so that a larger r needs no larger
+    learning rate (rsLoRA)."""
+    use_dora: bool = False
+    """Train the norm of each row of the adapted weights separately (DoRA)."""
+    init_lora_weights: Annotated[str, BeforeValidator(_name_default)] = "default"
+    """Initial values: ``default`` (or true, as in PEFT), ``gaussian`` and ``orthogonal`` do not
+    change the model's output; ``pissa``, ``pissa_niter_16`` (a fast approximation of it) and
+    ``olora`` are the main directions of the base weights, and leave these as they are."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Ranks of layers that differ from r, by the end of the layers' names, or a regular expression
+    for it; empty: none."""
+    alpha_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """The same for alpha; empty: none."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained in full beside the adapters, by the end of their names, such as the
+    projector; empty: none."""
+    adapter: str | None = None
+    """Folder of a trained adapter that the training starts from, with the same settings; None: a
+    new adapter."""
+
+    @property
+    def starts_from_base(self) -> bool:
+        """Return whether the adapter is initialized from the base weights."""
+        return self.init_lora_weights.startswith(("pissa", "olora"))
+
+    @property
+    def patterns(self) -> dict[str, dict[str, int]]:
+        """Return the patterns of ranks and of alphas by the names of the settings."""
+        return {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
 
     @field_validator("dropout")
     @classmethod
@@ -44,6 +80,50 @@ class LoraSettings(Frozen):
                 "policy would differ, and completions could not share their prompt's pass"
             )
         return value
+
+    @field_validator("init_lora_weights")
+    @classmethod
+    def _check_init(cls, value: str) -> str:
+        if value.lower() in ("eva", "corda", "loftq", "lora_ga"):
+            raise ValueError(
+                f"{value} is not computed here, because it needs data or other weights before the "
+                "run: initialize the adapter with PEFT, save it, and start from its folder "
+                "(policy.lora.adapter)"
+            )
+        if not re.fullmatch(r"default|gaussian|orthogonal|olora|pissa(_niter_\d+)?", value):
+            raise ValueError(
+                "must be default, gaussian, orthogonal, pissa, pissa_niter_N (N: a number of "
+                "iterations, such as 16) or olora"
+            )
+        return value
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _check_patterns(cls, value: dict[str, int]) -> dict[str, int]:
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> LoraSettings:
+        kind = self.init_lora_weights
+        if self.adapter is not None and kind != "default":
+            raise ValueError(
+                f"policy.lora.init_lora_weights={kind} has no effect on the adapter that "
+                "policy.lora.adapter loads: remove one of them"
+            )
+        if self.starts_from_base and self.use_dora:
+            raise ValueError(
+                f"policy.lora.init_lora_weights={kind} and policy.lora.use_dora=true exclude each "
+                "other: DoRA starts from the norms of the base weights"
+            )
+        ranks = {self.r, *self.rank_pattern.values()}
+        if kind == "orthogonal" and any(rank % 2 for rank in ranks):
+            raise ValueError("policy.lora.init_lora_weights=orthogonal needs an even r")
+        return self
 
     @field_validator("target")
     @classmethod

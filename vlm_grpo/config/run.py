@@ -268,8 +268,9 @@ class Settings(Frozen):
                 corrected = {"sampler_correction": "sequence_mask"}
                 object.__setattr__(self, "objective", self.objective.model_copy(update=corrected))
         try:
-            if self.rollout.vllm is not None and self.policy.lora is not None:
-                self.rollout.vllm.check_adapters()
+            lora = self.policy.lora
+            if self.rollout.vllm is not None and lora is not None:
+                self.rollout.vllm.check_adapters(lora.use_dora, lora.modules_to_save)
         except ValueError as error:
             problems.append(str(error))
         try:

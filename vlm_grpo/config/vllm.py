@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -97,8 +98,14 @@ class VllmSettings(Frozen):
                 "and with rollout.steps_ahead=2 older ones are still in use: use files, or one step"
             )
 
-    def check_adapters(self) -> None:
+    def check_adapters(self, use_dora: bool, modules_to_save: Sequence[str]) -> None:
         """Check the settings that conflict with ``policy.lora``."""
+        for name, is_used in (("use_dora", use_dora), ("modules_to_save", modules_to_save)):
+            if is_used:
+                raise ValueError(
+                    f"policy.lora.{name}: vLLM does not load such adapters: remove it, or remove "
+                    "rollout.sampler=vllm, so that the policy samples"
+                )
         if self.weight_transfer is not None:
             raise ValueError(
                 "rollout.vllm.weight_transfer has no effect on adapters, which are sent as files: "

@@ -15,27 +15,37 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from peft.tuners import lora
+from peft.tuners.lora.variants import DoraLinearVariant
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional
+
+INITIAL_FACTORS = ("initial_A", "initial_B")
+"""Buffers of an adapted layer with the values that its factors were initialized to, if their
+product is subtracted (``model/adapters.py``)."""
 
 
 def use_fast_linears(model: nn.Module) -> None:
     """Replace the forward of the model's linear layers and adapters with those of this module.
 
-    Their weights and names do not change.
+    Their weights and names do not change. Modules that are trained beside adapters keep theirs:
+    their weights are rounded for each pass.
     """
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    rounded = {module for wrapper in wrappers for module in wrapper.modules_to_save.modules()}
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module not in rounded:
             module.__class__ = Linear
-        elif type(module) is lora.Linear and _is_plain_lora(module):
+        elif type(module) is lora.Linear and _is_supported(module):
             module.__class__ = AdaptedLinear
 
 
-def _is_plain_lora(layer: lora.Linear) -> bool:
-    """Return whether the layer has one adapter, without dropout, bias or a LoRA variant."""
+def _is_supported(layer: lora.Linear) -> bool:
+    """Return whether the layer has one adapter, LoRA's or DoRA's, without dropout or bias."""
     dropouts = (getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())
-    biased = any(layer.lora_bias.values())
-    return len(layer.lora_A) == 1 and not layer.lora_variant and not any(dropouts) and not biased
+    others = [v for v in layer.lora_variant.values() if not isinstance(v, DoraLinearVariant)]
+    changes = [*others, *filter(None, layer.lora_bias.values()), *filter(None, dropouts)]
+    return len(layer.lora_A) == 1 and not changes
 
 
 class Linear(nn.Linear):
@@ -60,17 +70,20 @@ class AdaptedLinear(lora.Linear):
     """PEFT's adapted layer, with the adapter's product added in place.
 
     ``y = x Wᵀ + b + s (x Aᵀ) Bᵀ`` (LoRA: Hu et al., 2021, arXiv:2106.09685, equation 3), computed
-    in the dtype of x, which is W's.
+    in the dtype of x, which is W's. An adapter that was initialized from W has ``[A; A₀]`` and
+    ``[B, −B₀]`` in place of A and B. DoRA multiplies each output by ``m / ‖W + s B A‖``, with the
+    norm of its row, which has no gradient (Liu et al., 2024, arXiv:2402.09353, section 4.3).
 
     Attributes:
         rollout_weight: ``[W; A]`` inside ``rollout_weights`` where it is worth a copy of W; None
             elsewhere.
-        rollout_factors: A and ``s Bᵀ`` in W's dtype, overwritten by each ``rollout_weights``, so
-            that captured steps find them at the same address; None before the first.
+        rollout_factors: A, ``s Bᵀ`` and DoRA's factors (empty without DoRA) in W's dtype,
+            overwritten by each ``rollout_weights``, so that captured steps find them at the same
+            address; None before the first.
     """
 
     rollout_weight: Tensor | None = None
-    rollout_factors: tuple[Tensor, Tensor] | None = None
+    rollout_factors: tuple[Tensor, ...] | None = None
     is_in_rollout = False
 
     def forward(
@@ -79,23 +92,59 @@ class AdaptedLinear(lora.Linear):
         base: Any = self.base_layer
         if self.disable_adapters or self.merged:
             return base(x)
-        (name,) = self.active_adapters
         if self.is_in_rollout:
             return self._rollout_forward(x)
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        return _AdaptedProduct.apply(  # type: ignore[return-value]
-            x, base.weight, base.bias, a, b, self.scaling[name]
-        )
+        a, b, scaling = self._factors()
+        bias = None if self.has_norms else base.bias
+        output: Any = _AdaptedProduct.apply(x, base.weight, bias, a, b, scaling)
+        if not self.has_norms:
+            return output
+        output = output * self._compute_dora_factors().to(output.dtype)
+        return output if base.bias is None else output + base.bias
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether the adapter is DoRA's."""
+        return bool(self.lora_magnitude_vector)
+
+    def _factors(self) -> tuple[Any, Any, float]:
+        """Return A, B and s."""
+        (name,) = self.active_adapters
+        a: Any = self.lora_A[name].weight
+        b: Any = self.lora_B[name].weight
+        if hasattr(self, INITIAL_FACTORS[0]):
+            a = torch.cat([a, self.initial_A])  # type: ignore[list-item]
+            b = torch.cat([b, -self.initial_B], 1)  # type: ignore[operator]
+        return a, b, self.scaling[name]
+
+    @torch.no_grad()
+    def _join(self) -> Tensor:
+        """Return ``W + s B A``, in the adapter's dtype."""
+        a, b, scaling = self._factors()
+        return _base(self).weight + (b @ a) * scaling
+
+    def _compute_dora_factors(self) -> Tensor:
+        (name,) = self.active_adapters
+        magnitude: Any = self.lora_magnitude_vector[name].weight
+        return magnitude / self._join().norm(dim=1)
+
+    def merge_for_rollout(self) -> None:
+        """Give the base layer the weights ``W + s B A``, with DoRA's factors."""
+        weight = self._join()
+        if self.has_norms:
+            weight *= self._compute_dora_factors()[:, None]
+        _base(self).rollout_weight = _prepare(weight)
+        self.merged_adapters.extend(self.active_adapters)
 
     def prepare_rollout(self) -> None:
         """Cast the adapter's factors and, on the CPU, join W and A to save a product per token."""
-        (name,) = self.active_adapters
         weight = _base(self).weight
-        a: Any = self.lora_A[name].weight
-        b: Any = self.lora_B[name].weight
-        factors = a.detach().to(weight.dtype), (b.detach().T * self.scaling[name]).to(weight.dtype)
+        a, b, scaling = self._factors()
+        scale = self._compute_dora_factors() if self.has_norms else b.new_ones(0)
+        parts = a.detach(), b.detach().T * scaling, scale.detach()
+        factors = [part.to(weight.dtype) for part in parts]
         if self.rollout_factors is None:
-            self.rollout_factors = factors
+            self.rollout_factors = tuple(factors)
         else:
             for kept, new in zip(self.rollout_factors, factors, strict=True):
                 kept.copy_(new)
@@ -105,16 +154,20 @@ class AdaptedLinear(lora.Linear):
 
     def _rollout_forward(self, x: Tensor) -> Tensor:
         assert self.rollout_factors is not None
-        first, second = self.rollout_factors
+        first, second, scale = self.rollout_factors
         base, rows = _base(self), x.flatten(0, -2)
+        bias = None if self.has_norms else base.bias
         if self.rollout_weight is None:
-            output = functional.linear(rows, base.weight, base.bias)
+            output = functional.linear(rows, base.weight, bias)
             inner = functional.linear(rows, first)
         else:
             both = _prepared_product(rows, self.rollout_weight, None)
             output, inner = both.split([second.shape[1], second.shape[0]], 1)
-            output = output if base.bias is None else output + base.bias
-        return torch.addmm(output, inner, second).view(*x.shape[:-1], -1)
+            output = output if bias is None else output + bias
+        output = torch.addmm(output, inner, second)
+        if self.has_norms:
+            output = output * scale if base.bias is None else output * scale + base.bias
+        return output.view(*x.shape[:-1], -1)
 
 
 @contextlib.contextmanager
@@ -134,11 +187,8 @@ def rollout_weights(model: nn.Module) -> Iterator[bool]:
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     try:
         for layer in adapted:
-            base = _base(layer)
-            if base.weight.dtype == torch.float32:
-                (name,) = layer.active_adapters
-                base.rollout_weight = _prepare(base.weight + layer.get_delta_weight(name))
-                layer.merged_adapters.append(name)
+            if _base(layer).weight.dtype == torch.float32:
+                layer.merge_for_rollout()
             else:
                 layer.prepare_rollout()
         bases = {_base(layer) for layer in adapted}

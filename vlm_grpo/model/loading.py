@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import nn
+from peft import PeftModel
+from torch import distributed, nn
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
@@ -24,12 +18,19 @@ from transformers import (
     AutoProcessor,
 )
 
-from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import RUNS, Settings
 from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.families import Family, PixelBudget, find_part, load_family
+from vlm_grpo.families import Family, PixelBudget, load_family
+from vlm_grpo.model.adapters import (
+    LOAD_ERRORS,
+    apply_lora_or_freeze,
+    check_start,
+    check_weight_names,
+    load_adapters,
+)
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.hub import check_reachable
 from vlm_grpo.model.one_reader import has_one_reader, read_once
@@ -37,8 +38,6 @@ from vlm_grpo.model.one_reader import has_one_reader, read_once
 logger = logging.getLogger(__name__)
 
 EMBEDDED_MODEL = "tiny-vlm"
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
-"""Errors of missing and damaged files, and of weights with other shapes (RuntimeError)."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,13 @@ def load_model(
         use_shared_attention(family, model)
     if training:
         enable_gradient_checkpointing(model, settings.policy.gradient_checkpointing)
-    adapters = None
-    if adapter is not None:
-        adapters = _load_adapter(model, adapter, training)
-    elif training:
-        adapters = apply_lora_or_freeze(model, settings.policy)
+    adapters, lora = None, settings.policy.lora
+    if training and (adapter is None or lora is not None):
+        start = check_start(lora) if adapter is None and lora is not None else adapter
+        has_values = not one_reader or distributed.get_rank() == 0
+        adapters = apply_lora_or_freeze(model, settings.policy, start, has_values)
+    elif adapter is not None:
+        adapters = load_adapters(model, adapter, training)
     if training:
         _check_dropout(model, settings)
     budget = get_pixel_budget(family, processor, settings.policy)
@@ -117,15 +118,6 @@ def load_model(
     return LoadedModel(
         model, processor, family, budget, shared, adapters, autocast, one_reader, chat
     )
-
-
-def apply_lora_or_freeze(model: Any, policy: PolicySettings) -> PeftModel | None:
-    """Add the adapters of the settings and return the PEFT model, or freeze their parts."""
-    if policy.lora is None:
-        freeze_parts(model, policy.freeze)
-        return None
-    with _ignore_peft_warning():
-        return get_peft_model(model, _lora_config(policy.lora, model))
 
 
 def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
@@ -153,16 +145,6 @@ def _check_dropout(model: nn.Module, settings: Settings) -> None:
         ) from error
 
 
-@contextlib.contextmanager
-def _ignore_peft_warning() -> Iterator[None]:
-    """Ignore PEFT's use of an attribute that transformers has deprecated, and its ranks for
-    experts, which no setting adapts."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        warnings.filterwarnings("ignore", "The following rank_pattern keys", RuntimeWarning)
-        yield
-
-
 def get_model_source(name: str) -> str:
     """Return the folder or Hub name of the setting ``model``.
 
@@ -180,29 +162,6 @@ def get_model_source(name: str) -> str:
         siblings = [str(path) for path in folder.glob("*/")]
         raise UserError(f"model {name}: there is no such folder{nearest(name, siblings)}")
     return name
-
-
-def _load_adapter(model: Any, checkpoint: Path, training: bool) -> PeftModel:
-    """Add a checkpoint's adapter to the base model; the names of its weights must match."""
-    try:
-        with _ignore_peft_warning():
-            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
-            adapters = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=training)
-        saved = set(load_file(checkpoint / "adapter_model.safetensors"))
-    except LOAD_ERRORS as error:
-        raise UserError(f"adapter {checkpoint} cannot be loaded: {error}") from error
-    _check_weight_names(checkpoint, saved, set(get_peft_model_state_dict(adapters)))
-    return adapters
-
-
-def _check_weight_names(source: str | Path, saved: set[str], expected: set[str]) -> None:
-    for names, problem in (
-        (expected - saved, "lacks {} weights of the model"),
-        (saved - expected, "has {} weights that the model does not have"),
-    ):
-        if names:
-            first = ", ".join(sorted(names)[:5])
-            raise UserError(f"{source} {problem.format(len(names))}: {first}, …")
 
 
 def _load_pretrained(
@@ -238,7 +197,7 @@ def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dty
         )
     except LOAD_ERRORS as error:
         raise UserError(f"model {source} cannot be loaded: {error}") from error
-    _check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
+    check_weight_names(source, set(loaded["unexpected_keys"]), set(loaded["missing_keys"]))
     return model
 
 
@@ -318,71 +277,3 @@ def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> 
             f"{budget.max_pixels} pixels; set both policy.min_pixels and policy.max_pixels"
         )
     return budget
-
-
-def freeze_parts(model: Any, parts: Sequence[str]) -> None:
-    """Freeze the weights of the given parts; the vision part does not include the projector.
-
-    Raises:
-        UserError: the model has no such part.
-    """
-    found = {find_part(name) for name, _ in model.named_parameters()}
-    for part in parts:
-        if part not in found:
-            raise UserError(f"policy.freeze={part}: this model has no such part: remove it")
-    for name, weight in model.named_parameters():
-        if find_part(name) in parts:
-            weight.requires_grad_(False)
-
-
-def _lora_config(lora: LoraSettings, model: Any) -> LoraConfig:
-    config, converted = (
-        LoraConfig(
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=0.0,
-            target_modules=_lora_targets(lora.target, model),
-            task_type="CAUSAL_LM",
-        )
-        for _ in range(2)
-    )
-    # In some mixtures of experts, PEFT reads the projections of dense and shared feed-forward
-    # layers as the experts, which are one tensor: those layers have no adapters.
-    convert_peft_config_for_transformers(converted, model, None)
-    if converted.target_parameters:
-        if lora.target not in ("language", "all"):
-            raise UserError(
-                "policy.lora.target: PEFT would adapt all experts of this model instead of its "
-                "feed-forward layers: remove gate_proj, up_proj and down_proj"
-            )
-        config.target_modules = converted.target_modules
-    return config
-
-
-def _lora_targets(target: str | Sequence[str], model: Any) -> list[str]:
-    """Return the full names of the linear layers to adapt, without the output head."""
-    head = model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    ]
-    if target == "language":
-        found = [name for name in linear if find_part(name) == "language"]
-        if not found:
-            raise UserError(
-                "policy.lora.target=language: this model's language model is not known: list "
-                "module-name suffixes instead, such as [q_proj, v_proj]"
-            )
-        return found
-    if target == "all":
-        return linear
-    matching = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]
-    missing = [t for t in target if not any(n == t or n.endswith(f".{t}") for n in linear)]
-    if missing:
-        names = sorted({name.rpartition(".")[2] for name in linear})
-        raise UserError(
-            f"policy.lora.target: no linear layer is called {', '.join(missing)}; "
-            f"this model has {', '.join(names)}"
-        )
-    return matching

@@ -37,6 +37,7 @@ from vlm_grpo.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, s
 from vlm_grpo.engine.vision import ImageEncoder
 from vlm_grpo.families import ImageFeatures, find_part
 from vlm_grpo.families.shared_form import Unit
+from vlm_grpo.model.adapters import is_adapter_weight, save_weights
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.form_check import FormCheck
 from vlm_grpo.model.loading import LoadedModel, load_model
@@ -319,13 +320,13 @@ class Policy:
         state: dict[str, Tensor] = (self.adapters or self.model).state_dict()
         if self.adapters is None:
             return state
-        return {name: weight for name, weight in state.items() if "lora_" in name}
+        return {name: weight for name, weight in state.items() if is_adapter_weight(name)}
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write ``weights`` and the processor, with its pixel budget, for transformers and PEFT."""
         if self.budget is not None:
             self.family.set_pixel_budget(self.processor, self.budget)
-        (self.adapters or self.model).save_pretrained(str(folder), state_dict=weights)
+        save_weights(self.adapters or self.model, folder, weights)
         self.processor.save_pretrained(folder)
 
     def save_shard(self, folder: Path, weights: Mapping[str, Tensor], name: str = "model") -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
-from vlm_grpo.model.loading import apply_lora_or_freeze
+from vlm_grpo.model.adapters import apply_lora_or_freeze
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Precision of weights and computation; ``autocast``: float32 weights, bfloat16 computation."""

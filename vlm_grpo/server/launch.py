@@ -17,9 +17,9 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.vllm import WeightTransfer
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, PixelBudget, find_part, load_family
+from vlm_grpo.model.adapters import apply_lora_or_freeze, get_largest_rank
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.loading import (
-    apply_lora_or_freeze,
     get_model_source,
     get_pixel_budget,
     load_config,
@@ -100,7 +100,14 @@ def describe_model(
     size = _get_image_size(family, processor, budget)
     model = ServedModel(source, settings, torch.cuda.is_available(), size, arguments)
     if checkpoint is not None and has_adapter:
-        rank = read_object(checkpoint / "adapter_config.json")["r"]
+        config = read_object(checkpoint / "adapter_config.json")
+        if config.get("use_dora") or config.get("modules_to_save"):
+            raise UserError(
+                f"the adapter {checkpoint} has norms of rows (use_dora) or modules trained in full "
+                "(modules_to_save), which vLLM does not load: export the merged model first "
+                "(vlm-grpo export), and serve that folder"
+            )
+        rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
         with safe_open(checkpoint / "adapter_model.safetensors", "pt") as weights:
             adapted = frozenset(map(find_part, weights.keys()))
         return replace(model, adapter=checkpoint.absolute(), adapted=adapted, rank=rank)
@@ -114,7 +121,7 @@ def describe_model(
 
 def _with_adapters(model: ServedModel, adapters: Any) -> ServedModel:
     trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
-    rank = adapters.peft_config["default"].r
+    rank = get_largest_rank(adapters)
     return replace(model, adapted=frozenset(map(find_part, trained)), rank=rank)
 
 

@@ -9,6 +9,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.collectives import fail_together, get_local_names
 from vlm_grpo.distributed.sharding import gather_full
+from vlm_grpo.model.adapters import save_weights
 from vlm_grpo.server.client import VllmClient
 from vlm_grpo.server.direct import DirectTransfer, IpcChannel, NcclChannel
 from vlm_grpo.server.launch import choose_transfer
@@ -46,7 +47,7 @@ class FileTransfer:
             if adapters is None and share:
                 self.policy.save_shard(target, share, f"model-{ranks.process_index:05d}")
             elif adapters is not None and share:
-                adapters.save_pretrained(str(target), state_dict=share)
+                save_weights(adapters, target, share)
 
     def load(self, client: VllmClient, version: int) -> None:
         """Load a version that was staged into a server that is paused.

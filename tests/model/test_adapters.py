@@ -1,0 +1,333 @@
+"""Adapters: frozen parts, adapted layers, and every variant exact in passes, files and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from small_runs import StopAt, assert_same_run, save_tiny_model, small_run
+from tiny_models import (
+    make_prompt,
+    mixed_prompts,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    sampled_logprobs,
+    tiny_model,
+)
+
+from vlm_grpo import trainer as trainer_module
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.deploy.export import export
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.model.adapters import (
+    apply_lora_or_freeze,
+    find_adapted,
+    freeze_parts,
+    get_largest_rank,
+)
+from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.server.launch import describe_model, describe_policy
+from vlm_grpo.trainer import train
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "fast pissa": {"init_lora_weights": "pissa_niter_4"},
+    "olora": {"init_lora_weights": "olora", "use_rslora": True, "rank_pattern": {"o_proj": 2}},
+    "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"1\.mlp.up_proj": 3}},
+    "modules": {"modules_to_save": ["visual.merger"]},
+}
+FROM_BASE = {"pissa", "fast pissa", "olora"}
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: save_tiny_model(folder / family, family) for family in FAMILIES}
+
+
+def make_settings(source: Path, dtype: str = "float32", **lora: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "task": "none",
+            "model": str(source),
+            "data": {"train": "none"},
+            "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **lora}},
+        }
+    )
+
+
+def change(policy: Policy) -> None:
+    """Change the trained weights as much as a long training would."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, weight in policy.trainable_parameters():
+            scale = 0.3 if "lora_B" in name else 0.1
+            weight.add_(scale * weight.std().clamp(min=0.05) * torch.randn_like(weight))
+
+
+def make_batch(policy: Policy) -> MicroBatch:
+    prompts = [make_prompt(policy, noise_example("a", [(60, 40)], "What is it?"))]
+    return MicroBatch((GroupSlice(prompts[0], ((70, 71, 72, 73), (80, 81)), (0, 1)),))
+
+
+def score(policy: Policy) -> torch.Tensor:
+    with torch.no_grad():
+        return policy.score(make_batch(policy)).logprobs.float()
+
+
+def make_policy(source: Path, name: str, dtype: str = "float32") -> Policy:
+    torch.manual_seed(1)
+    return load_policy(make_settings(source, dtype, **VARIANTS[name]))
+
+
+# Sums of up to 64 products: float32 has 24 bits; bfloat16 has 8, and rounds each of the layers.
+@pytest.mark.parametrize(
+    ("family", "dtype", "bound"),
+    [
+        ("qwen2_5_vl", "float32", 2e-5),
+        ("qwen3_vl", "float32", 2e-5),
+        ("qwen3_vl", "bfloat16", 0.15),
+    ],
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_repeated_and_sampled_log_probs_are_equal(
+    sources: dict[str, Path], family: str, name: str, dtype: str, bound: float
+) -> None:
+    policy = make_policy(sources[family], name, dtype)
+    change(policy)
+    prompts = mixed_prompts(policy, 3)
+    groups = sample_groups(policy, prompts, length=6)
+    batch = pack_groups(prompts, groups)
+    with torch.no_grad():
+        packed = policy.score(batch).logprobs.float()
+        assert (packed - sampled_logprobs(groups)).abs().max() < bound
+        assert (packed - policy.score_plain(batch).logprobs.float()).abs().max() < bound
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_new_adapter_changes_neither_the_model_nor_its_base_weights(
+    sources: dict[str, Path], name: str, dtype: str
+) -> None:
+    """PEFT's PiSSA and OLoRA round a product out of the base weights; DoRA's norms are rounded."""
+    settings = make_settings(sources["qwen3_vl"], dtype)
+    base = load_policy(settings, training=False)
+    before = score(base)
+    policy = make_policy(sources["qwen3_vl"], name, dtype)
+    # Of a product that is subtracted again, of DoRA's factors of one, of orthogonal factors, and
+    # of another kernel, float32 keeps 24 bits and bfloat16 8; the others add zero.
+    rounds = name in {"dora", "orthogonal", "modules", *FROM_BASE}
+    bound = {"float32": 2e-5, "bfloat16": 0.15}[dtype] if rounds else 0
+    assert (score(policy) - before).abs().max() <= bound
+    change(policy)
+    assert (score(policy) - before).abs().max() > 0.01
+    found = {n.replace(".base_layer", ""): w for n, w in policy.model.state_dict().items()}
+    for key, weight in base.model.state_dict().items():
+        key = (
+            key.replace("visual.merger.", "visual.merger.original_module.") * (name == "modules")
+            or key
+        )
+        assert torch.equal(found[key], weight), key
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_peft_reads_a_checkpoint_over_the_original_model(
+    sources: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    """And a merged export equals it; both without anything of vlm_grpo in the files."""
+    policy = make_policy(sources["qwen2_5_vl"], name)
+    change(policy)
+    expected = score(policy)
+    settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
+    policy.save(tmp_path / "checkpoint", policy.weights())
+    settings.save(tmp_path / "checkpoint/config.yaml")
+    saved = load_file(tmp_path / "checkpoint/adapter_model.safetensors")
+    assert not any("initial" in key for key in saved)
+    model, _ = tiny_model("qwen2_5_vl")
+    peft = PeftModel.from_pretrained(model, str(tmp_path / "checkpoint"))
+    ranks = [layer.r["default"] for _, layer in find_adapted(peft)]
+    assert max(ranks) == get_largest_rank(policy.adapters) == (8 if name in FROM_BASE else 4)  # type: ignore[arg-type]
+    for folder in (tmp_path / "checkpoint", export(tmp_path / "checkpoint", tmp_path / "merged")):
+        found = score(
+            load_policy(
+                settings.model_copy(update={"model": str(sources["qwen2_5_vl"])}),
+                folder,
+                training=False,
+            )
+        )
+        assert (found - expected).abs().max() < 2e-5, folder
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in VARIANTS), ("dora", "bfloat16"), ("modules", "bfloat16")],
+)
+def test_a_run_that_is_stopped_resumes_bit_for_bit(
+    sources: dict[str, Path],
+    name: str,
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: Any = {
+        "policy": {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **VARIANTS[name]}},
+        "objective": {"beta": 0.1, "reference_refresh_every": 2},
+        "optim": {"max_steps": 3},
+        "rollout": {"max_completion_length": 3, "num_generations": 2},
+    }
+    whole = small_run(tmp_path, sources["qwen2_5_vl"], name="whole", **changes)
+    train(whole)
+    stopped = whole.model_copy(update={"name": "stopped"})
+    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(5))
+    with pytest.raises(Stopped):
+        train(stopped)
+    monkeypatch.undo()
+    train(stopped.model_copy(update={"resume": True}))
+    assert_same_run(whole.run_dir, stopped.run_dir, "step-3")
+
+
+@pytest.mark.parametrize("part", ["vision", "projector", "language"])
+def test_freezing_a_part_leaves_the_others_trainable(part: str) -> None:
+    """The projector (``merger``) lies inside the vision module, and is a part of its own."""
+    model, _ = tiny_model("qwen3_vl")
+    freeze_parts(model, [part])
+
+    def get_part(name: str) -> str:
+        if "visual" not in name:
+            return "language"
+        return "projector" if "merger" in name else "vision"
+
+    for name, weight in model.named_parameters():
+        assert weight.requires_grad == (get_part(name) != part), name
+
+
+@pytest.mark.parametrize(
+    ("target", "adapts_vision", "suffixes"),
+    [
+        ("language", False, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}),
+        ("all", True, {"q_proj", "qkv", "proj"}),
+        (("q_proj", "v_proj"), False, {"q_proj", "v_proj"}),
+    ],
+)
+def test_the_target_selects_the_adapted_layers(
+    target: Any, adapts_vision: bool, suffixes: set[str]
+) -> None:
+    model, _ = tiny_model("qwen2_5_vl")
+    policy = PolicySettings(lora=LoraSettings(r=2, target=target))
+    assert apply_lora_or_freeze(model, policy) is not None
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert all("lora_" in name for name in trained)
+    assert any("visual" in name for name in trained) == adapts_vision
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained}
+    assert suffixes <= layers
+    assert "lm_head" not in layers
+    if isinstance(target, tuple):
+        assert layers == suffixes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init_lora_weights": "eva"}, r"start from its folder \(policy\.lora\.adapter\)"),
+        ({"init_lora_weights": "pissa_4"}, "must be default, gaussian, orthogonal, pissa"),
+        ({"init_lora_weights": "pissa", "use_dora": True}, "use_dora=true exclude each other"),
+        ({"init_lora_weights": "orthogonal", "r": 3}, "needs an even r"),
+        ({"init_lora_weights": "pissa", "adapter": "a"}, "has no effect on the adapter"),
+        ({"rank_pattern": {"(": 3}}, "is not a regular expression"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_errors(settings: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LoraSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank_pattern": {"q_pro": 3}}, r"rank_pattern: no adapted layer is called q_pro"),
+        ({"alpha_pattern": {"qkv": 3}}, r"alpha_pattern: no adapted layer is called qkv"),
+        ({"modules_to_save": ["mergr"]}, r"called mergr; the projector .* model\.visual\.merger$"),
+        ({"modules_to_save": ["embed_tokens"]}, "train full weights instead"),
+        ({"modules_to_save": ["language_model"]}, "train full weights instead"),
+        ({"r": 65, "init_lora_weights": "olora"}, r"least the adapter's rank; those of .* \(\d+, "),
+    ],
+)
+def test_settings_without_an_effect_on_the_model_are_errors(settings: Any, message: str) -> None:
+    model, _ = tiny_model("qwen2_5_vl")
+    with pytest.raises(UserError, match=message):
+        apply_lora_or_freeze(model, PolicySettings(lora=LoraSettings(**settings)))
+
+
+@pytest.mark.parametrize("name", ["dora", "pissa", "modules"])
+def test_a_run_starts_from_an_adapter(sources: dict[str, Path], name: str, tmp_path: Path) -> None:
+    """A file has no initial values: what is loaded is a plain adapter of twice the rank."""
+    policy = make_policy(sources["qwen2_5_vl"], name)
+    change(policy)
+    policy.save(tmp_path, policy.weights())
+    plain: Any = {"r": 8, "alpha": 16} if name in FROM_BASE else VARIANTS[name]
+    started = load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path), **plain))
+    assert (score(started) - score(policy)).abs().max() < 2e-5
+    names = [key for key, _ in started.trainable_parameters()]
+    assert names == [key for key, _ in policy.trainable_parameters()]
+
+
+def test_an_adapter_of_other_settings_is_one_message(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    policy = make_policy(sources["qwen2_5_vl"], "olora")
+    policy.save(tmp_path, policy.weights())
+    message = (
+        r"other settings: set policy\.lora\.r=8 policy\.lora\.alpha=11\.3\d+ "
+        r"policy\.lora\.use_rslora=true policy\.lora\.rank_pattern={\"o_proj\": 4}"
+    )
+    with pytest.raises(UserError, match=message):
+        load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path)))
+    with pytest.raises(UserError, match=r"has no adapter_config\.json: name the folder"):
+        load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path / "none")))
+    same = {"r": 4, "alpha": 8, "target": ["q_proj"]}
+    other = make_policy(sources["qwen2_5_vl"], "gaussian")
+    other.save(tmp_path, other.weights())
+    with pytest.raises(UserError, match="weights that the model does not have"):
+        load_policy(make_settings(sources["qwen2_5_vl"], adapter=str(tmp_path), **same))
+
+
+@pytest.mark.parametrize("name", ["dora", "modules"])
+def test_vllm_refuses_what_it_does_not_load(
+    sources: dict[str, Path], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="vLLM does not load such adapters: remove it"):
+        load_settings(
+            "counting",
+            policy={"lora": VARIANTS[name]},
+            rollout={"sampler": "vllm", "vllm": {"urls": ["http://a"]}},
+        )
+    policy = make_policy(sources["qwen2_5_vl"], name)
+    policy.save(tmp_path, policy.weights())
+    settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
+    with pytest.raises(UserError, match="export the merged model first"):
+        describe_model(settings, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "rank"), [("patterns", 4), ("olora", 8), ("rslora", 4)])
+def test_a_server_has_room_for_the_largest_rank(
+    sources: dict[str, Path], name: str, rank: int, tmp_path: Path
+) -> None:
+    settings = make_settings(sources["qwen2_5_vl"], **VARIANTS[name])
+    policy = make_policy(sources["qwen2_5_vl"], name)
+    policy.save(tmp_path, policy.weights())
+    assert describe_policy(policy, settings).rank == rank
+    assert describe_model(settings, for_rollouts=True).rank == rank
+    assert describe_model(settings, tmp_path).rank == rank

@@ -1,0 +1,375 @@
+"""Low-rank adapters of PEFT: adding them to a model, or freezing parts; saving and loading them.
+
+A run's adapters are built from its settings, and a checkpoint's values are loaded into them, so a
+resumed run trains what the first one did. An adapter that is initialized from the base weights
+(PiSSA, OLoRA) starts with a product ``s B₀ A₀`` that is not zero. PEFT subtracts it from the base
+weights, and rounds them. Here they stay as they are: the layer subtracts ``s B₀ A₀`` itself
+(``engine/linear.py``), and files have the rank 2r, ``[B, −B₀] [A; A₀]``, which PEFT, vLLM and a
+merge add to the base weights as a plain adapter (PEFT's own conversion: Meng et al., 2024,
+arXiv:2404.02948, appendix C).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from peft.tuners import lora
+from peft.utils.other import ModulesToSaveWrapper
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
+from vlm_grpo.engine.linear import INITIAL_FACTORS
+from vlm_grpo.errors import UserError
+from vlm_grpo.families import find_part
+from vlm_grpo.utils.jsonl import read_object
+
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)
+"""Errors of missing and damaged files, and of weights with other shapes (RuntimeError)."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = "default"  # PEFT's name of the only adapter
+
+
+class TrainedModule(ModulesToSaveWrapper):
+    """A module that is trained in full beside the adapters (``policy.lora.modules_to_save``).
+
+    Its weights are in float32, because rounding to bfloat16 would lose small updates. They are
+    rounded for each pass, which computes in the dtype of the original module.
+    """
+
+    def _forward_wrapped(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.modules_to_save[self.active_adapters[0]]
+        dtype = next(self.original_module.parameters()).dtype
+        rounded = {name: weight.to(dtype) for name, weight in module.named_parameters()}
+        return torch.func.functional_call(module, rounded, args, kwargs)
+
+
+def apply_lora_or_freeze(
+    model: Any, policy: PolicySettings, start: Path | None = None, has_values: bool = True
+) -> PeftModel | None:
+    """Add the adapters of the settings and return the PEFT model, or freeze their parts.
+
+    Args:
+        model: the model.
+        policy: the settings.
+        start: folder with a trained adapter whose values the new one takes; None: initialized.
+        has_values: whether the model's weights have values.
+
+    Raises:
+        UserError: the model has no such part, layer or module, or the adapter of ``start`` cannot
+            be loaded or is another than the settings describe.
+    """
+    settings = policy.lora
+    if settings is None:
+        freeze_parts(model, policy.freeze)
+        return None
+    with _ignore_peft_warnings():
+        adapters = get_peft_model(model, _build_config(settings, model))
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.__class__ = TrainedModule
+            module.modules_to_save.float()
+    is_new = start is None and has_values
+    for name, layer in find_adapted(adapters):
+        weight = layer.get_base_layer().weight
+        if settings.use_dora and weight.is_floating_point():  # PEFT rounds them like the weights
+            layer.lora_magnitude_vector[_NAME].weight.data = weight.detach().float().norm(dim=1)
+        if settings.starts_from_base:
+            if is_new:
+                _initialize_from_base(name, layer, settings)
+            for key, factors in zip(INITIAL_FACTORS, (layer.lora_A, layer.lora_B), strict=True):
+                layer.register_buffer(key, factors[_NAME].weight.detach().clone())
+    if start is not None:
+        _load_values(adapters, start)
+    return adapters
+
+
+def find_adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Iterate over the names and modules of the layers that have adapters."""
+    return ((n, m) for n, m in model.named_modules() if isinstance(m, lora.LoraLayer))
+
+
+def get_largest_rank(adapters: PeftModel) -> int:
+    """Return the largest rank in the files that ``save_weights`` writes."""
+    is_doubled = any(name.endswith(INITIAL_FACTORS) for name, _ in adapters.named_buffers())
+    return max(layer.r[_NAME] for _, layer in find_adapted(adapters)) * (2 if is_doubled else 1)
+
+
+def _initialize_from_base(name: str, layer: Any, settings: LoraSettings) -> None:
+    """Initialize an adapter from the base weights, which keep their values."""
+    base, kind = layer.get_base_layer(), settings.init_lora_weights
+    weight = base.weight.data
+    if not weight.is_floating_point() or layer.r[_NAME] > min(weight.shape):
+        raise UserError(
+            f"policy.lora.init_lora_weights={kind} needs base weights in float32 or bfloat16 of at "
+            f"least the adapter's rank; those of {name} are {tuple(weight.shape)} in "
+            f"{str(weight.dtype).removeprefix('torch.')}: remove it"
+        )
+    base.weight.data = weight.clone()  # from which PEFT subtracts the product
+    if kind == "olora":
+        layer.olora_init(_NAME)
+    else:
+        layer.pissa_init(_NAME, kind)
+    base.weight.data = weight
+
+
+def is_adapter_weight(name: str) -> bool:
+    """Return whether a name in the state of a PEFT model is that of an adapter's weight."""
+    is_trained = "lora_" in name or f".modules_to_save.{_NAME}." in name
+    return is_trained or name.endswith(INITIAL_FACTORS)
+
+
+def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights for transformers and PEFT.
+
+    Args:
+        model: the model; with adapters, the PEFT model.
+        folder: folder for the files.
+        weights: the weights by name (``Policy.weights``).
+    """
+    initial_a, initial_b = INITIAL_FACTORS
+    files = {name: w for name, w in weights.items() if not name.endswith(INITIAL_FACTORS)}
+    layers = [name.removesuffix(initial_a) for name in weights if name.endswith(initial_a)]
+    for layer in layers:
+        a, b = f"{layer}lora_A.{_NAME}.weight", f"{layer}lora_B.{_NAME}.weight"
+        files[a] = torch.cat([weights[a], weights[layer + initial_a]])
+        files[b] = torch.cat([weights[b], -weights[layer + initial_b]], 1)
+    model.save_pretrained(str(folder), state_dict=files)
+    if layers:
+        _double_rank(folder / CONFIG)
+
+
+def _double_rank(path: Path) -> None:
+    """Double the ranks in an adapter's configuration, at the same scale of its output."""
+    config = read_object(path)
+    factor = math.sqrt(2) if config["use_rslora"] else 2
+    config["r"] *= 2
+    config["lora_alpha"] *= factor
+    config["rank_pattern"] = {name: 2 * rank for name, rank in config["rank_pattern"].items()}
+    scales = config["alpha_pattern"].items()
+    config["alpha_pattern"] = {name: factor * alpha for name, alpha in scales}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_adapters(model: Any, folder: Path, training: bool) -> PeftModel:
+    """Add a trained adapter, as its own files describe it, to the base model.
+
+    Raises:
+        UserError: it cannot be loaded, or the names of its weights do not match.
+    """
+    try:
+        with _ignore_peft_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")  # an error below
+            adapters = PeftModel.from_pretrained(model, str(folder), is_trainable=training)
+        saved = set(load_file(folder / WEIGHTS))
+    except LOAD_ERRORS as error:
+        raise UserError(f"adapter {folder} cannot be loaded: {error}") from error
+    check_weight_names(folder, saved, set(get_peft_model_state_dict(adapters)))
+    return adapters
+
+
+def _load_values(adapters: PeftModel, folder: Path) -> None:
+    """Load the values of a trained adapter into one that was built from the settings."""
+    try:
+        saved = load_file(folder / WEIGHTS)
+        names = get_peft_model_state_dict(adapters)
+        expected = {name for name in names if not name.endswith(INITIAL_FACTORS)}
+        check_weight_names(folder, set(saved), expected)
+        for name, layer in find_adapted(adapters):
+            if hasattr(layer, INITIAL_FACTORS[0]):
+                for key, dim, sign in (("A", 0, 1), ("B", 1, -1)):
+                    both = f"{name}.lora_{key}.weight"
+                    saved[both], initial = saved[both].chunk(2, dim)
+                    getattr(layer, f"initial_{key}").copy_(sign * initial)
+        set_peft_model_state_dict(adapters, saved)
+    except LOAD_ERRORS as error:
+        raise UserError(f"adapter {folder} cannot be loaded: {error}") from error
+
+
+def check_start(settings: LoraSettings) -> Path | None:
+    """Return the folder of the adapter that the settings start from, if any.
+
+    Raises:
+        UserError: it has no adapter, or one that the settings do not describe.
+    """
+    if settings.adapter is None:
+        return None
+    folder = Path(settings.adapter)
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"policy.lora.adapter={folder} has no {CONFIG}: name the folder of an adapter, such as "
+            "the checkpoint of a run (runs/NAME/checkpoints/step-100)"
+        )
+    config = read_object(folder / CONFIG)
+    expected = {
+        "r": settings.r,
+        "lora_alpha": settings.alpha,
+        "use_rslora": settings.use_rslora,
+        "use_dora": settings.use_dora,
+        "rank_pattern": dict(settings.rank_pattern),
+        "alpha_pattern": dict(settings.alpha_pattern),
+    }
+    found = {name: config.get(name) or type(value)() for name, value in expected.items()}
+    wrong = [
+        f"policy.lora.{name.removeprefix('lora_')}={json.dumps(found[name])}"
+        for name, value in expected.items()
+        if found[name] != value
+    ]
+    if wrong:
+        raise UserError(f"{folder} has an adapter with other settings: set {' '.join(wrong)}")
+    return folder
+
+
+def check_weight_names(source: str | Path, saved: set[str], expected: set[str]) -> None:
+    """Check that a file has the weights of a model, and no others.
+
+    Raises:
+        UserError: it has not.
+    """
+    for names, problem in (
+        (expected - saved, "lacks {} weights of the model"),
+        (saved - expected, "has {} weights that the model does not have"),
+    ):
+        if names:
+            first = ", ".join(sorted(names)[:5])
+            raise UserError(f"{source} {problem.format(len(names))}: {first}, …")
+
+
+def freeze_parts(model: Any, parts: Sequence[str]) -> None:
+    """Freeze the weights of the given parts; the vision part does not include the projector.
+
+    Raises:
+        UserError: the model has no such part.
+    """
+    found = {find_part(name) for name, _ in model.named_parameters()}
+    for part in parts:
+        if part not in found:
+            raise UserError(f"policy.freeze={part}: this model has no such part: remove it")
+    for name, weight in model.named_parameters():
+        if find_part(name) in parts:
+            weight.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _ignore_peft_warnings() -> Iterator[None]:
+    """Ignore PEFT's use of an attribute that transformers has deprecated, and its ranks for
+    experts, which no setting adapts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        warnings.filterwarnings("ignore", "The following rank_pattern keys", RuntimeWarning)
+        yield
+
+
+def _build_config(settings: LoraSettings, model: Any) -> LoraConfig:
+    is_plain = settings.starts_from_base or settings.init_lora_weights == "default"
+    targets = _find_targets(settings.target, model)
+    for name, patterns in settings.patterns.items():
+        for pattern in patterns:
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", target) for target in targets):
+                raise UserError(
+                    f"policy.lora.{name}: no adapted layer is called {pattern}: it must be the end "
+                    "of a layer's name, such as q_proj or layers.0.mlp.up_proj"
+                )
+    config, converted = (
+        LoraConfig(
+            r=settings.r,
+            lora_alpha=settings.alpha,
+            lora_dropout=0.0,
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+            use_rslora=settings.use_rslora,
+            use_dora=settings.use_dora,
+            init_lora_weights=True if is_plain else settings.init_lora_weights,  # type: ignore[arg-type]
+            modules_to_save=_find_modules(settings.modules_to_save, model) or None,
+            rank_pattern=dict(settings.rank_pattern),
+            alpha_pattern=dict(settings.alpha_pattern),
+        )
+        for _ in range(2)
+    )
+    # In some mixtures of experts, PEFT reads the projections of dense and shared feed-forward
+    # layers as the experts, which are one tensor: those layers have no adapters.
+    convert_peft_config_for_transformers(converted, model, None)
+    if converted.target_parameters:
+        if settings.target not in ("language", "all"):
+            raise UserError(
+                "policy.lora.target: PEFT would adapt all experts of this model instead of its "
+                "feed-forward layers: remove gate_proj, up_proj and down_proj"
+            )
+        config.target_modules = converted.target_modules
+    return config
+
+
+def _find_modules(names: Sequence[str], model: Any) -> list[str]:
+    """Return the full names of the modules to train in full.
+
+    Raises:
+        UserError: there is no such module, or it is the embedding or the head.
+    """
+    vocabulary = {model.get_input_embeddings(), model.get_output_embeddings()}
+    found = []
+    for name in names:
+        matching = {n: m for n, m in model.named_modules() if n == name or n.endswith(f".{name}")}
+        if not any(any(True for _ in module.parameters()) for module in matching.values()):
+            raise UserError(
+                f"policy.lora.modules_to_save: no module with weights is called {name}; the "
+                f"projector of this model is {', '.join(_find_projectors(model)) or 'not known'}"
+            )
+        if any(vocabulary & set(module.modules()) for module in matching.values()):
+            raise UserError(
+                f"policy.lora.modules_to_save: {name} has the embeddings or the head, which may be "
+                "tied and are as large as a small model: train full weights instead (without "
+                "policy.lora)"
+            )
+        found += matching
+    return found
+
+
+def _find_projectors(model: Any) -> list[str]:
+    names = [name for name, _ in model.named_modules() if find_part(name) == "projector"]
+    return [name for name in names if name.rpartition(".")[0] not in names]
+
+
+def _find_targets(target: str | Sequence[str], model: Any) -> list[str]:
+    """Return the full names of the linear layers to adapt, without the output head."""
+    head = model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    if target == "language":
+        found = [name for name in linear if find_part(name) == "language"]
+        if not found:
+            raise UserError(
+                "policy.lora.target=language: this model's language model is not known: list "
+                "module-name suffixes instead, such as [q_proj, v_proj]"
+            )
+        return found
+    if target == "all":
+        return linear
+    matching = [n for n in linear if any(n == t or n.endswith(f".{t}") for t in target)]
+    missing = [t for t in target if not any(n == t or n.endswith(f".{t}") for n in linear)]
+    if missing:
+        names = sorted({name.rpartition(".")[2] for name in linear})
+        raise UserError(
+            f"policy.lora.target: no linear layer is called {', '.join(missing)}; "
+            f"this model has {', '.join(names)}"
+        )
+    return matching
