@@ -209,6 +209,38 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
     assert stops == {"eos", "length"}
 
 
+@pytest.mark.parametrize(("loss", "iterations"), [("grpo", 1), ("dapo", 2)])
+def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
+    loss: str,
+    iterations: int,
+    make_settings: Any,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group of the second step counts as one with equal rewards, so one of the first returns."""
+    objective = {"loss_type": loss, "num_iterations": iterations, "epsilon": 0.01, "replay": {}}
+    settings = make_settings(objective=objective)
+    recorder = Recorder(make_trainer(settings))
+    recorder.attach(monkeypatch)
+    recorder.trainer.step()
+    sampler, rollouts = recorder.trainer.sampler, []
+    monkeypatch.setattr(sampler, "_split_by_spread", lambda groups: ([*groups][:1], [*groups][1:]))
+    sample = sampler.sample
+    monkeypatch.setattr(sampler, "sample", lambda *a: rollouts.append(sample(*a)) or rollouts[-1])
+    metrics = recorder.trainer.step()
+    assert metrics["replay/groups"] == 1
+    assert metrics["clip_ratio/region_mean"] > 0
+    again = rollouts[0].replayed
+    assert [group.id for group in again] == [recorder.groups[0][1].id]
+    plain, weights = PlainModel(model_folder, settings), {"letters": 1.0, "codes": -0.5}
+    first, before = recorder.weights[0], recorder.weights[iterations]
+    replayed = PlainStep(again, weights, first, first)
+    raw = PlainStep(recorder.groups[1], weights, before, before, replayed)
+    for update in range(iterations, 2 * iterations):
+        _, expected = compute_gradient(plain, raw, recorder.weights[update], settings)
+        assert relative_distance(recorder.gradients[update], expected) < 5e-6
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_training_raises_the_reward_and_lowers_a_negated_one(sign: int, make_settings: Any) -> None:
     """The share of letters among four random characters, about a fifth at first."""

@@ -153,7 +153,8 @@ class Trainer:
             self._interrupt()
         metrics = partial.updates.summarize()
         self.policy.clear_image_features()
-        groups, advantages = partial.rollout.groups, partial.batch.advantages
+        groups, batch = partial.rollout.groups, partial.batch
+        advantages = batch.advantages[: batch.replayed.start]
         is_skipped = bool(metrics["skipped_updates"])
         self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
         self.nonfinite.check(self.global_step, is_skipped, groups, advantages)

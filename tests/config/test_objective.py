@@ -45,6 +45,7 @@ from vlm_grpo.errors import UserError
             {"reference_device": "cpu", "beta": 0.1},
             "without a reference snapshot.*reference_refresh_every above 1",
         ),
+        ({"replay": {}, "beta": 0.1}, "replay needs beta=0"),
         ({"reference_refresh_every": 0}, "at least 1"),
         ({"reference_refresh_every": "sometimes"}, "never"),
         ({"beta": float("nan")}, "beta"),
@@ -120,6 +121,13 @@ def test_a_sound_recipe_has_no_note():
         reference_refresh_every="never",
     )
     assert recipe.notes(updates_per_step=2) == []
+
+
+def test_with_replay_the_ratio_is_not_1():
+    replayed = ObjectiveSettings(replay={}, epsilon=0.1, epsilon_high=0.28, delta=4.0)
+    assert (replayed.find_ratio_problems(1), replayed.notes(1)) == ([], [])
+    with pytest.raises(ValueError, match="dropout"):
+        replayed.check_dropout(0.1)
 
 
 def test_settings_survive_a_round_trip():

@@ -6,12 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from streams import EXAMPLES, build_mixture
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.stream import ExampleStream, Stream, build_stream
+from vlm_grpo.data.stream import ExampleStream, build_stream
 from vlm_grpo.types import Example
-
-EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]
 
 
 def test_every_epoch_contains_every_example_once_in_another_order() -> None:
@@ -28,20 +27,6 @@ def test_an_example_depends_only_on_the_seed_and_the_index() -> None:
     assert [ExampleStream(EXAMPLES, seed=7)[index].id for index in range(60)] == in_order
     assert [stream[index].id for index in reversed(range(60))] == in_order[::-1]
     assert [ExampleStream(EXAMPLES, seed=8)[index].id for index in range(60)] != in_order
-
-
-def build_mixture(counts: dict[str, int], **data: Any) -> Stream:
-    sources = [{"source": f"{name}.jsonl", "task": "counting", "name": name} for name in counts]
-    weights = data.pop("weights", {})
-    for source in sources:
-        source |= {"weight": weights[source["name"]]} if source["name"] in weights else {}
-    settings = Settings(data={"train": sources, **data})
-    examples = [
-        Example(f"{name}/{n}", (), "?", n, source=name)
-        for name, c in counts.items()
-        for n in range(c)
-    ]
-    return build_stream(examples, settings)
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,12 @@ ZERO_RESUMED = [
     "fsdp-2-resumed_zero3",
 ]
 CASES = {
-    **{"ddp-2": 16, "fsdp-2": 9, "fsdp_held-2": 7, "zero2-2": 8, "zero3-2": 8},
-    **{"ddp-4": 8, "fsdp-4": 7, "fsdp_held-4": 1, "hsdp-4": 2},
+    **{"ddp-2": 18, "fsdp-2": 9, "fsdp_held-2": 7, "zero2-2": 8, "zero3-2": 8},
+    **{"ddp-4": 10, "fsdp-4": 7, "fsdp_held-4": 1, "hsdp-4": 2},
 }
-"""Number of float32 cases of each launch, of the 16 of ``ddp-1``."""
+"""Number of float32 cases of each launch, of the 18 of ``ddp-1``."""
+OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/")
+"""Beginnings of the names of metrics of a run's examples."""
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed"
 )
@@ -75,7 +77,7 @@ def select_steps(results: dict[str, Any]) -> dict[str, list[Step]]:
 
 def compare_with_one_process(results: Results) -> None:
     expected = select_steps(results["ddp-1"])
-    assert len(expected) == 16
+    assert len(expected) == 18
     for launch in results.keys() - {"ddp-1"}:
         found = select_steps(results[launch])
         assert expected.keys() >= found.keys()
@@ -85,7 +87,10 @@ def compare_with_one_process(results: Results) -> None:
                 # float32 sums in another order; after a few steps of Adam at most 5e-6.
                 assert distance(b["grads"], a["grads"]) < 1e-5, (launch, case)
                 names = ("reward", "reward_std", "frac_reward_zero_std", "loss", "entropy")
-                for name in {*names, "mean_token_accuracy", "grad_norm"} & a["metrics"].keys():
+                # What the sources of a mixture earned, what a curriculum chose, what was replayed.
+                of_examples = [n for n in a["metrics"] if n.startswith(OF_EXAMPLES)]
+                names = {*names, "mean_token_accuracy", "grad_norm"} & a["metrics"].keys()
+                for name in [*names, *of_examples]:
                     value = pytest.approx(a["metrics"][name], rel=1e-4, abs=1e-6)
                     assert b["metrics"][name] == value, (launch, case, name)
 
@@ -143,6 +148,9 @@ def test_four_processes_make_the_steps_of_one(folder: Path) -> None:
 
 def test_the_cases_are_uneven(folder: Path) -> None:
     results = run_launches(folder, ["ddp-1"])["ddp-1"]
+    mixed = [step["metrics"] for step in results["a mixture"]]
+    assert all(row["sources/plain/reward"] > 0 < row["sources/half/reward"] for row in mixed)
+    assert any(step["metrics"]["replay/groups"] for step in results["a curriculum and replay"])
     steps = [step["metrics"] for steps in select_steps(results).values() for step in steps]
     metrics = [row for row in steps if "frac_reward_zero_std" in row]  # not of supervised steps
     # Groups with and without spread in one step: on four ranks some rank has no useful group.

@@ -97,8 +97,12 @@ TARGETS = {
 
 WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/update.py", "advantages=batch.advantages[rows]", "advantages=-batch.advantages[rows]"),
-    ("grpo/update.py", "old if updates.count else None)", "None)"),
-    ("grpo/update.py", "if not updates.count and batch.num_iterations", "if batch.num_iterations"),
+    ("grpo/update.py", "old if has_ratio else None)", "None)"),
+    (
+        "grpo/update.py",
+        "if not updates.count and (batch.num_iterations",
+        "if (batch.num_iterations",
+    ),
     ("grpo/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
     ("grpo/update.py", "and updates.skipped < updates.count", ""),
     ("grpo/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),

@@ -84,12 +84,14 @@ class PlainStep:
         reward_weights: weight of each reward by name.
         before: the trained weights before the step's first update.
         reference: the trained weights of the reference policy.
+        replayed: groups of an earlier step, with the weights before that step.
     """
 
     groups: Sequence[Group]
     reward_weights: Mapping[str, float]
     before: Weights
     reference: Weights
+    replayed: PlainStep | None = None
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,11 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         kls = (_kl(*pair, objective.kl_estimator) for pair in zip(old, reference, strict=True))
         penalties = [objective.beta * kl.sum().item() for kl in kls]
     advantages = _compute_advantages(step, penalties, objective)
-    return [
+    rows = [
         _Row(*pair, old[row], reference[row], advantages[row]) for row, pair in enumerate(pairs)
     ]
+    again = [] if step.replayed is None else _collect_rows(model, step.replayed, objective)
+    return [*rows, *again]
 
 
 def _compute_advantages(

@@ -47,14 +47,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_examples
+from vlm_grpo.data import load_run_task
+from vlm_grpo.data.mixture import load_split
 from vlm_grpo.distributed import data_parallel
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.data_parallel import DataParallel
 from vlm_grpo.distributed.launch import build_accelerator
 from vlm_grpo.distributed.sharding import full_shape, gather_full
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.registry import load_task
 from vlm_grpo.trainer import Trainer
 
 CHECKED: set[str] = set()
@@ -63,8 +63,8 @@ CHECKED: set[str] = set()
 
 def build_trainer(settings: Settings) -> Trainer:
     """Build a trainer. Only the first of its policy settings compares the forms of the prompt."""
-    task = load_task(settings.task)
-    examples = load_examples(str(settings.data.train), task, settings.data, "train")
+    task = load_run_task(settings)
+    examples = load_split(settings, task, "train")
     accelerator = build_accelerator(settings)
     torch.manual_seed(0)
     policy, kind = load_policy(settings), settings.policy.model_dump_json()
@@ -280,7 +280,8 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
         yield f"loss {loss}", steps(1, objective={"loss_type": loss, **objective})
     for name in UNEVEN_CASES.get(launch, ()):
         changes = UNEVEN[name]
-        yield name, steps(3 if "reference_refresh_every" in str(changes) else 2, **changes)
+        is_long = any(word in str(changes) for word in ("refresh", "replay", "mixed"))
+        yield name, steps(3 if is_long else 2, **changes)
     if launch.startswith(("ddp", "zero")):
         yield "out of memory", partial(retry_after_out_of_memory, make_settings(folder, launch))
     if launch in ("ddp-1", "ddp-2"):

@@ -76,6 +76,14 @@ UNEVEN: dict[str, dict[str, Any]] = {
     },
     # A supervised step, whose examples without an image are one group, and the first rollout.
     "a warm start": {"warm_start": {"steps": 1, "lr": 1e-4}},
+    # Two sources with other prompts and rewards. Updates would magnify the rounding of gradients
+    # that are almost 0, as Adam divides each by its own size.
+    "a mixture": {"task": "mixed", "optim": {"lr": 0.0}},
+    "a curriculum and replay": {
+        "data": {"curriculum": {"pool": 2}},
+        "objective": {"replay": {}},
+        "rollout": {"num_generations": 2},
+    },
     # The first row has no image, so no rank ever has one; every rank has the same example.
     "one example": {"data": {"train_limit": 1}},
     # Completions of one token that stop at once have equal rewards: no group has an advantage.
@@ -85,11 +93,14 @@ UNEVEN: dict[str, dict[str, Any]] = {
 _IN_THE_UPDATE = (
     *("a reference and two updates", "a warm start", "one example", "nothing to learn"),
 )
+_OF_EXAMPLES = ("a mixture", "a curriculum and replay")
 _ON_FOUR_RANKS = ("resampled groups", *_IN_THE_UPDATE)
 UNEVEN_CASES = {
-    **dict.fromkeys(("ddp-1", "ddp-2", "fsdp-2"), tuple(UNEVEN)),
+    **dict.fromkeys(("ddp-1", "ddp-2"), tuple(UNEVEN)),
+    "fsdp-2": tuple(name for name in UNEVEN if name not in _OF_EXAMPLES),
     **dict.fromkeys(("fsdp_held-2", "zero2-2", "zero3-2"), _IN_THE_UPDATE),
-    **dict.fromkeys(("ddp-4", "fsdp-4"), _ON_FOUR_RANKS),
+    "ddp-4": (*_ON_FOUR_RANKS, *_OF_EXAMPLES),
+    "fsdp-4": _ON_FOUR_RANKS,
 }
 """The cases of ``UNEVEN`` by launch. Each strategy has those that differ in the update."""
 BEGUN_BY = {
@@ -140,6 +151,11 @@ def make_settings(folder: Path, name: str, **changes: Any) -> Settings:
     for block, value in changes.items():
         default = values.get(block)
         values[block] = {**default, **value} if isinstance(default, dict) else value
+    if values["task"] == "mixed":
+        own = {"source": str(folder / "rows.jsonl"), "task": str(folder / "letters.py")}
+        options = {"weights": {"letters": 0.5}, "instruction": "Use letters."}
+        half = {**own, "name": "half", "task_options": options, "limit": 5}
+        values["data"] = {"train": [{**own, "name": "plain", "weight": 2.0}, half]}
     return Settings.model_validate(values)
 
 

@@ -60,6 +60,7 @@ MAY_CHANGE = (
 of the checkpoint or identify the run."""
 
 MAY_CHANGE_BETWEEN_STEPS = (
+    "data.curriculum",
     "policy.engine",
     "rollout",
     "objective.loss_type",
@@ -76,6 +77,7 @@ MAY_CHANGE_BETWEEN_STEPS = (
     "objective.epsilon",
     "objective.epsilon_high",
     "objective.delta",
+    "objective.replay",
     "objective.num_iterations",
     "objective.mask_truncated_completions",
     "objective.entropy_coef",

@@ -22,6 +22,7 @@ from vlm_grpo.checkpoint.compatibility import (
     flatten_settings,
     warn_about_versions,
 )
+from vlm_grpo.checkpoint.experience_state import restore_experience, serialize_experience
 from vlm_grpo.checkpoint.partial_step import PartialStep, restore_step, serialize_step
 from vlm_grpo.checkpoint.rng_state import get_rng_states, set_rng_states
 from vlm_grpo.checkpoint.sharded import write_sharded_checkpoint
@@ -195,12 +196,16 @@ class CheckpointManager:
         }
         if unused := self.sampler.unused:  # only with rollouts ahead of the steps
             metadata["unused"] = unused
+        replay, experience = serialize_experience(self.sampler.experience)
+        if replay:
+            metadata["replay"] = replay
         partial: dict[str, torch.Tensor] = {}
         if state.partial is not None:
             metadata["open_step"], partial = serialize_step(state.partial, self.policy)
         if self.accelerator.is_main_process:
             tensors |= {"examples": {"train": self.digests}}
             tensors |= {"open_step": _copy_to_host(partial)} if partial else {}
+            tensors |= {"experience": experience} if experience else {}
         return CheckpointState(metadata, tensors)
 
     def restore(self, checkpoint: Path) -> RunState:
@@ -218,6 +223,8 @@ class CheckpointManager:
             )
         self._restore_updater(checkpoint, metadata)
         self.sampler.restore(metadata["position"], metadata.get("unused", []))
+        experience = read_tensors(checkpoint, "experience")
+        restore_experience(self.sampler.experience, metadata.get("replay", []), experience)
         self._restore_max_tokens(metadata)
         states = metadata["random"]
         set_rng_states(states[self.accelerator.process_index % len(states)])

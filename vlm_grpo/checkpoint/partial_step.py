@@ -66,8 +66,9 @@ def serialize_step(
 
 def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
     """Return the values of this rank's step that are stored as JSON."""
-    work = dict(vars(policy.counters))
-    numbers = step.rollout.mini_batches if len(step.batch.mini_batches) > 1 else ()
+    work, sampled = dict(vars(policy.counters)), len(step.rollout.groups)
+    groups = (*step.rollout.groups, *step.rollout.replayed)
+    parts = step.rollout.mini_batches if len(step.batch.mini_batches) > 1 else ()
     return {
         "rounds": step.rollout.rounds,
         "resampled": step.rollout.resampled,
@@ -76,21 +77,11 @@ def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
             {
                 "id": group.id,
                 "prompt_tokens": len(group.prompt.token_ids),
-                "completions": [
-                    {
-                        "tokens": len(completion.token_ids),
-                        "text": completion.text,
-                        "stop": completion.stop,
-                        "rewards": dict(score.rewards),
-                        "total": score.total,
-                        "metrics": dict(score.metrics),
-                        "failures": dict(score.failures),
-                    }
-                    for completion, score in zip(group.completions, group.scores, strict=True)
-                ],
-                **({} if number is None else {"mini_batch": number}),
+                "completions": serialize_completions(group.completions, group.scores),
+                **({} if part is None else {"mini_batch": part}),
+                **({"replayed": True} if number >= sampled else {}),
             }
-            for group, number in itertools.zip_longest(step.rollout.groups, numbers)
+            for number, (group, part) in enumerate(itertools.zip_longest(groups, parts))
         ],
         "metrics": dict(step.metrics),
         "updates": step.updates.count,
@@ -102,19 +93,50 @@ def _serialize_values(step: PartialStep, policy: Policy) -> dict[str, Any]:
     }
 
 
+def serialize_completions(
+    completions: Sequence[Completion], scores: Sequence[Score]
+) -> list[dict[str, Any]]:
+    """Return the values of completions that JSON can hold; ``join_tokens`` has the others."""
+    return [
+        {
+            "tokens": len(completion.token_ids),
+            "text": completion.text,
+            "stop": completion.stop,
+            "rewards": dict(score.rewards),
+            "total": score.total,
+            "metrics": dict(score.metrics),
+            "failures": dict(score.failures),
+        }
+        for completion, score in zip(completions, scores, strict=True)
+    ]
+
+
+def join_tokens(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """Return the tokens and log-probs of all completions, one after the other."""
+    tokens = [token for c in completions for token in c.token_ids]
+    logprobs = [value for c in completions for value in c.logprobs]
+    return {
+        "tokens": torch.tensor(tokens, dtype=torch.int64),
+        # float64, because the completions hold Python floats.
+        "logprobs": torch.tensor(logprobs, dtype=torch.float64),
+    }
+
+
+def restore_completion(
+    values: Mapping[str, Any], tokens: Tensor, logprobs: Tensor, answer: Any
+) -> tuple[Completion, Score]:
+    """Restore a completion and its score from what the functions above returned."""
+    token_ids, known = tuple(tokens.tolist()), tuple(logprobs.tolist())
+    completion = Completion(token_ids, known, values["text"], values["stop"])
+    total, failures = values["total"], values["failures"]
+    return completion, Score(answer, values["rewards"], total, values["metrics"], failures)
+
+
 def _serialize_tensors(step: PartialStep) -> dict[str, Tensor]:
     """Return the tensors of this rank's step, concatenated over completions."""
-    completions = [c for group in step.rollout.groups for c in group.completions]
-    tensors = {
-        "tokens": torch.tensor(
-            [token for c in completions for token in c.token_ids], dtype=torch.int64
-        ),
-        # float64, because the completions hold Python floats.
-        "logprobs": torch.tensor(
-            [value for c in completions for value in c.logprobs], dtype=torch.float64
-        ),
-        "advantages": step.batch.advantages,
-    }
+    groups = (*step.rollout.groups, *step.rollout.replayed)
+    tensors = join_tokens([c for group in groups for c in group.completions])
+    tensors["advantages"] = step.batch.advantages
     for name, by_row in (
         ("reference", step.batch.reference_logprobs),
         ("old", step.updates.old_logprobs),
@@ -149,6 +171,11 @@ class _SavedGroup:
     values: dict[str, Any]
     rows: list[dict[str, Tensor]]
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the group is of an earlier step."""
+        return "replayed" in self.values
+
 
 def restore_step(
     values: Sequence[dict[str, Any]],
@@ -181,15 +208,17 @@ def restore_step(
     prompts: dict[str, Prompt] = {}
     for indices in rounds:  # as in the rollout, so that cached features are equal bit for bit
         prompts |= {prompt.example.id: prompt for prompt in sampler.load_prompts(indices)}
+    groups.sort(key=lambda group: group.is_replayed)
     rows = [row for group in groups for row in group.rows]
+    restored = [_restore_group(g, prompts.get(g.values["id"]), sampler.task) for g in groups]
+    sampled = sum(not group.is_replayed for group in groups)
     rollout = Rollout(
-        tuple(
-            _restore_group(group, prompts.get(group.values["id"]), sampler.task) for group in groups
-        ),
+        tuple(restored[:sampled]),
         values[0]["resampled"],
         tuple(map(tuple, rounds)),
         mini_batches=tuple(group.values.get("mini_batch", 0) for group in groups),
         is_supervised=values[0].get("supervised", False),
+        replayed=tuple(restored[sampled:]),
     )
     advantages = torch.stack([row["advantages"] for row in rows]) if rows else torch.zeros(0)
     reference = {index: row["reference"] for index, row in enumerate(rows) if "reference" in row}
@@ -265,10 +294,9 @@ def _restore_group(saved: _SavedGroup, prompt: Prompt | None, task: Task) -> Gro
         )
     completions, scores = [], []
     for completion, row in zip(values["completions"], saved.rows, strict=True):
-        text, failures = completion["text"], completion["failures"]
-        tokens, logprobs = tuple(row["tokens"].tolist()), tuple(row["logprobs"].tolist())
-        completions.append(Completion(tokens, logprobs, text, completion["stop"]))
-        answer = task.read(text, prompt.example) if "parse" not in failures else None
-        rewards, metrics = completion["rewards"], completion["metrics"]
-        scores.append(Score(answer, rewards, completion["total"], metrics, failures))
+        is_read = "parse" not in completion["failures"]
+        answer = task.read(completion["text"], prompt.example) if is_read else None
+        restored = restore_completion(completion, row["tokens"], row["logprobs"], answer)
+        completions.append(restored[0])
+        scores.append(restored[1])
     return Group(prompt, tuple(completions), tuple(scores))

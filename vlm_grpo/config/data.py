@@ -110,6 +110,22 @@ OptionalSources = Annotated[
 """``Sources`` or None."""
 
 
+class CurriculumSettings(Frozen):
+    """The choice of each step's prompts by the pass rates that earlier steps have shown."""
+
+    target: float = Field(default=0.5, gt=0, lt=1)
+    """Pass rate to be close to."""
+    pool: int = Field(default=8, ge=2)
+    """Candidates per prompt: the next ones in the shuffled order. Those that are not chosen have
+    their turn again in the next pass over the data."""
+    decay: float = Field(default=0.5, ge=0, le=1)
+    """Share of what was known of an example that is kept when it is sampled again, since the policy
+    has changed; 1: all, 0: nothing."""
+    unseen: float = Field(default=0.25, ge=0, le=1)
+    """Least share of the prompts whose examples have not been sampled yet, while there are any; 0:
+    none is reserved."""
+
+
 class DataSettings(Frozen):
     """The examples, and how bad rows are treated.
 
@@ -152,6 +168,8 @@ class DataSettings(Frozen):
     ``0.1 < pass_rate < 0.9``. None: all."""
     difficulty: Path | None = None
     """File of ``vlm-grpo difficulty`` with numbers for ``filter``; None: columns of the rows."""
+    curriculum: CurriculumSettings | None = None
+    """Prefer examples of medium difficulty, estimated during the run; None: take all in turn."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Treatment of rows that cannot be used: report all of them and stop, or skip them and log
     their number."""

@@ -21,6 +21,15 @@ Level = Literal["token", "sequence"]
 SamplerCorrection = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
 
 
+class ReplaySettings(Frozen):
+    """The replay of earlier groups in steps in which some groups have equal rewards."""
+
+    size: int = Field(default=64, ge=1)
+    """Maximum number of groups that are kept; the oldest leave first."""
+    max_age: int = Field(default=8, ge=1)
+    """Number of steps after which a group is not replayed any more."""
+
+
 class ObjectiveSettings(Frozen):
     """The objective of one step: its advantages, its loss, and its KL to a reference policy."""
 
@@ -69,6 +78,10 @@ class ObjectiveSettings(Frozen):
     num_iterations: int = Field(default=1, ge=1)
     """Updates on each mini-batch of a rollout (μ). 1: with ``optim.mini_batches=1``, the importance
     ratio is identically 1 and no old log-probabilities are computed."""
+
+    replay: ReplaySettings | None = None
+    """Train once more on a recent group, with the ratio to the policy that sampled it, for each
+    group whose rewards are all equal; None: each group is trained on in its own step only."""
 
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 − epsilon, and above at 1 + epsilon unless ``epsilon_high``
@@ -144,9 +157,15 @@ class ObjectiveSettings(Frozen):
 
     def _kl_errors(self) -> list[tuple[bool, str]]:
         every, corrected = self.reference_refresh_every, self.use_bias_correction_kl
+        replayed = self.replay is not None and self.beta > 0
         in_loss = self.beta > 0 and self.kl_in == "loss"
         in_reward = self.beta > 0 and self.kl_in == "reward"
         return [
+            (
+                replayed,
+                "replay needs beta=0: the KL is estimated on completions of the policy as it is, "
+                "which replayed ones are not",
+            ),
             (
                 every != "never" and int(every) < 1,
                 "reference_refresh_every counts steps and must be at least 1, or never",
@@ -196,7 +215,7 @@ class ObjectiveSettings(Frozen):
 
     def find_ratio_problems(self, updates_per_step: int) -> list[str]:
         """Return what has no effect because every ratio is 1 with one update per rollout."""
-        if updates_per_step > 1 or self.loss_type == "cispo":
+        if updates_per_step > 1 or self.replay is not None or self.loss_type == "cispo":
             return []
         return [
             f"with one update per rollout every importance ratio is 1, so objective.{name} has "
@@ -259,7 +278,7 @@ class ObjectiveSettings(Frozen):
 
     def _ratio_notes(self, updates_per_step: int) -> list[str]:
         notes = []
-        if updates_per_step == 1:
+        if updates_per_step == 1 and self.replay is None:
             notes.append(
                 "one update per rollout: the importance ratio is 1 and the advantages of a group "
                 "sum to 0, so a policy loss near 0 is normal; watch the reward"
@@ -317,7 +336,8 @@ class ObjectiveSettings(Frozen):
         Raises:
             ValueError: log-probs under different dropout masks would be compared.
         """
-        compared = updates_per_step > 1 or self.sampler_correction != "none" or self.beta > 0
+        has_ratio = updates_per_step > 1 or self.replay is not None
+        compared = has_ratio or self.sampler_correction != "none" or self.beta > 0
         if dropout > 0.0 and compared:
             raise ValueError(
                 f"dropout of {dropout:g} changes log-probabilities between two passes, so the "

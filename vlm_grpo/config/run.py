@@ -235,6 +235,13 @@ class Settings(Frozen):
             problem = self.warm_start.find_problem(optim.max_steps, optim.warmup_steps)
             problems += [] if problem is None else [problem]
         problems += self.objective.find_ratio_problems(self.updates_per_step)
+        if self.is_supervised(optim.max_steps):
+            chosen, replay = self.data.curriculum, self.objective.replay
+            problems += [
+                f"{name} has no effect in a run of supervised steps alone: set {name}=null"
+                for name, value in {"data.curriculum": chosen, "objective.replay": replay}.items()
+                if value is not None
+            ]
         if not self.data.has_held_out and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")
         if not self.data.has_held_out and self.evaluation.samples > 1:

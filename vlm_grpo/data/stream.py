@@ -11,7 +11,6 @@ import numpy as np
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.store import SelectedExamples
 from vlm_grpo.types import Example
 
 _BLOCK = 4096
@@ -24,6 +23,24 @@ class Stream(Protocol):
 
     def __getitem__(self, index: int, /) -> Example: ...
 
+    def locate(self, index: int, /) -> tuple[int, int]:
+        """Return the number of the index's source, and its row among the training examples."""
+        ...
+
+
+class Choice(Protocol):
+    """A choice among the next indices of a stream.
+
+    Attributes:
+        pool: number of indices per chosen one.
+    """
+
+    pool: int
+
+    def choose(self, position: int, count: int, /) -> Sequence[int]:
+        """Return ``count`` of the ``count * pool`` indices from ``position`` on."""
+        ...
+
 
 class ExampleStream:
     """An endless stream that contains every example once per epoch, in a new order.
@@ -34,20 +51,30 @@ class ExampleStream:
     Args:
         examples: the training examples, at least one.
         seed: seed of the shuffling.
+        rows: the examples to use; None: all.
     """
 
-    def __init__(self, examples: Sequence[Example], seed: int | Sequence[int]) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        seed: int | Sequence[int],
+        rows: Sequence[int] | None = None,
+    ) -> None:
         self.examples, self.seed = examples, seed
+        self.rows = range(len(examples)) if rows is None else rows
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def __getitem__(self, index: int) -> Example:
         """Return the example at position ``index``, counted from the start of the run."""
-        epoch, position = divmod(index, len(self.examples))
-        return self.examples[self._order(epoch)[position]]
+        return self.examples[self.locate(index)[1]]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        epoch, position = divmod(index, len(self.rows))
+        return 0, self.rows[self._order(epoch)[position]]
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         entropy = [*np.atleast_1d(self.seed), epoch]
-        return np.random.default_rng(entropy).permutation(len(self.examples))
+        return np.random.default_rng(entropy).permutation(len(self.rows))
 
 
 class MixedStream:
@@ -58,11 +85,11 @@ class MixedStream:
     ``ExampleStream``, it is a pure function of the index.
 
     Args:
-        streams: the streams.
+        streams: the streams, of the same examples.
         shares: share of each; they sum to 1.
     """
 
-    def __init__(self, streams: Sequence[Stream], shares: Sequence[float]) -> None:
+    def __init__(self, streams: Sequence[ExampleStream], shares: Sequence[float]) -> None:
         self.streams = streams
         self._bounds = np.cumsum(shares)[:-1]
         self._block = lru_cache(maxsize=4)(self._assign)
@@ -70,14 +97,17 @@ class MixedStream:
 
     def __getitem__(self, index: int) -> Example:
         """Return the example at position ``index``, counted from the start of the run."""
+        return self.streams[0].examples[self.locate(index)[1]]
+
+    def locate(self, index: int) -> tuple[int, int]:
         block, position = divmod(index, _BLOCK)
         while len(self._counts) <= block:
             own = self._block(len(self._counts) - 1)
             self._counts.append(self._counts[-1] + np.bincount(own, minlength=len(self.streams)))
         own = self._block(block)
-        stream = own[position]
+        stream = int(own[position])
         earlier = self._counts[block][stream] + np.count_nonzero(own[:position] == stream)
-        return self.streams[stream][int(earlier)]
+        return stream, self.streams[stream].locate(int(earlier))[1]
 
     def _assign(self, block: int) -> np.ndarray:
         """Return the stream of each position of a block."""
@@ -97,7 +127,7 @@ def build_stream(examples: Sequence[Example], settings: Settings) -> Stream:
         return ExampleStream(examples, settings.seed)
     shares = compute_shares({name: len(own) for name, own in parts.items()}, settings.data)
     streams = [
-        ExampleStream(SelectedExamples(examples, own), [settings.seed, number])
+        ExampleStream(examples, [settings.seed, number], own)
         for number, own in enumerate(parts.values())
     ]
     return MixedStream(streams, list(shares.values()))
@@ -131,14 +161,18 @@ class StreamCursor:
     def __init__(self, position: int = 0, returned: Sequence[int] = ()) -> None:
         self.position, self.returned = position, list(returned)
 
-    def peek(self, count: int) -> tuple[int, ...]:
-        """Return the next ``count`` indices."""
+    def peek(self, count: int, choice: Choice | None = None) -> tuple[int, ...]:
+        """Return the next ``count`` indices, or those that ``choice`` chooses of more."""
         again = self.returned[:count]
-        return (*again, *range(self.position, self.position + count - len(again)))
+        missing = count - len(again)
+        if choice is None:
+            return (*again, *range(self.position, self.position + missing))
+        return (*again, *choice.choose(self.position, missing))
 
-    def take(self, count: int) -> tuple[int, ...]:
-        """Return the next ``count`` indices, and advance beyond them."""
-        indices = self.peek(count)
-        self.position += count - len(self.returned[:count])
+    def take(self, count: int, choice: Choice | None = None) -> tuple[int, ...]:
+        """Return what ``peek`` does, and advance beyond it."""
+        indices = self.peek(count, choice)
+        pool = 1 if choice is None else choice.pool
+        self.position += (count - len(self.returned[:count])) * pool
         del self.returned[:count]
         return indices

@@ -25,13 +25,11 @@ from vlm_grpo.evaluation.generate import generate_all
 from vlm_grpo.evaluation.predictions import PredictionLog, build_request
 from vlm_grpo.evaluation.served import load_evaluated_model
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
-from vlm_grpo.rewards.scorer import build_scorer, get_full_reward
+from vlm_grpo.rewards.scorer import build_scorer, earns, get_gold_reward, measure_pass
 from vlm_grpo.server.chat import Endpoint
-from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task import Task
 from vlm_grpo.types import Example, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
-
-_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -111,26 +109,11 @@ def sample_examples(
 
 
 def compute_pass_rates(found: SampledExamples) -> list[float]:
-    """Return the mean primary metric of each example's samples, from 0 to 1.
-
-    Where it is an error, or has other values, it is the share of samples with the full reward.
-    """
-    primary: dict[str, list[float]] = {}
-    for example, scores in zip(found.examples, found.scores, strict=True):
-        source, own = found.task.part(example)
-        name = f"{source}/{own.primary_metric}" if source else own.primary_metric
-        values = [{**score.rewards, **score.metrics}.get(name) for score in scores]
-        if own.lower_is_better or all(value is None for value in values):
-            values = [-1.0]
-        primary.setdefault(source, []).append(fmean(value or 0.0 for value in values))
-    shares = {name for name, values in primary.items() if all(0 <= v <= 1 for v in values)}
-    rates = []
-    for example, scores in zip(found.examples, found.scores, strict=True):
-        source, _ = found.task.part(example)
-        mean = primary[source].pop(0)
-        least = _get_full_reward(found.task, example)
-        rates.append(mean if source in shares else fmean(_has(s, least) for s in scores))
-    return rates
+    """Return the mean of ``measure_pass`` over each example's samples."""
+    return [
+        fmean(measure_pass(found.task, example, score) for score in scores)
+        for example, scores in zip(found.examples, found.scores, strict=True)
+    ]
 
 
 def write_difficulty(found: SampledExamples, path: Path) -> list[float]:
@@ -168,10 +151,10 @@ def write_completions(
     tasks = _name_tasks(found.settings)
     rows, count = [], 0
     for example, texts, scores in zip(found.examples, found.texts, found.scores, strict=True):
-        enough = _get_full_reward(found.task, example) if least is None else least
+        enough = get_gold_reward(found.task, example) if least is None else least
         totals: dict[str, float] = {}
         for text, score in zip(texts, scores, strict=True):
-            if _has(score, enough) and _is_complete(text, found):
+            if earns(score, enough) and _is_complete(text, found):
                 totals[text] = max(totals.get(text, score.total or 0.0), score.total or 0.0)
         best = sorted(totals, key=lambda text: -totals[text])[:keep]
         row = _build_row(example, found.settings, path.parent, tasks) if best else {}
@@ -188,19 +171,6 @@ def write_completions(
         )
     _write_rows(path, rows)
     return len(rows), count
-
-
-def _get_full_reward(task: Task, example: Example) -> float:
-    """Return the reward that the gold answer must earn."""
-    _, own = task.part(example)
-    try:
-        return get_full_reward(own) * own.gold_reward(example)
-    except FAILURES as error:  # a user's method may raise anything
-        raise UserError(f"{example.name}: gold_reward failed: {error}") from error
-
-
-def _has(score: Score, least: float) -> bool:
-    return score.total is not None and score.total >= least - _ROUNDING
 
 
 def _is_complete(text: str, found: SampledExamples) -> bool:

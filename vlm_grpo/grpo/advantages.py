@@ -25,8 +25,8 @@ class StepAdvantages:
     """The advantages of a step's completions.
 
     Attributes:
-        own: (n,) advantages of this rank's completions.
-        step: advantages of all ranks' completions, with the statistics of the groups.
+        own: (n,) advantages of this rank's completions, those of replayed groups last.
+        step: advantages of all ranks' sampled completions, with the statistics of the groups.
     """
 
     own: Tensor
@@ -43,7 +43,8 @@ def compute_advantages(
     """Compute the advantages of a step's completions.
 
     Args:
-        rollout: this rank's groups, n completions in all.
+        rollout: this rank's groups, n completions in all with those of replayed groups, whose
+            advantages are computed separately.
         reference: scores of the reference; KL penalties are subtracted from the total rewards.
         task: sets the reward weights; a reward of weight 0 is ignored.
         settings: the run's settings.
@@ -59,13 +60,29 @@ def compute_advantages(
     if reference.penalties is not None:
         weights = torch.cat([weights, weights.new_tensor([-1.0])])
         rewards = torch.cat([rewards, reference.penalties[:, None].to(rewards.dtype)], dim=1)
+    own, step = _gather_advantages(groups, rewards, weights, settings, accelerator)
+    if settings.objective.replay is not None:
+        rewards, weights = _rewards(rollout.replayed, task.reward_weights())
+        again, _ = _gather_advantages(rollout.replayed, rewards, weights, settings, accelerator)
+        own = torch.cat([own, again])
+    return StepAdvantages(own, step)
+
+
+def _gather_advantages(
+    groups: Sequence[Group],
+    rewards: Tensor,
+    weights: Tensor,
+    settings: Settings,
+    accelerator: Accelerator,
+) -> tuple[Tensor, Advantages]:
+    """Return the advantages of this rank's completions, and those of all ranks."""
     rank = accelerator.process_index
     all_rewards = gather_object([rewards])  # in rank order
     sizes = gather_object([len(group.completions) for group in groups])
     ids = [number for number, size in enumerate(sizes) for _ in range(size)]
     start = sum(len(part) for part in all_rewards[:rank])
     step = _advantages(torch.cat(all_rewards), weights, ids, settings.objective)
-    return StepAdvantages(step.values[start : start + len(rewards)], step)
+    return step.values[start : start + len(rewards)], step
 
 
 def has_spread(

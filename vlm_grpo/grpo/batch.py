@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -28,12 +28,16 @@ class Rollout:
         resampled: number of groups, over all ranks, that were sampled to replace groups whose
             rewards were all equal.
         rounds: for each round of sampling, the stream's indices that this rank sampled, including
-            indices of replaced groups; then those of the groups that it got from other ranks.
+            indices of replaced groups; then those of the groups that it got from other ranks, and
+            of replayed ones.
         num_tokens: number of tokens that this rank sampled.
         step: number of steps done before it.
-        mini_batches: the number, from 0, of the mini-batch of each group; empty: all are in one.
+        mini_batches: the number, from 0, of the mini-batch of each group, then of each replayed
+            one; empty: all are in one.
         is_supervised: whether the completions are targets, written instead of sampled, which have
             no rewards.
+        replayed: groups of earlier steps, on which the update trains once more.
+        metrics: metrics of the choice of its prompts and of the replay, over all ranks.
     """
 
     groups: tuple[Group, ...]
@@ -43,6 +47,8 @@ class Rollout:
     step: int = 0
     mini_batches: tuple[int, ...] = ()
     is_supervised: bool = False
+    replayed: tuple[Group, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class StepBatch:
             separate reference is kept.
         num_iterations: number of updates on each mini-batch.
         is_supervised: whether the loss is the cross-entropy of the completions.
+        replayed: the completions of replayed groups; their old log-probs are the sampler's.
     """
 
     mini_batches: tuple[tuple[GroupSlice, ...], ...]
@@ -72,6 +79,7 @@ class StepBatch:
     reference_logprobs: Mapping[int, Tensor]
     num_iterations: int = 1
     is_supervised: bool = False
+    replayed: range = range(0)
 
     @property
     def num_updates(self) -> int:
@@ -130,13 +138,15 @@ def pack_step(
     """Pack a step's completions into the batch of its update.
 
     Args:
-        rollout: this rank's groups, n completions in all.
+        rollout: this rank's groups, n completions in all; those of replayed groups come last.
         advantages: (n,) advantage of each completion.
         reference_logprobs: (T,) log-probs by completion; empty if no separate reference is kept.
         settings: the run's settings.
         accelerator: the ranks.
     """
-    completions = [completion for group in rollout.groups for completion in group.completions]
+    groups = (*rollout.groups, *rollout.replayed)
+    completions = [completion for group in groups for completion in group.completions]
+    sampled = sum(len(group.completions) for group in rollout.groups)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     active = torch.ones(len(completions), dtype=torch.bool)
     if settings.objective.mask_truncated_completions:
@@ -147,13 +157,13 @@ def pack_step(
     totals = StepTotals(int(sums[0]), int(sums[1]), own.max_completion_length)
     keep = needs_update(advantages, active, settings.objective)
     count = 1 if rollout.is_supervised else settings.optim.mini_batches
-    numbers = rollout.mini_batches or (0,) * len(rollout.groups)
-    sizes = [len(group.completions) for group in rollout.groups]
+    numbers = rollout.mini_batches or (0,) * len(groups)
+    sizes = [len(group.completions) for group in groups]
     parts = [part for part, size in zip(numbers, sizes, strict=True) for _ in range(size)]
     return StepBatch(
         tuple(
             build_slices(
-                rollout.groups, [k and p == part for k, p in zip(keep.tolist(), parts, strict=True)]
+                groups, [k and p == part for k, p in zip(keep.tolist(), parts, strict=True)]
             )
             for part in range(count)
         ),
@@ -164,4 +174,5 @@ def pack_step(
         reference_logprobs,
         1 if rollout.is_supervised else settings.objective.num_iterations,
         rollout.is_supervised,
+        range(sampled, len(completions)),
     )

@@ -25,6 +25,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.advantages import has_spread
 from vlm_grpo.grpo.balance import balance_groups, estimate_cost
 from vlm_grpo.grpo.batch import Rollout, score_groups
+from vlm_grpo.grpo.experience import Experience
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.prompt_loader import PromptLoader
 from vlm_grpo.grpo.started import StartedRound, wait_for
@@ -58,6 +59,7 @@ class RolloutSampler:
     Attributes:
         task: the task, with the progress of the last step.
         cursor: the place in the stream.
+        experience: chooses prompts and groups to replay.
         budget: maximum number of tokens sampled at once.
         num_tokens: number of tokens sampled in the current step.
         outside: the outside sampler, once it is built.
@@ -84,6 +86,9 @@ class RolloutSampler:
         self.stream = build_stream(examples, settings)
         skip, workers = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
         self.loader = PromptLoader(self.policy, task, self.stream, skip, workers)
+        self.experience = Experience(
+            self.stream, len(examples), settings, self.load_prompts, self.accelerator
+        )
         self.failures = FailureGuard()
         self.scorer = build_scorer(settings, self.accelerator.process_index)
 
@@ -150,7 +155,7 @@ class RolloutSampler:
         groups, own = [], []
         with self.strategy.gathered():
             with self._fail_together():
-                begun = self._begin_round(self.settings.optim.prompts_per_step)
+                begun = self._begin_round(self.settings.optim.prompts_per_step, is_chosen=False)
                 own = begun.own
                 groups = write_groups(begun.prompts, self._targets, self.task)
                 self.policy.check_form(begun.prompts)
@@ -165,11 +170,11 @@ class RolloutSampler:
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
         groups = self._sample_round(lambda: self._begin_step(ahead))
         rounds = [tuple(groups)]
-        if not rollout.dynamic_sampling:
-            return self._balance(groups, 0, rounds)
+        if not (rollout.dynamic_sampling or self.experience.replay):
+            return self.experience.finish(step, self.task, groups, self._balance(groups, 0, rounds))
         kept, uniform = self._split_by_spread(groups)
         resampled = 0
-        for _ in range(rollout.max_resample or 3):
+        for _ in range((rollout.max_resample or 3) if rollout.dynamic_sampling else 0):
             missing = wanted - len(kept)
             if not missing:
                 break
@@ -180,7 +185,8 @@ class RolloutSampler:
             rounds.append(tuple(fresh))
         chosen = [*kept, *uniform[: wanted - len(kept)]]
         own = {index: groups[index] for index in chosen if index in groups}
-        return self._balance(own, resampled, rounds)
+        begun = self._balance(own, resampled, rounds)
+        return self.experience.finish(step, self.task, groups, begun, wanted - len(kept))
 
     def _balance(
         self, groups: Mapping[int, Group], resampled: int, rounds: Sequence[tuple[int, ...]]
@@ -262,13 +268,14 @@ class RolloutSampler:
             self._started.append(self._begin_round(self.settings.optim.prompts_per_step))
         return self._started.popleft()
 
-    def _begin_round(self, count: int) -> StartedRound:
-        """Load this rank's prompts of the stream's next ``count`` examples, and start sampling."""
-        indices = self.cursor.take(count)
+    def _begin_round(self, count: int, is_chosen: bool = True) -> StartedRound:
+        """Load this rank's prompts of the next ``count`` examples, and start sampling."""
+        curriculum = self.experience.curriculum if is_chosen else None
+        indices = self.cursor.take(count, curriculum)
         own = self._own_indices(indices)
         with self.policy.stopwatch("prompts"):
             prompts = self.loader.load(own)
-        following = self.cursor.peek(self.settings.optim.prompts_per_step)
+        following = self.cursor.peek(self.settings.optim.prompts_per_step, curriculum)
         self.loader.prefetch(self._own_indices(following))
         if self.outside is None or not prompts:
             return StartedRound(indices, own, prompts)

@@ -40,7 +40,7 @@ class Updates:
 
     Attributes:
         old_logprobs: (T,) log-probs before the first update by completion, of those that have
-            later updates.
+            later updates; of a replayed one, those of the policy that sampled it.
         losses: loss of each update on this rank.
         norms: gradient norm of each update.
         metrics: loss metrics over all updates on this rank.
@@ -175,7 +175,9 @@ class Updater:
             while updates.count < batch.num_updates:
                 before_each()
                 if not updates.count:
+                    device, sampled = self.policy.device, batch.sampler_logprobs
                     updates.old_logprobs |= self._score_later(batch)
+                    updates.old_logprobs |= {row: sampled[row].to(device) for row in batch.replayed}
                 self._update_once(batch, updates)
 
     def _score_later(self, batch: StepBatch) -> dict[int, Tensor]:
@@ -252,9 +254,11 @@ class Updater:
                 scores = self.policy.score(micro, supervised=True)
             else:
                 scores = self.policy.score(micro, objective.entropy_coef > 0)
-        tokens = _token_batch(micro, scores, batch, old if updates.count else None)
-        if not updates.count and batch.num_iterations > 1:
-            old |= _by_completion(micro, scores.logprobs.detach())
+        if not updates.count and (batch.num_iterations > 1 or batch.replayed):
+            now = _by_completion(micro, scores.logprobs.detach())
+            old |= {row: logprobs for row, logprobs in now.items() if row not in batch.replayed}
+        has_ratio = bool(updates.count or batch.replayed)
+        tokens = _token_batch(micro, scores, batch, old if has_ratio else None)
         if batch.is_supervised:
             output = cross_entropy(tokens, batch.totals)
         else:
@@ -311,7 +315,7 @@ def _token_batch(
         micro: the micro-batch.
         scores: the policy's log-probs of its tokens.
         batch: the step's batch.
-        old: (T,) log-probs before the first update by completion; None in the first update.
+        old: (T,) log-probs before the first update by completion; None if they are the policy's.
     """
     device = scores.logprobs.device
     rows = list(micro.rows)

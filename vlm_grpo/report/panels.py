@@ -101,6 +101,13 @@ PANELS = (
         share=True,
     ),
     Panel(
+        "Pass rate of the chosen prompts",
+        "What the curriculum expected of them, what was found, and the share without an estimate.",
+        lambda name: name.startswith("curriculum/"),
+        _get_last_part,
+        share=True,
+    ),
+    Panel(
         "Completion length",
         "In tokens.",
         _is_one_of("completions/mean_length", "completions/min_length", "completions/max_length"),
@@ -183,10 +190,13 @@ PANELS = (
     ),
     Panel(
         "Skipped and replaced",
-        "Completions that could not be scored, groups sampled again, updates skipped for a "
-        "non-finite gradient, and prompts replaced because an image could not be read.",
-        _is_one_of("unscorable", "resampled_groups", "skipped_updates", "replaced_prompts"),
-        _get_last_part,
+        "Completions that could not be scored, groups sampled or trained on again, updates skipped "
+        "for a non-finite gradient, and prompts replaced because an image could not be read.",
+        _is_one_of(
+            *("unscorable", "resampled_groups", "replay/groups"),
+            *("skipped_updates", "replaced_prompts"),
+        ),
+        lambda name: "replayed groups" if name == "replay/groups" else _get_last_part(name),
     ),
 )
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 REWARD_TIMEOUT = 10.0
 """Default time limit in seconds of one reward for one completion."""
+_ROUNDING = 1e-6
 _GRACE = 1.0
 """Seconds after the time limit at which an unresponsive worker is killed."""
 
@@ -216,6 +217,41 @@ def get_full_reward(task: Task) -> float:
     rules = task.reward_rules()
     weights = task.reward_weights().items()
     return sum(weight for name, weight in weights if weight > 0 and rules[name].needs_answer)
+
+
+def get_gold_reward(task: Task, example: Example) -> float:
+    """Return the reward that the gold answer of an example must earn.
+
+    Raises:
+        UserError: the task's ``gold_reward`` failed.
+    """
+    _, own = task.part(example)
+    try:
+        return get_full_reward(own) * own.gold_reward(example)
+    except FAILURES as error:  # a user's method may raise anything
+        raise UserError(f"{example.name}: gold_reward failed: {error}") from error
+
+
+def earns(score: Score, least: float) -> bool:
+    """Return whether a completion earned a reward, up to rounding."""
+    return score.total is not None and score.total >= least - _ROUNDING
+
+
+def measure_pass(task: Task, example: Example, score: Score) -> float:
+    """Return the part of a completion's answer that is right, from 0 to 1: its primary metric.
+
+    Where that is an error, or has another value, it is 1 for the full reward and 0 for less.
+
+    Raises:
+        UserError: as for ``get_gold_reward``.
+    """
+    source, own = task.part(example)
+    name = f"{source}/{own.primary_metric}" if source else own.primary_metric
+    values = {**score.rewards, **score.metrics}
+    value = values.get(name) or 0.0
+    if own.lower_is_better or name not in values or not 0 <= value <= 1:
+        return float(earns(score, get_gold_reward(task, example)))
+    return value
 
 
 def build_scorer(settings: Settings, rank: int) -> RewardScorer:

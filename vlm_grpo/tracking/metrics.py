@@ -68,6 +68,7 @@ def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, f
         "frac_reward_zero_std": step.frac_reward_zero_std,
         "unscorable": step.unscorable,
         "resampled_groups": rollout.resampled,
+        **rollout.metrics,
     }
 
 

@@ -1,0 +1,86 @@
+"""The choice of training prompts by their difficulty, which is estimated during the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from vlm_grpo.config.data import CurriculumSettings
+from vlm_grpo.data.stream import Stream
+
+Observation = tuple[int, float, int]
+"""An index of the stream, the sum of its completions' pass values (0 to 1), and their number."""
+
+
+class Curriculum:
+    """A chooser of prompts whose pass rate is probably near a target.
+
+    MoPPS (Qu et al., arXiv:2507.04632): the pass rate of an example has the posterior Beta(α, β),
+    and the prior Beta(1, 1). Of the next candidates in the stream's order, those are chosen whose
+    draw from their posterior (Thompson sampling) is nearest to the target. After k completions
+    with s passes, α becomes λα + (1 − λ) + s, and β becomes λβ + (1 − λ) + k − s; λ is ``decay``.
+
+    Each source of a mixture has as many prompts as in the stream's own order. The choice depends
+    only on the posterior, the seed and the place in the stream, so ranks agree on it.
+
+    Args:
+        stream: the training examples.
+        rows: their number.
+        settings: the settings.
+        seed: seed of the draws.
+
+    Attributes:
+        posterior: (rows, 2) α and β of each example.
+        pool: number of candidates per prompt.
+    """
+
+    def __init__(self, stream: Stream, rows: int, settings: CurriculumSettings, seed: int) -> None:
+        self.stream, self.settings, self.seed = stream, settings, seed
+        self.posterior, self.pool = np.ones((rows, 2)), settings.pool
+
+    def choose(self, position: int, count: int) -> list[int]:
+        """Return ``count`` of the ``count * pool`` indices from ``position`` on, in their order."""
+        places = [self.stream.locate(position + i) for i in range(count * self.pool)]
+        sources, rows = np.array(places, dtype=int).reshape(-1, 2).T
+        random = np.random.default_rng([self.seed, position, 1])
+        draws = random.beta(*self.posterior[rows].T)
+        distances = np.abs(draws - self.settings.target)
+        # In a small data set, an example that comes twice is taken twice only if it must be.
+        distances[np.setdiff1d(range(len(rows)), np.unique(rows, return_index=True)[1])] += 1
+        unseen = self._is_unseen(rows)
+        chosen: list[int] = []
+        for source, wanted in Counter(sources[:count].tolist()).items():
+            own = np.flatnonzero(sources == source)
+            own = own[np.argsort(distances[own], kind="stable")]
+            reserved = int(wanted * self.settings.unseen + random.random())  # right on average
+            first = own[unseen[own]][:reserved]
+            others = own[~np.isin(own, first)]
+            chosen += [*first, *others[: wanted - len(first)]]
+        return [position + int(place) for place in sorted(chosen)]
+
+    def observe(self, observations: Sequence[Observation]) -> dict[str, float]:
+        """Update the posterior after a step; return the step's metrics.
+
+        They are the mean pass rate that was predicted and the one that was found, and the share of
+        prompts whose examples had not been sampled yet.
+        """
+        if not observations:
+            return {}
+        rows = np.array([self.stream.locate(index)[1] for index, _, _ in observations])
+        passed = np.array([passed for _, passed, _ in observations])
+        counts = np.array([count for _, _, count in observations])
+        known = self.posterior[rows]
+        metrics = {
+            "curriculum/predicted_pass_rate": float((known[:, 0] / known.sum(1)).mean()),
+            "curriculum/pass_rate": float(passed.sum() / counts.sum()),
+            "curriculum/unseen": float(self._is_unseen(rows).mean()),
+        }
+        decay = self.settings.decay
+        for row, update in zip(rows, np.stack([passed, counts - passed], axis=1), strict=True):
+            self.posterior[row] = decay * self.posterior[row] + (1 - decay) + update
+        return metrics
+
+    def _is_unseen(self, rows: np.ndarray) -> np.ndarray:
+        return self.posterior[rows].sum(axis=1) == 2  # the prior
