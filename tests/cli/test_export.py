@@ -13,6 +13,8 @@ from commands import fails
         (["--step", "-1"], "step is '-1'; it must be a number of steps, or \"best\""),
         (["--dtype", "int8"], "dtype is 'int8'; it must be float32 or bfloat16"),
         ([], "there are no trained weights to export"),
+        (["--dry-run"], "--public and --dry-run have no effect without --push NAME"),
+        (["--push", "a/b/c"], "--push a/b/c is not a name on the hub (OWNER/NAME)"),
     ],
 )
 def test_wrong_arguments_are_one_message(capsys, tmp_path, arguments, message):

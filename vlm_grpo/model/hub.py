@@ -30,12 +30,25 @@ def check_reachable(source: str, revision: str = "main") -> None:
             return
     except ValueError:
         return  # not a hub name: the loader names the problem
+    try:
+        check_connection()
+    except ConnectionError as error:
+        raise ConnectionError(
+            f"it is neither a folder nor in the hub's cache, and {error}"
+        ) from error
+
+
+def check_connection() -> None:
+    """Check at once that the hub can be reached, unless a proxy is between.
+
+    Raises:
+        ConnectionError: it cannot.
+    """
+    if urllib.request.getproxies():
+        return  # only the client itself can tell
     address = urlsplit(constants.ENDPOINT)
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
         socket.create_connection((address.hostname or "", port), timeout=SECONDS).close()
     except OSError as error:
-        raise ConnectionError(
-            f"it is neither a folder nor in the hub's cache, and {constants.ENDPOINT} cannot be "
-            f"reached ({error})"
-        ) from error
+        raise ConnectionError(f"{constants.ENDPOINT} cannot be reached ({error})") from error
