@@ -158,8 +158,7 @@ class Trainer:
         is_skipped = bool(metrics["skipped_updates"])
         self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
         self.nonfinite.check(self.global_step, is_skipped, groups, advantages)
-        learning_rate = self.updater.scheduler.get_last_lr()[0]
-        return {**metrics, **partial.metrics, "learning_rate": learning_rate}
+        return {**metrics, **partial.metrics, **self.updater.learning_rates}
 
     def run(self, stop_request: StopRequest | None = None) -> TrainResult:
         """Run the remaining steps with the evaluations and checkpoints due between them.

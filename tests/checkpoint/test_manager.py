@@ -30,6 +30,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.trainer import train
 
+STATE = "model.language_model.layers.0.mlp.up_proj.weight/state1"
 ONE_STEP: Any = {"optim": {"max_steps": 1}, "rollout": {"max_completion_length": 2}}
 
 
@@ -69,6 +70,29 @@ def test_an_adapter_is_restored_and_a_renamed_weight_is_an_error(tmp_path: Path)
     save_file(weights, checkpoint / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="weights of the model"):
         load_policy(trainer.settings, checkpoint)
+
+
+def test_bfloat16_weights_with_8_bit_moments_resume_bit_for_bit(tmp_path: Path) -> None:
+    """The steps of every optimizer are compared in ``tests/distributed/test_optimizer.py``."""
+    optim = {"name": "adamw_8bit", "lr": 1e-3, "lr_vision": 1e-4}
+    changes: Any = {"policy": {"dtype": "bfloat16", "master_weights": "bfloat16"}, "optim": optim}
+    changes["checkpoint"] = {"every": 2, "keep_last": 0}
+    source = save_tiny_model(tmp_path / "model")
+    whole = small_run(tmp_path, source, name="whole", **changes)
+    checkpoint = train(whole).checkpoint
+    assert {weight.dtype for weight in load_weights(checkpoint).values()} == {torch.bfloat16}
+    assert load_file(checkpoint / "optimizer.safetensors")[STATE].dtype == torch.uint8
+    resumed = small_run(tmp_path, source, name="resumed", resume=True, **changes)
+    shutil.copytree(whole.run_dir, resumed.run_dir)
+    shutil.rmtree(resumed.run_dir / "checkpoints" / "step-4")
+    train(resumed)
+    assert_same_run(whole.run_dir, resumed.run_dir)
+    with pytest.raises(UserError, match=r'optim.name was "adamw_8bit" and is now "adamw"'):
+        train(
+            small_run(
+                tmp_path, source, **{**changes, "name": "resumed", "resume": True, "optim": {}}
+            )
+        )
 
 
 @pytest.mark.parametrize("file", ["optimizer", "reference"])

@@ -24,7 +24,7 @@ from vlm_grpo.distributed.strategy import build_strategy
 def make_strategy(max_norm: float = math.inf) -> Strategy:
     strategy = build_strategy(tiny_policy("qwen2_5_vl"), Accelerator(cpu=True))
     optim = OptimSettings(lr=0.1, weight_decay=0.1)
-    optimizer = build_optimizer([weight for _, weight in strategy.trainable], optim)
+    optimizer = build_optimizer(strategy.trainable, optim)
     strategy.attach_optimizer(optimizer, max_norm)
     return strategy
 

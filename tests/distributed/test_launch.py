@@ -30,6 +30,7 @@ from vlm_grpo.distributed.launch import (
     get_dp_replicate_size,
     get_fsdp_plugin,
     initialize_distributed,
+    is_offloaded,
 )
 from vlm_grpo.errors import UserError
 
@@ -80,7 +81,6 @@ def make_accelerator(**plugins: Any) -> Any:
     ("plugin", "message"),
     [
         ({"fsdp_version": 1}, "fsdp_version must be 2"),
-        ({"cpu_offload": True}, "fsdp_offload_params must be false"),
         ({"activation_checkpointing": True}, "policy.gradient_checkpointing does it"),
         ({"cpu_ram_efficient_loading": True}, "one process reads the model anyway"),
         ({"state_dict_type": "SHARDED_STATE_DICT"}, "must be FULL_STATE_DICT"),
@@ -99,11 +99,21 @@ def test_unsupported_settings_of_fsdp_are_refused(plugin: dict[str, Any], messag
         get_fsdp_plugin(make_accelerator(fsdp_plugin=refused))
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_launch_may_keep_the_shards_of_fsdp_in_main_memory(offload: bool) -> None:
+    supported = {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}
+    supported |= {"cpu_ram_efficient_loading": False, "cpu_offload": offload}
+    plugin = FullyShardedDataParallelPlugin(**supported)
+    assert get_fsdp_plugin(make_accelerator(fsdp_plugin=plugin)) is plugin
+    assert is_offloaded(plugin) == offload
+
+
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
         ({"zero_stage": 1}, "zero_stage must be 2 or 3"),
-        ({"offload_optimizer_device": "cpu"}, "offload_optimizer_device"),
+        ({"offload_optimizer_device": "nvme"}, "must be none or cpu"),
+        ({"zero_stage": 3, "offload_param_device": "nvme"}, "must be none or cpu"),
         ({"zero_stage": 3, "zero3_init_flag": True}, "zero3_init_flag must be false"),
         ({"gradient_clipping": 1.0}, r"optim\.max_grad_norm sets it"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps must be 1"),

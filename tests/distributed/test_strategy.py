@@ -22,6 +22,7 @@ from vlm_grpo.model.loading import load_model
 TWO = ["ddp-2", "fsdp-2", "fsdp_held-2"]
 FOUR = ["ddp-4", "fsdp-4", "fsdp_held-4", "hsdp-4"]
 RESUMED = ["ddp-2-resumed", "fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed"]
+RESUMED += ["fsdp_offload-2-resumed"]
 ZERO = ["zero2-2", "zero3-2"]
 ZERO_RESUMED = [
     "zero2-2-resumed",
@@ -184,6 +185,26 @@ def test_sharded_weights_compute_in_bfloat16_as_replicated_weights_do(
         # The same values are rounded in the same places and summed in another order. With norms or
         # a residual stream in bfloat16 other tokens are sampled, and the distance is 1.
         assert distance(b["grads"], a["grads"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "fsdp_offload-2",
+        *(
+            pytest.param(f"{name}_offload-2", marks=[pytest.mark.slow, needs_deepspeed])
+            for name in ("zero2", "zero3")
+        ),
+    ],
+)
+def test_weights_and_state_in_main_memory_make_the_same_steps(folder: Path, launch: str) -> None:
+    """On a CPU nothing is copied; that the strategy was asked to is in its results."""
+    plain = launch.replace("_offload", "")
+    results = run_launches(folder, ["ddp-1", plain, launch])
+    assert results[launch]["offloaded"] == [True]
+    for a, b in zip(results[plain]["steps, full"], results[launch]["steps, full"], strict=True):
+        assert b["metrics"]["reward"] == a["metrics"]["reward"]
+        assert distance(b["grads"], a["grads"]) < 1e-6  # other sums of the gradient's norm
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ from rank_setup import (
     prepare,
 )
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -247,6 +248,15 @@ def count_communication(trainer: Trainer) -> list[dict[str, Any]]:
     ]
 
 
+def is_offloaded(strategy: Any) -> bool:
+    """Return whether the library that shards the weights keeps them or their state on the host."""
+    if hasattr(strategy, "engine"):
+        return strategy.engine.zero_use_cpu_optimizer()
+    state = strategy.streamed[0]._get_fsdp_state()  # noqa: SLF001
+    policy = state._fsdp_param_group.offload_policy  # noqa: SLF001
+    return isinstance(policy, CPUOffloadPolicy)
+
+
 def evaluate_held_out(settings: Settings) -> list[Any]:
     """Evaluate the run's examples, and again with one that only the second of two ranks reads."""
     trainer = build_trainer(settings)
@@ -274,6 +284,11 @@ def list_cases(folder: Path, launch: str) -> Iterator[tuple[str, Callable[[], An
     def steps(count: int, **changes: Any) -> Callable[[], Any]:
         return partial(build_and_run, make_settings(folder, launch, **changes), count)
 
+    if "offload" in launch:
+        trainer = build_trainer(make_settings(folder, launch))
+        yield "steps, full", partial(run_steps, trainer, STEPS["full"])
+        yield "offloaded", lambda: [is_offloaded(trainer.strategy)]
+        return
     yield from list_cases_of_weights(folder, launch)
     # Neither sharding nor the number of ranks changes a loss.
     for loss, objective in LOSSES.items() if launch in ("ddp-1", "ddp-2") else ():

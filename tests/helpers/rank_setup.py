@@ -41,8 +41,13 @@ STRATEGIES = {
     "zero2": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
     "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
 }
+STRATEGIES["fsdp_offload"] = {**STRATEGIES["fsdp"], "FSDP_OFFLOAD_PARAMS": "true"}
+for _stage, _parts in (("zero2", ("OPTIMIZER",)), ("zero3", ("OPTIMIZER", "PARAM"))):
+    _devices = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE": "cpu" for part in _parts}
+    STRATEGIES[f"{_stage}_offload"] = {**STRATEGIES[_stage], **_devices}
 """The environment variables of each strategy, as ``accelerate launch`` sets them. ``fsdp_held``
-keeps the layers gathered in the update."""
+keeps the layers gathered in the update; ``…_offload`` keeps weights and optimizer state in main
+memory."""
 
 STEPS = {"full": 3, "frozen_vision": 2, "lora": 3}
 """Number of steps of each kind of weights. The second follows an update; the third follows an
@@ -108,6 +113,7 @@ BEGUN_BY = {
     "fsdp-2-resumed": "fsdp-2",
     "fsdp_held-2-resumed": "ddp-1",
     "ddp-1-resumed": "fsdp_held-2",
+    "fsdp_offload-2-resumed": "fsdp-2",
     "fsdp-4-resumed": "fsdp_held-2",
     "zero2-2-resumed": "fsdp-2",
     "zero3-2-resumed": "zero2-2",

@@ -39,6 +39,8 @@ MAY_CHANGE = (
     "rollout.reward_workers",
     "objective.reference_device",
     "optim.lr",
+    "optim.lr_vision",
+    "optim.lr_projector",
     "optim.min_lr",
     "optim.weight_decay",
     "optim.betas",

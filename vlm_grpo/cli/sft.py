@@ -7,8 +7,8 @@ from vlm_grpo.cli.train import train
 from vlm_grpo.errors import UserError
 
 UNUSED = (
-    *("objective", "optim.lr", "optim.schedule", "optim.warmup_steps", "optim.min_lr"),
-    *("optim.mini_batches", "rollout.sampler"),
+    *("objective", "optim.lr", "optim.lr_vision", "optim.lr_projector", "optim.schedule"),
+    *("optim.warmup_steps", "optim.min_lr", "optim.mini_batches", "rollout.sampler"),
     *("rollout.num_generations", "rollout.dynamic_sampling", "rollout.steps_ahead"),
     *("rollout.temperature", "rollout.vllm", "warm_start.steps"),
 )

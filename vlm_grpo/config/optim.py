@@ -10,16 +10,27 @@ from pydantic import Field, model_validator
 from vlm_grpo.config.base import Frozen
 from vlm_grpo.config.warm_start import Schedule, WarmupSteps, check_warmup
 
+OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
+
 
 class OptimSettings(Frozen):
-    """The optimizer (AdamW), its learning rate schedule, and the size of a step."""
+    """The optimizer, its learning rate schedule, and the size of a step."""
 
+    name: OptimizerName = "adamw"
+    """``adamw``; ``adamw_8bit``: its moments in 8 bits by bitsandbytes (the extra
+    ``quantization``); ``paged_adamw_8bit``: these move to main memory when the GPU's is full;
+    ``adafactor``: a factored second moment and no first (transformers, with ``lr`` as it is);
+    ``muon``: orthogonalized momentum for the matrices of the layers, ``adamw`` for the rest."""
     lr: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
+    lr_vision: float | None = Field(default=None, ge=0)
+    """Peak learning rate of the vision tower; None: ``lr``."""
+    lr_projector: float | None = Field(default=None, ge=0)
+    """Peak learning rate of the projector; None: ``lr``."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay; 0: none."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the first and second moments."""
+    """AdamW's decay rates of the first and second moments (``muon``: for its other weights)."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's term that prevents division by zero."""
     schedule: Schedule | Literal["cosine_with_min_lr"] = "constant_with_warmup"
@@ -71,7 +82,20 @@ class OptimSettings(Frozen):
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={list(self.betas)}: each must be in [0, 1)")
+        for key in ("betas", "eps") if self.name == "adafactor" else ():
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"optim.{key} has no effect with optim.name=adafactor, whose decay rate and "
+                    f"terms are fixed: leave it at its default, {default}"
+                )
         return self
+
+    @property
+    def part_rates(self) -> dict[str, float]:
+        """Peak learning rates of the parts that have their own."""
+        rates = {"vision": self.lr_vision, "projector": self.lr_projector}
+        return {part: rate for part, rate in rates.items() if rate is not None}
 
     def with_steps(self, num_examples: int) -> OptimSettings:
         """Return the settings with the number of steps that ``num_train_epochs`` amounts to.

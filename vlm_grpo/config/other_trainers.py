@@ -55,6 +55,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "lr_scheduler_type": "optim.schedule",
         "warmup_ratio": "optim.warmup_steps (below 1: a share)",
         "lr_scheduler_kwargs": "optim.min_lr (with optim.schedule=cosine_with_min_lr)",
+        "optim": "optim.name",
         "adam_beta1 adam_beta2": "optim.betas",
         "adam_epsilon": "optim.eps",
         "run_name": "name",
@@ -106,6 +107,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "freeze_vision_modules": _FREEZE,
     },
     "ms-swift": {
+        "vit_lr": "optim.lr_vision",
+        "aligner_lr": "optim.lr_projector",
         "dataset": "data.train",
         "val_dataset split_dataset_ratio": "data.eval (a separate source)",
         "columns": "data.columns",
@@ -200,7 +203,9 @@ _TABLE: dict[str, dict[str, str]] = {
         "trainer.logger": "logging.trackers",
         "trainer.total_epochs": "optim.num_train_epochs",
         "worker.rollout.tensor_parallel_size": _PARALLEL,
-        "worker.actor.offload worker.actor.ulysses_size": "none: it is not implemented",
+        "worker.actor.optim.strategy": "policy.master_weights (bfloat16 for adamw_bf16)",
+        "worker.actor.offload": _LAUNCH,
+        "worker.actor.ulysses_size": "none: it is not implemented",
     },
 }
 

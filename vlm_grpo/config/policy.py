@@ -138,6 +138,9 @@ class PolicySettings(Frozen):
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the forward and backward passes."""
+    master_weights: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which full weights are kept; ``bfloat16``: half the memory for weights,
+    gradients and moments, with stochastic rounding, so that small updates are not lost."""
     min_pixels: int | None = Field(default=None, ge=1)
     """Enlarge images to at least this many pixels; None: the processor's default."""
     max_pixels: int | None = Field(default=None, ge=1)
@@ -167,6 +170,16 @@ class PolicySettings(Frozen):
             raise ValueError(
                 "policy.freeze has no effect with policy.lora, which freezes every base weight: "
                 "choose the adapted layers with policy.lora.target"
+            )
+        if self.master_weights == "bfloat16" and self.lora is not None:
+            raise ValueError(
+                "policy.master_weights has no effect with policy.lora: base weights are in "
+                "policy.dtype and adapters in float32: remove it"
+            )
+        if self.master_weights == "bfloat16" and self.dtype == "float32":
+            raise ValueError(
+                "policy.master_weights=bfloat16 cannot be computed with in policy.dtype=float32: "
+                "set policy.dtype=bfloat16"
             )
         if len(set(self.freeze)) == 3:
             raise ValueError("policy.freeze lists every part: nothing is left to train")

@@ -126,9 +126,7 @@ class Strategy:
 
     def reset_optimizer(self) -> None:
         """Set the optimizer's state to that before its first step."""
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                value.zero_()
+        self.optimizer.state.clear()
 
     def drop_gradients(self) -> None:
         """Drop this rank's accumulated gradients."""

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.collectives import BUCKET_BYTES
-from vlm_grpo.distributed.optimizer import state_by_weight
+from vlm_grpo.distributed.optimizer import describe_state, state_by_weight
 from vlm_grpo.distributed.sharding import Deferred, full_shape, shard_like
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,6 +54,11 @@ class DeepSpeedZero2(Strategy):
         self._failed: contextlib.ExitStack | None = None
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        if type(optimizer) is not torch.optim.AdamW:
+            raise UserError(
+                "DeepSpeed shards the state of optim.name=adamw with policy.master_weights=float32 "
+                "only: set both, or launch with configs/accelerate/ddp.yaml"
+            )
         super().attach_optimizer(optimizer, max_norm)
         logger.setLevel(logging.WARNING)
         zero = {
@@ -69,6 +75,7 @@ class DeepSpeedZero2(Strategy):
             "gradient_accumulation_steps": 1,
             "gradient_clipping": max_norm if max_norm < float("inf") else 0.0,
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # torch's AdamW also updates in main memory
         }
         self.engine = deepspeed.initialize(
             model=self._module(), optimizer=optimizer, config=config
@@ -109,6 +116,11 @@ class DeepSpeedZero2(Strategy):
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 
+    def reset_optimizer(self) -> None:
+        for state in self.optimizer.state.values():  # which DeepSpeed does not create again
+            for value in state.values():
+                value.zero_()
+
     def optimizer_tensors(self) -> dict[str, Tensor | Deferred]:
         steps = next((float(state["step"]) for state in self.optimizer.state.values()), 0.0)
         if not steps:
@@ -125,9 +137,12 @@ class DeepSpeedZero2(Strategy):
         if not tensors:
             return
         weights = dict(self.trainable)
-        shapes = {name: full_shape(weight) for name, weight in self.trainable}
+        expected = {
+            name: describe_state("adamw", full_shape(weight), torch.float32)
+            for name, weight in self.trainable
+        }
         self._create_state()
-        for name, state in state_by_weight(tensors, shapes):
+        for name, state in state_by_weight(tensors, expected):
             weight = weights[name]
             for moment in MOMENTS:
                 self._set_moment(weight, state[moment].to(weight.device), moment)

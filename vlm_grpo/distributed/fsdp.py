@@ -10,7 +10,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from vlm_grpo.distributed.base import Strategy
@@ -45,6 +51,9 @@ class FSDP(Strategy):
 
     Adapters and a frozen vision tower are small and are not sharded.
 
+    With ``offload`` the shards, their gradients and the optimizer's state are in main memory, and
+    the optimizer computes there. Gathering a weight copies this rank's shard to the device.
+
     With ``replicas`` > 1 (hybrid sharding), R is the number of ranks that share one replica:
     consecutive ranks, such as those of one machine. Gradients are all-reduced between replicas in
     every backward pass: if that were postponed to the end of the step, torch 2.15 would
@@ -55,6 +64,7 @@ class FSDP(Strategy):
         accelerator: the ranks.
         stream: reshard a layer after each use in the update.
         replicas: number of replicas of the sharded weights.
+        offload: keep the shards in main memory.
 
     Raises:
         UserError: the model's layers are not known.
@@ -63,10 +73,15 @@ class FSDP(Strategy):
     may_retry = False
 
     def __init__(
-        self, policy: Policy, accelerator: Accelerator, stream: bool, replicas: int = 1
+        self,
+        policy: Policy,
+        accelerator: Accelerator,
+        stream: bool,
+        replicas: int = 1,
+        offload: bool = False,
     ) -> None:
         policy.use_capture(None)  # the weights are gathered to other addresses for each step
-        self.stream, self.replicas = stream, replicas
+        self.stream, self.replicas, self.offload = stream, replicas, offload
         super().__init__(policy, accelerator)
 
     def _place(self) -> None:
@@ -83,7 +98,11 @@ class FSDP(Strategy):
             ignored = {weight for _, weight in policy.trainable_parameters()}
         if all(w in ignored or not w.requires_grad for w in vision.parameters()):
             ignored |= set(vision.parameters())
+        device = self.accelerator.device
+        is_pinned = device.type != "cpu"
+        offload = CPUOffloadPolicy(pin_memory=is_pinned) if self.offload else OffloadPolicy()
         options: dict[str, Any] = {"mesh": self._mesh(), "ignored_params": ignored}
+        options["offload_policy"] = offload
         layers = list(policy.family.language_model(model).layers)
         held: list[Any] = [policy.root]
         if not ignored.issuperset(vision.parameters()):
@@ -104,7 +123,10 @@ class FSDP(Strategy):
         for module in reversed(held):  # the root last
             if not isinstance(module, FSDPModule):
                 fully_shard(module, reshard_after_forward=False, **options)
-        model.to(self.accelerator.device)  # buffers, and parameters that are not sharded
+        # Shards are where they belong. Buffers tell the policy on which device to compute.
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
         self.streamed = layers if self.stream else []
         self.held = held if self.stream else [*held, *layers]
         for module in self._modules:

@@ -31,6 +31,8 @@ SUPPORTED = (
 )
 
 
+OFFLOADS = ("offload_optimizer", "offload_param")
+"""The blocks of a DeepSpeed config that keep the optimizer's state and the weights on the host."""
 MARGIN = 60
 """Seconds by which an exchange between ranks may exceed the timeout: the watch, which ends the run
 before, names the late rank."""
@@ -147,7 +149,6 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
         return None
     wrong = {
         "fsdp_version must be 2": plugin.fsdp_version != 2,
-        "fsdp_offload_params must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
         "fsdp_activation_checkpointing must be false (policy.gradient_checkpointing does it)": (
             plugin.activation_checkpointing
         ),
@@ -161,6 +162,11 @@ def get_fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin 
     if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
         raise UserError(f"accelerate's FSDP settings: {'; '.join(found)}")
     return plugin
+
+
+def is_offloaded(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Return whether the launch keeps the shards of FSDP2 in main memory."""
+    return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def get_dp_replicate_size() -> int:
@@ -221,11 +227,11 @@ def get_deepspeed_config(accelerator: Accelerator) -> dict[str, Any] | None:
         return None
     config: dict[str, Any] = plugin.deepspeed_config
     zero = config["zero_optimization"]
-    offloads = ("offload_optimizer", "offload_param")
+    offloads = [(zero.get(part) or {}).get("device", "none") for part in OFFLOADS]
     wrong = {
         "zero_stage must be 2 or 3": zero["stage"] not in (2, 3),
-        "offload_optimizer_device and offload_param_device must be none": any(
-            (zero.get(part) or {}).get("device", "none") != "none" for part in offloads
+        "offload_optimizer_device and offload_param_device must be none or cpu": (
+            not {"none", "cpu"}.issuperset(offloads)
         ),
         "stage3_… must be left out: all weights are gathered at once": any(
             key.startswith("stage3_") and not key.endswith("on_model_save") for key in zero

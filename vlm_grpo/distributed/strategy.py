@@ -11,6 +11,7 @@ from vlm_grpo.distributed.launch import (
     get_deepspeed_config,
     get_dp_replicate_size,
     get_fsdp_plugin,
+    is_offloaded,
 )
 from vlm_grpo.model.policy import Policy
 
@@ -26,6 +27,6 @@ def build_strategy(policy: Policy, accelerator: Accelerator) -> Strategy:
         return stages[config["zero_optimization"]["stage"]](policy, accelerator, config)
     fsdp = get_fsdp_plugin(accelerator)
     if fsdp is not None:
-        stream = bool(fsdp.reshard_after_forward)
-        return FSDP(policy, accelerator, stream, get_dp_replicate_size())
+        stream, offload = bool(fsdp.reshard_after_forward), is_offloaded(fsdp)
+        return FSDP(policy, accelerator, stream, get_dp_replicate_size(), offload)
     return DataParallel(policy, accelerator)

@@ -15,7 +15,7 @@ from torch import Tensor
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.collectives import gather_object
-from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler
+from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler, get_rates
 from vlm_grpo.distributed.strategy import build_strategy
 from vlm_grpo.engine.activations import ActivationOffloader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
@@ -98,6 +98,11 @@ class Updater:
     settings: Settings
     budget: TokenBudget
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The metrics of the learning rates."""
+        return get_rates(self.scheduler)
 
     # The reference pass.
 
@@ -271,7 +276,7 @@ class Updater:
 def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) -> Updater:
     """Distribute the policy over the ranks, and build its optimizer, schedule and reference."""
     strategy = build_strategy(policy, accelerator)
-    optimizer = build_optimizer([weight for _, weight in strategy.trainable], settings.optim)
+    optimizer = build_optimizer(strategy.trainable, settings.optim, settings.seed)
     strategy.attach_optimizer(optimizer, settings.optim.max_grad_norm or math.inf)
     offload: Any = contextlib.nullcontext
     if settings.policy.activation_offloading:

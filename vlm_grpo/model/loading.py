@@ -72,7 +72,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model that the settings name, and add their adapters or freeze their parts.
 
-    Trained full weights are always in float32: in bfloat16, rounding would lose small updates.
+    Trained full weights are in ``policy.master_weights``: float32, because in bfloat16 rounding to
+    the nearest would lose small updates, or bfloat16, which the optimizer rounds stochastically.
     Base weights of adapters, and weights that are only evaluated, are in ``policy.dtype``.
 
     Args:
@@ -90,7 +91,7 @@ def load_model(
         adapter = None
     weights = get_model_source(settings.model) if adapter == checkpoint else str(checkpoint)
     full = training and settings.policy.lora is None
-    dtype = torch.float32 if full else getattr(torch, settings.policy.dtype)
+    dtype = getattr(torch, settings.policy.master_weights if full else settings.policy.dtype)
     # A checkpoint's processor has the pixel budget of its training.
     processor_source = str(checkpoint or weights)
     one_reader = training and has_one_reader()
@@ -114,7 +115,7 @@ def load_model(
     if training:
         _check_dropout(model, settings)
     budget = get_pixel_budget(family, processor, settings.policy)
-    autocast = full and settings.policy.dtype == "bfloat16"
+    autocast = dtype == torch.float32 and settings.policy.dtype == "bfloat16"
     return LoadedModel(
         model, processor, family, budget, shared, adapters, autocast, one_reader, chat
     )

@@ -115,7 +115,7 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return next(self.model.buffers(), next(self.model.parameters())).device
 
     @property
     def compute_dtype(self) -> torch.dtype:
