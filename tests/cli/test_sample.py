@@ -53,6 +53,15 @@ def test_both_commands_use_the_same_samples(
         (["counting", "evaluation.samples=3"], "evaluation.samples has no effect"),
         (["counting", "--out", "missing/d.jsonl"], "its folder does not exist"),
         (["counting", "--out", "rows.jsonl"], "--out rows.jsonl exists: delete it"),
+        (["counting", "--out", "rows.jsonl"], "call are in runs/counting/sampled and are not"),
+        (
+            ["counting", "rollout.top_p=0.9", "objective.sampler_correction=token"],
+            "rollout.top_p=0.9 has no effect here",
+        ),
+        (
+            ["counting", "rollout.min_p=0.1", "objective.sampler_correction=token"],
+            "add rollout.min_p=null",
+        ),
         (["counting", "--concurrency", "3"], "--concurrency needs --server"),
         (["counting", "--checkpoint", "missing"], "checkpoint missing is not a folder"),
         (["counting", "data.filter=x"], "is no filter"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_file_that_is_none_of_difficulty_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_training_examples_are_chosen_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"question": f"How many {n}?", "answer": n, "pass_rate": n / 8} for n in range(9)]
     path = write(tmp_path / "rows.jsonl", rows)
@@ -68,10 +69,18 @@ def test_only_training_examples_are_chosen_and_counted(
     task = load_task("counting")
     train, held_out = load_data(load_settings("counting", given), task)
     filtered = load_settings("counting", [*given, "data.filter=pass_rate > 0.5"])
-    chosen, same = load_data(filtered, task)
+    with caplog.at_level(logging.INFO):
+        chosen, same = load_data(filtered, task)
     assert list(same) == list(held_out)
     assert list(chosen) == [example for example in train if example.answer > 4]
-    assert f"keeps {len(chosen)} of {len(train)} training examples" in caplog.text
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert f"keeps {len(chosen)} of {len(train)} training examples" in record.message
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level(logging.INFO):
+        load_data(filtered, task)
+    assert not caplog.records  # one process says it
 
 
 def test_a_resumed_run_refuses_another_filter() -> None:

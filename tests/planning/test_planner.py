@@ -47,6 +47,15 @@ def test_changes_are_valid_and_make_the_recipe_fit(planner: Planner) -> None:
     assert any(line.startswith("fits       no: ") for line in lines)
 
 
+def test_only_examples_that_the_filter_accepts_are_planned(tmp_path: Path) -> None:
+    rows = [{"id": str(n), "question": "How many?", "answer": n, "rate": n} for n in range(6)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"data.train={path}", "data.eval=null", "evaluation.every=0", "data.filter=rate > 3"]
+    chosen = Planner(load_settings("counting", given), Device("small", 1 << 30, is_cpu=True))
+    assert [example.answer for example in chosen.prompts.examples] == [4, 5]
+
+
 def test_no_change_makes_a_tiny_device_fit(planner: Planner) -> None:
     tiny = Planner(planner.settings, Device("tiny", 1 << 20, is_cpu=True))
     tiny_plan = tiny.plan()

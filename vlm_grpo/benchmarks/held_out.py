@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,8 +53,8 @@ def load_data(settings: Settings, task: Task) -> tuple[Sequence[Example], Sequen
     if data.eval_share is not None:
         train, held_out = split_by_image(train, data.eval_share, settings.seed)
     train, line = filter_examples(train, data)  # the held-out examples stay the same
-    if line is not None:
-        logger.warning(line)
+    if line is not None and os.environ.get("RANK", "0") == "0":
+        logger.info(line)
     if data.eval is None:
         return train, held_out
     held_out = load_split(settings, get_held_out_task(settings, task), "eval")

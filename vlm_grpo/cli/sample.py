@@ -119,10 +119,19 @@ def run_sampling(
     from vlm_grpo.deploy.resolve import find_checkpoint
 
     settings, (count, out) = load_settings(recipe, overrides), output
+    for name, neutral in {"top_p": 1.0, "top_k": 0, "min_p": None}.items():
+        if (value := getattr(settings.rollout, name)) not in (neutral, 0):
+            raise UserError(
+                f"rollout.{name}={value:g} has no effect here, where completions are sampled from "
+                f"all tokens: add rollout.{name}={'null' if neutral is None else neutral}"
+            )
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: its folder does not exist")
     if os.path.lexists(out):
-        raise UserError(f"--out {out} exists: delete it, or give another file")
+        raise UserError(
+            f"--out {out} exists: delete it, or give another file; samples of an earlier call are "
+            f"in {settings.run_dir}/sampled and are not taken again"
+        )
     from vlm_grpo.evaluation.sampling import sample_examples
 
     return sample_examples(settings, count, find_checkpoint(checkpoint), endpoint)

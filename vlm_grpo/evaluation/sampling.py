@@ -202,7 +202,8 @@ def _build_row(
     row["answer"] = example.answer
     row = {_column(settings, name): value for name, value in row.items()}
     meta = {name: value for name, value in example.meta.items() if name != "completion"}
-    return {**row, "meta": meta}
+    source = {"source": example.source} if example.source else {}
+    return {**row, "meta": {**meta, **source}}
 
 
 def _column(settings: Settings, name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data import load_run_task, load_split
+from vlm_grpo.data.filtering import filter_examples
 from vlm_grpo.engine.kv_cache import LOGIT_BYTES, fit_tokens
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.chat import ChatTemplate
@@ -153,7 +154,7 @@ class Planner:
         self.settings, self.device, self.num_devices = settings, device, devices
         self.weights: Weights = weights
         task = load_run_task(settings)
-        examples = load_split(settings, task, "train")
+        examples, _ = filter_examples(load_split(settings, task, "train"), settings.data)
         try:
             self.config, processor = load_config(settings), load_processor(settings)
         except UserError as error:

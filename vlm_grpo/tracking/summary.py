@@ -41,7 +41,8 @@ def describe_run(
     yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
     yield f"task       {', '.join(settings.task_names)}"
     sources = settings.data.describe("train")
-    yield f"data       {sources}: {len(train):,} examples; {len(held_out):,} held out"
+    chosen = f" with {settings.data.filter}" if settings.data.filter is not None else ""
+    yield f"data       {sources}: {len(train):,} examples{chosen}; {len(held_out):,} held out"
     yield from _describe_mixture(settings, train, held_out)
     yield from _image_line(policy, task, train[:COUNTED_EXAMPLES])
     start, end = (_describe_rewards(task.at(progress)) for progress in (0.0, 1.0))
