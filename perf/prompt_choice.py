@@ -23,17 +23,15 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.trainer import train
 
 RESULTS = Path(__file__).with_name("results") / "prompt_choice.json"
-RECIPES = {"counting": ("exact", 16), "grounding": ("accuracy_50", 8)}
-"""The recipes, with the metric that is followed and the prompts per step."""
+RECIPES = {"counting": ("exact", 16, 80), "grounding": ("accuracy_50", 8, 40)}
+"""The recipes, with the metric that is followed, the prompts per step, and the steps."""
 CHOICES = {
     "uniform": [],
     "curriculum": ["data.curriculum.pool=4"],
     "replay": ["objective.replay.size=64"],
 }
-STEPS, EVERY = 80, 20
 SHORT = [
     "data.train_limit=256", "data.eval_limit=200", "optim.warmup_steps=10",
-     f"optim.max_steps={STEPS}", f"evaluation.every={EVERY}",
     "logging.samples_every=0", "logging.trackers=[]",
 ]  # fmt: skip
 """The recipes as they are, but for fewer examples, prompts and steps."""
@@ -44,8 +42,9 @@ LEVEL = 0.8
 def measure(recipe: str, seed: int, choice: str, folder: str) -> dict:
     """Train, and return the held-out values by step, and means of the steps' metrics."""
     changes = [f"seed={seed}", f"output_dir={folder}", f"name={recipe}-{seed}-{choice}"]
-    name, prompts = RECIPES[recipe]
-    own = [*SHORT, f"optim.prompts_per_step={prompts}", *CHOICES[choice]]
+    name, prompts, steps = RECIPES[recipe]
+    length = [f"optim.max_steps={steps}", f"evaluation.every={steps // 4}"]
+    own = [*SHORT, f"optim.prompts_per_step={prompts}", *length, *CHOICES[choice]]
     settings = load_settings(recipe, [*own, *changes])
     started = time.process_time()
     train(settings)
@@ -70,13 +69,13 @@ def measure(recipe: str, seed: int, choice: str, folder: str) -> dict:
 
 
 def find_steps(curve: list[list[float]], level: float) -> float:
-    """Return the first step at a level, between two evaluations; ``STEPS`` if there is none."""
+    """Return the first step at a level, between two evaluations; the last if there is none."""
     for (before, low), (after, high) in itertools.pairwise(curve):
         if low >= level:
             return before
         if high >= level:
             return before + (after - before) * (level - low) / (high - low)
-    return STEPS
+    return curve[-1][0]
 
 
 def format_table(runs: list[dict]) -> str:

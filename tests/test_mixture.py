@@ -57,6 +57,22 @@ def test_advantages_of_a_source_do_not_depend_on_the_others(estimator: str, each
         torch.testing.assert_close(part * scale, own)
 
 
+def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has() -> None:
+    """A reward of another source adds nothing to a total; a group's own mean would hide it."""
+    groups = [
+        name_rewards(make_group({"exact": 1.0}, {"exact": 0.0}, name="a"), "count"),
+        name_rewards(make_group({"exact": 0.0}, {"exact": 1.0}, name="b"), "read"),
+    ]
+    settings = load_settings("counting", ["objective.scale_rewards=batch"])
+    task, accelerator = Mixed(members=MEMBERS), SimpleNamespace(process_index=0)
+    given: Any = task, settings, accelerator
+    found = compute_advantages(Rollout(tuple(groups)), ReferenceScores(), *given).own
+    weights = [MEMBERS[name].reward_weights()["exact"] for name in ("count", "read")]
+    totals = torch.tensor([weights[0], 0.0, 0.0, weights[1]])
+    centered = totals - totals.view(2, 2).mean(1).repeat_interleave(2)
+    torch.testing.assert_close(found, centered / (totals.std() + 1e-4))
+
+
 def name_rewards(group: Any, source: str) -> Any:
     scores = tuple(score.with_prefix(source) for score in group.scores)
     return type(group)(group.prompt, group.completions, scores)

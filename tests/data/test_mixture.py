@@ -53,6 +53,15 @@ def test_each_example_has_the_task_of_its_source(mixed: Mixed) -> None:
         mixed.part(Example("x", (), "?", 1, source="other"))
 
 
+def test_gold_answers_earn_what_their_own_task_says() -> None:
+    class Rounded(type(load_task("counting"))):
+        def gold_reward(self, example: Example) -> float:
+            return 0.75
+
+    mixed = Mixed(members={"count": Rounded(), "read": load_task("ocr")})
+    assert [mixed.gold_reward(example) for example in (COUNT, READ)] == [0.75, 1.0]
+
+
 def test_what_the_trainer_sets_reaches_every_task(mixed: Mixed) -> None:
     changed = load_task("grounding").frame, FRAMES["permille"]
     framed = Mixed(members=mixed.members, frame=changed[1], token_limit=7).at(0.5)

@@ -58,6 +58,10 @@ def test_each_source_of_a_mixture_has_epochs_of_its_own() -> None:
         own = [example for example in drawn if example.startswith(name)]
         for start in range(0, len(own) - count, count):
             assert len({*own[start : start + count]}) == count
+    equal = build_mixture({"a": 10, "b": 10})
+    names = [equal[index].id for index in range(40)]
+    orders = [[name[2:] for name in names if name.startswith(source)][:10] for source in "ab"]
+    assert orders[0] != orders[1]
 
 
 def test_a_mixture_is_a_function_of_the_index() -> None:
@@ -67,6 +71,7 @@ def test_a_mixture_is_a_function_of_the_index() -> None:
     far = late[1_000_000].id
     assert [late[index].id for index in reversed(range(20))] == in_order[::-1]
     assert build_mixture(counts)[1_000_000].id == far
+    assert [build_mixture(counts, seed=1)[index].id for index in range(20)] != in_order
     stream = build_mixture(counts)
     assert [stream[i].id for i in (4095, 4096, 4097)] == [late[i].id for i in (4095, 4096, 4097)]
 

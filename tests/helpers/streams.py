@@ -11,12 +11,12 @@ from vlm_grpo.types import Example
 EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]
 
 
-def build_mixture(counts: dict[str, int], **data: Any) -> Stream:
+def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> Stream:
     sources = [{"source": f"{name}.jsonl", "task": "counting", "name": name} for name in counts]
     weights = data.pop("weights", {})
     for source in sources:
         source |= {"weight": weights[source["name"]]} if source["name"] in weights else {}
-    settings = Settings(data={"train": sources, **data})
+    settings = Settings(seed=seed, data={"train": sources, **data})
     examples = [
         Example(f"{name}/{n}", (), "?", n, source=name)
         for name, c in counts.items()
