@@ -19,7 +19,7 @@ from random_models import build_random_model
 from torch.nn import functional
 
 from vlm_grpo.engine.linear import product
-from vlm_grpo.planning.devices import find_peak_rate
+from vlm_grpo.planning.this_device import find_peak_rate
 
 QUESTION = "What is in the image? Describe every object that you can see in a few words."
 LORA = {"r": 16, "lora_alpha": 32}

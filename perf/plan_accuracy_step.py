@@ -19,8 +19,7 @@ from step_time_vlm_grpo import OUTPUT, NoiseTask, build_policy
 from vlm_grpo.config.run import Settings
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
-from vlm_grpo.planning.prompt_sizes import PromptSize
-from vlm_grpo.planning.workload import estimate_workload
+from vlm_grpo.planning.workload import PromptSize, estimate_workload
 from vlm_grpo.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 

@@ -16,7 +16,8 @@ from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.engine import kernels
 from vlm_grpo.engine.cached_keys import CachedKeys
 from vlm_grpo.engine.decode import SharedDecoder, _fit, _round_up
-from vlm_grpo.engine.kv_cache import LOGIT_BYTES, KVCache, count_free_tokens, fit_tokens
+from vlm_grpo.engine.kv_cache import KVCache, count_free_tokens
+from vlm_grpo.engine.limits import LOGIT_BYTES, fit_tokens
 from vlm_grpo.engine.seating import Seating
 
 

@@ -12,9 +12,9 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.batch import GroupSlice, pack
 from vlm_grpo.planning.changes import with_changes
-from vlm_grpo.planning.model_shape import ModelShape, read_model_shape
-from vlm_grpo.planning.prompt_sizes import PromptSize
-from vlm_grpo.planning.workload import Workload, estimate_workload
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.shape import ModelShape
+from vlm_grpo.planning.workload import PromptSize, Workload, estimate_workload
 from vlm_grpo.types import Prompt
 
 

@@ -13,6 +13,8 @@ from vlm_grpo.config.base import Frozen
 WeightTransfer = Literal["files", "ipc", "nccl"]
 _OWN = ("gpu_memory_utilization", "max_model_length", "arguments", "sleep_level")
 """Settings of servers that the run starts."""
+RESIDENT_SHARE = 0.25
+"""Share of a GPU's memory up to which base weights stay there while their adapter is updated."""
 CHOOSE_SERVERS = (
     "set either rollout.vllm.python, the Python of an environment with vLLM, or rollout.vllm.urls, "
     "the addresses of running servers"
@@ -116,3 +118,12 @@ class VllmSettings(Frozen):
                 "rollout.vllm.sleep_level=2 drops the base weights, which are not sent with an "
                 "adapter: use 0 or 1"
             )
+
+
+def choose_adapter_level(weights: int, memory: int) -> int:
+    """Return the sleep level for base weights and a GPU's memory of these sizes in bytes.
+
+    >>> choose_adapter_level(7_500_000_000, 80 << 30), choose_adapter_level(7_500_000_000, 24 << 30)
+    (0, 1)
+    """
+    return 0 if weights <= RESIDENT_SHARE * memory else 1

@@ -20,6 +20,7 @@ from vlm_grpo.engine.attention import PrefillAttention
 from vlm_grpo.engine.cached_keys import CachedKeys
 from vlm_grpo.engine.graphs import DecodeStep, GraphCapture
 from vlm_grpo.engine.kv_cache import DecodeAttention, KVCache
+from vlm_grpo.engine.limits import PREFILL_TOKENS
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.engine.seating import Seating, SeatingIndex
 from vlm_grpo.engine.shared import PrefixInputs, pack_row, run_row
@@ -31,8 +32,6 @@ LENGTH_BUCKET = 64
 """Smallest number of tokens of each completion that a captured step attends to."""
 CHECK_EVERY = 8
 """Steps between two reads of the finished completions; 1 on the CPU, where reading is free."""
-PREFILL_TOKENS = 16_384
-"""Maximum number of tokens prefilled at once, or those of one longer prompt."""
 KEPT_SHARE = 0.1
 """Largest share of the device's memory that a cache may take to be kept, with its captured steps,
 between rollouts."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.engine.attention import Layer, PrefillAttention
 from vlm_grpo.engine.cached_keys import CachedKeys
+from vlm_grpo.engine.limits import LOGIT_BYTES, fit_tokens
 from vlm_grpo.engine.recurrence import RECURRENT_TYPES, CachedState, RecurrentLayer, count_state
 from vlm_grpo.families.transfer import copy_to
 
@@ -142,11 +143,6 @@ class KVCache:
         self.restore()
 
 
-LOGIT_BYTES = 5 * 4 + 2 * 8
-"""Bytes per logit of a sampled token, besides the logit: copies in float32, and the order and sums
-of the probabilities."""
-
-
 def count_free_tokens(
     config: Any,
     device: torch.device,
@@ -191,22 +187,6 @@ def _count_bytes(config: Any, dtype: torch.dtype) -> tuple[int, int]:
             key_heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
             numbers += 2 * key_heads * width
     return numbers * dtype.itemsize, state
-
-
-def fit_tokens(memory: int, token: int, place: int, completions: tuple[int, int]) -> int:
-    """Return the number of tokens whose keys and values fit into memory, with the logits of the
-    completions sampled at once, and a fifth to spare for other activations.
-
-    Args:
-        memory: bytes of free memory; may be negative.
-        token: bytes of a token's keys and values.
-        place: bytes of a completion's logits and recurrent states.
-        completions: number of completions, and maximum number of tokens per completion.
-    """
-    usable, (count, longest) = 0.8 * memory, completions
-    # All completions at once, or as many as the tokens have places for.
-    every, some = (usable - count * place) / token, usable / (token + place / longest)
-    return max(0, int(max(every, some)))
 
 
 class DecodeAttention:

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
+from vlm_grpo.engine.limits import ENCODER_PATCHES
 from vlm_grpo.families import Family, ImageFeatures
 from vlm_grpo.families.shared_form import Unit
 from vlm_grpo.types import ImageRef, Prompt
 from vlm_grpo.utils.timing import Stopwatch
-
-ENCODER_PATCHES = 65_536
-"""Maximum number of patches per pass: 12.8 million pixels in patches of 14 × 14."""
 
 
 def split_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:

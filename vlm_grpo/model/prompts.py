@@ -18,6 +18,7 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.data.store import SelectedExamples
+from vlm_grpo.engine.limits import RECENT_IMAGES
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.families import Family, PixelBudget, load_family
 from vlm_grpo.model.chat import ChatTemplate
@@ -28,9 +29,6 @@ from vlm_grpo.types import Example, ImageRef, Prompt
 from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, ThinkingTags, Turn
 
 logger = logging.getLogger(__name__)
-
-RECENT_IMAGES = 64
-"""Number of decoded images kept for other examples that use them."""
 
 
 class PromptWriter:

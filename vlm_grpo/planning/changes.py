@@ -9,7 +9,7 @@ from vlm_grpo.config.policy import LoraSettings
 from vlm_grpo.config.run import Settings
 
 if TYPE_CHECKING:
-    from vlm_grpo.planning.planner import Planner, StepEstimate
+    from vlm_grpo.planning.search import StepEstimate, StepPlanner
 
 MIN_PIXELS = 128 * 28 * 28
 """Smallest pixel budget that is suggested; below it images lose too much detail."""
@@ -20,7 +20,7 @@ Change = tuple[str, "StepEstimate"]
 """Settings as they are written on the command line, and the step with them."""
 
 
-def suggest_changes(planner: Planner, step: StepEstimate) -> Iterator[Change]:
+def suggest_changes(planner: StepPlanner, step: StepEstimate) -> Iterator[Change]:
     """Yield cumulative changes with the resulting steps, until a step fits."""
     for change in _CHANGES:
         changed = change(planner, step)
@@ -36,13 +36,13 @@ def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
     return settings.model_copy(update={block: getattr(settings, block).model_copy(update=values)})
 
 
-def _change(planner: Planner, step: StepEstimate, block: str, **values: Any) -> Change:
+def _change(planner: StepPlanner, step: StepEstimate, block: str, **values: Any) -> Change:
     texts = [f"{block}.{name}={str(value).lower()}" for name, value in values.items()]
     changed = with_changes(step.settings, block, **values)
     return " ".join(texts), planner.estimate_step(changed, step.weights)
 
 
-def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
+def _reduce_batches(planner: StepPlanner, step: StepEstimate) -> Change | None:
     work = step.work
     tokens = work.prompt_tokens + work.num_generations * (work.completion_tokens - 1)
     if tokens >= step.settings.optim.max_tokens_per_batch:
@@ -50,7 +50,7 @@ def _reduce_batches(planner: Planner, step: StepEstimate) -> Change | None:
     return _change(planner, step, "optim", max_tokens_per_batch=tokens)
 
 
-def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
+def _reduce_rollouts(planner: StepPlanner, step: StepEstimate) -> Change | None:
     work = step.work
     tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
     if step.settings.rollout.vllm is not None:
@@ -60,13 +60,13 @@ def _reduce_rollouts(planner: Planner, step: StepEstimate) -> Change | None:
     return _change(planner, step, "rollout", max_tokens_per_batch=tokens)
 
 
-def _reduce_chunks(planner: Planner, step: StepEstimate) -> Change | None:
+def _reduce_chunks(planner: StepPlanner, step: StepEstimate) -> Change | None:
     if not step.shape.shares_prompts or 0 < step.settings.policy.head_chunk_tokens <= 256:
         return None
     return _change(planner, step, "policy", head_chunk_tokens=256)
 
 
-def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
+def _use_checkpointing(planner: StepPlanner, step: StepEstimate) -> Change | None:
     used = step.settings.policy.gradient_checkpointing
     parts = {"none": ("mlp", "full"), "mlp": ("full",), "full": ()}[used]
     changes = [_change(planner, step, "policy", gradient_checkpointing=part) for part in parts]
@@ -74,25 +74,25 @@ def _use_checkpointing(planner: Planner, step: StepEstimate) -> Change | None:
     return next(fitting, changes[-1] if changes else None)
 
 
-def _shard(planner: Planner, step: StepEstimate) -> Change | None:
+def _shard(planner: StepPlanner, step: StepEstimate) -> Change | None:
     if planner.num_devices == 1 or step.weights != "replicated":
         return None
     return SHARDING, planner.estimate_step(step.settings, "sharded")
 
 
-def _use_bfloat16(planner: Planner, step: StepEstimate) -> Change | None:
+def _use_bfloat16(planner: StepPlanner, step: StepEstimate) -> Change | None:
     if step.settings.policy.dtype == "bfloat16":
         return None
     return _change(planner, step, "policy", dtype="bfloat16")
 
 
-def _drop_reference(planner: Planner, step: StepEstimate) -> Change | None:
+def _drop_reference(planner: StepPlanner, step: StepEstimate) -> Change | None:
     if not step.settings.objective.needs_reference:
         return None
     return _change(planner, step, "objective", beta=0.0, reference_refresh_every=1)
 
 
-def _use_adapters(planner: Planner, step: StepEstimate) -> Change | None:
+def _use_adapters(planner: StepPlanner, step: StepEstimate) -> Change | None:
     if step.settings.policy.lora is not None:
         return None
     new = with_changes(step.settings, "policy", lora=LoraSettings(), freeze=())
@@ -103,22 +103,21 @@ def _use_adapters(planner: Planner, step: StepEstimate) -> Change | None:
     return text, planner.estimate_step(new, "replicated")
 
 
-def _halve_pixels(planner: Planner, step: StepEstimate) -> Change | None:
-    policy, default = step.settings.policy, planner.default_budget
-    if default is None:
+def _halve_pixels(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    policy, smallest = step.settings.policy, planner.min_pixels
+    if smallest is None:
         return None
     largest = max(size.pixels for size in step.prompts)
-    images = max(1, max(len(example.images) for example in planner.prompts.examples))
-    pixels = largest // images // 2
+    pixels = largest // planner.images_per_prompt // 2
     if pixels < MIN_PIXELS or pixels < (policy.min_pixels or 0):
         return None
-    min_pixels = min(policy.min_pixels or default.min_pixels, pixels)
+    min_pixels = min(policy.min_pixels or smallest, pixels)
     new = with_changes(step.settings, "policy", max_pixels=pixels, min_pixels=min_pixels)
     return f"policy.max_pixels={pixels}", planner.estimate_step(new, step.weights)
 
 
 # In this order: free changes, changes that cost time, changes of the training, smaller images.
-_CHANGES: tuple[Callable[[Planner, StepEstimate], Change | None], ...] = (
+_CHANGES: tuple[Callable[[StepPlanner, StepEstimate], Change | None], ...] = (
     _reduce_batches,
     _reduce_rollouts,
     _reduce_chunks,

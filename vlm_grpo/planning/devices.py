@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
-
-from vlm_grpo.engine.linear import product
 from vlm_grpo.errors import UserError, nearest
 
 GIB = 1 << 30
@@ -141,47 +136,3 @@ def identify_gpu(reported: str) -> Device | None:
     name = re.sub(r"^(NVIDIA|AMD) ", "", reported)
     found = (key for key, gpu in _GPUS.items() if re.fullmatch(gpu.reported, name))
     return next(map(_build_device, found), None)
-
-
-def find_peak_rate(device: torch.device, dtype: str) -> float | None:
-    """Return the FLOP/s of dense matrix products on a device, if it is a GPU of the table.
-
-    Args:
-        device: the device.
-        dtype: ``float32`` or ``bfloat16``.
-    """
-    if device.type != "cuda":
-        return None
-    gpu = identify_gpu(torch.cuda.get_device_name(device))
-    return gpu.rates[dtype] if gpu is not None and gpu.rates is not None else None
-
-
-def detect_device() -> Device:
-    """Return this machine's GPU, or its CPU with the measured rates of a large matrix product."""
-    if torch.cuda.is_available():
-        gpu = torch.cuda.get_device_properties(0)
-        device = identify_gpu(gpu.name) or Device(gpu.name, 0)
-        return replace(device, name=gpu.name, memory=gpu.total_memory)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    rates = {
-        "float32": _measure_matmul_rate(torch.float32),
-        "bfloat16": _measure_matmul_rate(torch.bfloat16),
-    }
-    threads = torch.get_num_threads()
-    # Measured on two cores with a model of 36 million weights (perf/README.md): full passes reach
-    # 0.39 to 0.66 of the product's rate. A decoding layer with 32 rows reaches 0.28 in float32; in
-    # bfloat16 it is bound by many small operations and takes 1.6 ms.
-    return Device(
-        f"this CPU ({threads} threads)", memory, rates, 1e12, 1.6e-3, 0.43, 0.28, is_cpu=True
-    )
-
-
-def _measure_matmul_rate(dtype: torch.dtype, edge: int = 2048) -> float:
-    """Return the best FLOP/s of five products of square matrices, with the engine's kernel."""
-    a = torch.ones(edge, edge, dtype=dtype)
-    best = 0.0
-    for _ in range(5):
-        started = time.perf_counter()
-        product(a, a)
-        best = max(best, 2 * edge**3 / (time.perf_counter() - started))
-    return best

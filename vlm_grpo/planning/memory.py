@@ -30,10 +30,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from vlm_grpo.engine.kv_cache import LOGIT_BYTES
-from vlm_grpo.engine.vision import ENCODER_PATCHES
-from vlm_grpo.model.prompts import RECENT_IMAGES
-from vlm_grpo.planning.model_shape import ModelShape, TextShape, VisionShape
+from vlm_grpo.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
+from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.planning.workload import Workload
 
 LINEAR_MODULES = 7  # of a decoder layer

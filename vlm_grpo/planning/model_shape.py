@@ -2,166 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from vlm_grpo.config.policy import Checkpointing, PolicySettings
+from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
 from vlm_grpo.model.adapters import apply_lora_or_freeze
-
-Precision = Literal["float32", "bfloat16", "autocast"]
-"""Precision of weights and computation; ``autocast``: float32 weights, bfloat16 computation."""
-
-
-@dataclass(frozen=True)
-class TextShape:
-    """The language model: ``layers`` decoder layers with a gated MLP.
-
-    Attributes:
-        hidden, intermediate: widths of the residual stream and of the MLP; with a mixture of
-            experts, of the experts that a token uses.
-        intermediate_total: width of the MLP over all experts.
-        heads, key_heads: numbers of query heads and of key heads.
-        query, key: total widths of the queries and of the keys of all heads.
-        vocabulary: rows of the output head.
-        qk_norm: whether queries and keys are normalized (Qwen3).
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    intermediate_total: int
-    heads: int
-    key_heads: int
-    query: int
-    key: int
-    vocabulary: int
-    qk_norm: bool
-    mlp_activations: int = 4
-
-    @property
-    def layer_weights(self) -> int:
-        """Number of weights in a layer's linear modules."""
-        return 2 * self.hidden * (self.query + self.key) + self.mlp_weights
-
-    @property
-    def mlp_weights(self) -> int:
-        """Number of weights in the linear modules of a layer's feed-forward part."""
-        return 3 * self.hidden * self.intermediate_total
-
-    @property
-    def weights_per_token(self) -> int:
-        """Number of a layer's weights that a token is multiplied with."""
-        unused = self.intermediate_total - self.intermediate
-        return self.layer_weights - 3 * self.hidden * unused
-
-    @property
-    def adapter_widths(self) -> int:
-        """Inputs plus outputs of a layer's linear modules: its adapters' weights per rank."""
-        attention = 2 * (self.hidden + self.query) + 2 * (self.hidden + self.key)
-        return attention + 3 * (self.hidden + self.intermediate)
-
-
-@dataclass(frozen=True)
-class VisionShape:
-    """The vision tower: ``layers`` blocks over patches; ``merge`` patches become one token.
-
-    Attributes:
-        gated: whether the MLP has three matrices (Qwen2.5) instead of two.
-        mlp_activations: tensors of the intermediate width that an MLP saves for its backward pass.
-        window: patches per attention window; None: attention is always over the full image.
-        full_attention_layers: number of blocks with attention over the full image.
-        patch_values: pixel values per patch.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    gated: bool
-    mlp_activations: int
-    window: int | None
-    full_attention_layers: int
-    patch_values: int
-    merge: int
-
-    @property
-    def layer_weights(self) -> int:
-        """Number of weights in a block's linear modules."""
-        return 4 * self.hidden**2 + self.mlp_weights
-
-    @property
-    def mlp_weights(self) -> int:
-        """Number of weights in the linear modules of a block's feed-forward part."""
-        return (3 if self.gated else 2) * self.hidden * self.intermediate
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a model that determine memory and time.
-
-    Attributes:
-        name: display name: model type and number of weights.
-        text, vision: the language model and the vision tower.
-        num_weights: number of weights without adapters.
-        num_trained: number of trained weights; with LoRA, of the adapters.
-        num_linear: number of weights in all linear modules.
-        num_adapted: number of weights in the linear modules that have adapters.
-        shares_prompts: whether a group's completions share their prompt.
-        lora_rank: rank of the adapters; 0 for full weights.
-        trains_vision: whether the vision tower has a backward pass.
-        head_frozen: whether the output head is frozen.
-        precision: see ``Precision``.
-        checkpointing: what is recomputed in the backward pass.
-        offloads: whether activations are kept in main memory.
-        quantized_weights: number of weights held in 4 bits.
-    """
-
-    name: str
-    text: TextShape
-    vision: VisionShape
-    num_weights: int
-    num_trained: int
-    num_linear: int
-    num_adapted: int
-    shares_prompts: bool
-    lora_rank: int
-    trains_vision: bool
-    head_frozen: bool
-    precision: Precision
-    checkpointing: Checkpointing
-    offloads: bool = False
-    quantized_weights: int = 0
-
-    def recomputed_share(self, part: TextShape | VisionShape) -> float:
-        """Return the share of a layer's products that the backward pass recomputes."""
-        if self.checkpointing == "mlp":
-            return part.mlp_weights / part.layer_weights
-        return float(self.checkpointing == "full")
-
-    def quantize(self) -> ModelShape:
-        """Return the shape with the linear modules of the decoder layers in 4 bits."""
-        return replace(self, quantized_weights=self.text.layers * self.text.layer_weights)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes per weight."""
-        return 2 if self.precision == "bfloat16" else 4
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes per value inside attention and MLP."""
-        return 4 if self.precision == "float32" else 2
-
-    @property
-    def served_bytes(self) -> int:
-        """Bytes of a server's weights, which it holds in the precision of the passes."""
-        return self.num_weights * self.value_bytes
+from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShape
 
 
 def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, Family]:

@@ -10,10 +10,10 @@ from vlm_grpo.planning.devices import CONTEXT, GIB, Device
 from vlm_grpo.planning.step_time import PhaseCosts
 
 if TYPE_CHECKING:
-    from vlm_grpo.planning.planner import Plan, StepEstimate
+    from vlm_grpo.planning.search import Plan, StepEstimate
 
-MAX_GENERATIONS = 1024
-"""The largest group that is tried."""
+MAX_GENERATIONS, TABLE_GENERATIONS = 1024, 64
+"""The largest group that is tried, in a plan and in a table."""
 
 _DESCRIPTIONS = {
     "weights": "model and adapters",
@@ -41,7 +41,8 @@ def format_plan(plan: Plan) -> Iterator[str]:
     yield f"model      {step.settings.model}: {shape.name}, {trained}, {shape.precision}"
     if shape.quantized_weights:
         yield "           decoder layers in 4 bits (nf4): a plan only, not trainable yet"
-    yield f"data       {plan.rows:,} rows, {len(sizes):,} counted"
+    data = f"{plan.rows:,} rows, {len(sizes):,} counted"
+    yield f"data       {data if plan.rows else 'prompts with one image, assumed'}"
     for name, values in (
         ("image", sorted(size.image_tokens for size in sizes)),
         ("prompt", [size.tokens for size in sizes]),
@@ -105,6 +106,9 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         more = "at least " if plan.largest_group == MAX_GENERATIONS else ""
         yield f"largest    rollout.num_generations: {more}{plan.largest_group:,}"
         yield f"           optim.max_tokens_per_batch: {plan.largest_batch:,}"
+        if plan.largest_image:
+            yield f"           policy.max_pixels: {plan.largest_image}, if all images fill it"
+        yield from _format_card(plan)
         return
     missing = (plan.step.memory.peak - plan.device.usable) / GIB
     yield f"fits       no: {missing:.1f} GiB too large. Change in this order:"
@@ -115,6 +119,7 @@ def _format_advice(plan: Plan) -> Iterator[str]:
         if plan.num_devices == 1:
             more += ", or several devices: --devices 8 plans their sharing of the weights (FSDP2)"
         yield f"           not even then: use {more}"
+        yield from _format_card(plan)
         return
     yield f"           then optim.max_tokens_per_batch up to {plan.largest_batch:,}"
     if plan.changes[-1][1].weights == "sharded":
@@ -123,3 +128,9 @@ def _format_advice(plan: Plan) -> Iterator[str]:
             f"{plan.num_devices} -m vlm_grpo.cli train …"
         )
         yield f"           FOLDER is {files('vlm_grpo.configs') / 'accelerate'}"
+    yield from _format_card(plan)
+
+
+def _format_card(plan: Plan) -> Iterator[str]:
+    if plan.smallest_card is not None:
+        yield f"card       {plan.smallest_card} GB is the smallest that holds it unchanged"

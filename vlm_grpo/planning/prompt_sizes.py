@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 from PIL import Image
@@ -11,6 +11,7 @@ from PIL import Image
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.prompts import PromptBuilder
+from vlm_grpo.planning.workload import PromptSize
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import Turn, place_images
@@ -19,23 +20,6 @@ MAX_COUNTED_EXAMPLES = 2000
 """Largest number of examples counted; they are spaced evenly over the dataset."""
 MAX_PROCESSED_EXAMPLES = 200
 """The same if the image processor has to run, because its resizing is not known."""
-
-
-@dataclass(frozen=True)
-class PromptSize:
-    """The size of one prompt.
-
-    Attributes:
-        tokens: number of tokens, including image tokens.
-        image_tokens: number of image tokens.
-        values: number of pixel values that the vision tower receives.
-        pixels: number of pixels of the resized images.
-    """
-
-    tokens: int
-    image_tokens: int
-    values: int
-    pixels: int
 
 
 class PromptCounter:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vlm_grpo.engine.batch import GroupSlice
 from vlm_grpo.planning.devices import Device
-from vlm_grpo.planning.model_shape import ModelShape
+from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.workload import Workload
 from vlm_grpo.types import Group, Prompt
 

@@ -9,10 +9,26 @@ from functools import cached_property
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.batch import GroupSlice, pack
-from vlm_grpo.engine.decode import PREFILL_TOKENS
-from vlm_grpo.planning.model_shape import ModelShape
-from vlm_grpo.planning.prompt_sizes import PromptSize
+from vlm_grpo.engine.limits import PREFILL_TOKENS
+from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.types import Example, Prompt
+
+
+@dataclass(frozen=True)
+class PromptSize:
+    """The size of one prompt.
+
+    Attributes:
+        tokens: number of tokens, including image tokens.
+        image_tokens: number of image tokens.
+        values: number of pixel values that the vision tower receives.
+        pixels: number of pixels of the resized images.
+    """
+
+    tokens: int
+    image_tokens: int
+    values: int
+    pixels: int
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.vllm import WeightTransfer
+from vlm_grpo.config.vllm import WeightTransfer, choose_adapter_level
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, PixelBudget, find_part, load_family
 from vlm_grpo.model.adapters import apply_lora_or_freeze, get_largest_rank
@@ -35,8 +35,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Variables that a server for rollouts needs."""
-RESIDENT_SHARE = 0.25
-"""Share of a GPU's memory up to which base weights stay there while their adapter is updated."""
 
 
 @dataclass(frozen=True)
@@ -280,15 +278,6 @@ def choose_sleep_level(policy: Policy, settings: Settings) -> int | None:
     weights = sum(weight.nbytes for weight in policy.model.parameters())
     memory = torch.cuda.get_device_properties(policy.device).total_memory
     return choose_adapter_level(weights, memory)
-
-
-def choose_adapter_level(weights: int, memory: int) -> int:
-    """Return the sleep level for base weights and a GPU's memory of these sizes in bytes.
-
-    >>> choose_adapter_level(7_500_000_000, 80 << 30), choose_adapter_level(7_500_000_000, 24 << 30)
-    (0, 1)
-    """
-    return 0 if weights <= RESIDENT_SHARE * memory else 1
 
 
 def round_up_rank(rank: int, ranks: Sequence[int] = (1, 8, 16, 32, 64, 128, 256, 320, 512)) -> int:

@@ -12,9 +12,9 @@ from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.grpo import Rollout, StepBatch, memory_metrics
 from vlm_grpo.model.policy import Counters, Policy
 from vlm_grpo.objective import MetricAccumulator
-from vlm_grpo.planning.devices import find_peak_rate
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
+from vlm_grpo.planning.this_device import find_peak_rate
 from vlm_grpo.tracking.profiling import profile_step
 
 

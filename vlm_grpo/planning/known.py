@@ -1,0 +1,147 @@
+"""Plans of models whose shapes the package knows: without their files, a network or torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.recipes import Overrides, build_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.planning.devices import find_device
+from vlm_grpo.planning.plan_text import TABLE_GENERATIONS
+from vlm_grpo.planning.search import CARDS, StepPlanner, Weights
+from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
+from vlm_grpo.planning.workload import PromptSize
+
+IMAGE_TOKENS, TEXT_TOKENS = 1000, 100
+"""Tokens of the only image, and of the text, of an assumed prompt."""
+TABLE_CARDS = (12, 16, 24, 48, 80, 141)
+"""Memory of the GPUs in a table, in GB."""
+TABLE_KINDS = {"LoRA": ("policy.lora.r=64",), "full": ()}
+"""The rows of each model in a table, and their settings."""
+_RANK = 64  # of the stored shapes
+
+
+@cache
+def load_known_models() -> dict[str, Any]:
+    """Return the known models by name (written by ``perf/known_models.py``)."""
+    return json.loads(files("vlm_grpo").joinpath("planning/known_models.json").read_text("utf-8"))
+
+
+def describe_known(model: str) -> str:
+    """Return the advice for a model whose files cannot be read; empty if it is not known."""
+    if model not in load_known_models():
+        return ""
+    return f"; vlm-grpo plan {model} plans it without any, with assumed prompts"
+
+
+class KnownPlanner(StepPlanner):
+    """A planner of a known model, with prompts of one image that are assumed.
+
+    Args:
+        settings: settings of the run; ``model`` is a known model.
+        gpu: a GPU's name or memory, as for ``find_device``.
+        devices: number of such devices.
+        weights: how the weights are held.
+        reserved: share of each device's memory that other processes use.
+    """
+
+    num_rows, images_per_prompt, min_pixels = 0, 1, 28 * 28
+
+    def __init__(
+        self,
+        settings: Settings,
+        gpu: str,
+        devices: int = 1,
+        weights: Weights = "replicated",
+        reserved: float = 0.0,
+    ) -> None:
+        super().__init__(settings, replace(find_device(gpu), reserved=reserved), devices, weights)
+        self.facts = load_known_models()[settings.model]
+
+    def read_shape(self, policy: PolicySettings) -> ModelShape:
+        kind = "full" if policy.lora is None else "lora"
+        lora = {} if policy.lora is None else {"r": policy.lora.r, "alpha": policy.lora.alpha}
+        stored = PolicySettings.model_validate({"lora": lora} if lora else {})
+        for name in ("dtype", "freeze", "engine", "lora"):
+            if getattr(policy, name) != getattr(stored, name):
+                raise UserError(
+                    f"policy.{name}={getattr(policy, name)} is not among the known shapes of "
+                    f"{self.settings.model}: plan a recipe with model=FOLDER, a folder that has "
+                    "its config.json, tokenizer and processor"
+                )
+        values = self.facts["shapes"][kind]
+        rank = 0 if policy.lora is None else policy.lora.r
+        trained = values["num_trained"] * rank // _RANK if rank else values["num_trained"]
+        shape = ModelShape(
+            **values,
+            text=TextShape(**self.facts["text"]),
+            vision=VisionShape(**self.facts["vision"]),
+        )
+        return replace(
+            shape,
+            num_trained=trained,
+            lora_rank=rank,
+            checkpointing=policy.gradient_checkpointing,
+            offloads=policy.activation_offloading,
+        )
+
+    def count_prompts(self, policy: PolicySettings) -> list[PromptSize]:
+        edge, merge = self.facts["patch_size"], self.facts["patches_per_token"]
+        tokens = IMAGE_TOKENS
+        if policy.max_pixels is not None:
+            tokens = max(1, policy.max_pixels // (merge * edge**2))
+        values = tokens * merge * self.facts["vision"]["patch_values"]
+        return [PromptSize(tokens + TEXT_TOKENS, tokens, values, tokens * merge * edge**2)]
+
+
+def build_known_settings(model: str, overrides: Overrides = ()) -> Settings:
+    """Return settings for a known model that use little memory without changing the result."""
+    content = {
+        "name": "model",
+        "task": "none",
+        "model": model,
+        "data": {"train": "none"},
+        "policy": {"gradient_checkpointing": "full", "head_chunk_tokens": 256},
+        "rollout": {"max_tokens_per_batch": 8192},
+        "optim": {"prompts_per_step": 8, "max_tokens_per_batch": 4096},
+    }
+    return build_settings(f"of model {model}", OmegaConf.create(content), overrides)
+
+
+def format_table(models: Sequence[str], overrides: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a Markdown table of the largest group of each model on each card, and the smallest
+    card that holds a group of 8.
+
+    Args:
+        models: names of known models.
+        overrides: settings of all rows.
+    """
+    has_lora = any(text.startswith("policy.lora") for text in overrides)
+    kinds = [row for row in TABLE_KINDS.items() if row[0] != "full" or not has_lora]
+    cards = " | ".join(f"{card} GB" for card in TABLE_CARDS)
+    yield f"| model | trained | {cards} | smallest card |"
+    yield "| --- " * (len(TABLE_CARDS) + 3) + "|"
+    for model in models:
+        for kind, own in kinds:
+            settings = build_known_settings(model, [*own, *overrides])
+            planner = KnownPlanner(settings, f"{TABLE_CARDS[0]}GB")
+            groups = [
+                planner.on(find_device(f"{card}GB")).find_largest_group(TABLE_GENERATIONS)
+                for card in TABLE_CARDS
+            ]
+            cells = " | ".join(
+                "–" if not group else f"{group}{'+' * (group == TABLE_GENERATIONS)}"
+                for group in groups
+            )
+            card = planner.find_smallest_card()
+            smallest = f"{card} GB" if card else f"more than {CARDS[-1]} GB"
+            yield f"| {model.rpartition('/')[2]} | {kind} | {cells} | {smallest} |"
