@@ -145,6 +145,7 @@ def make_settings(model_folder: Path, tmp_path: Path) -> Any:
 
 def make_trainer(settings: Settings, **weights: float) -> Trainer:
     """Build a trainer whose model computes in float64: a difference is then one of formulas."""
+    torch.manual_seed(1)  # of the adapters, so that a test does not depend on those before it
     policy = load_policy(settings)
     policy.model.double()
     return Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
@@ -239,6 +240,12 @@ def test_replayed_groups_have_the_ratio_to_the_policy_that_sampled_them(
     for update in range(iterations, 2 * iterations):
         _, expected = compute_gradient(plain, raw, recorder.weights[update], settings)
         assert relative_distance(recorder.gradients[update], expected) < 5e-6
+
+
+def test_a_loss_of_a_file_is_trained(make_settings: Any, tmp_path: Path) -> None:
+    (tmp_path / "nothing.py").write_text("def loss(ratio, *_):\n    return 0 * ratio\n")
+    settings = make_settings(objective={"loss": f"{tmp_path}/nothing.py:loss"})
+    assert make_trainer(settings).step()["grad_norm"] == 0
 
 
 @pytest.mark.parametrize("sign", [1, -1])

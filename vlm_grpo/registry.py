@@ -83,7 +83,7 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
     path, _, class_name = task.partition(".py:")
     if task.endswith(".py") or class_name:
         file = Path(f"{path}.py" if class_name else path)
-        return _find_task(_load_file(file), task, class_name)
+        return _find_task(load_file(file), task, class_name)
     if task.startswith(IN_SESSION):
         raise UserError(
             f"task={task}: this class was in the memory of the Python program that wrote the "
@@ -247,19 +247,28 @@ def _load_from_module(name: str) -> type[Task]:
     return _find_task(module, module_name, class_name)
 
 
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path, kind: str = "task") -> ModuleType:
+    """Load a user's Python file.
+
+    Args:
+        path: the file.
+        kind: what it holds, for messages.
+
+    Raises:
+        UserError: there is no such file, or it fails.
+    """
     path = Path(os.path.expanduser(path))  # Path's own raises for an unknown user
     if not path.is_file():
-        raise UserError(f"there is no task file {path}")
+        raise UserError(f"there is no {kind} file {path}")
     # The path is part of the name, so that two files called task.py do not collide.
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"{_FILE_MODULE}{path.stem}_{digest}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
-        raise UserError(f"task file {path} cannot be loaded")
+        raise UserError(f"{kind} file {path} cannot be loaded")
     if name in _LOADING:
         raise UserError(
-            f"task file {path} uses its own task while it is loaded: put the part that is a "
+            f"{kind} file {path} uses its own {kind} while it is loaded: put the part that is a "
             'program under if __name__ == "__main__"'
         )
     module = importlib.util.module_from_spec(spec)
@@ -270,7 +279,7 @@ def _load_file(path: Path) -> ModuleType:
     except FAILURES as error:  # the user's file may raise anything
         del sys.modules[name]
         raise UserError(
-            f"task file {path} cannot be loaded: {_blame(error, path.resolve())}"
+            f"{kind} file {path} cannot be loaded: {_blame(error, path.resolve())}"
         ) from error
     finally:
         _LOADING.remove(name)

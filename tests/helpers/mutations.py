@@ -106,6 +106,11 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
     ("grpo/update.py", "and updates.skipped < updates.count", ""),
     ("grpo/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
+    ("grpo/update.py", "objective, self.surrogate)", "objective)"),
+    ("objective/losses.py", ".sigmoid() * 4", ".sigmoid() * 2"),
+    ("objective/losses.py", "advantages >= 0, above", "advantages > 0, above"),
+    ("objective/losses.py", "and compute is not vespo_loss", ""),
+    ("objective/losses.py", "return active / completions", "return active / tokens"),
     (
         "grpo/update.py",
         "logprobs=scores.logprobs,",

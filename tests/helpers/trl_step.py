@@ -63,6 +63,12 @@ def make_trl_trainer(settings: ObjectiveSettings, accumulation: int = 1) -> Simp
         args=SimpleNamespace(
             use_bias_correction_kl=settings.use_bias_correction_kl,
             delta=settings.delta,
+            sapo_temperature_pos=settings.sapo_temperature_pos,
+            sapo_temperature_neg=settings.sapo_temperature_neg,
+            vespo_k_pos=settings.vespo_k_pos,
+            vespo_lambda_pos=settings.vespo_lambda_pos,
+            vespo_k_neg=settings.vespo_k_neg,
+            vespo_lambda_neg=settings.vespo_lambda_neg,
             steps_per_generation=accumulation,
         ),
         accelerator=SimpleNamespace(
@@ -78,6 +84,7 @@ def make_trl_trainer(settings: ObjectiveSettings, accumulation: int = 1) -> Simp
         epsilon_high=settings.upper_epsilon,
         use_vllm=settings.sampler_correction != "none",
         vllm_importance_sampling_correction=True,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         current_gradient_accumulation_steps=accumulation,
         max_completion_length=MAX_LENGTH,
         entropy_coef=settings.entropy_coef,

@@ -17,7 +17,7 @@ from vlm_grpo.objective import StepTotals, TokenBatch, needs_update, policy_loss
 
 LENGTHS = torch.tensor([9, 1, 4, 16, 2, 7, 16, 3])
 MAX_LENGTH = 16
-LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ALL_TERMS: dict[str, Any] = {
     "num_iterations": 2,
     "beta": 0.1,
@@ -28,8 +28,11 @@ ALL_TERMS: dict[str, Any] = {
 
 
 def make_settings(loss_type: str, **fields: Any) -> ObjectiveSettings:
-    bound = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    return ObjectiveSettings(**{"loss_type": loss_type, **bound, **fields})
+    levels = {"luspo": "sequence", "vespo": "token"}  # of those that take only one
+    own = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    if loss_type in levels:
+        fields["importance_sampling_level"] = levels[loss_type]
+    return ObjectiveSettings(**{"loss_type": loss_type, **own, **fields})
 
 
 def make_step(dtype: torch.dtype = torch.float32) -> TokenBatch:

@@ -1,7 +1,7 @@
 """Settings of the objective: advantages, loss, KL, and the combinations that are valid.
 
 Names and meanings follow TRL's ``GRPOConfig``. A setting that would be ignored is an error that
-says what to set instead; one that is biased or has no effect is a line in ``notes()``.
+says what to set instead; one that is biased or has no effect is a line of ``list_notes``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from pydantic import Field, model_validator
 
 from vlm_grpo.config.base import Frozen
 
-LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ScaleRewards = Literal["group", "batch", "none"]
 Estimator = Literal["grpo", "rloo"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence"]
 SamplerCorrection = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
+
+
+_BOUNDS = ("epsilon", "epsilon_high", "delta")
 
 
 class ReplaySettings(Frozen):
@@ -30,14 +33,46 @@ class ReplaySettings(Frozen):
     """Number of steps after which a group is not replayed any more."""
 
 
+def _named(loss_type: str) -> list[str]:
+    """Return the settings that only one loss type has."""
+    return [name for name in ObjectiveSettings.model_fields if name.startswith(f"{loss_type}_")]
+
+
 class ObjectiveSettings(Frozen):
     """The objective of one step: its advantages, its loss, and its KL to a reference policy."""
 
     loss_type: LossType = "grpo"
-    """How per-token losses are reduced: ``grpo`` mean over completions of the mean over tokens;
-    ``dr_grpo`` sum over tokens / (completions × max_completion_length); ``dapo``, ``bnpo`` and
-    ``cispo`` mean over all active tokens of the step. ``cispo`` also replaces the clipped ratio
-    with a capped, detached weight on the log-probability."""
+    """How per-token losses are reduced: ``grpo`` and ``sapo`` mean over completions of the mean
+    over tokens; ``dr_grpo`` sum over tokens / (completions × max_completion_length); ``luspo`` mean
+    over completions of the sum over tokens; ``dapo``, ``bnpo``, ``cispo`` and ``vespo`` mean over
+    all active tokens of the step. ``cispo`` also replaces the clipped ratio with a capped, detached
+    weight on the log-probability, ``vespo`` with a smooth weight of the completion, and ``sapo``
+    with a smooth function of the ratio."""
+
+    loss: str | None = None
+    """Function that computes the policy loss of each token, ``FILE.py:NAME``; ``loss_type`` then
+    sets only how the losses are reduced. None: that of ``loss_type``."""
+
+    sapo_temperature_pos: float = Field(default=1.0, gt=0.0)
+    """Temperature of ``sapo`` where the advantage is positive; higher ones weaken gradients of
+    ratios far from 1 more."""
+
+    sapo_temperature_neg: float = Field(default=1.05, gt=0.0)
+    """Temperature of ``sapo`` where the advantage is not positive."""
+
+    vespo_k_pos: float = Field(default=2.0, ge=0.0)
+    """Power of the completion's ratio in ``vespo`` where the advantage is not negative, which
+    lowers the weight of ratios below 1. 0: it does not."""
+
+    vespo_lambda_pos: float = Field(default=3.0, ge=1e-4)
+    """Rate of decay in ``vespo`` where the advantage is not negative, which lowers the weight of
+    ratios above 1."""
+
+    vespo_k_neg: float = Field(default=3.0, ge=0.0)
+    """As ``vespo_k_pos``, where the advantage is negative. 0: no power."""
+
+    vespo_lambda_neg: float = Field(default=2.0, ge=1e-4)
+    """As ``vespo_lambda_pos``, where the advantage is negative."""
 
     advantage_estimator: Estimator = "grpo"
     """Baseline of a reward: ``grpo`` the mean of its group; ``rloo`` the mean of the group's other
@@ -122,17 +157,47 @@ class ObjectiveSettings(Frozen):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ObjectiveSettings:
-        for invalid, message in [*self._clip_errors(), *self._kl_errors()]:
+        for invalid, message in [*self._loss_errors(), *self._clip_errors(), *self._kl_errors()]:
             if invalid:
                 raise ValueError(message)
         return self
 
-    def _is_default(self, name: str) -> bool:
+    def is_default(self, name: str) -> bool:
         return getattr(self, name) == type(self).model_fields[name].default
+
+    def _loss_errors(self) -> list[tuple[bool, str]]:
+        soft = [n for n in ("sapo", "vespo") if any(not self.is_default(k) for k in _named(n))]
+        own = self.loss_type if self.loss is None else "none"
+        no_clip = own in ("sapo", "vespo")
+        return [
+            (
+                self.loss is not None and ".py:" not in self.loss,
+                f"loss={self.loss} must be FILE.py:NAME, the name of a function in a file",
+            ),
+            (
+                any(name != own for name in soft),
+                f"the settings of {' and '.join(soft)} have no effect with another loss: remove "
+                f"them, or set loss_type={soft[0] if soft else ''}, and no loss",
+            ),
+            (
+                no_clip and any(not self.is_default(name) for name in _BOUNDS),
+                f"loss_type={own} has no clip bounds: remove epsilon, epsilon_high and delta",
+            ),
+            (
+                self.loss_type == "luspo" and self.importance_sampling_level != "sequence",
+                "loss_type=luspo weights the ratio of a completion by its length: set "
+                "importance_sampling_level=sequence",
+            ),
+            (
+                own == "vespo" and self.importance_sampling_level != "token",
+                "loss_type=vespo has its own weight of a completion: remove "
+                "importance_sampling_level",
+            ),
+        ]
 
     def _clip_errors(self) -> list[tuple[bool, str]]:
         cispo = self.loss_type == "cispo"
-        changed = {name: not self._is_default(name) for name in ("epsilon", "delta")}
+        changed = {name: not self.is_default(name) for name in ("epsilon", "delta")}
         return [
             (
                 cispo and (self.epsilon_high is None or self.epsilon_high < 1.0),
@@ -211,101 +276,23 @@ class ObjectiveSettings(Frozen):
     @property
     def can_skip_zero_advantages(self) -> bool:
         """True if a completion with advantage 0 has no gradient, so that the update may skip it."""
-        return self.entropy_coef == 0 and (self.beta == 0 or self.kl_in == "reward")
+        in_loss = self.beta > 0 and self.kl_in == "loss"
+        return self.entropy_coef == 0 and not in_loss and self.loss is None
 
     def find_ratio_problems(self, updates_per_step: int) -> list[str]:
         """Return what has no effect because every ratio is 1 with one update per rollout."""
-        if updates_per_step > 1 or self.replay is not None or self.loss_type == "cispo":
+        is_always_1 = updates_per_step == 1 and self.replay is None
+        if not is_always_1 or self.loss_type == "cispo" or self.loss is not None:
             return []
+        names = [*_BOUNDS, *_named("sapo")]
+        names += _named("vespo") if self.sampler_correction == "none" else []
         return [
             f"with one update per rollout every importance ratio is 1, so objective.{name} has "
             "no effect: remove it, or set objective.num_iterations or optim.mini_batches to 2 or "
             "more"
-            for name in ("epsilon_high", "epsilon", "delta")
-            if not self._is_default(name)
+            for name in names
+            if not self.is_default(name)
         ]
-
-    def notes(self, updates_per_step: int = 1) -> list[str]:
-        """Return remarks about the settings, one sentence each, to print when a run starts."""
-        return [*self._kl_notes(updates_per_step), *self._ratio_notes(updates_per_step)]
-
-    def _kl_notes(self, updates_per_step: int) -> list[str]:
-        if self.beta == 0:
-            names = ("kl_estimator", "kl_in", "use_bias_correction_kl", "reference_refresh_every")
-            unused = [name for name in names if not self._is_default(name)]
-            return [f"beta=0: no KL is computed, {', '.join(unused)} unused"] if unused else []
-        notes = []
-        fresh = self.reference_refresh_every == 1
-        if fresh and (updates_per_step == 1 or self.kl_in == "reward"):
-            notes.append(
-                f"beta={self.beta:g} has no effect: with reference_refresh_every=1 the reference "
-                "is the policy itself whenever the KL is computed, so the KL is 0 and so is its "
-                "gradient (k1 in the loss: on average); set reference_refresh_every above 1 or "
-                "to never, or beta=0"
-            )
-        if self.kl_in == "reward" and self.kl_estimator != "k1":
-            notes.append(
-                f"kl_in=reward with {self.kl_estimator} does not follow the gradient of the KL; "
-                "kl_estimator=k1 does"
-            )
-        if self.kl_in == "loss" and self.use_bias_correction_kl and self.kl_estimator == "k2":
-            notes.append(
-                "k2 times the importance ratio follows the gradient of half the mean squared "
-                "log-ratio, not of the KL; use k1 or k3, or use_bias_correction_kl=false"
-            )
-        if self.kl_in == "loss" and not self.use_bias_correction_kl:
-            if updates_per_step > 1:
-                notes.append(
-                    "use_bias_correction_kl=false: after the first of a step's updates the samples "
-                    "no longer come from the policy, and the KL's gradient is biased"
-                )
-            if self.kl_estimator == "k3":
-                notes.append(
-                    "use_bias_correction_kl=false: k3 alone follows the gradient of "
-                    "KL(reference ‖ policy), not of KL(policy ‖ reference)"
-                )
-        if self.kl_in == "loss" and self.sampler_correction != "none":
-            notes.append(
-                "sampler_correction weights only the policy loss: the KL is estimated on the "
-                "sampler's tokens without a weight"
-            )
-        if self.kl_in == "loss" and self.importance_sampling_level == "sequence":
-            notes.append(
-                "importance_sampling_level=sequence: the KL is weighted by the completion's ratio, "
-                "so its gradient is not exact"
-            )
-        return notes
-
-    def _ratio_notes(self, updates_per_step: int) -> list[str]:
-        notes = []
-        if updates_per_step == 1 and self.replay is None:
-            notes.append(
-                "one update per rollout: the importance ratio is 1 and the advantages of a group "
-                "sum to 0, so a policy loss near 0 is normal; watch the reward"
-            )
-            if self.importance_sampling_level == "sequence":
-                notes.append("one update per rollout: sequence-level ratios equal token-level ones")
-            if self.loss_type == "cispo":
-                notes.append("one update per rollout: cispo has the same gradient as dapo")
-        if self.importance_sampling_level == "sequence" and self.loss_type != "grpo":
-            notes.append(
-                f"importance_sampling_level=sequence with loss_type={self.loss_type} counts a "
-                "completion's ratio once per token; GSPO is loss_type=grpo"
-            )
-        if self.loss_type == "bnpo":
-            notes.append(
-                "loss_type=bnpo equals dapo here: both divide by the active tokens of the step"
-            )
-        if self.advantage_estimator == "rloo" and self.scale_rewards != "none":
-            notes.append(
-                "rloo is unbiased only without scaling: set scale_rewards=none"
-                if not self.normalize_each_reward
-                else "rloo with normalize_each_reward is scaled, hence not unbiased"
-            )
-        for name in ("sampler_correction_cap", "sampler_correction_floor"):
-            if self.sampler_correction == "none" and not self._is_default(name):
-                notes.append(f"sampler_correction=none: {name} is unused")
-        return notes
 
     def check_sampling(self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> None:
         """Reject sampling settings with which the importance ratio would be wrong.

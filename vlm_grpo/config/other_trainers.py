@@ -25,7 +25,8 @@ _USES_VLLM = "rollout.sampler (vllm: docs/vllm.md)"
 _SAME_IN_TRL = {
     "rollout": "num_generations temperature top_p top_k min_p max_completion_length",
     "objective": "num_iterations epsilon epsilon_high delta loss_type scale_rewards entropy_coef "
-    "importance_sampling_level mask_truncated_completions use_bias_correction_kl",
+    "sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg "
+    "vespo_lambda_neg importance_sampling_level mask_truncated_completions use_bias_correction_kl",
     "optim": "warmup_steps weight_decay max_grad_norm max_steps num_train_epochs",
     "policy": "trust_remote_code gradient_checkpointing activation_offloading",
     "prompt": "chat_template_kwargs",

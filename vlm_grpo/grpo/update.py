@@ -27,9 +27,11 @@ from vlm_grpo.grpo.reference import Reference, ReferenceScores
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import (
     MetricAccumulator,
+    Surrogate,
     TokenBatch,
     cross_entropy,
     kl_penalties,
+    load_surrogate,
     policy_loss,
 )
 
@@ -89,6 +91,7 @@ class Updater:
         settings: the run's settings.
         budget: maximum number of tokens per micro-batch.
         offload: opens a context that moves the activations saved inside to the host.
+        surrogate: the user's loss; None: that of the settings' loss type.
     """
 
     policy: Policy
@@ -98,6 +101,7 @@ class Updater:
     settings: Settings
     budget: TokenBudget
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    surrogate: Surrogate | None = None
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -267,7 +271,7 @@ class Updater:
         if batch.is_supervised:
             output = cross_entropy(tokens, batch.totals)
         else:
-            output = policy_loss(tokens, batch.totals, objective)
+            output = policy_loss(tokens, batch.totals, objective, self.surrogate)
         loss = output.loss * len(batch.mini_batches)
         loss.backward()
         return loss.item(), output.metrics
@@ -290,6 +294,7 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
         settings,
         TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
         offload,
+        load_surrogate(settings.objective),
     )
 
 

@@ -12,9 +12,16 @@ from vlm_grpo.objective.advantages import (
     per_reward_advantages,
 )
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.objective.custom import load_surrogate
 from vlm_grpo.objective.diagnostics import MetricAccumulator
 from vlm_grpo.objective.kl import KL_ESTIMATORS, kl_penalties
-from vlm_grpo.objective.losses import LossOutput, cross_entropy, needs_update, policy_loss
+from vlm_grpo.objective.losses import (
+    LossOutput,
+    Surrogate,
+    cross_entropy,
+    needs_update,
+    policy_loss,
+)
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -23,10 +30,12 @@ __all__ = [
     "LossOutput",
     "MetricAccumulator",
     "StepTotals",
+    "Surrogate",
     "TokenBatch",
     "cross_entropy",
     "group_advantages",
     "kl_penalties",
+    "load_surrogate",
     "needs_update",
     "per_reward_advantages",
     "policy_loss",

@@ -166,10 +166,13 @@ def loss_metrics(
 def _find_clipped(
     batch: TokenBatch, ratio: Float[Tensor, " M"], settings: ObjectiveSettings
 ) -> dict[str, Tensor]:
-    """Find the tokens whose ratio is beyond the bound that applies to their advantage's sign."""
+    """Find the tokens whose ratio is beyond the bound that applies to their advantage's sign, by
+    the metric's name; none for losses without bounds."""
     advantages = batch.per_token_advantages
     if settings.loss_type == "cispo":
         return {"cispo_clip_ratio": (ratio > settings.upper_epsilon) & (advantages > 0)}
+    if settings.loss_type in ("sapo", "vespo") or settings.loss is not None:
+        return {}
     low = (ratio < 1 - settings.epsilon) & (advantages < 0)
     high = (ratio > 1 + settings.upper_epsilon) & (advantages > 0)
     return {

@@ -7,7 +7,9 @@ micro-batches nor the order of completions changes the gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,6 +20,13 @@ from vlm_grpo.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.objective.diagnostics import MetricAccumulator, loss_metrics
 from vlm_grpo.objective.kl import KL_ESTIMATORS
 
+Surrogate = Callable[[Float[Tensor, " M"], TokenBatch, ObjectiveSettings], Float[Tensor, " M"]]
+"""Maps the importance ratios of M tokens, the batch, with its ``old_logprobs``, and the settings to
+the policy loss of each token, before weighting."""
+
+LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0
+"""Bounds of the logarithm of vespo's sequence weight, as in TRL: its exponential stays finite."""
+
 
 @dataclass(frozen=True)
 class LossOutput:
@@ -27,22 +36,35 @@ class LossOutput:
     metrics: MetricAccumulator
 
 
-def policy_loss(batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettings) -> LossOutput:
+def policy_loss(
+    batch: TokenBatch,
+    totals: StepTotals,
+    settings: ObjectiveSettings,
+    surrogate: Surrogate | None = None,
+) -> LossOutput:
     """Compute surrogate loss + β·KL − entropy_coef·entropy, summed with the step's token weights.
+
+    Args:
+        batch: the tokens of a micro-batch.
+        totals: the normalizers of its step.
+        settings: settings of the objective.
+        surrogate: computes the policy loss of each token; None: that of ``loss_type``.
 
     Raises:
         ValueError: the settings need log-probs or entropies that the batch lacks.
     """
     old = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    batch = replace(batch, old_logprobs=old)
     log_ratio = batch.logprobs - old
     per_completion = settings.importance_sampling_level == "sequence"
     # One ratio per completion: the geometric mean over its tokens (GSPO, arXiv:2507.18071).
     log_weight = batch.completion_mean(log_ratio)[batch.completion] if per_completion else log_ratio
     ratio = log_weight.exp()
 
-    per_token = surrogate_loss(ratio, batch, settings)
-    correction = sampler_weights(old, batch, settings)
-    if correction is not None:
+    compute = surrogate or SURROGATES.get(settings.loss_type, clipped_loss)
+    per_token = compute(ratio, batch, settings)
+    correction = sampler_weights(batch, settings)
+    if correction is not None and compute is not vespo_loss:  # whose weight includes it
         per_token = per_token * correction
     reference = get_reference_logprobs(batch, old, settings)
     if settings.beta > 0 and settings.kl_in == "loss":
@@ -74,23 +96,81 @@ def cross_entropy(batch: TokenBatch, totals: StepTotals) -> LossOutput:
     return LossOutput(-batch.logprobs.sum() / tokens, MetricAccumulator(means))
 
 
-def surrogate_loss(
+def clipped_loss(
     ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
 ) -> Float[Tensor, " M"]:
-    """Compute the policy loss of each token, before weighting.
+    """Compute −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) of each token.
 
-    −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) (PPO, arXiv:1707.06347, eq. 7; ε_high: DAPO,
-    arXiv:2503.14476, eq. 8); ρ in the first term capped at ``delta`` (INTELLECT-2,
-    arXiv:2505.07291). cispo: −min(ρ, ε_high)·A·log π, without gradient through the weight
-    (MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
+    Sources: PPO, arXiv:1707.06347, eq. 7; ε_high: DAPO, arXiv:2503.14476, eq. 8; ρ in the first
+    term capped at ``delta``: INTELLECT-2, arXiv:2505.07291.
     """
     advantages = batch.per_token_advantages
-    if settings.loss_type == "cispo":
-        weight = ratio.detach().clamp(max=settings.upper_epsilon)
-        return -weight * advantages * batch.logprobs
     clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.upper_epsilon)
     capped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
     return -torch.minimum(capped * advantages, clipped * advantages)
+
+
+def cispo_loss(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """Compute −min(ρ, ε_high)·A·log π of each token, without gradient through the weight.
+
+    Sources: MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786.
+    """
+    weight = ratio.detach().clamp(max=settings.upper_epsilon)
+    return -weight * batch.per_token_advantages * batch.logprobs
+
+
+def sapo_loss(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """Compute −(4/τ)·σ(τ(ρ − 1))·A of each token, a soft clip; τ depends on the sign of A.
+
+    Its gradient is that of ρA at ρ = 1, and falls smoothly on both sides (Soft Adaptive Policy
+    Optimization, arXiv:2511.20347).
+    """
+    advantages = batch.per_token_advantages
+    above, below = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+    temperature = torch.full_like(advantages, below).masked_fill(advantages > 0, above)
+    return -(temperature * (ratio - 1)).sigmoid() * 4 / temperature * advantages
+
+
+def vespo_loss(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """Compute −φ(w)·A·log π of each token, without gradient through the weight.
+
+    w is the ratio of the full completion, with the sampler's correction, and
+    φ(w) = e^λ wᵏ e^(−λw), which is 1 at w = 1; k and λ depend on the sign of A (VESPO: Variational
+    Sequence-Level Soft Policy Optimization, arXiv:2602.10693).
+    """
+    old, advantages = batch.old_logprobs, batch.advantages
+    assert old is not None
+    difference = (batch.logprobs - old).detach().clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    log_weight = batch.completion_sum(difference)
+    correction = sampler_weights(batch, settings)
+    if correction is not None:
+        logs = correction.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+        is_one = settings.sampler_correction.startswith("sequence")  # one weight per completion
+        log_weight += batch.completion_mean(logs) if is_one else batch.completion_sum(logs)
+    log_weight = log_weight.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    power, rate = (
+        torch.full_like(advantages, below).masked_fill(advantages >= 0, above)
+        for above, below in (
+            (settings.vespo_k_pos, settings.vespo_k_neg),
+            (settings.vespo_lambda_pos, settings.vespo_lambda_neg),
+        )
+    )
+    weight = (rate + power * log_weight - rate * log_weight.exp()).exp()
+    return -(weight * advantages)[batch.completion] * batch.logprobs
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "vespo": vespo_loss,
+}
+"""By loss type; the others have ``clipped_loss``."""
 
 
 def token_weights(
@@ -98,22 +178,23 @@ def token_weights(
 ) -> Float[Tensor, " M"]:
     """Compute the weight of each token's loss.
 
-    grpo: 1 / (completions × the completion's length) (arXiv:2402.03300, eq. 3); dr_grpo:
-    1 / (completions × max_completion_length) (arXiv:2503.20783); dapo, bnpo, cispo:
-    1 / active tokens of the step (arXiv:2503.14476, eq. 8). 0 for masked completions.
+    grpo, sapo: 1 / (completions × the completion's length) (arXiv:2402.03300, eq. 3); dr_grpo:
+    1 / (completions × max_completion_length) (arXiv:2503.20783); luspo: 1 / completions
+    (arXiv:2602.05261); dapo, bnpo, cispo, vespo: 1 / active tokens of the step
+    (arXiv:2503.14476, eq. 8). 0 for masked completions.
     """
     active = batch.active_tokens
     completions, tokens = max(totals.completions, 1), max(totals.active_tokens, 1)
-    if settings.loss_type == "grpo":
+    if settings.loss_type == "luspo":
+        return active / completions
+    if settings.loss_type in ("grpo", "sapo"):
         return active / batch.lengths.clamp(min=1)[batch.completion] / completions
     if settings.loss_type == "dr_grpo":
         return active / (completions * totals.max_completion_length)
     return active / tokens
 
 
-def sampler_weights(
-    old: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
-) -> Float[Tensor, " M"] | None:
+def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Tensor, " M"] | None:
     """Compute π_old / π_sampler of each token, within bounds, or return None without a correction.
 
     Importance sampling corrects for completions that were sampled from a distribution other than
@@ -126,7 +207,8 @@ def sampler_weights(
     """
     if settings.sampler_correction == "none":
         return None
-    if batch.sampler_logprobs is None:
+    old = batch.old_logprobs
+    if batch.sampler_logprobs is None or old is None:
         raise ValueError("sampler_correction needs sampler_logprobs in the batch")
     level, _, form = settings.sampler_correction.partition("_")
     difference = old.detach() - batch.sampler_logprobs

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vlm_grpo.config.notes import list_notes
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
@@ -65,7 +66,7 @@ def describe_run(
             f"lr {start.lr:g}; then {then}"
         )
     yield f"reference  {_reference(settings.objective)}"
-    for note in settings.objective.notes(settings.updates_per_step):
+    for note in list_notes(settings.objective, settings.updates_per_step):
         yield f"note       {note}"
     if settings.exceeds_embedded_model:
         yield (
