@@ -50,6 +50,32 @@ def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str, recompu
     assert saved[3] - saved[2] == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("variant", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_variants_of_lora_are_counted(variant: dict[str, Any], dtype: str) -> None:
+    values = {"dtype": dtype, "lora": {"r": 4, "alpha": 8, **variant}}
+    saved = {}
+    for layers in (2, 3):
+        policy, policy_settings = build_policy("qwen2_5_vl", values, text=layers)
+        prompt = build_prompt(policy, 224)
+        batch = build_batch(prompt)
+        saved[layers] = measure_saved_bytes(policy, batch)
+    shape, _ = read_model_shape(policy.model.config, policy_settings)
+    expected = batch.num_tokens * count_bytes_per_token(shape, True) + count_cast_bytes(shape)
+    expected += len(prompt.token_ids) * count_bytes_per_prompt_token(shape, 3, on_cpu=True)
+    # DoRA's factors and norms, which do not depend on the tokens, are not counted.
+    bound = 0.05 if shape.has_norms else 0
+    assert saved[3] - saved[2] == pytest.approx(expected, rel=bound, abs=0)
+    added = [weight for name, weight in policy.weights().items() if "lora_" in name]
+    assert shape.num_trained == sum(weight.numel() for weight in added)
+    kept = sum(weight.numel() for weight in policy.weights().values()) - shape.num_trained
+    assert shape.num_initial == kept
+    base = replace(shape, num_trained=0, num_initial=0, lora_rank=0)
+    work = Workload(4, 3, 20, 16, 10, 130, 1 << 20, 0)
+    difference = estimate_memory(shape, work).weights - estimate_memory(base, work).weights
+    assert difference == 4 * (shape.num_trained + kept)
+
+
 def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "has_varlen", lambda query: query.device.type == "meta")
     saved = {}

@@ -196,7 +196,8 @@ def _get_compute_dtype(model: ModelShape) -> str:
 
 
 def _count_weight_bytes(model: ModelShape) -> int:
-    adapters = 4 * model.num_trained if model.lora_rank else 0  # PEFT holds adapters in float32
+    # PEFT holds adapters in float32.
+    adapters = 4 * (model.num_trained + model.num_initial) if model.lora_rank else 0
     quantized = model.quantized_weights
     held = (model.num_weights - quantized) * model.weight_bytes + int(quantized * NF4_BYTES)
     return held + adapters
@@ -234,6 +235,8 @@ def count_bytes_per_token(model: ModelShape, on_cpu: bool = False) -> int:
             saved = 4 * (4 * h + attention + 4 * m + ranks + statistics)
         else:
             saved = 4 * (2 * h + statistics) + 2 * (2 * h + attention + 4 * m + ranks)
+        if model.has_norms:  # each product, before it is scaled
+            saved += (t.query + 2 * t.key + 2 * h + 2 * m) * model.value_bytes
         return saved + (4 * _count_qk_norm_values(t, 1) if t.qk_norm else 0)
     if model.precision == "float32":
         saved = 4 * (6 * h + attention + 4 * m + statistics)
@@ -330,9 +333,10 @@ def _count_block_bytes(model: ModelShape, work: Workload) -> int:
 
 
 def count_cast_bytes(model: ModelShape) -> int:
-    """Count the bytes of bfloat16 copies of weights that a decoder layer saves."""
-    if model.lora_rank and model.precision == "bfloat16":
-        return 2 * model.lora_rank * model.text.adapter_widths
+    """Count the bytes of copies of weights that a decoder layer saves: casts to bfloat16, and an
+    adapter's factors joined with its initial ones."""
+    if model.lora_rank and (model.precision == "bfloat16" or model.num_initial):
+        return model.value_bytes * model.lora_rank * model.text.adapter_widths
     return _count_autocast_bytes(model, model.text)
 
 
@@ -355,6 +359,8 @@ def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
         layer += _count_layer_bytes(model, work, on_cpu)
         encoding += _count_block_bytes(model, work) if model.trains_vision else 0
     layer += _count_recomputed_bytes(model, text, work.micro_tokens)
+    if model.has_norms:  # s B A, and its sum with W
+        layer += 2 * 4 * text.hidden * max(text.intermediate, text.query)
     return max(logits, layer, encoding)
 
 

@@ -9,9 +9,10 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.engine.linear import INITIAL_FACTORS
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
-from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
 from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShape
 
 
@@ -40,7 +41,10 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
         apply_lora_or_freeze(model, policy)
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
-    adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
+    adapted = [layer for _, layer in find_adapted(model)]
+    initial = [w for n, w in model.named_buffers() if n.endswith(INITIAL_FACTORS)]
+    ranks = [layer.r[name] for layer in adapted for name in layer.r]
+    doubled = 2 if initial else 1
     precision: Precision = "float32"
     if policy.dtype == "bfloat16":
         precision = "bfloat16" if policy.lora is not None else "autocast"
@@ -53,12 +57,14 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         num_linear=linear,
         num_adapted=sum(layer.get_base_layer().weight.numel() for layer in adapted),
         shares_prompts=shares_prompts,
-        lora_rank=policy.lora.r if policy.lora is not None else 0,
+        lora_rank=doubled * round(sum(ranks) / len(ranks)) if ranks else 0,
         trains_vision=any(find_part(name) in ("vision", "projector") for name, _ in trained),
         head_frozen=not model.get_output_embeddings().weight.requires_grad,
         precision=precision,
         checkpointing=policy.gradient_checkpointing,
         offloads=policy.activation_offloading,
+        num_initial=sum(factor.numel() for factor in initial),
+        has_norms=policy.lora is not None and policy.lora.use_dora,
     )
     return shape, family
 

@@ -106,7 +106,9 @@ class ModelShape:
         num_linear: number of weights in all linear modules.
         num_adapted: number of weights in the linear modules that have adapters.
         shares_prompts: whether a group's completions share their prompt.
-        lora_rank: rank of the adapters; 0 for full weights.
+        lora_rank: mean rank of the adapters, with the initial factors; 0 for full weights.
+        num_initial: number of an adapter's initial values, which are kept (PiSSA).
+        has_norms: whether the norms of adapted rows are trained (DoRA).
         trains_vision: whether the vision tower has a backward pass.
         head_frozen: whether the output head is frozen.
         precision: see ``Precision``.
@@ -130,6 +132,8 @@ class ModelShape:
     checkpointing: Checkpointing
     offloads: bool = False
     quantized_weights: int = 0
+    num_initial: int = 0
+    has_norms: bool = False
 
     def recomputed_share(self, part: TextShape | VisionShape) -> float:
         """Return the share of a layer's products that the backward pass recomputes."""
