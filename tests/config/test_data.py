@@ -92,7 +92,10 @@ def test_a_source_may_hold_rows_and_classes() -> None:
     [
         ({"train": [COUNT, COUNT]}, "data.train has several sources counting: give each a name"),
         ({"train": [{**COUNT, "weight": 0}]}, "data.train.0.weight=0 should be greater than 0"),
-        ({"train": [{**COUNT, "wieght": 1}]}, "unknown key data.train.0.wieght"),
+        (
+            {"train": [{**COUNT, "wieght": 1}]},
+            "unknown key data.train.0.wieght (did you mean data.train.0.weight?)",
+        ),
         ({"train": [{**COUNT, "benchmark": "tallyqa"}]}, "leave out task and tasks"),
         (
             {"train": [{"source": "a.jsonl", "benchmark": "tallyqa"}]},
@@ -111,7 +114,7 @@ def test_a_source_may_hold_rows_and_classes() -> None:
         ),
         ({"train": [COUNT], "eval": "a.jsonl", "eval_share": 0.1}, "exclude each other"),
         ({"train": [COUNT], "eval_share": 1.0}, "data.eval_share=1.0 should be less than 1"),
-        ({"train": [{"source": "a.jsonl"}]}, "task has no value"),
+        ({"train": [{"source": "a.jsonl"}]}, "data.train: the source a has no task: give it task"),
         ({"train": "a.jsonl"}, "task has no value"),
         ({"train": [COUNT], "task_options": {"tags": True}}, "task_options has no effect"),
     ],

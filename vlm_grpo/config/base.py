@@ -144,9 +144,10 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
     keys = list(known_keys(model))
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     for problem in error.errors(include_url=False):
-        key = _key(problem["loc"], model)
+        key, siblings = _find_key(problem["loc"], model)
         if problem["type"] == "extra_forbidden":
-            texts = [f"unknown key {key}{suggest_key(key, keys)}"]
+            is_in_list = any(isinstance(part, int) for part in problem["loc"])
+            texts = [f"unknown key {key}{suggest_key(key, siblings if is_in_list else keys)}"]
         elif problem["type"] == "missing" and isinstance(problem["loc"][-1], int):
             count = problem["loc"][-1] + 1  # a list that is too short lacks each further item
             expected[head := f"{key}={_short(problem['input'])}"] = [f"have {count} items"]
@@ -171,9 +172,11 @@ def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[st
     ]
 
 
-def _key(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
-    """Return the dotted key of a pydantic location, without the names of union branches."""
+def _find_key(location: tuple[str | int, ...], model: type[BaseModel]) -> tuple[str, Sequence[str]]:
+    """Return the dotted key of a pydantic location, without the names of union branches, and, if it
+    is unknown, the known keys of its block."""
     parts: list[str] = []
+    siblings: list[str] = []
     blocks, items = [model], []
     for part in location:
         fields = [block.model_fields[part] for block in blocks if part in block.model_fields]
@@ -185,9 +188,10 @@ def _key(location: tuple[str | int, ...], model: type[BaseModel]) -> str:
             blocks, items = items, []
             parts.append(str(part))
         elif blocks and isinstance(part, str) and part not in {b.__name__ for b in blocks}:
+            siblings = [".".join([*parts, name]) for block in blocks for name in block.model_fields]
             parts.append(part)
             blocks = []
-    return ".".join(parts)
+    return ".".join(parts), siblings
 
 
 def suggest_key(key: str, keys: Sequence[str]) -> str:

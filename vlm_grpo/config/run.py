@@ -213,7 +213,13 @@ class Settings(Frozen):
     def _check_combinations(self) -> Settings:
         problems, optim = [], self.optim
         if MIXED in self.task_names:
-            problems.append(describe_missing("task"))
+            sources = self.data.train if is_mixture(self.data.train) else ()
+            problems += [
+                f"data.train: the source {source.label} has no task: give it task, or add task=… "
+                "for all sources without one"
+                for source in sources
+                if source.task is None and not source.tasks
+            ] or [describe_missing("task")]
         elif self.task == MIXED and self.task_options:
             problems.append(
                 "task_options has no effect, since every source of data.train has a task of its "
