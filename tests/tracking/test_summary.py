@@ -37,7 +37,11 @@ def test_the_first_lines_describe_the_run() -> None:
     assert lines["images"].startswith("9 tokens per example, prompts up to ")
     assert lines["reference"] == "none: beta=0, the loss has no KL"
     assert lines["attention"] == "PyTorch's flash kernels for CPUs; decode steps run eagerly"
+    assert lines["step"].startswith("32 prompts × 8 completions, one prompt pass per group")
     assert "a policy loss near 0 is normal" in lines["note"]
+    parts = describe("data.train_limit=9", "optim.mini_batches=4")
+    assert "completions in 4 mini-batches, one prompt" in parts["step"]
+    assert "note" not in parts
 
 
 def test_a_task_that_the_embedded_model_has_not_learned_is_noted() -> None:

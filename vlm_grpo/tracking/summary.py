@@ -50,9 +50,10 @@ def describe_run(
     yield f"rewards    {start}" + (f"; at the end {end}" if end != start else "")
     form = "one prompt pass per group" if policy.shared else "one prompt pass per completion"
     rollout, optim = settings.rollout, settings.optim
+    parts = f" in {optim.mini_batches} mini-batches" if optim.mini_batches > 1 else ""
     yield (
-        f"step       {optim.prompts_per_step} prompts × {rollout.num_generations} completions, "
-        f"{form}, on {policy.device}"
+        f"step       {optim.prompts_per_step} prompts × {rollout.num_generations} completions"
+        f"{parts}, {form}, on {policy.device}"
     )
     if (vllm := rollout.vllm) is not None:
         own = f"servers started by {vllm.python}, logs in {settings.run_dir}/vllm-*.log"
