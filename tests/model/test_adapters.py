@@ -26,6 +26,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.deploy.export import export
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.linear import Linear
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.adapters import (
     apply_lora_or_freeze,
@@ -132,6 +133,13 @@ def test_a_new_adapter_changes_neither_the_model_nor_its_base_weights(
     rounds = name in {"dora", "orthogonal", "modules", *FROM_BASE}
     bound = {"float32": 2e-5, "bfloat16": 0.15}[dtype] if rounds else 0
     assert (score(policy) - before).abs().max() <= bound
+    assert {weight.dtype for _, weight in policy.trainable_parameters()} == {torch.float32}
+    for _, layer in find_adapted(policy.model):
+        for norms in layer.lora_magnitude_vector.values():
+            assert torch.equal(norms.weight, layer.get_base_layer().weight.float().norm(dim=1))
+    # Whose weights are rounded for each pass, in a rollout as in scoring.
+    plain = [m for n, m in policy.model.named_modules() if ".modules_to_save." in n]
+    assert not any(isinstance(module, Linear) for module in plain)
     change(policy)
     assert (score(policy) - before).abs().max() > 0.01
     found = {n.replace(".base_layer", ""): w for n, w in policy.model.state_dict().items()}
