@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import Overrides, build_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
@@ -28,6 +28,8 @@ TABLE_CARDS = (12, 16, 24, 48, 80, 141)
 TABLE_KINDS = {"LoRA": ("policy.lora.r=64",), "full": ()}
 """The rows of each model in a table, and their settings."""
 _RANK = 64  # of the stored shapes
+_COUNTED = ("gradient_checkpointing", "activation_offloading", "head_chunk_tokens", "min_pixels")
+_COUNTED += ("max_pixels",)  # settings that do not change a stored shape, or are counted on it
 
 
 @cache
@@ -69,10 +71,12 @@ class KnownPlanner(StepPlanner):
 
     def read_shape(self, policy: PolicySettings) -> ModelShape:
         kind = "full" if policy.lora is None else "lora"
-        lora = {} if policy.lora is None else {"r": policy.lora.r, "alpha": policy.lora.alpha}
-        stored = PolicySettings.model_validate({"lora": lora} if lora else {})
-        for name in ("dtype", "freeze", "engine", "lora"):
-            if getattr(policy, name) != getattr(stored, name):
+        stored = PolicySettings()
+        if policy.lora is not None:
+            same = {name: getattr(policy.lora, name) for name in ("r", "alpha", "use_rslora")}
+            stored = PolicySettings(lora=LoraSettings(**same))
+        for name in type(policy).model_fields:
+            if name not in _COUNTED and getattr(policy, name) != getattr(stored, name):
                 raise UserError(
                     f"policy.{name}={getattr(policy, name)} is not among the known shapes of "
                     f"{self.settings.model}: plan a recipe with model=FOLDER, a folder that has "
