@@ -44,7 +44,7 @@ def test_an_unknown_setting_suggests_the_nearest(capsys):
     ("arguments", "expected"),
     [
         (["--learning_rate", "1e-6"], "TRL's learning_rate is optim.lr here"),
-        (["--load-in-4bit=true"], "TRL's load_in_4bit has no equivalent here"),
+        (["--load-in-4bit=true"], "TRL's load_in_4bit is policy.load_in (4bit or 8bit"),
         (["--optim.lr", "1e-6"], "settings have no dashes, optim.lr=VALUE"),
         (["--model=x"], "settings have no dashes, model=VALUE"),
         (["use_vllm=true"], "unknown key use_vllm: TRL's use_vllm is rollout.sampler (vllm"),

@@ -75,7 +75,7 @@ def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
         ("num_generations=4", "TRL's num_generations is rollout.num_generations here"),
         ("optim.learning_rate=1e-6", "TRL's learning_rate is optim.lr here"),
         ("policy.lora.rank=3", "EasyR1's worker.actor.model.lora.rank is policy.lora.r here"),
-        ("load_in_4bit=true", "TRL's load_in_4bit has no equivalent here: base weights are"),
+        ("load_in_4bit=true", "TRL's load_in_4bit is policy.load_in (4bit or 8bit, with policy"),
     ],
 )
 def test_a_setting_of_another_trainer_is_explained(override, expected):

@@ -21,6 +21,7 @@ ELSEWHERE |= {"dataset_train_split", "dataset_test_split", "lora_target_modules"
 ELSEWHERE |= {"load_in_8bit", "max_prompt_length", "attn_implementation", "lora_r", "lora_alpha"}
 ELSEWHERE |= {"lora_dropout", "dtype", "warmup_ratio", "vllm_importance_sampling_cap"}
 ELSEWHERE |= {"activation_offloading", "lora_modules_to_save", "use_rslora", "use_dora"}
+ELSEWHERE |= {"activation_offloading", "bnb_4bit_quant_type", "use_bnb_nested_quant"}
 """Names in TRL's other classes (ScriptArguments, ModelConfig, SFTConfig) or in earlier versions."""
 
 NOT_SETTINGS = {"od_ap", "odLength", "weighted_sum", "all_match", "scripts", "swift"}
@@ -50,7 +51,7 @@ def test_trls_names_are_those_of_its_config() -> None:
         ("optim.learning_rate", "TRL's learning_rate is optim.lr here"),
         ("worker.rollout.n", "EasyR1's worker.rollout.n is rollout.num_generations here"),
         ("rollout_batch_size", "EasyR1's data.rollout_batch_size is optim.prompts_per_step (in"),
-        ("load_in_4bit", "has no equivalent here: base weights are bfloat16 or float32"),
+        ("load_in_4bit", "TRL's load_in_4bit is policy.load_in (4bit or 8bit"),
         ("system", "ms-swift's system is prompt.system here"),
     ],
 )

@@ -258,7 +258,7 @@ def test_an_adapter_is_written_alone_and_can_be_loaded_by_name(
 ) -> None:
     model = exported["qwen3_vl", "lora"]
     checkpoint = model.out.with_name("c-lora")
-    out = export(str(checkpoint), tmp_path / "adapter", adapter=True)
+    out = export(str(checkpoint), tmp_path / "adapter", "adapter")
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
         model.original
     )
@@ -300,7 +300,8 @@ def test_the_program_of_the_card_answers_as_the_policy(
     adapter: bool, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dtype = None if adapter else "float32"
-    out = export(str(finished), tmp_path / "out", adapter=adapter, dtype=dtype)
+    weights = "adapter" if adapter else "merged"
+    out = export(str(finished), tmp_path / "out", weights, dtype=dtype)
     settings = load_settings(str(finished / "config.yaml"), ["data.eval_limit=1"])
     (example,) = load_examples("embedded:counting", load_task("counting"), settings.data, "eval")
     example.images[0].load().save(tmp_path / "a.png")

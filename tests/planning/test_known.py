@@ -74,7 +74,7 @@ def test_the_table_of_the_guide_is_what_the_command_prints(
 
 
 def test_each_cell_is_the_answer_of_a_plan_on_that_card() -> None:
-    _, _, row = format_table([SEVEN], ["policy.lora.r=16"])
+    _, _, _, row = format_table([SEVEN], ["policy.lora.r=16"])
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:2] == ["Qwen2.5-VL-7B-Instruct", "LoRA"]
     assert cells[-1] == "24 GB"
@@ -137,7 +137,7 @@ def test_the_table_needs_neither_torch_nor_the_network(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 2 + 2 * len(load_known_models())
+    assert done.stdout.count("\n") == 2 + 3 * len(load_known_models())
 
 
 def test_what_is_not_stored_is_one_message(

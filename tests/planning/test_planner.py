@@ -131,14 +131,24 @@ def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Pat
     overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
     settings = load_settings("counting", [*overrides, "policy.lora.r=16", "optim.lr=1e-5"])
     planner = Planner(settings, Device("GPU", 80 * GIB))
-    full, quantized = (
-        planner.estimate_step(settings, held).memory for held in ("replicated", "nf4")
-    )
+    full = planner.estimate_step(settings).memory
     layers = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
-    # 2 bytes in bfloat16; 4.127 bits in nf4 with doubly quantized scales.
-    assert full.weights - quantized.weights == pytest.approx(layers * (2 - 4.127 / 8), abs=1)
-    text = str(plan(settings, "24GB", weights="nf4", reserved=0.25))
-    assert "decoder layers in 4 bits (nf4): a plan only" in text
+    # 2 bytes in bfloat16; 4.127 bits in nf4 with doubly quantized scales (QLoRA, section 3); 8 bits
+    # and a float32 scale for each of a layer's rows.
+    rows = 28 * (2 * (3584 + 512) + 2 * 18944 + 3584)
+    for kind, held in (("4bit", layers * 4.127 / 8), ("8bit", layers + 4 * rows)):
+        changed = with_changes(settings, "policy", load_in=kind)
+        quantized = planner.estimate_step(changed).memory
+        assert full.weights - quantized.weights == pytest.approx(2 * layers - held, rel=1e-5)
+        assert quantized.folded == 2 * layers  # restored for the rollout: there is room
+    four = with_changes(settings, "policy", load_in="4bit")
+    small = Planner(four, Device("GPU", 24 * GIB)).estimate_step(four).memory
+    assert small.folded == 0
+    assert small.sampling > 2 * 3584 * 18944  # one matrix at a time
+    text = str(plan(four, "24GB", reserved=0.25))
+    assert "policy.load_in=4bit: 6,525,288,448 weights in 3.14 GiB" in text
+    with pytest.raises(UserError, match="quantized weights cannot be sharded"):
+        plan(four, "24GB", devices=2, weights="sharded")
     # 18 GiB, less 5 % and 1 GiB.
     assert "16.1 GiB usable, 25% of its memory left to others" in text
 
@@ -146,9 +156,8 @@ def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weights": "int3"}, "must be one of replicated, sharded, nf4"),
+        ({"weights": "int3"}, "must be one of replicated, sharded,"),
         ({"weights": "sharded"}, "over one device: give --devices 2"),
-        ({"weights": "nf4"}, "set policy.lora"),
         ({"reserved": 1.0}, "a share of the memory"),
     ],
 )

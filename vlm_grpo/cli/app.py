@@ -149,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         format="%(levelname)s: %(message)s",
         handlers=[_CurrentStderr()],
     )
+    # PEFT imports it, and it then advises to install a package for a kernel that is not used here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         app(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
     except Exception as error:

@@ -24,6 +24,14 @@ def export(
         str | None,
         typer.Option(help="float32 or bfloat16; default: the dtype of the original model."),
     ] = None,
+    dequantized: Annotated[
+        bool,
+        typer.Option(
+            "--dequantized",
+            help="Merge into the 4- or 8-bit weights of policy.load_in, dequantized, instead of "
+            "the original ones.",
+        ),
+    ] = False,
     push: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Upload OUT to this model repository of the hub."),
@@ -51,11 +59,14 @@ def export(
     from vlm_grpo.deploy import push as hub
     from vlm_grpo.errors import UserError
 
+    if adapter and dequantized:
+        raise UserError("--adapter writes no base weights: leave out --dequantized")
+    weights = "adapter" if adapter else "dequantized" if dequantized else "merged"
     if push is None and (public or dry_run):
         raise UserError("--public and --dry-run have no effect without --push NAME: add it")
     if push is not None and not dry_run:
         hub.check_pushable(push)
-    typer.echo(f"model in {export.export(run, out, adapter, step, dtype)}")
+    typer.echo(f"model in {export.export(run, out, weights, step, dtype)}")
     if push is None:
         return
     if dry_run:

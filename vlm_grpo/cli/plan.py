@@ -21,11 +21,8 @@ def plan(
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Number of such devices.")] = 1,
     weights: Annotated[
-        Literal["replicated", "sharded", "nf4"],
-        typer.Option(
-            help="replicated; sharded: over the devices by FSDP2; nf4: the decoder layers in 4 "
-            "bits, which is planned only."
-        ),
+        Literal["replicated", "sharded"],
+        typer.Option(help="replicated; sharded: over the devices by FSDP2."),
     ] = "replicated",
     reserved: Annotated[
         float,

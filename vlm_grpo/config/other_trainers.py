@@ -16,7 +16,7 @@ _MERGE = "none: vlm-grpo export RUN OUT writes the merged model"
 _MODE = "rollout.vllm.python (for colocate), rollout.vllm.urls (for server)"
 _NO_DROPOUT = "policy.lora.dropout (must be 0: completions share a pass over their prompt)"
 _PARALLEL = "rollout.vllm.arguments ([--tensor-parallel-size=2], or --argument of vlm-grpo serve)"
-_QUANTIZED = "none: base weights are bfloat16 or float32 (policy.dtype)"
+_QUANTIZED = "policy.load_in (4bit or 8bit, with policy.lora)"
 _RECORDED = "none: completions are always recorded, in samples/ and report.html"
 _REWARDS = "none: rewards are methods of a task: vlm-grpo new-task NAME"
 _URLS = "rollout.vllm.urls (the addresses of vlm-grpo serve --for-rollouts)"
@@ -92,6 +92,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "use_rslora": "policy.lora.use_rslora",
         "use_dora": "policy.lora.use_dora",
         "load_in_4bit load_in_8bit": _QUANTIZED,
+        "bnb_4bit_quant_type": "policy.quant_type",
+        "use_bnb_nested_quant": "policy.double_quant",
         "max_prompt_length": "none: no prompt is truncated; policy.max_pixels bounds its length",
         "attn_implementation": "none: completions share their prompt by an attention of our own",
         "repetition_penalty top_entropy_quantile off_policy_mask_threshold": (
@@ -136,7 +138,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "Unsloth": {
         "model_name": "model",
         "max_seq_length": "rollout.max_completion_length (policy.max_pixels bounds the prompt)",
-        "load_in_fp8": _QUANTIZED,
+        "load_in_fp8": "none: policy.load_in is 4bit or 8bit",
         "full_finetuning": "none: full weights are the default, without policy.lora",
         "use_gradient_checkpointing": "policy.gradient_checkpointing",
         "fast_inference": _USES_VLLM,

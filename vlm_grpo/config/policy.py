@@ -149,6 +149,17 @@ class PolicySettings(Frozen):
     """Parts whose weights are not trained (full-weight training only)."""
     lora: LoraSettings | None = None
     """Train low-rank adapters; None: full weights."""
+    load_in: Literal["none", "4bit", "8bit"] = "none"
+    """Hold frozen weights in 4 or 8 bits, by bitsandbytes; adapters are trained on them (QLoRA).
+    ``none``: hold them in ``dtype``."""
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """The 16 values of 4 bits: those of normally distributed weights (``nf4``), or floating-point
+    numbers (``fp4``)."""
+    double_quant: bool = True
+    """Hold the scales of 4-bit weights in 8 bits too, which saves 0.37 bits per weight."""
+    quantized_parts: tuple[ModelPart, ...] = ("language",)
+    """Parts whose linear layers ``load_in`` applies to; embeddings and the output head are never
+    quantized."""
     gradient_checkpointing: Checkpointing = "none"
     """Recompute activations instead of storing them: ``mlp``: those of the feed-forward layers,
     which are about two thirds; ``full`` (or true): all but each layer's input, about a third
@@ -181,6 +192,15 @@ class PolicySettings(Frozen):
                 "policy.master_weights=bfloat16 cannot be computed with in policy.dtype=float32: "
                 "set policy.dtype=bfloat16"
             )
+        unused = {"4bit": (), "8bit": ("quant_type", "double_quant")}
+        names = unused.get(self.load_in, (*unused["8bit"], "quantized_parts"))
+        for name in names:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"policy.{name} has no effect with policy.load_in={self.load_in}: remove it"
+                )
+        if not self.quantized_parts:
+            raise ValueError("policy.quantized_parts names no part: use policy.load_in=none")
         if len(set(self.freeze)) == 3:
             raise ValueError("policy.freeze lists every part: nothing is left to train")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:

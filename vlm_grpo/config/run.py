@@ -270,6 +270,14 @@ class Settings(Frozen):
         if self.model == EMBEDDED and self.model_revision is not None:
             problems.append("model_revision has no effect on the embedded model")
         problems += self._overlong_problems()
+        is_corrected = "sampler_correction" in self.objective.model_fields_set
+        if self.rollout.sampler == "vllm" and self.policy.load_in != "none" and not is_corrected:
+            problems.append(
+                f"policy.load_in={self.policy.load_in} with rollout.sampler=vllm: the servers have "
+                "the whole weights, so their log-probs differ from the trained ones by more than "
+                "rounding: leave the sampling to the policy (rollout.sampler=policy), or choose "
+                "objective.sampler_correction=token, sequence, token_mask or sequence_mask yourself"
+            )
         if self.rollout.sampler == "vllm" and self.objective.sampler_correction == "none":
             if "sampler_correction" in self.objective.model_fields_set:
                 problems.append(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import yaml
@@ -22,6 +22,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.sources import get_short_name
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_run_task
+from vlm_grpo.deploy.merge import Merge, measure_merge, replace_with_dequantized
 from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.distributed.launch import initialize_distributed
 from vlm_grpo.errors import UserError
@@ -34,6 +35,7 @@ from vlm_grpo.utils.atomic_io import create_whole_folder
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.jsonl import read_object
 
+ExportedWeights = Literal["merged", "dequantized", "adapter"]
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
 PREPROCESSOR = "preprocessor_config.json"
 
@@ -41,7 +43,7 @@ PREPROCESSOR = "preprocessor_config.json"
 def export(
     run: str | Path,
     out: str | Path,
-    adapter: bool = False,
+    weights: ExportedWeights = "merged",
     step: int | str | None = None,
     dtype: str | None = None,
 ) -> Path:
@@ -50,8 +52,10 @@ def export(
     Args:
         run: folder of a run, its name in ``runs``, or folder of a checkpoint.
         out: folder to create.
-        adapter: write only the adapter, for PEFT; otherwise adapters are merged in float32 and
-            the result is rounded once.
+        weights: ``merged``: all weights; adapters are merged in float32 into the original ones, and
+            the result is rounded once. ``dequantized``: they are merged into the 4- or 8-bit
+            weights on which they were trained, as these are after dequantization. ``adapter``: the
+            adapter alone, for PEFT.
         step: step of the run's checkpoint; ``"best"``: by the held-out primary metric; None: the
             newest.
         dtype: dtype of the weights; None: that of the original model. Has no effect on adapters.
@@ -60,10 +64,14 @@ def export(
         The folder.
 
     Raises:
-        UserError: ``out`` exists, ``run`` has no trained weights, or there is no adapter.
+        UserError: ``out`` exists, ``run`` has no trained weights, or there is no adapter or no
+            quantized weights.
     """
     if not isinstance(run, str | Path):
         raise UserError(f"run must be the folder or the name of a run, not {type(run).__name__}")
+    if weights not in get_args(ExportedWeights):
+        names = ", ".join(get_args(ExportedWeights))
+        raise UserError(f"weights is {weights!r}; it must be one of {names}")
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype is {dtype!r}; it must be float32 or bfloat16")
     disable_progress_bar()
@@ -76,34 +84,47 @@ def export(
         )
     if out.exists():
         raise UserError(f"{out} exists already: name a new folder, or remove it")
+    adapter = weights == "adapter"
     has_adapter = (trained.checkpoint / "adapter_config.json").is_file()
     if adapter and not has_adapter:
         raise UserError(f"{run} trained full weights and has no adapter: leave out --adapter")
     if adapter and dtype is not None:
         raise UserError("--dtype has no effect with --adapter, which writes the adapter as it is")
+    if weights == "dequantized" and trained.settings.policy.load_in == "none":
+        raise UserError(f"{run} did not train on quantized weights: leave out --dequantized")
     with create_whole_folder(out) as folder:
+        merge = None
         if adapter:
             _write_adapter(trained, folder)
         else:
-            _write_model(trained, folder, dtype)
-        (folder / "README.md").write_text(build_model_card(trained, adapter), encoding="utf-8")
+            merge = _write_model(trained, folder, dtype, weights == "dequantized")
+        card = build_model_card(trained, adapter, merge)
+        (folder / "README.md").write_text(card, encoding="utf-8")
     return out
 
 
-def _write_model(trained: ResolvedModel, folder: Path, dtype: str | None) -> None:
+def _write_model(
+    trained: ResolvedModel, folder: Path, dtype: str | None, dequantized: bool
+) -> Merge | None:
     settings = trained.settings
     # Merge in float32: an adapter's change is far below the spacing of bfloat16 weights, and
     # rounding the sum once loses less than rounding the weights first.
-    policy = settings.policy.model_copy(update={"dtype": "float32"})
+    policy = settings.policy.model_copy(update={"dtype": "float32", "load_in": "none"})
     in_float32 = settings.model_copy(update={"policy": policy})
     loaded = load_model(in_float32, trained.checkpoint, training=False)
     model: Any = loaded.model
+    if dequantized:
+        replace_with_dequantized(model, load_model(settings, training=False).model)
     if loaded.adapters is not None:
         model = loaded.adapters.merge_and_unload()  # type: ignore[operator]
     original = str(load_config(settings).dtype or "float32").removeprefix("torch.")
     model.to(getattr(torch, dtype or original))
     model.save_pretrained(folder)
     _write_processor(loaded, folder)
+    if settings.policy.load_in == "none":
+        return None
+    merged = replace(loaded, model=model, adapters=None)
+    return measure_merge(settings, trained.checkpoint, merged, dequantized)
 
 
 def _write_adapter(trained: ResolvedModel, folder: Path) -> None:
@@ -142,7 +163,7 @@ class _Results:
     rows: tuple[tuple[str, float, float], ...] = ()
 
 
-def build_model_card(trained: ResolvedModel, adapter: bool) -> str:
+def build_model_card(trained: ResolvedModel, adapter: bool, merge: Merge | None = None) -> str:
     """Return the README.md of an exported model: its training and its held-out results.
 
     The front matter has the format of the hub (https://huggingface.co/docs/hub/model-cards).
@@ -172,6 +193,7 @@ def build_model_card(trained: ResolvedModel, adapter: bool) -> str:
         settings=settings,
         settings_text=yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False),
         adapter=adapter,
+        merge=merge,
         step=step,
         results=results,
         intervals=results.change is not None and not math.isnan(results.change.before_interval[0]),

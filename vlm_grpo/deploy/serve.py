@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from vlm_grpo.server.launch import (
     build_public_command,
     describe_model,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,12 @@ def find_server_command(
         served_name = settings.model if folder is None else folder.resolve().name
         model = describe_model(settings, found.checkpoint)
         command, environment = build_public_command(model, served_name, address), {}
+    if settings.policy.load_in != "none":
+        logger.warning(
+            "the server holds the base weights whole, and this model was trained on weights in %s: "
+            "its log-probs differ from the policy's (vlm-grpo export measures by how much)",
+            settings.policy.load_in,
+        )
     vllm = settings.rollout.vllm
     python = python or (None if vllm is None else vllm.python)
     if python is None or not python.is_file():

@@ -143,6 +143,12 @@ class KVCache:
         self.restore()
 
 
+def count_free_bytes(device: torch.device) -> int:
+    """Return the free bytes of a GPU's memory, and those that PyTorch holds for reuse."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def count_free_tokens(
     config: Any,
     device: torch.device,
@@ -162,8 +168,7 @@ def count_free_tokens(
     """
     if device.type != "cuda":
         return DEFAULT_ROLLOUT_TOKENS
-    free, _ = torch.cuda.mem_get_info(device)
-    free += kept + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = kept + count_free_bytes(device)
     try:
         token, state = _count_bytes(config, dtype)
     except AttributeError:  # a configuration without the usual names

@@ -4,12 +4,20 @@ On the CPU, PyTorch computes float32 matrix products with MKL, which is slow on 
 than Intel's; oneDNN, which is also part of PyTorch, was 2.1 times as fast on an AMD EPYC
 (``perf/README.md``). For the few rows of a decode step both libraries spend most of their time
 reordering the weights, which a rollout can do once for all of its tokens.
+
+Weights that bitsandbytes holds in 4 or 8 bits are restored for each product of the forward and the
+backward pass, or once for a rollout, and multiplied like any others. A token's values then do not
+depend on the tokens beside it. In bitsandbytes' own products they do: a single row in 4 bits has a
+kernel of its own, and LLM.int8 (Dettmers et al., 2022, arXiv:2208.07339) chooses by all rows which
+columns it computes in 8 bits, after rounding the rows too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,9 +28,13 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vlm_grpo.engine.kv_cache import count_free_bytes
+
 INITIAL_FACTORS = ("initial_A", "initial_B")
 """Buffers of an adapted layer with the values that its factors were initialized to, if their
 product is subtracted (``model/adapters.py``)."""
+_ADAPTED = ("Linear", "Linear4bit", "Linear8bitLt")
+"""Names of PEFT's adapted linear layers; to look up the last two would import bitsandbytes."""
 
 
 def use_fast_linears(model: nn.Module) -> None:
@@ -33,35 +45,75 @@ def use_fast_linears(model: nn.Module) -> None:
     """
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
     rounded = {module for wrapper in wrappers for module in wrapper.modules_to_save.modules()}
-    for module in model.modules():
-        if type(module) is nn.Linear and module not in rounded:
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        kind = type(module)
+        if kind is nn.Linear and module not in rounded:
             module.__class__ = Linear
-        elif type(module) is lora.Linear and _is_supported(module):
+        elif kind.__name__ in _ADAPTED and _is_supported(module):
             module.__class__ = AdaptedLinear
+        elif is_quantized(module) and kind is not Linear:
+            module.__class__ = Linear
+            module.dense_dtype = model.dtype
 
 
-def _is_supported(layer: lora.Linear) -> bool:
+def _is_supported(layer: Any) -> bool:
     """Return whether the layer has one adapter, LoRA's or DoRA's, without dropout or bias."""
+    if not isinstance(layer, lora.LoraLayer):
+        return False
     dropouts = (getattr(dropout, "p", 0.0) for dropout in layer.lora_dropout.values())
     others = [v for v in layer.lora_variant.values() if not isinstance(v, DoraLinearVariant)]
     changes = [*others, *filter(None, layer.lora_bias.values()), *filter(None, dropouts)]
     return len(layer.lora_A) == 1 and not changes
 
 
+def is_quantized(module: nn.Module) -> bool:
+    """Return whether it is a linear layer whose weights bitsandbytes holds in 4 or 8 bits."""
+    names = ("Params4bit", "Int8Params")
+    return isinstance(module, nn.Linear) and type(module.weight).__name__ in names
+
+
+def restore(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrix that quantized weights stand for; other weights as they are."""
+    held: Any = weight
+    if type(weight).__name__ == "Params4bit":
+        state, shape = copy(held.quant_state), held.quant_state.shape
+        # bitsandbytes 0.50.2 takes wrong scales for rows of, say, 1.5 blocks on CPUs with AVX-512.
+        if shape.numel() % state.blocksize == 0:
+            state.shape = torch.Size((shape.numel() // state.blocksize, state.blocksize))
+        library: Any = import_module("bitsandbytes.functional")  # an extra
+        return library.dequantize_4bit(held.data, state).view(shape).to(dtype)
+    if type(weight).__name__ == "Int8Params":  # each row is a multiple of its largest value / 127
+        scales = (held.SCB.to(weight.device) / 127)[:, None]
+        return torch.mul(held.data, scales, out=torch.empty_like(held.data, dtype=dtype))
+    return weight
+
+
 class Linear(nn.Linear):
-    """``nn.Linear`` with faster matrix products.
+    """``nn.Linear`` with faster matrix products, also over quantized weights.
 
     Attributes:
         rollout_weight: replaces ``weight`` inside ``rollout_weights``; None outside.
+        dense_dtype: precision of the matrix of quantized weights; None: they are not quantized.
     """
 
     rollout_weight: Tensor | None = None
+    dense_dtype: torch.dtype | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the weights in a product."""
+        return self.dense_dtype or self.weight.dtype
+
+    def restore(self) -> Tensor:
+        """Return the weights as a matrix."""
+        return restore(self.weight, self.dtype)
 
     def forward(self, input: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
         if self.rollout_weight is not None:
             input = input.to(self.rollout_weight.dtype)
             return _prepared_product(input, self.rollout_weight, self.bias)
-        if _uses_onednn(input, self.weight):
+        if self.dense_dtype is not None or _uses_onednn(input, self.weight):
             return _Product.apply(input, self.weight, self.bias)  # type: ignore[return-value]
         return functional.linear(input, self.weight, self.bias)
 
@@ -121,7 +173,7 @@ class AdaptedLinear(lora.Linear):
     def _join(self) -> Tensor:
         """Return ``W + s B A``, in the adapter's dtype."""
         a, b, scaling = self._factors()
-        return _base(self).weight + (b @ a) * scaling
+        return _base(self).restore() + (b @ a) * scaling
 
     def _compute_dora_factors(self) -> Tensor:
         (name,) = self.active_adapters
@@ -136,20 +188,23 @@ class AdaptedLinear(lora.Linear):
         _base(self).rollout_weight = _prepare(weight)
         self.merged_adapters.extend(self.active_adapters)
 
-    def prepare_rollout(self) -> None:
-        """Cast the adapter's factors and, on the CPU, join W and A to save a product per token."""
-        weight = _base(self).weight
+    def prepare_rollout(self, has_room: bool = True) -> None:
+        """Cast the adapter's factors and, on the CPU, join W and A to save a product per token;
+        elsewhere restore W if it is quantized and there is room for it."""
+        base = _base(self)
         a, b, scaling = self._factors()
         scale = self._compute_dora_factors() if self.has_norms else b.new_ones(0)
         parts = a.detach(), b.detach().T * scaling, scale.detach()
-        factors = [part.to(weight.dtype) for part in parts]
+        factors = [part.to(base.dtype) for part in parts]
         if self.rollout_factors is None:
             self.rollout_factors = tuple(factors)
         else:
             for kept, new in zip(self.rollout_factors, factors, strict=True):
                 kept.copy_(new)
-        if _can_reorder(weight):
-            self.rollout_weight = _prepare(torch.cat([weight, factors[0]]))
+        if _can_reorder(base.weight):
+            self.rollout_weight = _prepare(torch.cat([base.restore(), factors[0]]))
+        elif has_room and base.dense_dtype is not None:
+            base.rollout_weight = base.restore()
         self.is_in_rollout = True
 
     def _rollout_forward(self, x: Tensor) -> Tensor:
@@ -158,7 +213,8 @@ class AdaptedLinear(lora.Linear):
         base, rows = _base(self), x.flatten(0, -2)
         bias = None if self.has_norms else base.bias
         if self.rollout_weight is None:
-            output = functional.linear(rows, base.weight, bias)
+            weight = base.restore() if base.rollout_weight is None else base.rollout_weight
+            output = functional.linear(rows, weight, bias)
             inner = functional.linear(rows, first)
         else:
             both = _prepared_product(rows, self.rollout_weight, None)
@@ -178,23 +234,26 @@ def rollout_weights(model: nn.Module) -> Iterator[bool]:
     more than the wide one for a few rows. A layer in a lower precision keeps its adapter: there
     ``ΔW`` is far below the spacing of ``W`` and would be rounded away, so the sampler would differ
     from the policy. Under autocast the weights are cast once. On the CPU all weights are
-    reordered once; on other devices nothing else is copied, to save memory.
+    reordered once; on other devices nothing else is copied, to save memory, but quantized weights,
+    which are restored once if their matrices take at most half of the free memory.
 
     Yields:
         Whether weights were copied, so that steps captured inside must not be replayed later.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    has_room = _has_room([layer for layer in layers if layer.dense_dtype is not None])
     try:
         for layer in adapted:
-            if _base(layer).weight.dtype == torch.float32:
+            base = _base(layer)
+            if base.dtype == torch.float32 and (has_room or base.dense_dtype is None):
                 layer.merge_for_rollout()
             else:
-                layer.prepare_rollout()
+                layer.prepare_rollout(has_room)
         bases = {_base(layer) for layer in adapted}
         for layer in layers:
-            if layer not in bases:
-                layer.rollout_weight = _prepare(layer.weight)
+            if layer not in bases and (has_room or layer.dense_dtype is None):
+                layer.rollout_weight = _prepare(layer.restore())
         pairs = [(layer.rollout_weight, layer.weight) for layer in layers]
         pairs += [(layer.rollout_weight, _base(layer).weight) for layer in adapted]
         yield any(
@@ -211,6 +270,16 @@ def rollout_weights(model: nn.Module) -> Iterator[bool]:
 
 def _base(layer: AdaptedLinear) -> Linear:
     return layer.get_base_layer()  # type: ignore[return-value]
+
+
+def _has_room(quantized: Sequence[Linear]) -> bool:
+    """Return whether a GPU has room for the matrices of quantized layers during a rollout."""
+    if not quantized or quantized[0].weight.device.type != "cuda":
+        return True
+    matrices = sum(
+        layer.out_features * layer.in_features * layer.dtype.itemsize for layer in quantized
+    )
+    return 2 * matrices <= count_free_bytes(quantized[0].weight.device)
 
 
 def product(
@@ -267,12 +336,12 @@ def _prepared_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 class _Product(torch.autograd.Function):
-    """``input @ weight.T + bias`` and its gradients, computed by oneDNN."""
+    """``input @ weight.T + bias`` and its gradients, computed by oneDNN where it can."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input if weight.requires_grad else None, weight)
-        return _onednn(input, weight, bias)
+        return product(input, restore(weight, input.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -281,7 +350,7 @@ class _Product(torch.autograd.Function):
         grad = grad_outputs[0]
         rows = grad.flatten(0, -2)
         return (
-            product(grad, weight.T) if needs_input else None,
+            product(grad, restore(weight, grad.dtype).T) if needs_input else None,
             outer(rows, input.flatten(0, -2)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
@@ -302,7 +371,7 @@ class _AdaptedProduct(torch.autograd.Function):
     ) -> Tensor:
         rows, a, b = x.flatten(0, -2), a.to(x.dtype), b.to(x.dtype)
         inner = product(rows, a)
-        output = product(rows, weight, bias)
+        output = product(rows, restore(weight, x.dtype), bias)
         output.addmm_(inner, b.T, alpha=scaling)
         ctx.save_for_backward(rows, weight, a, b, inner)
         ctx.scaling = scaling
@@ -316,7 +385,7 @@ class _AdaptedProduct(torch.autograd.Function):
         d_a, d_b = outer(d_inner, rows), outer(grad, inner).mul_(ctx.scaling)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = product(grad, weight.T).addmm_(d_inner, a)
+            d_x = product(grad, restore(weight, grad.dtype).T).addmm_(d_inner, a)
             d_x = d_x.view(*grad_outputs[0].shape[:-1], -1)
         return d_x, None, None, d_a, d_b, None
 

@@ -36,7 +36,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.engine.linear import INITIAL_FACTORS
+from vlm_grpo.engine.linear import INITIAL_FACTORS, is_quantized, restore
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import find_part
 from vlm_grpo.utils.jsonl import read_object
@@ -88,9 +88,9 @@ def apply_lora_or_freeze(
             module.modules_to_save.float()
     is_new = start is None and has_values
     for name, layer in find_adapted(adapters):
-        weight = layer.get_base_layer().weight
-        if settings.use_dora and weight.is_floating_point():  # PEFT rounds them like the weights
-            layer.lora_magnitude_vector[_NAME].weight.data = weight.detach().float().norm(dim=1)
+        if settings.use_dora:  # PEFT rounds them like the weights
+            weight = restore(layer.get_base_layer().weight, torch.float32).detach().float()
+            layer.lora_magnitude_vector[_NAME].weight.data = weight.norm(dim=1)
         if settings.starts_from_base:
             if is_new:
                 _initialize_from_base(name, layer, settings)
@@ -336,6 +336,11 @@ def _find_modules(names: Sequence[str], model: Any) -> list[str]:
                 f"policy.lora.modules_to_save: {name} has the embeddings or the head, which may be "
                 "tied and are as large as a small model: train full weights instead (without "
                 "policy.lora)"
+            )
+        if any(is_quantized(part) for module in matching.values() for part in module.modules()):
+            raise UserError(
+                f"policy.lora.modules_to_save: {name} is quantized (policy.load_in), and cannot be "
+                "trained in full: leave its part out of policy.quantized_parts"
             )
         found += matching
     return found

@@ -34,6 +34,7 @@ from vlm_grpo.model.adapters import (
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.hub import check_reachable
 from vlm_grpo.model.one_reader import has_one_reader, read_once
+from vlm_grpo.model.quantization import build_quantization, check_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ def load_model(
         UserError: the model cannot be loaded, is not an image-text model, or cannot be trained
             with these settings; the message names the setting and the remedy.
     """
+    if training:
+        check_quantization(settings.policy)
     adapter = checkpoint
     if checkpoint is None or not (checkpoint / "adapter_config.json").is_file():
         adapter = None
@@ -94,7 +97,8 @@ def load_model(
     dtype = getattr(torch, settings.policy.master_weights if full else settings.policy.dtype)
     # A checkpoint's processor has the pixel budget of its training.
     processor_source = str(checkpoint or weights)
-    one_reader = training and has_one_reader()
+    whole = settings.policy.load_in == "none"  # quantized weights are not broadcast
+    one_reader = training and whole and has_one_reader()
     model, chat = _load_pretrained(weights, processor_source, settings, dtype, one_reader)
     processor, family = chat.processor, load_family(model.config)
     why_not = family.why_not_shared(model.config)
@@ -194,6 +198,7 @@ def _read_weights(source: str, config: Any, settings: Settings, dtype: torch.dty
             dtype=dtype,
             output_loading_info=True,
             use_safetensors=True,  # never unpickle weights
+            **build_quantization(source, config, settings.policy),
             **_hub_arguments(settings),
         )
     except LOAD_ERRORS as error:

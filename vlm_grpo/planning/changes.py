@@ -92,6 +92,13 @@ def _drop_reference(planner: StepPlanner, step: StepEstimate) -> Change | None:
     return _change(planner, step, "objective", beta=0.0, reference_refresh_every=1)
 
 
+def _use_four_bits(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    policy = step.settings.policy
+    if policy.lora is None or policy.load_in != "none" or step.weights == "sharded":
+        return None
+    return _change(planner, step, "policy", load_in="4bit")
+
+
 def _use_adapters(planner: StepPlanner, step: StepEstimate) -> Change | None:
     if step.settings.policy.lora is not None:
         return None
@@ -126,6 +133,7 @@ _CHANGES: tuple[Callable[[StepPlanner, StepEstimate], Change | None], ...] = (
     _use_bfloat16,
     _drop_reference,
     _use_adapters,
+    _use_four_bits,
     _halve_pixels,
     _halve_pixels,
 )

@@ -25,11 +25,20 @@ IMAGE_TOKENS, TEXT_TOKENS = 1000, 100
 """Tokens of the only image, and of the text, of an assumed prompt."""
 TABLE_CARDS = (12, 16, 24, 48, 80, 141)
 """Memory of the GPUs in a table, in GB."""
-TABLE_KINDS = {"LoRA": ("policy.lora.r=64",), "full": ()}
+TABLE_KINDS = {
+    "LoRA, 4 bits": ("policy.lora.r=64", "policy.load_in=4bit"),
+    "LoRA": ("policy.lora.r=64",),
+    "full": (),
+}
 """The rows of each model in a table, and their settings."""
 _RANK = 64  # of the stored shapes
 _COUNTED = ("gradient_checkpointing", "activation_offloading", "head_chunk_tokens", "min_pixels")
-_COUNTED += ("max_pixels",)  # settings that do not change a stored shape, or are counted on it
+_COUNTED += (
+    "max_pixels",
+    "load_in",
+    "quant_type",
+    "double_quant",
+)  # settings that do not change a stored shape, or are counted on it
 
 
 @cache
@@ -90,6 +99,8 @@ class KnownPlanner(StepPlanner):
             text=TextShape(**self.facts["text"]),
             vision=VisionShape(**self.facts["vision"]),
         )
+        if policy.load_in != "none":
+            shape = shape.quantize(shape.text.matrices, policy)
         return replace(
             shape,
             num_trained=trained,

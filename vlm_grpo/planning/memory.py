@@ -35,9 +35,6 @@ from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.planning.workload import Workload
 
 LINEAR_MODULES = 7  # of a decoder layer
-NF4_BYTES = (4 + 0.127) / 8
-"""Bytes per 4-bit weight and its doubly quantized scale (QLoRA: Dettmers et al., 2023,
-arXiv:2305.14314, section 3)."""
 LIBRARIES = {"float32": 60_000_000, "bfloat16": 120_000_000}
 """Bytes that libraries use on a CPU, independent of the model: code, buffers, and in bfloat16 the
 kernels that oneDNN compiles for every shape. Fitted to ``perf/plan_accuracy.py``."""
@@ -145,9 +142,10 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
             _count_prefill_bytes(model, work),
             _count_decoding_bytes(model, work),
         )
-        + _count_dequantized_bytes(model),
+        + model.largest_quantized * model.value_bytes,  # restored for its product
         activations=activations,
-        update=_count_update_bytes(model, work, on_cpu) + _count_dequantized_bytes(model),
+        update=_count_update_bytes(model, work, on_cpu)
+        + model.largest_quantized * model.value_bytes,
         offloaded=offloaded,
     )
 
@@ -198,23 +196,18 @@ def _get_compute_dtype(model: ModelShape) -> str:
 def _count_weight_bytes(model: ModelShape) -> int:
     # PEFT holds adapters in float32.
     adapters = 4 * (model.num_trained + model.num_initial) if model.lora_rank else 0
-    quantized = model.quantized_weights
-    held = (model.num_weights - quantized) * model.weight_bytes + int(quantized * NF4_BYTES)
-    return held + adapters
-
-
-def _count_dequantized_bytes(model: ModelShape) -> int:
-    """Count the bytes of the largest 4-bit matrix, restored for its product."""
-    text = model.text
-    largest = text.hidden * max(text.intermediate, text.query)
-    return largest * model.value_bytes if model.quantized_weights else 0
+    whole = (model.num_weights - model.quantized_weights) * model.weight_bytes
+    return whole + model.quantized_bytes + adapters
 
 
 def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
     """Count copies for sampling (``engine/linear.py``): float32 weights with merged adapters, and
-    autocast's casts; on the CPU all linear modules, in oneDNN's layout."""
+    autocast's casts; on the CPU all linear modules, in oneDNN's layout. The planner
+    adds those of quantized weights on a GPU."""
     if on_cpu or model.precision == "autocast":
         return model.num_linear * model.value_bytes
+    if model.quantized_weights:
+        return 0
     return model.num_adapted * model.value_bytes if model.precision == "float32" else 0
 
 

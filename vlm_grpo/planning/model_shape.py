@@ -13,6 +13,7 @@ from vlm_grpo.engine.linear import INITIAL_FACTORS
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
+from vlm_grpo.model.quantization import find_quantized
 from vlm_grpo.planning.shape import ModelShape, Precision, TextShape, VisionShape
 
 
@@ -39,6 +40,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         model: Any = AutoModelForImageTextToText.from_config(config)
         weights = sum(weight.numel() for weight in model.parameters())
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+        held = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]
         apply_lora_or_freeze(model, policy)
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     adapted = [layer for _, layer in find_adapted(model)]
@@ -66,7 +68,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         num_initial=sum(factor.numel() for factor in initial),
         has_norms=policy.lora is not None and policy.lora.use_dora,
     )
-    return shape, family
+    return shape.quantize(held, policy), family
 
 
 def _read_text_shape(config: Any) -> TextShape:

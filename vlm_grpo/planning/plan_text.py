@@ -40,7 +40,9 @@ def format_plan(plan: Plan) -> Iterator[str]:
     trained = f"{'LoRA, ' if shape.lora_rank else ''}{shape.num_trained:,} trained"
     yield f"model      {step.settings.model}: {shape.name}, {trained}, {shape.precision}"
     if shape.quantized_weights:
-        yield "           decoder layers in 4 bits (nf4): a plan only, not trainable yet"
+        size = shape.quantized_bytes / GIB
+        held = f"{shape.quantized_weights:,} weights in {size:.2f} GiB"
+        yield f"           policy.load_in={step.settings.policy.load_in}: {held}"
     data = f"{plan.rows:,} rows, {len(sizes):,} counted"
     yield f"data       {data if plan.rows else 'prompts with one image, assumed'}"
     for name, values in (

@@ -21,9 +21,8 @@ from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
 from vlm_grpo.planning.workload import PromptSize, Workload, estimate_workload
 
-Weights = Literal["replicated", "sharded", "nf4"]
-"""How the weights are held: all on each device, sharded over the devices by FSDP2, or those of the
-decoder layers in 4 bits (QLoRA), which can be planned but not trained yet."""
+Weights = Literal["replicated", "sharded"]
+"""How the weights are held: all on each device, or sharded over the devices by FSDP2."""
 
 
 CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)
@@ -130,10 +129,10 @@ class StepPlanner(ABC):
             )
         if weights == "sharded" and devices == 1:
             raise UserError("weights cannot be sharded over one device: give --devices 2 or more")
-        if weights == "nf4" and settings.policy.lora is None:
-            raise UserError(
-                "4-bit weights cannot be trained themselves: set policy.lora, e.g. policy.lora.r=64"
-            )
+        if settings.policy.load_in != "none" and settings.policy.lora is None:
+            raise UserError("quantized weights cannot be trained themselves: set policy.lora.r=16")
+        if settings.policy.load_in != "none" and weights == "sharded":
+            raise UserError("quantized weights cannot be sharded: leave out --weights sharded")
         self.settings, self.device, self.num_devices = settings, device, devices
         self.weights: Weights = weights
         self._shapes: dict[str, ModelShape] = {}
@@ -160,8 +159,6 @@ class StepPlanner(ABC):
         if key not in self._shapes:
             self._shapes[key] = self.read_shape(policy)
         shape = self._shapes[key]
-        if weights == "nf4":
-            shape = shape.quantize()
         sizes = self.count_prompts(policy)
         work, typical = (
             estimate_workload(settings, size, shape, self.num_devices)
@@ -180,6 +177,9 @@ class StepPlanner(ABC):
 
     def _estimate_memory(self, shape: ModelShape, work: Workload, weights: Weights) -> Memory:
         memory = estimate_memory(shape, work, self.device.is_cpu)
+        matrices, free = shape.quantized_weights * shape.value_bytes, self.device.usable
+        if 0 < 2 * matrices <= free - memory.persistent and not self.device.is_cpu:
+            memory = replace(memory, folded=matrices)  # restored once (engine/linear.py)
         return shard_memory(memory, shape, self.num_devices) if weights == "sharded" else memory
 
     def _find_rollout_budget(self, shape: ModelShape, work: Workload, memory: Memory) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vlm_grpo.config.policy import Checkpointing
+from vlm_grpo.config.policy import Checkpointing, PolicySettings
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Precision of weights and computation; ``autocast``: float32 weights, bfloat16 computation."""
@@ -41,6 +42,16 @@ class TextShape:
     def layer_weights(self) -> int:
         """Number of weights in a layer's linear modules."""
         return 2 * self.hidden * (self.query + self.key) + self.mlp_weights
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of all layers."""
+        wide, narrow = (
+            (self.intermediate_total, self.hidden),
+            (self.hidden, self.intermediate_total),
+        )
+        attention = [(self.query, self.hidden), *[(self.key, self.hidden)] * 2]
+        return self.layers * [*attention, (self.hidden, self.query), wide, wide, narrow]
 
     @property
     def mlp_weights(self) -> int:
@@ -114,7 +125,9 @@ class ModelShape:
         precision: see ``Precision``.
         checkpointing: what is recomputed in the backward pass.
         offloads: whether activations are kept in main memory.
-        quantized_weights: number of weights held in 4 bits.
+        quantized_weights: number of weights held in 4 or 8 bits.
+        quantized_bytes: bytes that hold them, with their scales.
+        largest_quantized: number of weights in the largest of their matrices.
     """
 
     name: str
@@ -134,6 +147,8 @@ class ModelShape:
     quantized_weights: int = 0
     num_initial: int = 0
     has_norms: bool = False
+    quantized_bytes: int = 0
+    largest_quantized: int = 0
 
     def recomputed_share(self, part: TextShape | VisionShape) -> float:
         """Return the share of a layer's products that the backward pass recomputes."""
@@ -141,9 +156,15 @@ class ModelShape:
             return part.mlp_weights / part.layer_weights
         return float(self.checkpointing == "full")
 
-    def quantize(self) -> ModelShape:
-        """Return the shape with the linear modules of the decoder layers in 4 bits."""
-        return replace(self, quantized_weights=self.text.layers * self.text.layer_weights)
+    def quantize(self, matrices: Sequence[tuple[int, int]], policy: PolicySettings) -> ModelShape:
+        """Return the shape with matrices of these sizes held in 4 or 8 bits."""
+        sizes = [rows * columns for rows, columns in matrices]
+        return replace(
+            self,
+            quantized_weights=sum(sizes),
+            quantized_bytes=sum(_count_quantized(*matrix, policy) for matrix in matrices),
+            largest_quantized=max(sizes, default=0),
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -159,3 +180,14 @@ class ModelShape:
     def served_bytes(self) -> int:
         """Bytes of a server's weights, which it holds in the precision of the passes."""
         return self.num_weights * self.value_bytes
+
+
+def _count_quantized(rows: int, columns: int, policy: PolicySettings) -> int:
+    """Count the bytes of a matrix in 4 or 8 bits, with its scales (``model/quantization.py``)."""
+    weights = rows * columns
+    if policy.load_in == "8bit":
+        return weights + 4 * rows
+    blocks = -(-weights // 64)
+    # Doubly quantized, 256 scales have 8 bits each and share a scale themselves.
+    scales = blocks + 4 * -(-blocks // 256) if policy.double_quant else 4 * blocks
+    return -(-weights // 2) + scales

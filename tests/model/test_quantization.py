@@ -1,0 +1,321 @@
+"""Weights in 4 and 8 bits: what is quantized, and that all forms compute with the same matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.autograd._functions import matmul_4bit
+from family_models import BUILDERS
+from family_policies import build_family_model, build_prompts, make_batch
+from gradients import relative_distance
+from recurrence64 import use_float64_recurrence
+from small_runs import (
+    StopAt,
+    assert_same_run,
+    load_weights,
+    make_trainer,
+    save_tiny_model,
+    small_run,
+)
+from tiny_models import pack_groups, sample_groups, sampled_logprobs
+from torch import nn
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+from vlm_grpo import trainer as trainer_module
+from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.engine.linear import is_quantized, restore
+from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.families import find_part
+from vlm_grpo.model import quantization
+from vlm_grpo.model.form_check import HALF_BOUND
+from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.model.quantization import build_quantization, find_quantized
+from vlm_grpo.trainer import train
+
+# With M-RoPE, with images that see each other and sliding windows, with recurrent layers, and with
+# another projector.
+FOUR = ("qwen2_5_vl", "gemma3", "qwen3_5", "internvl")
+KINDS = ("4bit", "8bit")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of small random models, by family, written when they are first used."""
+    root = tmp_path_factory.mktemp("models")
+
+    class Folders(dict[str, Path]):
+        def __missing__(self, name: str) -> Path:
+            torch.manual_seed(0)
+            model, processor = build_family_model(name)
+            model.save_pretrained(root / name)
+            processor.save_pretrained(root / name)
+            self[name] = root / name
+            return self[name]
+
+    return Folders()
+
+
+def load(folder: Path, **policy: Any) -> Policy:
+    """Load a model of ``folders`` with adapters that change its outputs."""
+    settings = {"dtype": "float32", "lora": {"r": 4, "alpha": 8}, **policy}
+    loaded = load_policy(small_run(folder.parent, folder, policy=settings))
+    torch.manual_seed(1)
+    for name, weight in loaded.trainable_parameters():
+        if "magnitude" not in name:
+            nn.init.normal_(weight, std=0.05)
+    return loaded
+
+
+def names_of_quantized(policy: Policy) -> set[str]:
+    found = {name for name, module in policy.model.named_modules() if is_quantized(module)}
+    return {name.removesuffix(".base_layer") for name in found}
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", *BUILDERS])
+def test_the_language_model_alone_is_quantized(name: str) -> None:
+    whole, _ = build_family_model(name)
+    head = whole.get_output_embeddings()
+    linear = {n: m for n, m in whole.named_modules() if type(m) is nn.Linear and m is not head}
+    found = find_quantized(whole, PolicySettings(load_in="4bit"))
+    assert found
+    assert found == [n for n in linear if "language_model." in n or ".text_model." in n]
+
+
+def test_other_parts_are_quantized_if_asked(folders: dict[str, Path]) -> None:
+    policy = load(folders["qwen2_5_vl"], load_in="8bit", quantized_parts=("vision", "projector"))
+    parts = {find_part(name) for name in names_of_quantized(policy)}
+    assert parts == {"vision", "projector"}
+
+
+@pytest.mark.no_shapes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FOUR)
+def test_packed_and_sampled_equal_repeated(
+    name: str, kind: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load(folders[name], load_in=kind, engine="shared")
+    use_float64_recurrence(monkeypatch, policy.model)
+    whole, _ = build_family_model(name)
+    assert names_of_quantized(policy) == {*find_quantized(whole, PolicySettings(load_in=kind))}
+    prompts = build_prompts(policy, name, 4)
+    results, sampling = [], policy.distribution
+    policy.distribution = SamplingDistribution(eos=sampling.eos)  # of all tokens
+    for score in (policy.score, policy.score_plain):
+        policy.model.zero_grad()
+        logprobs = score(make_batch(prompts)).logprobs
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        gradient = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
+        results.append((logprobs.detach(), gradient))
+    # All forms multiply with the same float32 matrices: sums of at most 96 products of 24 bits,
+    # through at most four layers.
+    bound = 1e-4
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=bound)
+    assert relative_distance(results[0][1], results[1][1]) < bound
+    policy.distribution = sampling
+    groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
+    with torch.no_grad():
+        scored = policy.score(pack_groups(prompts, groups)).logprobs
+    torch.testing.assert_close(scored, sampled_logprobs(groups), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["use_rslora", "use_dora"])
+def test_bfloat16_rollouts_of_variants_have_the_scored_logprobs(
+    kind: str, variant: str, folders: dict[str, Path]
+) -> None:
+    lora = {"r": 4, "alpha": 8, variant: True}
+    policy = load(folders["qwen2_5_vl"], load_in=kind, dtype="bfloat16", lora=lora)
+    prompts = build_prompts(policy, "qwen2_5_vl", 4)
+    groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
+    with torch.no_grad():
+        scored = policy.score(pack_groups(prompts, groups)).logprobs
+    # The bound of a run's own check, which is the same without quantization.
+    assert (scored.float() - sampled_logprobs(groups)).abs().mean() < HALF_BOUND
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, has_room: bool, dtype: str
+) -> None:
+    policy = load(folders["qwen2_5_vl"], load_in="4bit", dtype=dtype)
+    policy.form_check = None
+    prompts = build_prompts(policy, "qwen2_5_vl", 2)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
+    monkeypatch.setattr("vlm_grpo.engine.linear._has_room", lambda quantized: has_room)
+    restored = []
+
+    def count(weight: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+        restored.append(type(weight).__name__)
+        return restore(weight, to)
+
+    monkeypatch.setattr("vlm_grpo.engine.linear.restore", count)
+    groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
+    layers = len(names_of_quantized(policy))
+    times = restored.count("Params4bit") // layers
+    assert times == (1 if has_room else 4)  # one prefill and three steps of decoding
+    with torch.no_grad():
+        scored = policy.score(pack_groups(prompts, groups)).logprobs
+    bound = 1e-5 if dtype == "float32" else HALF_BOUND
+    assert (scored.float() - sampled_logprobs(groups)).abs().mean() < bound
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        # nf4 of normal weights: 64 share a scale (QLoRA, arXiv:2305.14314, appendix E: 0.1 of σ).
+        ({"load_in": "4bit"}, 0.12),
+        ({"load_in": "4bit", "double_quant": False}, 0.12),
+        ({"load_in": "4bit", "quant_type": "fp4"}, 0.2),
+        ({"load_in": "8bit"}, 0.012),  # a row's largest value of 2 to 3 σ is 127 steps
+    ],
+)
+def test_restored_matrices_are_those_of_bitsandbytes(
+    settings: dict[str, Any], error: float, folders: dict[str, Path]
+) -> None:
+    whole = load(folders["qwen2_5_vl"]).model
+    policy = load(folders["qwen2_5_vl"], **settings)
+    x = torch.randn(5, 64)
+    for name in names_of_quantized(policy):
+        layer = policy.model.get_submodule(name)
+        layer = getattr(layer, "base_layer", layer)
+        matrix = restore(layer.weight, torch.float32)
+        original = whole.get_submodule(name)
+        original = getattr(original, "base_layer", original).weight
+        assert 0 < (matrix - original).norm() / original.norm() < error
+        if settings["load_in"] == "4bit" and matrix.shape[1] == 64:
+            held = layer.weight
+            fused = matmul_4bit(x, held.data.t(), quant_state=held.quant_state)
+            torch.testing.assert_close(x @ matrix.T, fused, rtol=0, atol=1e-5)  # 64 products
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_trains_the_adapter_alone_and_resumes_bit_for_bit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    quantized = {"load_in": kind, "lora": {"r": 4, "alpha": 8}}
+    optim = {"lr": 1e-2, "prompts_per_step": 2, "max_steps": 2}
+    run = small_run(tmp_path, model, name="whole", policy=quantized, optim=optim)
+    trainer = make_trainer(run)
+    held = {
+        name: weight.detach().clone()
+        for name, weight in trainer.policy.model.named_parameters()
+        if not weight.requires_grad
+    }
+    trainer.step()
+    now = dict(trainer.policy.model.named_parameters())
+    assert all(torch.equal(now[name], weight) for name, weight in held.items())
+    train(run)
+    assert all("lora_" in name for name in load_weights(run.run_dir / "checkpoints/step-2"))
+    stopped = run.model_copy(update={"name": "stopped"})
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(3))
+        with pytest.raises(Stopped, match="step-1"):
+            train(stopped)
+    train(stopped.model_copy(update={"resume": True}))
+    assert_same_run(run.run_dir, stopped.run_dir, "step-2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_evaluated_on_the_weights_of_its_run(kind: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    run = small_run(tmp_path, model, policy={"load_in": kind, "lora": {"r": 4}})
+    policy = load_policy(run)
+    for name, weight in policy.trainable_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight, std=0.1)
+    policy.save(tmp_path / "checkpoint", policy.weights())
+    batch = make_batch(build_prompts(policy, "qwen2_5_vl", 4))
+    again = load_policy(run, tmp_path / "checkpoint", training=False)
+    with torch.no_grad():
+        assert torch.equal(again.score(batch).logprobs, policy.score(batch).logprobs)
+    assert names_of_quantized(again) == names_of_quantized(policy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_quantized_in_their_files_load(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """As Unsloth's on the hub."""
+    policy = load(folders["qwen2_5_vl"], load_in=kind)
+    names = names_of_quantized(policy)
+    whole = {n for n, m in policy.model.named_modules() if isinstance(m, nn.Linear)} - names
+    held = BitsAndBytesConfig(
+        **{f"load_in_{kind}": True},
+        llm_int8_skip_modules=[name for name in whole if "lora_" not in name],
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+    )
+    auto: Any = AutoModelForImageTextToText
+    model = auto.from_pretrained(folders["qwen2_5_vl"], quantization_config=held)
+    model.save_pretrained(tmp_path / "model")
+    policy.processor.save_pretrained(tmp_path / "model")
+    again = load(tmp_path / "model", load_in=kind)
+    assert names_of_quantized(again) == names
+    batch = make_batch(build_prompts(policy, "qwen2_5_vl", 4))
+    with torch.no_grad():
+        assert torch.equal(again.score(batch).logprobs, policy.score(batch).logprobs)
+    with pytest.raises(UserError, match=f"quantized \\({kind}\\): set policy.load_in={kind}"):
+        load(tmp_path / "model")
+    with pytest.raises(UserError, match="quantized_parts has no effect on model"):
+        load(tmp_path / "model", load_in=kind, quantized_parts=("language",))
+
+
+def test_weights_in_another_form_are_refused() -> None:
+    config = SimpleNamespace(quantization_config={"quant_method": "awq"})
+    with pytest.raises(UserError, match=r"weights of model x are quantized \(awq\): name another"):
+        build_quantization("x", config, PolicySettings())
+
+
+def test_full_weights_cannot_be_quantized(folders: dict[str, Path]) -> None:
+    with pytest.raises(UserError, match=r"cannot be trained themselves: add policy\.lora\.r=16"):
+        load(folders["qwen2_5_vl"], load_in="4bit", lora=None)
+    module = {"r": 4, "modules_to_save": ["gate_proj"]}
+    with pytest.raises(UserError, match=r"gate_proj is quantized .* leave its part out of"):
+        load(folders["qwen2_5_vl"], load_in="4bit", lora={**module, "target": ["q_proj"]})
+    missing = {"load_in": "4bit", "quantized_parts": ("projector",)}
+    with pytest.raises(UserError, match=r"no linear layer of model .* is in projector"):
+        load(folders["gemma3"], **missing)  # whose projector is a parameter
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"quant_type": "fp4"},
+            "quant_type has no effect with policy.load_in=none",
+        ),
+        (
+            {"load_in": "8bit", "double_quant": False},
+            "no effect with policy.load_in=8bit",
+        ),
+        ({"quantized_parts": ("vision",)}, "quantized_parts has no effect"),
+        ({"load_in": "4bit", "quantized_parts": ()}, "names no part"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PolicySettings.model_validate(settings)
+
+
+def test_a_missing_package_is_named(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantization, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[quantization\]'"):
+        load(folders["qwen2_5_vl"], load_in="4bit")
+
+
+@pytest.mark.parametrize(("kind", "title"), [("FSDP", "FSDP2"), ("DEEPSPEED", "DeepSpeed")])
+def test_weights_that_would_be_sharded_are_refused(
+    kind: str, title: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    with pytest.raises(UserError, match=f"load_in=4bit does not work with {title}"):
+        load(folders["qwen2_5_vl"], load_in="4bit")
