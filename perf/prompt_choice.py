@@ -86,6 +86,8 @@ def format_table(runs: list[dict]) -> str:
     for recipe in RECIPES:
         for choice in CHOICES:
             own = [run for run in runs if (run["recipe"], run["choice"]) == (recipe, choice)]
+            if not own:
+                continue
             steps = []
             for run in own:
                 first, *_, last = found[recipe, run["seed"], "uniform"]["held_out"]

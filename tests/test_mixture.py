@@ -64,10 +64,11 @@ def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has() ->
         name_rewards(make_group({"exact": 0.0}, {"exact": 1.0}, name="b"), "read"),
     ]
     settings = load_settings("counting", ["objective.scale_rewards=batch"])
-    task, accelerator = Mixed(members=MEMBERS), SimpleNamespace(process_index=0)
+    members = {**MEMBERS, "count": load_task("counting", weights={"exact": 3.0})}
+    task, accelerator = Mixed(members=members), SimpleNamespace(process_index=0)
     given: Any = task, settings, accelerator
     found = compute_advantages(Rollout(tuple(groups)), ReferenceScores(), *given).own
-    weights = [MEMBERS[name].reward_weights()["exact"] for name in ("count", "read")]
+    weights = [members[name].reward_weights()["exact"] for name in ("count", "read")]
     totals = torch.tensor([weights[0], 0.0, 0.0, weights[1]])
     centered = totals - totals.view(2, 2).mean(1).repeat_interleave(2)
     torch.testing.assert_close(found, centered / (totals.std() + 1e-4))

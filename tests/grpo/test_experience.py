@@ -82,6 +82,17 @@ def test_groups_without_a_spread_let_others_be_replayed(
     assert [rollout.rounds[-1] for rollout in rollouts] == [(2, 1), (5, 4), (8, 7)]
 
 
+def test_only_groups_with_different_rewards_are_kept(settings: Any) -> None:
+    sampler = make_trainer(settings(objective={"replay": {}})).sampler
+    experience, groups = sampler.experience, sampler.sample(0).groups
+    assert experience.replay is not None
+    assert len(experience.replay.groups) == 3
+    object.__setattr__(sampler.task, "weights", {"letters": 0.0})  # all totals are 0
+    rollout = sampler.sample(1)
+    assert [group.id for group in rollout.replayed] == [group.id for group in reversed(groups)]
+    assert experience.replay.groups == []
+
+
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("checks", [3, 6])
 def test_a_run_with_both_resumes_bit_for_bit(settings: Any, iterations: int, checks: int) -> None:
