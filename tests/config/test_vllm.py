@@ -68,8 +68,23 @@ def test_combinations_without_an_effect_are_refused(values: dict[str, Any], mess
             ],
             "sleep_level=2 drops the base weights",
         ),
+        (
+            [
+                "rollout.sampler=vllm",
+                "rollout.vllm.python=p",
+                "policy.lora.r=8",
+                "policy.load_in=4bit",
+            ],
+            "the servers have the whole weights",
+        ),
     ],
 )
 def test_servers_and_other_settings_must_agree(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_settings("counting", overrides)
+
+
+def test_servers_with_the_whole_weights_are_allowed_with_a_chosen_correction() -> None:
+    overrides = ["rollout.sampler=vllm", "rollout.vllm.python=p", "policy.lora.r=8"]
+    overrides += ["policy.load_in=4bit", "objective.sampler_correction=token"]
+    assert load_settings("counting", overrides).policy.load_in == "4bit"

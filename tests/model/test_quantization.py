@@ -27,6 +27,7 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 from vlm_grpo import trainer as trainer_module
 from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.linear import is_quantized, restore
 from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.errors import Stopped, UserError
@@ -35,6 +36,9 @@ from vlm_grpo.model import quantization
 from vlm_grpo.model.form_check import HALF_BOUND
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.quantization import build_quantization, find_quantized
+from vlm_grpo.planning.memory import estimate_memory
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.workload import Workload
 from vlm_grpo.trainer import train
 
 # With M-RoPE, with images that see each other and sliding windows, with recurrent layers, and with
@@ -319,3 +323,26 @@ def test_weights_that_would_be_sharded_are_refused(
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(UserError, match=f"load_in=4bit does not work with {title}"):
         load(folders["qwen2_5_vl"], load_in="4bit")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"load_in": "4bit"}, {"load_in": "4bit", "double_quant": False}, {"load_in": "8bit"}],
+)
+def test_the_plan_counts_the_bytes_of_the_weights(settings: dict[str, Any], dtype: str) -> None:
+    lora = {"lora": {"r": 8}, "dtype": dtype, **settings}
+    policy = PolicySettings.model_validate(lora)
+    values = {"task": "counting", "data": {"train": "embedded:counting"}, "policy": lora}
+    model = load_policy(Settings.model_validate(values)).model
+    held = sum(weight.nbytes for weight in model.parameters())
+    for module in filter(is_quantized, model.modules()):
+        if settings["load_in"] == "8bit":
+            held += module.weight.SCB.nbytes
+            continue
+        state = module.weight.quant_state
+        held += state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+    shape, _ = read_model_shape(model.config, policy)
+    work = Workload(1, 2, 20, 16, 10, 130, 1 << 20, 0)
+    # Exact, but for shares of 256 scales that are not full, and without tables of 256 values.
+    assert estimate_memory(shape, work).weights == pytest.approx(held, rel=1e-3)
