@@ -39,7 +39,7 @@ def test_numbers_of_bfloat16_stay_and_equal_seeds_round_equally(
     first, second, other = (round_stochastically(values, make_generator(s)) for s in (2, 2, 3))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-    monkeypatch.setattr(rounding, "CHUNK", 700)  # several chunks, the last one smaller
+    monkeypatch.setattr(rounding, "ROUNDED_AT_ONCE", 700)  # several chunks, the last one smaller
     chunked = round_stochastically(values, make_generator(2))
     assert (chunked.float() - values).abs().max() < values.abs().max() * 2**-7
     assert not torch.equal(chunked[0], chunked[1])

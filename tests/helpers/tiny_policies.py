@@ -24,6 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "lora-bfloat16": {"dtype": "bfloat16", "lora": {"r": 4, "alpha": 8}},
     "full-float32": {"dtype": "float32"},
     "full-bfloat16": {"dtype": "bfloat16"},
+    "full-no-masters": {"dtype": "bfloat16", "master_weights": "bfloat16"},
 }
 
 
@@ -33,6 +34,8 @@ def build_policy(
     """Build a tiny policy as ``load_model`` does, with the given numbers of layers."""
     settings = PolicySettings.model_validate(values)
     dtype = torch.bfloat16 if values.get("lora") and values["dtype"] == "bfloat16" else None
+    if settings.master_weights == "bfloat16":
+        dtype = torch.bfloat16
     model, processor = tiny_model(family, dtype or torch.float32)
     language, vision = model.model.language_model, model.model.visual
     if "text" in depths:
@@ -48,7 +51,7 @@ def build_policy(
     adapters = apply_lora_or_freeze(model, settings)
     use_shared_attention(model_family, model)
     budget = model_family.pixel_budget(processor)
-    autocast = settings.lora is None and values["dtype"] == "bfloat16"
+    autocast = dtype is None and values["dtype"] == "bfloat16"
     loaded = LoadedModel(model, processor, model_family, budget, True, adapters, autocast)
     rollout = load_settings("counting").rollout
     distribution = build_sampling_distribution(model, processor, model_family, rollout)

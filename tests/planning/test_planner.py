@@ -118,6 +118,34 @@ def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Pat
     assert update == pytest.approx(10 * h + 16 * n / 8 + layers, rel=1e-6)
 
 
+def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Path) -> None:
+    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    settings = load_settings("counting", [*overrides, "optim.max_tokens_per_batch=64"])
+    planner = Planner(settings, Device("GPU", 80 * GIB), 8)
+    step = planner.estimate_step(settings, "offloaded")
+    memory, shape, passes = step.memory, step.shape, step.work.num_micro_batches
+    sharded = planner.estimate_step(settings, "sharded").memory
+    n = shape.num_weights
+    layers = shape.text.layers * shape.text.layer_weights
+    h = n - layers
+    assert passes > 1
+    assert memory.host == pytest.approx(16 * n / 8, rel=1e-6)
+    # The gathered weights and gradients outside the layers are left; nothing is lost on the way.
+    assert memory.weights + memory.gradients == pytest.approx(8 * h, rel=1e-6)
+    assert memory.optimizer == 0
+    gone = sharded.persistent + sharded.gradients - memory.persistent - memory.gradients
+    assert gone == memory.host
+    down, back = 8 * h + 4 * (1 + 2 * passes) * layers, 4 * (h + passes * layers)
+    assert memory.copied == pytest.approx((down + back) / 8, rel=1e-6)
+    adapters = load_settings("counting", [*overrides, "policy.lora.r=16", "optim.lr=1e-5"])
+    memory = planner.estimate_step(adapters, "offloaded").memory
+    assert memory.optimizer > 0  # adapters are never sharded
+    assert memory.host == pytest.approx(2 * n / 8, rel=1e-6)
+    text = str(plan(settings, "H100", 8, "offloaded"))
+    seconds = (down + back) / 8 / 25e9
+    assert f"GB per step between main memory and device: {seconds:.2g} s at 25 GB/s" in text
+
+
 def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion: Path) -> None:
     overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
     settings = load_settings("counting", [*overrides, "policy.gradient_checkpointing=true"])
@@ -156,7 +184,7 @@ def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weights": "int3"}, "must be one of replicated, sharded,"),
+        ({"weights": "int3"}, "must be one of replicated, sharded, offloaded"),
         ({"weights": "sharded"}, "over one device: give --devices 2"),
         ({"reserved": 1.0}, "a share of the memory"),
     ],

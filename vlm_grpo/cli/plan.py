@@ -21,8 +21,11 @@ def plan(
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Number of such devices.")] = 1,
     weights: Annotated[
-        Literal["replicated", "sharded"],
-        typer.Option(help="replicated; sharded: over the devices by FSDP2."),
+        Literal["replicated", "sharded", "offloaded"],
+        typer.Option(
+            help="replicated; sharded: over the devices by FSDP2; offloaded: the shards in main "
+            "memory."
+        ),
     ] = "replicated",
     reserved: Annotated[
         float,

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from vlm_grpo.distributed.sharding import local_shard, unshard_like
+from vlm_grpo.engine.limits import ROUNDED_AT_ONCE
 from vlm_grpo.engine.sampling import derive_seed
-
-CHUNK = 1 << 24
-"""Numbers that are rounded at once, which bounds the memory of their random bits."""
 
 
 class JointOptimizer(torch.optim.Optimizer):
@@ -94,7 +92,11 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     lower half: they carry into the upper half with the probability that the lower half states.
     """
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
-    parts = zip(values.reshape(-1).split(CHUNK), rounded.view(-1).split(CHUNK), strict=True)
+    parts = zip(
+        values.reshape(-1).split(ROUNDED_AT_ONCE),
+        rounded.view(-1).split(ROUNDED_AT_ONCE),
+        strict=True,
+    )
     for chunk, target in parts:
         bits = torch.randint(
             1 << 16, chunk.shape, generator=generator, device=chunk.device, dtype=torch.int32

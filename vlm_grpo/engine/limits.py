@@ -11,6 +11,8 @@ LOGIT_BYTES = 5 * 4 + 2 * 8
 of the probabilities."""
 RECENT_IMAGES = 64
 """Number of decoded images kept for other examples that use them."""
+ROUNDED_AT_ONCE = 1 << 24
+"""Number of updated values that are rounded stochastically at once, with 4 random bytes each."""
 
 
 def fit_tokens(memory: int, token: int, place: int, completions: tuple[int, int]) -> int:

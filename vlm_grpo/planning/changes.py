@@ -94,7 +94,7 @@ def _drop_reference(planner: StepPlanner, step: StepEstimate) -> Change | None:
 
 def _use_four_bits(planner: StepPlanner, step: StepEstimate) -> Change | None:
     policy = step.settings.policy
-    if policy.lora is None or policy.load_in != "none" or step.weights == "sharded":
+    if policy.lora is None or policy.load_in != "none" or step.weights != "replicated":
         return None
     return _change(planner, step, "policy", load_in="4bit")
 

@@ -36,6 +36,7 @@ _COUNTED = ("gradient_checkpointing", "activation_offloading", "head_chunk_token
 _COUNTED += (
     "max_pixels",
     "load_in",
+    "master_weights",
     "quant_type",
     "double_quant",
 )  # settings that do not change a stored shape, or are counted on it
@@ -101,8 +102,10 @@ class KnownPlanner(StepPlanner):
         )
         if policy.load_in != "none":
             shape = shape.quantize(shape.text.matrices, policy)
+        has_masters = rank or policy.master_weights == "float32"
         return replace(
             shape,
+            precision=shape.precision if has_masters else "bfloat16",
             num_trained=trained,
             lora_rank=rank,
             checkpointing=policy.gradient_checkpointing,

@@ -10,6 +10,7 @@ LoRA, float32  4 · (4h + 3q + 2k + 4m + 7r + a + 2)
 full, float32  4 · (6h + 3q + 2k + 4m + a + 2)
 LoRA, bf16     4 · (2h + a + 2) + 2 · (2h + 3q + 2k + 4m + 7r), and a cast of each adapter
 full, bf16     4 · (4h + a + 2) + 2 · (5h + 3q + 2k + 4m), and a cast of each linear weight
+no masters     4 · (2h + a + 2) + 2 · (4h + 3q + 2k + 4m), with weights in bfloat16
 =============  ===============================================================================
 
 Each of them includes two residual streams and their normalized values (h each, and two more if the
@@ -28,7 +29,7 @@ A peak adds short-lived tensors: the temporaries of one layer or the logits of o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vlm_grpo.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
 from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
@@ -46,7 +47,7 @@ class Memory:
 
     Attributes:
         weights: weights of the model and its adapters.
-        optimizer: AdamW's two moments.
+        optimizer: the optimizer's state.
         reference: weights of the reference policy.
         gradients: gradients of the trained weights, at the end of the backward pass.
         first_gradients: those that exist while all activations are still saved: with several
@@ -59,7 +60,10 @@ class Memory:
         sampling: short-lived tensors while sampling.
         activations: tensors that the largest micro-batch saves for its backward pass.
         update: short-lived tensors in the update.
+        stepping: short-lived tensors in the optimizer's step, which has all gradients.
         offloaded: activations in main memory, with ``policy.activation_offloading``.
+        host: weights, optimizer state and gradients that FSDP2 keeps in main memory.
+        copied: bytes that it copies between main memory and the device in a step.
         server: a vLLM server on the device, while it samples.
         resting: what of it is left during the update.
     """
@@ -77,7 +81,10 @@ class Memory:
     sampling: int
     activations: int
     update: int
+    stepping: int = 0
     offloaded: int = 0
+    host: int = 0
+    copied: int = 0
     server: int = 0
     resting: int = 0
 
@@ -96,7 +103,8 @@ class Memory:
     def backward(self) -> int:
         """Peak in the update, in which gradients replace the activations layer by layer."""
         layers = max(self.first_gradients + self.activations, self.gradients)
-        return self.persistent + layers + self.update + self.resting
+        peak = max(layers + self.update, self.gradients + self.stepping)
+        return self.persistent + peak + self.resting
 
     @property
     def peak(self) -> int:
@@ -117,7 +125,8 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     values = work.num_groups * work.patches * model.vision.patch_values
     # The next step's prompts are prepared while this one computes.
     inputs = 2 * 4 * values + 3 * min(RECENT_IMAGES, 2 * work.num_groups) * work.image_pixels
-    head = 0 if model.head_frozen else 4 * text.hidden * text.vocabulary
+    trained = model.trained_bytes * model.num_trained
+    head = 0 if model.head_frozen else model.trained_bytes * text.hidden * text.vocabulary
     accumulates = work.num_micro_batches > 1 or work.iterations > 1
     features = 0
     if model.shares_prompts and not model.trains_vision:
@@ -128,10 +137,10 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         activations, offloaded = min(layer, activations), activations
     return Memory(
         weights=_count_weight_bytes(model),
-        optimizer=2 * 4 * model.num_trained,
-        reference=4 * model.num_trained if work.uses_reference else 0,
-        gradients=4 * model.num_trained,
-        first_gradients=4 * model.num_trained if accumulates else head,
+        optimizer=model.count_state_bytes(work.optimizer),
+        reference=trained if work.uses_reference else 0,
+        gradients=trained,
+        first_gradients=trained if accumulates else head,
         libraries=LIBRARIES[_get_compute_dtype(model)] if on_cpu else 0,
         inputs=inputs,
         features=features + (inputs if on_cpu else 0),
@@ -146,47 +155,9 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         activations=activations,
         update=_count_update_bytes(model, work, on_cpu)
         + model.largest_quantized * model.value_bytes,
+        stepping=model.count_step_bytes(work.optimizer),
         offloaded=offloaded,
     )
-
-
-def shard_memory(memory: Memory, model: ModelShape, devices: int) -> Memory:
-    """Return the memory per device if FSDP2 shards the weights and streams the layers.
-
-    Each device keeps a part of the weights, their gradients and the optimizer's moments. What is
-    outside the language model's layers stays gathered; the layers are gathered for the rollout,
-    and two of them at once in the update (docs/scaling.md has the formulas). Adapters are not
-    sharded.
-
-    Args:
-        memory: the memory of the same step with replicated weights.
-        model: the model's shape.
-        devices: number of devices.
-    """
-    layers = model.text.layers * model.text.layer_weights
-    outside = model.num_weights - layers
-    changed = {
-        "weights": model.weight_bytes * (outside + model.num_weights // devices),
-        "update": memory.update + 2 * model.text.layer_weights * model.value_bytes,
-    }
-    if model.lora_rank:
-        changed["weights"] += 4 * model.num_trained
-    else:
-        trained_outside = min(outside, model.num_trained)
-        changed["optimizer"] = memory.optimizer // devices
-        changed["reference"] = memory.reference // devices
-        gradients = 4 * (trained_outside + model.num_trained // devices)
-        accumulates = memory.first_gradients == memory.gradients
-        first = gradients if accumulates else min(memory.first_gradients, gradients)
-        changed |= {"gradients": gradients, "first_gradients": first}
-    if model.precision == "autocast":  # layers are gathered in bfloat16 and hold no casts
-        changed["update"] += 2 * outside
-        casts = count_cast_bytes(model) * (model.checkpointing != "full")
-        casts -= _count_mlp_casts(model, model.text) * (model.checkpointing == "mlp")
-        changed["activations"] = memory.activations - model.text.layers * casts
-    else:
-        changed["folded"] = memory.folded + layers * model.value_bytes
-    return replace(memory, **changed)
 
 
 def _get_compute_dtype(model: ModelShape) -> str:
@@ -234,7 +205,10 @@ def count_bytes_per_token(model: ModelShape, on_cpu: bool = False) -> int:
     if model.precision == "float32":
         saved = 4 * (6 * h + attention + 4 * m + statistics)
         return saved + (4 * _count_qk_norm_values(t, 2) if t.qk_norm else 0)
-    saved = 4 * (4 * h + statistics) + 2 * (5 * h + attention + 4 * m)
+    if model.precision == "bfloat16":
+        saved = 4 * (2 * h + statistics) + 2 * (4 * h + attention + 4 * m)
+    else:
+        saved = 4 * (4 * h + statistics) + 2 * (5 * h + attention + 4 * m)
     return saved + (4 * _count_qk_norm_values(t, 1) + 2 * (t.query + t.key) if t.qk_norm else 0)
 
 
@@ -267,7 +241,8 @@ def count_bytes_per_patch(model: ModelShape) -> int:
     if model.precision == "float32":
         return 4 * ((13 if v.gated else 11) * v.hidden + mlp + statistics)
     if v.gated:
-        return 4 * (2 * v.hidden + statistics) + 2 * (12 * v.hidden + mlp)
+        widths = 11 if model.precision == "bfloat16" else 12
+        return 4 * (2 * v.hidden + statistics) + 2 * (widths * v.hidden + mlp)
     return 4 * statistics + 2 * (11 * v.hidden + mlp)
 
 
@@ -300,10 +275,11 @@ def count_mlp_bytes(model: ModelShape, part: TextShape | VisionShape, tokens: in
     values = part.mlp_activations * part.intermediate
     if part is model.text:
         values += 3 * model.lora_rank
-    return tokens * values * model.value_bytes + _count_mlp_casts(model, part)
+    return tokens * values * model.value_bytes + count_mlp_casts(model, part)
 
 
-def _count_mlp_casts(model: ModelShape, part: TextShape | VisionShape) -> int:
+def count_mlp_casts(model: ModelShape, part: TextShape | VisionShape) -> int:
+    """Count the bytes of the casts of weights that a layer's feed-forward part saves."""
     if model.precision == "autocast":
         return 2 * part.mlp_weights
     is_adapted = part is model.text and model.precision == "bfloat16"
@@ -346,7 +322,8 @@ def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
     # Gradients of the MLP's product, activation and up, and of the stream and its norm. Their saved
     # tensors are freed before the gradients of attention are allocated.
     layer = work.micro_tokens * (3 * text.intermediate + 4 * text.hidden)
-    layer = layer * model.value_bytes + (0 if model.lora_rank else 4 * text.layer_weights)
+    gradients = 0 if model.lora_rank else model.trained_bytes * text.layer_weights
+    layer = layer * model.value_bytes + gradients
     encoding = _count_encoding_bytes(model, work) if model.trains_vision else 0
     if model.checkpointing == "full":
         layer += _count_layer_bytes(model, work, on_cpu)

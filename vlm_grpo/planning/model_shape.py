@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.distributed.optimizer import describe_state, get_kind
 from vlm_grpo.engine.linear import INITIAL_FACTORS
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
@@ -49,7 +54,8 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
     doubled = 2 if initial else 1
     precision: Precision = "float32"
     if policy.dtype == "bfloat16":
-        precision = "bfloat16" if policy.lora is not None else "autocast"
+        has_masters = policy.lora is None and policy.master_weights == "float32"
+        precision = "autocast" if has_masters else "bfloat16"
     shape = ModelShape(
         name=f"{config.model_type}, {weights:,} weights",
         text=text,
@@ -68,7 +74,32 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         num_initial=sum(factor.numel() for factor in initial),
         has_norms=policy.lora is not None and policy.lora.use_dora,
     )
-    return shape.quantize(held, policy), family
+    state_bytes = {
+        name: count_state_bytes(trained, name, shape.trained_bytes)
+        for name in get_args(OptimizerName)
+    }
+    return replace(shape.quantize(held, policy), state_bytes=state_bytes), family
+
+
+def count_state_bytes(
+    trained: Sequence[tuple[str, nn.Parameter]], name: OptimizerName, trained_bytes: int
+) -> int:
+    """Count the bytes of an optimizer's state; 8-bit moments share their code tables.
+
+    Args:
+        trained: names and trained weights.
+        name: the optimizer.
+        trained_bytes: bytes per trained weight.
+    """
+    held = torch.bfloat16 if trained_bytes == 2 else torch.float32
+    return sum(
+        math.prod(size) * dtype.itemsize
+        for weight_name, weight in trained
+        for key, (size, dtype) in describe_state(
+            get_kind(weight_name, weight.shape, name), weight.shape, held
+        ).items()
+        if not key.startswith("qmap")
+    )
 
 
 def _read_text_shape(config: Any) -> TextShape:

@@ -12,12 +12,14 @@ from vlm_grpo.planning.step_time import PhaseCosts
 if TYPE_CHECKING:
     from vlm_grpo.planning.search import Plan, StepEstimate
 
+PCIE_BANDWIDTH = 25e9
+"""Bytes per second between main memory and a GPU, assumed for PCIe 4.0 x16 (32 GB/s at most)."""
 MAX_GENERATIONS, TABLE_GENERATIONS = 1024, 64
 """The largest group that is tried, in a plan and in a table."""
 
 _DESCRIPTIONS = {
     "weights": "model and adapters",
-    "optimizer": "AdamW's moments",
+    "optimizer": "the optimizer's state",
     "reference": "reference policy",
     "libraries": "libraries, besides tensors",
     "features": "outputs of the frozen vision tower",
@@ -27,9 +29,11 @@ _DESCRIPTIONS = {
     "gradients": "update: gradients",
     "activations": "update: saved for the backward pass",
     "update": "update: short-lived tensors",
+    "stepping": "update: short-lived tensors of the optimizer's step",
     "server": "rollout: a vLLM server on this device",
     "resting": "update: what that server keeps",
     "offloaded": "update: saved in main memory, not on the device",
+    "host": "weights, optimizer and gradients in main memory, not on the device",
 }
 
 
@@ -76,6 +80,12 @@ def _format_memory(step: StepEstimate, device: Device) -> Iterator[str]:
     note = ", where gradients replace what is saved" if replaced else ""
     yield f"  update       {memory.backward / GIB:8.2f}  peak in the update{note}"
     reserved = f", {device.reserved:.0%} of its memory left to others" if device.reserved else ""
+    if memory.copied:
+        seconds = memory.copied / PCIE_BANDWIDTH
+        yield (
+            f"  {memory.copied / 1e9:.1f} GB per step between main memory and device: "
+            f"{seconds:.2g} s at {PCIE_BANDWIDTH / 1e9:.0f} GB/s (PCIe 4.0 x16), partly overlapped"
+        )
     yield f"  {device.name}: {device.usable / GIB:.1f} GiB usable{reserved}"
 
 

@@ -15,14 +15,16 @@ from vlm_grpo.engine.limits import LOGIT_BYTES, fit_tokens
 from vlm_grpo.errors import UserError
 from vlm_grpo.planning.changes import suggest_changes, with_changes
 from vlm_grpo.planning.devices import CONTEXT, Device, find_device
-from vlm_grpo.planning.memory import Memory, count_key_bytes, estimate_memory, shard_memory
+from vlm_grpo.planning.memory import Memory, count_key_bytes, estimate_memory
 from vlm_grpo.planning.plan_text import MAX_GENERATIONS, format_plan
 from vlm_grpo.planning.shape import ModelShape
+from vlm_grpo.planning.shards import offload_memory, shard_memory
 from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
 from vlm_grpo.planning.workload import PromptSize, Workload, estimate_workload
 
-Weights = Literal["replicated", "sharded"]
-"""How the weights are held: all on each device, or sharded over the devices by FSDP2."""
+Weights = Literal["replicated", "sharded", "offloaded"]
+"""How the weights are held: all on each device, sharded over the devices by FSDP2, or these shards
+in main memory."""
 
 
 CARDS = (12, 16, 24, 32, 40, 48, 80, 96, 141, 180, 192)
@@ -131,7 +133,7 @@ class StepPlanner(ABC):
             raise UserError("weights cannot be sharded over one device: give --devices 2 or more")
         if settings.policy.load_in != "none" and settings.policy.lora is None:
             raise UserError("quantized weights cannot be trained themselves: set policy.lora.r=16")
-        if settings.policy.load_in != "none" and weights == "sharded":
+        if settings.policy.load_in != "none" and weights != "replicated":
             raise UserError("quantized weights cannot be sharded: leave out --weights sharded")
         self.settings, self.device, self.num_devices = settings, device, devices
         self.weights: Weights = weights
@@ -180,7 +182,11 @@ class StepPlanner(ABC):
         matrices, free = shape.quantized_weights * shape.value_bytes, self.device.usable
         if 0 < 2 * matrices <= free - memory.persistent and not self.device.is_cpu:
             memory = replace(memory, folded=matrices)  # restored once (engine/linear.py)
-        return shard_memory(memory, shape, self.num_devices) if weights == "sharded" else memory
+        if weights in ("sharded", "offloaded"):
+            memory = shard_memory(memory, shape, self.num_devices)
+        if weights == "offloaded":
+            memory = offload_memory(memory, shape, work, self.num_devices)
+        return memory
 
     def _find_rollout_budget(self, shape: ModelShape, work: Workload, memory: Memory) -> int:
         """Return the tokens that a run samples at once in a GPU's memory (``fit_tokens``)."""

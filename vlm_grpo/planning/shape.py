@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
+from vlm_grpo.engine.limits import ROUNDED_AT_ONCE
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Precision of weights and computation; ``autocast``: float32 weights, bfloat16 computation."""
@@ -128,6 +130,7 @@ class ModelShape:
         quantized_weights: number of weights held in 4 or 8 bits.
         quantized_bytes: bytes that hold them, with their scales.
         largest_quantized: number of weights in the largest of their matrices.
+        state_bytes: bytes of the state of each optimizer; None: estimated per weight.
     """
 
     name: str
@@ -149,6 +152,7 @@ class ModelShape:
     has_norms: bool = False
     quantized_bytes: int = 0
     largest_quantized: int = 0
+    state_bytes: Mapping[str, int] | None = field(default=None, compare=False)
 
     def recomputed_share(self, part: TextShape | VisionShape) -> float:
         """Return the share of a layer's products that the backward pass recomputes."""
@@ -170,6 +174,38 @@ class ModelShape:
     def weight_bytes(self) -> int:
         """Bytes per weight."""
         return 2 if self.precision == "bfloat16" else 4
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes per trained weight, and per gradient; adapters are in float32."""
+        return 4 if self.lora_rank else self.weight_bytes
+
+    def count_state_bytes(self, name: OptimizerName) -> int:
+        """Count the bytes of an optimizer's state."""
+        if self.state_bytes is not None:
+            return self.state_bytes[name]
+        hidden = self.text.layers * self.text.layer_weights
+        hidden += self.vision.layers * self.vision.layer_weights * self.trains_vision
+        if name == "adafactor":
+            return 0  # less than 1 % of a moment
+        if name == "muon":  # one moment of the layers' matrices
+            return self.trained_bytes * max(self.num_trained, 2 * self.num_trained - hidden)
+        each = self.trained_bytes if name == "adamw" else 1 + 4 / 256
+        return int(2 * each * self.num_trained)
+
+    def count_step_bytes(self, name: OptimizerName) -> int:
+        """Count short-lived tensors of the optimizer's step, which takes one weight at a time.
+
+        They are two of its size in float32 for Adafactor and Muon, and for weights in bfloat16 the
+        weight, its gradient and its moments in float32, and the random bits of the rounding.
+        """
+        if self.lora_rank:
+            return 0  # adapters are small
+        size = 4 * self.text.hidden * self.text.vocabulary  # the largest weight
+        needed = 2 * size if name in ("adafactor", "muon") else 0
+        if self.trained_bytes == 4:
+            return needed
+        return needed + 2 * size + (2 * size if name == "adamw" else 0) + 4 * ROUNDED_AT_ONCE
 
     @property
     def value_bytes(self) -> int:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.batch import GroupSlice, pack
@@ -51,6 +52,7 @@ class Workload:
         uses_reference: whether the reference policy computes log-probabilities.
         image_pixels: pixels of a prompt's resized images.
         copies: copies of each prompt: 1, and G in the repeated form.
+        optimizer: ``optim.name``.
         mini_batches: parts of the step with updates of their own.
     """
 
@@ -66,6 +68,7 @@ class Workload:
     uses_reference: bool = False
     image_pixels: int = 0
     copies: int = 1
+    optimizer: OptimizerName = "adamw"
     mini_batches: int = 1
 
     @property
@@ -159,5 +162,6 @@ def estimate_workload(
         uses_reference=settings.objective.needs_reference,
         image_pixels=prompt.pixels,
         copies=copies,
+        optimizer=optim.name,
         mini_batches=optim.mini_batches,
     )
