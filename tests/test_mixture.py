@@ -62,6 +62,7 @@ def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has() ->
     groups = [
         name_rewards(make_group({"exact": 1.0}, {"exact": 0.0}, name="a"), "count"),
         name_rewards(make_group({"exact": 0.0}, {"exact": 1.0}, name="b"), "read"),
+        name_rewards(make_group({"exact": 0.0}, {"exact": 0.0}, name="c"), "read"),
     ]
     settings = load_settings("counting", ["objective.scale_rewards=batch"])
     members = {**MEMBERS, "count": load_task("counting", weights={"exact": 3.0})}
@@ -69,8 +70,8 @@ def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has() ->
     given: Any = task, settings, accelerator
     found = compute_advantages(Rollout(tuple(groups)), ReferenceScores(), *given).own
     weights = [members[name].reward_weights()["exact"] for name in ("count", "read")]
-    totals = torch.tensor([weights[0], 0.0, 0.0, weights[1]])
-    centered = totals - totals.view(2, 2).mean(1).repeat_interleave(2)
+    totals = torch.tensor([weights[0], 0.0, 0.0, weights[1], 0.0, 0.0])
+    centered = totals - totals.view(3, 2).mean(1).repeat_interleave(2)
     torch.testing.assert_close(found, centered / (totals.std() + 1e-4))
 
 
