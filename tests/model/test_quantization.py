@@ -336,7 +336,8 @@ def test_the_plan_counts_the_bytes_of_the_weights(settings: dict[str, Any], dtyp
     values = {"task": "counting", "data": {"train": "embedded:counting"}, "policy": lora}
     model = load_policy(Settings.model_validate(values)).model
     held = sum(weight.nbytes for weight in model.parameters())
-    for module in filter(is_quantized, model.modules()):
+    quantized: list[Any] = [module for module in model.modules() if is_quantized(module)]
+    for module in quantized:
         if settings["load_in"] == "8bit":
             held += module.weight.SCB.nbytes
             continue
