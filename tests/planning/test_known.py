@@ -80,7 +80,9 @@ def test_each_cell_is_the_answer_of_a_plan_on_that_card() -> None:
     assert cells[-1] == "24 GB"
     for card, cell in zip(TABLE_CARDS, cells[2:-1], strict=True):
         settings = build_known_settings(SEVEN, ["policy.lora.r=16"])
-        plan = KnownPlanner(settings, f"{card}GB").plan()
+        planner = KnownPlanner(settings, f"{card}GB")
+        plan = planner.plan()
+        assert planner.device == plan.device  # not the last card that was tried
         assert plan.fits == (cell != "–")
         assert plan.largest_group >= 64 or str(plan.largest_group) == cell.replace("–", "0")
         assert plan.smallest_card == 24
