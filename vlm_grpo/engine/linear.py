@@ -129,7 +129,7 @@ class AdaptedLinear(lora.Linear):
     Attributes:
         rollout_weight: ``[W; A]`` inside ``rollout_weights`` where it is worth a copy of W; None
             elsewhere.
-        rollout_factors: A, ``s Bᵀ`` and DoRA's factors (empty without DoRA) in W's dtype,
+        rollout_factors: A, ``s Bᵀ`` and, with DoRA, its factors in W's dtype,
             overwritten by each ``rollout_weights``, so that captured steps find them at the same
             address; None before the first.
     """
@@ -193,8 +193,9 @@ class AdaptedLinear(lora.Linear):
         elsewhere restore W if it is quantized and there is room for it."""
         base = _base(self)
         a, b, scaling = self._factors()
-        scale = self._compute_dora_factors() if self.has_norms else b.new_ones(0)
-        parts = a.detach(), b.detach().T * scaling, scale.detach()
+        parts = [a.detach(), b.detach().T * scaling]
+        if self.has_norms:
+            parts.append(self._compute_dora_factors().detach())
         factors = [part.to(base.dtype) for part in parts]
         if self.rollout_factors is None:
             self.rollout_factors = tuple(factors)
@@ -209,7 +210,7 @@ class AdaptedLinear(lora.Linear):
 
     def _rollout_forward(self, x: Tensor) -> Tensor:
         assert self.rollout_factors is not None
-        first, second, scale = self.rollout_factors
+        first, second, *norms = self.rollout_factors
         base, rows = _base(self), x.flatten(0, -2)
         bias = None if self.has_norms else base.bias
         if self.rollout_weight is None:
@@ -222,7 +223,7 @@ class AdaptedLinear(lora.Linear):
             output = output if bias is None else output + bias
         output = torch.addmm(output, inner, second)
         if self.has_norms:
-            output = output * scale if base.bias is None else output * scale + base.bias
+            output = output * norms[0] if base.bias is None else output * norms[0] + base.bias
         return output.view(*x.shape[:-1], -1)
 
 
