@@ -204,7 +204,7 @@ def test_weights_and_state_in_main_memory_make_the_same_steps(folder: Path, laun
     assert results[launch]["offloaded"] == [True]
     for a, b in zip(results[plain]["steps, full"], results[launch]["steps, full"], strict=True):
         assert b["metrics"]["reward"] == a["metrics"]["reward"]
-        assert distance(b["grads"], a["grads"]) < 1e-6  # other sums of the gradient's norm
+        assert distance(b["grads"], a["grads"]) < 1e-5  # other sums of the gradient's norm
 
 
 @pytest.mark.slow

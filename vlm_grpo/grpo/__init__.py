@@ -1,7 +1,7 @@
 """The parts of a GRPO step: rollout, advantages, reference and update."""
 
 from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages
-from vlm_grpo.grpo.batch import Rollout, StepBatch, pack_step
+from vlm_grpo.grpo.batch import Rollout, StepBatch, pack_step, score_groups
 from vlm_grpo.grpo.memory import memory_metrics
 from vlm_grpo.grpo.nonfinite import NonfiniteGuard
 from vlm_grpo.grpo.rollout import RolloutSampler, build_rollout_sampler
@@ -20,5 +20,6 @@ __all__ = [
     "compute_advantages",
     "memory_metrics",
     "pack_step",
+    "score_groups",
     "select_usable",
 ]
