@@ -35,7 +35,7 @@ SHORT = {
         "evaluation.every=1",
         "data.train_limit=20",
     ],
-    **dict.fromkeys(("plan", "difficulty", "sample"), ["data.train_limit=20"]),
+    **{command: ["data.train_limit=20"] for command in ("plan", "difficulty", "sample")},
 }
 SHORT["sft"] = [setting for setting in SHORT["train"] if "warmup" not in setting]
 """Arguments appended to a command so that it finishes quickly; the last value of a setting wins."""
