@@ -25,6 +25,7 @@ RETURN_FREED = {
 DEFAULTS = {
     "size": "35m", "dtype": "float32", "full": False, "checkpointing": False, "image": 448,
     "prompts": 4, "generations": 8, "tokens": 64, "max_tokens": 16384, "freeze": [],
+    "policy": {}, "optimizer": "adamw",
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
     "LoRA": {},
@@ -37,9 +38,18 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA, 16 completions": {"generations": 16, "prompts": 2},
     "LoRA, 896 × 896": {"image": 896, "prompts": 2, "generations": 4},
     "LoRA, micro-batches of 800": {"max_tokens": 800},
+    "LoRA, 4 bits, bfloat16": {"dtype": "bfloat16", "policy": {"load_in": "4bit"}},
+    "LoRA, 8 bits, bfloat16": {"dtype": "bfloat16", "policy": {"load_in": "8bit"}},
+    "LoRA, 4 bits, float32": {"policy": {"load_in": "4bit"}},
+    "full, weights in bfloat16": {
+        "dtype": "bfloat16", "full": True, "policy": {"master_weights": "bfloat16"},
+    },
+    "full, 8-bit optimizer": {"dtype": "bfloat16", "full": True, "optimizer": "adamw_8bit"},
+    "full, Adafactor": {"dtype": "bfloat16", "full": True, "optimizer": "adafactor"},
+    "full, Muon": {"dtype": "bfloat16", "full": True, "optimizer": "muon"},
     "small, full, 16 completions": {"size": "12m", "full": True, "generations": 16},
     "small, LoRA, 8 prompts": {"size": "12m", "generations": 16, "prompts": 8},
-}
+}  # fmt: skip
 SMOKE = {"size": "tiny", "image": 56, "prompts": 1, "generations": 2, "tokens": 3}
 GPU_CASES = {
     "3B, full": {"size": "qwen2.5-vl-3b", "full": True},

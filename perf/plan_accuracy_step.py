@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from random_models import build_random_model
 from step_time_vlm_grpo import OUTPUT, NoiseTask, build_policy
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import PromptSize, estimate_workload
@@ -60,6 +62,7 @@ def make_settings(case: dict[str, Any]) -> Settings:
                 "gradient_checkpointing": case["checkpointing"],
                 "freeze": case["freeze"],
                 "lora": lora,
+                **case["policy"],
             },
             "rollout": {
                 "num_generations": case["generations"],
@@ -70,6 +73,7 @@ def make_settings(case: dict[str, Any]) -> Settings:
                 "prompts_per_step": case["prompts"],
                 "max_steps": 2,
                 "max_tokens_per_batch": case["max_tokens"],
+                "name": case["optimizer"],
             },
             "logging": {"samples_every": 0, "trackers": []},
         }
@@ -96,7 +100,14 @@ def build_trainer(case: dict[str, Any], settings: Settings, examples: list[Examp
     model, processor = build_random_model(
         case["size"], weights, DEVICE, max_pixels=case["image"] ** 2
     )
-    policy = build_policy(settings, model, processor)
+    if case["policy"]:  # of weights that are loaded as a run loads them
+        folder = Path(OUTPUT.name) / "model"
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        del model
+        policy = load_policy(settings.model_copy(update={"model": str(folder)}))
+    else:
+        policy = build_policy(settings, model, processor)
     return Trainer(settings, policy, NoiseTask(), examples, [])
 
 
