@@ -108,7 +108,11 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
     ("grpo/update.py", "objective, self.surrogate)", "objective)"),
     ("objective/losses.py", ".sigmoid() * 4", ".sigmoid() * 2"),
-    ("objective/losses.py", "advantages >= 0, above", "advantages > 0, above"),
+    (
+        "objective/losses.py",
+        "vespo_k_pos, settings.vespo_k_neg",
+        "vespo_k_neg, settings.vespo_k_pos",
+    ),
     ("objective/losses.py", "and compute is not vespo_loss", ""),
     ("objective/losses.py", "return active / completions", "return active / tokens"),
     (
@@ -144,7 +148,6 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/update.py", "updates.count % len(batch.mini_batches)", "0"),
     ("grpo/update.py", "output.loss * len(batch.mini_batches)", "output.loss"),
     ("grpo/update.py", "updates.old_logprobs |= self._score_later(batch)", "pass"),
-    ("grpo/update.py", "in batch.mini_batches[1:]", "in batch.mini_batches"),
     ("grpo/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("grpo/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
     ("grpo/advantages.py", "rewards @ weights", "rewards.sum(1)"),
