@@ -90,18 +90,18 @@ def run_python(program: str) -> str:
     return done.stdout
 
 
-def test_import_is_fast_and_loads_no_dependency() -> None:
+def test_import_loads_no_dependency_and_little_else() -> None:
     program = (
-        "import sys, time; before = {*sys.modules}; start = time.process_time()\n"
+        "import sys; before = {*sys.modules}\n"
         "import vlm_grpo\n"
-        "print(time.process_time() - start)\n"
-        "print({name.partition('.')[0] for name in {*sys.modules} - before}"
-        " - sys.stdlib_module_names)"
+        "loaded = {*sys.modules} - before\n"
+        "print(len(loaded))\n"
+        "print({name.partition('.')[0] for name in loaded} - sys.stdlib_module_names)"
     )
 
-    seconds, modules = run_python(program).splitlines()
+    count, modules = run_python(program).splitlines()
 
-    assert float(seconds) < 0.2
+    assert int(count) < 20  # the time of an import, in a unit that depends on no machine
     assert modules == "{'vlm_grpo'}"
 
 

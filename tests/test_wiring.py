@@ -72,10 +72,11 @@ CASES: dict[str, dict[str, Any]] = {
         "objective": {"importance_sampling_level": "sequence", "epsilon": 0.001, "beta": 0.3},
         "optim": {"mini_batches": 2},
     },
-    "dapo, LoRA, two mini-batches, one iteration, masked": {
+    "dapo, LoRA, two mini-batches, one iteration, masked, KL in the reward": {
         **LORA,
         "objective": {
             "loss_type": "dapo", "num_iterations": 1, "mask_truncated_completions": True,
+            "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
         },
         "optim": {"mini_batches": 2},
     },

@@ -22,6 +22,7 @@ from vlm_grpo.evaluation import Evaluation, HeldOutEvaluator
 from vlm_grpo.grpo import (
     NonfiniteGuard,
     Rollout,
+    Updates,
     build_rollout_sampler,
     build_updater,
     compute_advantages,
@@ -58,7 +59,6 @@ def train(settings: Settings) -> TrainResult:
     disable_progress_bar()
     check_installed(settings.logging.trackers)
     task, train_examples, held_out = load_run(settings)
-    settings = settings.with_steps(len(train_examples))
     accelerator = build_accelerator(settings)
     with watch_ranks(settings.ddp_timeout) as watch, lock_run(settings, accelerator):
         checkpoint = find_checkpoint(settings, accelerator, train_examples)
@@ -67,7 +67,7 @@ def train(settings: Settings) -> TrainResult:
         trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        state, stopwatch = lambda: trainer.state.describe(settings), policy.stopwatch
+        state, stopwatch = lambda: trainer.state.describe(trainer.settings), policy.stopwatch
         watch.place = lambda: f"in phase {stopwatch.phase or 'start'}, {state()}"
         result = trainer.run(stop_request)
     accelerator.print(result)
@@ -134,7 +134,8 @@ class Trainer:
                 task = self.sampler.task
                 advantages = compute_advantages(rollout, reference, task, settings, ranks)
                 batch = pack_step(rollout, advantages.own, reference.logprobs, settings, ranks)
-                self.partial = PartialStep(rollout, batch, rollout_metrics(rollout, advantages))
+                metrics, updates = rollout_metrics(rollout, advantages), Updates(reference.old)
+                self.partial = PartialStep(rollout, batch, metrics, updates)
             self.updater.update(self.partial.batch, self.partial.updates, self._interrupt)
             metrics = self._finish_step(self.partial)
         metrics |= self.meter.measure(self.partial.rollout, self.partial.batch)

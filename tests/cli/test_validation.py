@@ -103,8 +103,8 @@ def test_a_parser_that_raises_on_a_hostile_text_is_named(capsys, write_letters, 
 
 
 def test_a_slow_parser_is_named(capsys, write_letters, letters_data):
-    # Twice the limit, on long texts only.
-    slow = "time.sleep(0.02 * (len(text) > 1000)); return text if len(text) == 1 else None"
+    # Above the limit, on long texts only.
+    slow = "time.sleep(0.06 * (len(text) > 1000)); return text if len(text) == 1 else None"
     message = fails(capsys, "validate", write_letters(slow), "--data", letters_data)
 
     assert "100,000 letters: it took" in message

@@ -136,6 +136,24 @@ def test_micro_batches_share_the_passes_of_their_images(settings: Any) -> None:
     assert trainer.step()["work/encoder_passes"] == 3 + 3
 
 
+@pytest.mark.parametrize(("kl_in", "counts"), [("reward", [12, 12, 0]), ("loss", [12, 8])])
+def test_later_mini_batches_are_scored_once(
+    settings: Any, kl_in: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference scores all, and so does the policy for a KL in the reward."""
+    kl = {"beta": 0.1, "kl_in": kl_in, "kl_estimator": "k1", "reference_refresh_every": "never"}
+    trainer, scored = make_trainer(settings(objective=kl, optim={"mini_batches": 3})), []
+    logprobs = trainer.updater.logprobs
+
+    def count(slices: Any) -> Any:
+        scored.append(sum(len(piece.rows) for piece in slices))
+        return logprobs(slices)
+
+    monkeypatch.setattr(trainer.updater, "logprobs", count)
+    trainer.step()
+    assert scored == counts
+
+
 def test_out_of_memory_on_one_completion_is_an_error(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

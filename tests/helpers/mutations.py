@@ -147,7 +147,11 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("grpo/batch.py", "[k and p == part for", "[k for"),
     ("grpo/update.py", "updates.count % len(batch.mini_batches)", "0"),
     ("grpo/update.py", "output.loss * len(batch.mini_batches)", "output.loss"),
-    ("grpo/update.py", "updates.old_logprobs |= self._score_later(batch)", "pass"),
+    (
+        "grpo/update.py",
+        "updates.old_logprobs |= self._score_later(batch, updates.old_logprobs)",
+        "pass",
+    ),
     ("grpo/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
     ("grpo/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
     ("grpo/advantages.py", "rewards @ weights", "rewards.sum(1)"),

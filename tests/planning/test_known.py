@@ -73,6 +73,16 @@ def test_the_table_of_the_guide_is_what_the_command_prints(
     assert table in (ROOT / "docs/planning.md").read_text("utf-8")
 
 
+@pytest.mark.parametrize("model", ["models", SEVEN])
+@pytest.mark.parametrize("option", ["--devices=2", "--reserved=0.3", "--weights=sharded"])
+def test_a_table_takes_no_options_of_a_plan(
+    model: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(capsys, "plan", model, option)
+    assert status == 2
+    assert f"{option.partition('=')[0]} has no effect on the table of cards" in error
+
+
 def test_each_cell_is_the_answer_of_a_plan_on_that_card() -> None:
     _, _, _, row = format_table([SEVEN], ["policy.lora.r=16"])
     cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from vlm_grpo.cli.common import Overrides, Recipe
+from vlm_grpo.errors import UserError
 
 
 def plan(
@@ -56,6 +57,13 @@ def plan(
 
     models = known.load_known_models()
     if recipe == "models" or (recipe in models and gpu is None):
+        given = {"--gpu": gpu, "--devices": devices - 1, "--reserved": reserved}
+        given["--weights"] = weights != "replicated"
+        if ignored := [option for option, value in given.items() if value]:
+            raise UserError(
+                f"{ignored[0]} has no effect on the table of cards: leave it out"
+                + ("" if recipe == "models" else ", or name a card with --gpu")
+            )
         names = list(models) if recipe == "models" else [recipe]
         typer.echo("\n".join(known.format_table(names, overrides or [])))
         return

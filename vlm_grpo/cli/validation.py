@@ -32,8 +32,9 @@ _BATCH_ROWS = 20
 """Rows on which a task with batch rewards is scored, which may be slow or cost money."""
 _GROUP_SIZE = 4
 """Completions in the group that batch rewards are tried on."""
-_PARSE_SECONDS = 0.01
-"""Limit for parsing a text of 100,000 characters."""
+_PARSE_SECONDS = 0.05
+"""Limit for parsing a text of 100,000 characters: ten times what the shipped parsers take, so that
+a slow machine refuses none, and a hundredth of what quadratic time takes."""
 
 _HOSTILE = {
     "100,000 letters": "a" * 100_000,
@@ -113,7 +114,7 @@ def validate_task(
 
     yield from _check_exploits(task, rows, examples, full)
     _raise("texts that the parser cannot handle", _find_parser_problems(task, examples[0]))
-    yield "the parser handles hostile texts, each within 10 ms"
+    yield "the parser handles hostile texts, each within 50 ms"
 
     text, count = Counter(golds).most_common(1)[0]
     texts = [text] * len(rows)
@@ -270,7 +271,7 @@ def _find_parser_problems(task: Task, example: Example) -> list[str]:
                 break
             times.append(time.perf_counter() - start)
         if times and min(times) > _PARSE_SECONDS:
-            problems.append(f"{name}: it took {1000 * min(times):.0f} ms, more than 10 ms")
+            problems.append(f"{name}: it took {1000 * min(times):.0f} ms, more than 50 ms")
     return problems
 
 

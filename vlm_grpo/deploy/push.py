@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError
@@ -13,6 +14,8 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.hub import check_connection
 
+_HUB_ERRORS: tuple[Any, ...] = (*HfHubHTTPError.__bases__, OSError, ValueError, RuntimeError)
+"""Errors of the client, of its HTTP library (whose name differs by version), and of uploads."""
 HEAD_LINES = 24
 """Number of lines of the model card that a dry run shows."""
 
@@ -84,9 +87,7 @@ def _explain_errors(name: str, remedy: str) -> Iterator[None]:
     """Raise errors of the hub as one message."""
     try:
         yield
-    except (
-        Exception
-    ) as error:  # the client's, its HTTP library's, or Xet's, which differ by version
+    except _HUB_ERRORS as error:
         problem = str(error).strip().partition("\n")[0]
         response = error.response if isinstance(error, HfHubHTTPError) else None
         if response is not None and response.status_code in (401, 403):

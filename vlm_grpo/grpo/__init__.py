@@ -6,7 +6,7 @@ from vlm_grpo.grpo.memory import memory_metrics
 from vlm_grpo.grpo.nonfinite import NonfiniteGuard
 from vlm_grpo.grpo.rollout import RolloutSampler, build_rollout_sampler
 from vlm_grpo.grpo.targets import select_usable
-from vlm_grpo.grpo.update import Updater, build_updater
+from vlm_grpo.grpo.update import Updater, Updates, build_updater
 
 __all__ = [
     "NonfiniteGuard",
@@ -15,6 +15,7 @@ __all__ = [
     "StepAdvantages",
     "StepBatch",
     "Updater",
+    "Updates",
     "build_rollout_sampler",
     "build_updater",
     "compute_advantages",

@@ -34,10 +34,13 @@ class ReferenceScores:
     Attributes:
         logprobs: (T,) log-probs by completion; empty if no separate reference is kept.
         penalties: (n,) KL penalties to subtract from the rewards; None if there are none.
+        old: (T,) log-probs under the policy by completion, if they were computed for the penalties
+            and later mini-batches need them.
     """
 
     logprobs: Mapping[int, torch.Tensor] = field(default_factory=dict)
     penalties: torch.Tensor | None = None
+    old: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Reference:

@@ -149,7 +149,8 @@ class Updater:
                 count,
                 objective.kl_estimator,
             )
-            return ReferenceScores(reference, objective.beta * penalties)
+            kept = old if self.settings.optim.mini_batches > 1 else {}
+            return ReferenceScores(reference, objective.beta * penalties, kept)
 
     def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the reference policy by completion."""
@@ -185,16 +186,18 @@ class Updater:
                 before_each()
                 if not updates.count:
                     device, sampled = self.policy.device, batch.sampler_logprobs
-                    updates.old_logprobs |= self._score_later(batch)
                     updates.old_logprobs |= {row: sampled[row].to(device) for row in batch.replayed}
+                    updates.old_logprobs |= self._score_later(batch, updates.old_logprobs)
                 self._update_once(batch, updates)
 
-    def _score_later(self, batch: StepBatch) -> dict[int, Tensor]:
-        """Return the log-probs of all mini-batches but the first, whose update yields its own."""
+    def _score_later(self, batch: StepBatch, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the log-probs that are not known of all mini-batches but the first, whose update
+        yields its own."""
         if len(batch.mini_batches) == 1:
             return {}
+        later = [piece for part in batch.mini_batches[1:] for piece in part]
         with self.strategy.gathered():
-            return self.logprobs([piece for part in batch.mini_batches[1:] for piece in part])
+            return self.logprobs([piece for piece in later if piece.rows[0] not in known])
 
     def _update_once(self, batch: StepBatch, updates: Updates) -> None:
         """Make one update; the last one advances the schedule, unless all were skipped."""

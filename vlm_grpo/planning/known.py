@@ -32,14 +32,11 @@ TABLE_KINDS = {
 }
 """The rows of each model in a table, and their settings."""
 _RANK = 64  # of the stored shapes
-_COUNTED = ("gradient_checkpointing", "activation_offloading", "head_chunk_tokens", "min_pixels")
-_COUNTED += (
-    "max_pixels",
-    "load_in",
-    "master_weights",
-    "quant_type",
-    "double_quant",
-)  # settings that do not change a stored shape, or are counted on it
+_COUNTED = (
+    *("gradient_checkpointing", "activation_offloading", "head_chunk_tokens", "master_weights"),
+    *("min_pixels", "max_pixels", "load_in", "quant_type", "double_quant"),
+)
+"""Settings of the policy that do not change a stored shape, or are counted on it."""
 
 
 @cache
