@@ -80,6 +80,15 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "optim": {"mini_batches": 2},
     },
+    "REINFORCE++ with advantages of tokens, two mini-batches, masked, KL in the reward": {
+        **LORA,
+        "objective": {
+            "advantage_estimator": "reinforce_plus_plus_baseline", "num_iterations": 1,
+            "mask_truncated_completions": True, "beta": 0.3, "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        "optim": {"mini_batches": 2},
+    },
 }  # fmt: skip
 
 
@@ -278,7 +287,7 @@ def test_a_completion_that_left_the_reference_loses_advantage(
     (batch,) = batches
     penalties = torch.stack(
         [
-            (sampled - batch.reference_logprobs[row]).sum() / 2
+            (sampled - batch.values["reference_logprobs"][row]).sum() / 2
             for row, sampled in enumerate(batch.sampler_logprobs)
         ]
     ).view(2, 4)
@@ -338,14 +347,14 @@ def test_the_learning_rate_falls_once_per_step_and_not_in_a_skipped_one(
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[TokenBatch]:
     """Record the input of each loss, whose log-probs keep their gradients."""
     found: list[TokenBatch] = []
-    compute = update_module.policy_loss
+    compute = update_module.compute_loss
 
     def record(batch: TokenBatch, *arguments: Any) -> LossOutput:
         batch.logprobs.retain_grad()
         found.append(batch)
         return compute(batch, *arguments)
 
-    monkeypatch.setattr(update_module, "policy_loss", record)
+    monkeypatch.setattr(update_module, "compute_loss", record)
     return found
 
 

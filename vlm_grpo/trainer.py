@@ -130,11 +130,12 @@ class Trainer:
             if self.partial is None:
                 rollout = self._rollout()
                 self.updater.begin_step(rollout)
-                reference = self.updater.score_reference(rollout)
+                scores = self.updater.score_step(rollout)
                 task = self.sampler.task
-                advantages = compute_advantages(rollout, reference, task, settings, ranks)
-                batch = pack_step(rollout, advantages.own, reference.logprobs, settings, ranks)
-                metrics, updates = rollout_metrics(rollout, advantages), Updates(reference.old)
+                advantages = compute_advantages(rollout, scores, task, settings, ranks)
+                values = {**scores.values, **advantages.values}
+                batch = pack_step(rollout, advantages.own, values, settings, ranks)
+                metrics, updates = rollout_metrics(rollout, advantages), Updates(scores.old)
                 self.partial = PartialStep(rollout, batch, metrics, updates)
             self.updater.update(self.partial.batch, self.partial.updates, self._interrupt)
             metrics = self._finish_step(self.partial)

@@ -14,8 +14,7 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.grpo import advantages as advantages_module
 from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages, has_spread
-from vlm_grpo.grpo.batch import Rollout
-from vlm_grpo.grpo.reference import ReferenceScores
+from vlm_grpo.grpo.batch import Rollout, StepScores
 from vlm_grpo.registry import load_task
 from vlm_grpo.types import Group
 
@@ -25,14 +24,14 @@ UNSCALED = "objective.scale_rewards=none"
 
 def compute(
     groups: list[Group],
-    penalties: torch.Tensor | None = None,
+    penalties: list[torch.Tensor] | None = None,
     rank: int = 0,
 ) -> StepAdvantages:
     accelerator: Any = SimpleNamespace(process_index=rank)
     settings = load_settings("quickstart", [UNSCALED])
     task = load_task("counting", weights={"exact": 2.0, "closeness": 1.0})
     return compute_advantages(
-        Rollout(tuple(groups)), ReferenceScores(penalties=penalties), task, settings, accelerator
+        Rollout(tuple(groups)), StepScores(penalties=penalties), task, settings, accelerator
     )
 
 
@@ -58,7 +57,10 @@ def test_groups_with_equal_ids_of_examples_are_separate() -> None:
 
 
 def test_penalties_are_subtracted_from_the_rewards() -> None:
-    result = compute([make_counting_group((1.0, 0.0), (1.0, 0.0))], torch.tensor([0.2, 0.6]))
+    result = compute(
+        [make_counting_group((1.0, 0.0), (1.0, 0.0))],
+        [torch.tensor([0.1, 0.1]), torch.tensor([0.6])],
+    )
     assert result.own.tolist() == pytest.approx([0.2, -0.2])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -22,9 +20,19 @@ GROUPS = [
 
 def pack_groups(groups: list[Group], advantages: list[float], *overrides: str) -> StepBatch:
     settings = load_settings("quickstart", ["rollout.max_completion_length=4", *overrides])
-    reference: Any = {0: torch.zeros(2)}
     rollout, accelerator = Rollout(tuple(groups)), Accelerator(cpu=True)
-    return pack_step(rollout, torch.tensor(advantages), reference, settings, accelerator)
+    return pack_step(rollout, torch.tensor(advantages), {}, settings, accelerator)
+
+
+def read_totals(groups: list[Group], advantages: list[float], *overrides: str) -> tuple[int, ...]:
+    """Return the totals in the first token's weights: completions, active tokens, length limit."""
+    weights = [
+        pack_groups(groups, advantages, f"objective.loss_type={name}", *overrides).weights["policy"]
+        for name in ("grpo", "dapo", "dr_grpo")
+    ]
+    mean, tokens, constant = (1 / weight[0].item() for weight in weights)
+    completions = mean / len(groups[0].completions[0].token_ids)
+    return round(completions), round(tokens), round(constant / completions)
 
 
 def test_slices_hold_the_kept_completions_with_their_rows() -> None:
@@ -43,9 +51,7 @@ def test_groups_without_kept_completions_are_left_out() -> None:
 def test_completions_without_a_gradient_count_in_the_normalizers() -> None:
     batch = pack_groups(GROUPS, [0.0, 0.0, 1.0, -1.0, 0.0])
     assert [piece.rows for piece in batch.slices] == [(2, 3)]
-    assert batch.totals.completions == 5
-    assert batch.totals.active_tokens == 2 + 3 + 1 + 4 + 2
-    assert batch.totals.max_completion_length == 4
+    assert read_totals(GROUPS, [0.0, 0.0, 1.0, -1.0, 0.0]) == (5, 2 + 3 + 1 + 4 + 2, 4)
     assert [len(logprobs) for logprobs in batch.sampler_logprobs] == [2, 3, 1, 4, 2]
     assert batch.active.all()
 
@@ -56,28 +62,26 @@ def test_normalizers_are_summed_over_ranks(monkeypatch: pytest.MonkeyPatch) -> N
             tensor *= 2
 
     monkeypatch.setattr(batch_module, "sum_over_ranks", add_equal_rank)
-    totals = pack_groups(GROUPS, [1.0] * 5).totals
-    assert (totals.completions, totals.active_tokens) == (2 * 5, 2 * 12)
-    assert totals.max_completion_length == 4
+    assert read_totals(GROUPS, [1.0] * 5) == (2 * 5, 2 * 12, 4)
 
 
 def test_truncated_completions_are_masked_only_if_requested() -> None:
     groups, advantages = [GROUPS[0], truncate(GROUPS[1], 1)], [1.0, -1.0, 1.0, -1.0, 0.5]
-    batch = pack_groups(groups, advantages)
-    assert batch.active.all()
-    assert batch.totals.active_tokens == 12
+    assert pack_groups(groups, advantages).active.all()
+    assert read_totals(groups, advantages) == (5, 12, 4)
     batch = pack_groups(groups, advantages, "objective.mask_truncated_completions=true")
     assert batch.active.tolist() == [True, True, True, False, True]
     assert [piece.rows for piece in batch.slices] == [(0, 1), (2, 4)]
-    assert batch.totals.completions == 5
-    assert batch.totals.active_tokens == 12 - 4
+    assert batch.weights["policy"][3] == 0
+    mask = "objective.mask_truncated_completions=true"
+    assert read_totals(groups, advantages, mask) == (5, 12 - 4, 4)
 
 
 def test_a_rank_without_groups_has_an_empty_batch() -> None:
     batch = pack_groups([], [])
     assert batch.slices == ()
     assert batch.mini_batches == ((),)
-    assert batch.totals.completions == 0
+    assert batch.weights["policy"].shape == (0,)
 
 
 def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> None:
@@ -88,4 +92,5 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> 
     batch = pack_step(rollout, advantages, {}, settings, Accelerator(cpu=True))
     rows = [[piece.rows for piece in part] for part in batch.mini_batches]
     assert rows == [[(2, 3)], [], [(1,)], []]  # a rank may have no group of a mini-batch
-    assert (batch.totals.completions, batch.num_updates) == (5, 4)
+    assert batch.num_updates == 4
+    assert batch.weights["policy"][0].item() == pytest.approx(4 / (5 * 2))  # of 5 in all

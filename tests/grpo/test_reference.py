@@ -127,14 +127,14 @@ def test_the_reference_is_the_policy_at_its_last_refresh(
     )
     reference = FrozenPolicy(trainer)
     passes: list[tuple[Sequence[Group], Mapping[int, torch.Tensor]]] = []
-    score_reference = trainer.updater.score_reference
+    score_step = trainer.updater.score_step
 
     def record_pass(rollout: Rollout) -> Any:
-        scores = score_reference(rollout)
-        passes.append((rollout.groups, scores.logprobs))
+        scores = score_step(rollout)
+        passes.append((rollout.groups, scores.values["reference_logprobs"]))
         return scores
 
-    trainer.updater.score_reference = record_pass
+    trainer.updater.score_step = record_pass
     differences = []
     for step in range(7):
         if every != "never" and step % int(every) == 0:

@@ -141,8 +141,8 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     if order is not None:
         groups, advantages = shuffle(groups, advantages, order)
     rollout = Rollout(tuple(groups), step=1)
-    reference_logprobs = updater.score_reference(rollout).logprobs
-    batch = pack_step(rollout, advantages, reference_logprobs, settings, accelerator)
+    values = updater.score_step(rollout).values
+    batch = pack_step(rollout, advantages, values, settings, accelerator)
     updater.budget.tokens = find_token_budget(batch, count)
     updates = Updates()
     updater.update(batch, updates)

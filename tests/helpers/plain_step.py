@@ -102,7 +102,7 @@ class _Row:
     completion: Completion
     old: Tensor
     reference: Tensor
-    advantage: float
+    advantage: Tensor  # of each token
 
 
 def compute_gradient(
@@ -140,10 +140,10 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
     old = [model.score(*pair)[0] for pair in pairs]
     model.load(step.reference)
     reference = [model.score(*pair)[0] for pair in pairs]
-    penalties = [0.0] * len(pairs)
+    penalties = [torch.zeros_like(logprobs) for logprobs in old]
     if objective.kl_in == "reward":
         kls = (_kl(*pair, objective.kl_estimator) for pair in zip(old, reference, strict=True))
-        penalties = [objective.beta * kl.sum().item() for kl in kls]
+        penalties = [objective.beta * kl for kl in kls]
     advantages = _compute_advantages(step, penalties, objective)
     rows = [
         _Row(*pair, old[row], reference[row], advantages[row]) for row, pair in enumerate(pairs)
@@ -153,13 +153,26 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
 
 
 def _compute_advantages(
-    step: PlainStep, penalties: Sequence[float], objective: ObjectiveSettings
-) -> list[float]:
-    left, groups, values = iter(penalties), [], []
-    for group in step.groups:
-        rewards = [score.rewards for score in group.scores]
-        weighted = [sum(w * (r[n] or 0) for n, w in step.reward_weights.items()) for r in rewards]
-        groups.append([total - next(left) for total in weighted])
+    step: PlainStep, penalties: Sequence[Tensor], objective: ObjectiveSettings
+) -> list[Tensor]:
+    left, values = iter(penalties), []
+    rewards = [
+        [
+            sum(w * (score.rewards[name] or 0) for name, w in step.reward_weights.items())
+            for score in group.scores
+        ]
+        for group in step.groups
+    ]
+    if objective.advantage_estimator == "reinforce_plus_plus_baseline":
+        for group in rewards:
+            for total in group:
+                penalty = next(left).tolist()
+                centered = total - statistics.mean(group)
+                values.append([centered - sum(penalty[place:]) for place in range(len(penalty))])
+        tokens = [value for row in values for value in row]
+        mean, scale = statistics.mean(tokens), (statistics.variance(tokens) + 1e-8) ** 0.5
+        return [(torch.tensor(row, dtype=torch.float64) - mean) / scale for row in values]
+    groups = [[total - next(left).sum().item() for total in group] for group in rewards]
     spread = statistics.stdev([total for group in groups for total in group])
     for group in groups:
         for total in group:
@@ -168,7 +181,8 @@ def _compute_advantages(
                 baseline = (sum(group) - total) / (len(group) - 1)
             scales = {"group": statistics.stdev(group), "batch": spread, "none": 1 - 1e-4}
             values.append((total - baseline) / (scales[objective.scale_rewards] + 1e-4))
-    return values
+    sizes = [len(penalty) for penalty in penalties]
+    return [torch.full((n,), v, dtype=torch.float64) for n, v in zip(sizes, values, strict=True)]
 
 
 def _compute_token_losses(logprobs: Tensor, row: _Row, objective: ObjectiveSettings) -> Tensor:

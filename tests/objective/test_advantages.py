@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vlm_grpo.objective import ADVANTAGE_ESTIMATORS, group_advantages, per_reward_advantages
+from vlm_grpo.objective import (
+    ADVANTAGE_ESTIMATORS,
+    STEP_ESTIMATORS,
+    group_advantages,
+    per_reward_advantages,
+    step_advantages,
+)
 
 NAN = math.nan
 
@@ -176,3 +183,52 @@ def test_properties_of_any_batch(rows, random, scale_rewards):
     )
     assert torch.allclose(shuffled.values, result.values[order], atol=1e-9)
     assert shuffled.frac_reward_zero_std == result.frac_reward_zero_std
+
+
+LENGTHS, GROUPS = torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1])
+PENALTIES = [double(0.1, 0.2, 0.3), double(0.5), double(0.0, -0.4), double(0.1, 0.0, 0.2, 0.1)]
+
+
+def normalize_tokens(returns: list[list[float]]) -> list[list[float]]:
+    tokens = [value for row in returns for value in row]
+    mean = statistics.fmean(tokens)
+    scale = math.sqrt(statistics.variance(tokens) + 1e-8)
+    return [[(value - mean) / scale for value in row] for row in returns]
+
+
+@pytest.mark.parametrize(("name", "means"), [("", (0.0, 0.0)), ("_baseline", (0.5, 2.0))])
+def test_reinforce_plus_plus_normalizes_returns_over_all_tokens(name: str, means: tuple):
+    rewards = [1.0, 0.0, 3.0, 1.0]
+    estimator = STEP_ESTIMATORS[f"reinforce_plus_plus{name}"]
+    result = step_advantages(double(*rewards), GROUPS, LENGTHS, estimator, PENALTIES)
+    centered = [reward - means[row // 2] for row, reward in enumerate(rewards)]
+    expected = normalize_tokens(
+        [
+            [value - sum(penalty[place:]) for place in range(len(penalty))]
+            for value, penalty in zip(centered, (p.tolist() for p in PENALTIES), strict=True)
+        ]
+    )
+    assert result.tokens is not None
+    for found, values in zip(result.tokens, expected, strict=True):
+        assert found.tolist() == pytest.approx(values)
+    assert result.values.tolist() == pytest.approx([statistics.fmean(row) for row in expected])
+    without = step_advantages(double(*rewards), GROUPS, LENGTHS, estimator)
+    repeated = [[value] * length for value, length in zip(centered, LENGTHS.tolist(), strict=True)]
+    assert without.tokens is None
+    assert without.values.tolist() == pytest.approx([r[0] for r in normalize_tokens(repeated)])
+
+
+def test_step_estimators_leave_out_unscorable_completions():
+    estimator = STEP_ESTIMATORS["reinforce_plus_plus_baseline"]
+    rewards = double(1, NAN, 3, 1)
+    found = step_advantages(rewards, GROUPS, LENGTHS, estimator, PENALTIES)
+    kept = [0, 2, 3]
+    alone = step_advantages(
+        rewards[kept], GROUPS[kept], LENGTHS[kept], estimator, [PENALTIES[row] for row in kept]
+    )
+    assert found.tokens is not None
+    assert alone.tokens is not None
+    assert found.tokens[1].tolist() == [0.0]
+    assert [found.tokens[row].tolist() for row in kept] == [row.tolist() for row in alone.tokens]
+    nothing = step_advantages(double(NAN, NAN, NAN, NAN), GROUPS, LENGTHS, estimator)
+    assert nothing.values.tolist() == [0.0] * 4

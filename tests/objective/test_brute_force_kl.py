@@ -13,7 +13,6 @@ import torch
 from enumeration import (
     ALPHABET,
     EXACT,
-    LENGTH,
     UNCLIPPED,
     Policy,
     expected_gradient,
@@ -29,7 +28,6 @@ from vlm_grpo.objective import (
     StepTotals,
     TokenBatch,
     group_advantages,
-    kl_penalties,
     policy_loss,
 )
 
@@ -184,14 +182,8 @@ def make_penalized_estimator(
     logprobs, references = policy.logprobs().detach(), reference.logprobs()
 
     def advantages(chosen: list[int]) -> Tensor:
-        completion = torch.arange(len(chosen)).repeat_interleave(LENGTH)
-        penalty = kl_penalties(
-            logprobs[chosen].flatten(),
-            references[chosen].flatten(),
-            completion,
-            len(chosen),
-            estimator,
-        )
+        pair = logprobs[chosen].flatten(), references[chosen].flatten()
+        penalty = KL_ESTIMATORS[estimator](*pair).view(len(chosen), -1).sum(dim=1)
         total = rewards[chosen] - beta * penalty
         return group_advantages(
             total, [0] * len(chosen), estimator="rloo", scale_rewards="none"

@@ -1,4 +1,4 @@
-"""Losses from a user's file."""
+"""Losses and advantage estimators from a user's file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.objective import StepTotals, TokenBatch, load_surrogate, policy_loss
+from vlm_grpo.objective import (
+    STEP_ESTIMATORS,
+    AdvantageInputs,
+    StepTotals,
+    TokenBatch,
+    load_estimator,
+    load_surrogate,
+    policy_loss,
+    step_advantages,
+)
 
 GUIDE = Path(__file__).parents[2] / "docs/objective.md"
 BATCH = TokenBatch(
@@ -73,8 +82,58 @@ def test_a_file_without_the_function_is_refused(tmp_path: Path) -> None:
         load_surrogate(ObjectiveSettings(loss="nowhere.py:compute"))
 
 
-def test_the_loss_of_the_guide_can_be_used(tmp_path: Path) -> None:
-    code = GUIDE.read_text("utf-8").partition("```python\n")[2].partition("```")[0]
-    path = tmp_path / "my_loss.py"
-    path.write_text(code)
+def write_estimator(folder: Path, body: str) -> str:
+    path = folder / "my_advantages.py"
+    path.write_text(f"import torch\n\n\ndef compute(inputs):\n    {body}\n")
+    return f"{path}:compute"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return inputs.rewards[:1]", "one advantage per completion, or for each completion"),
+        ("return [torch.ones(2) for _ in inputs.rewards]", "a tensor of one per token"),
+        ("return inputs.rewards / 0", "is not finite"),
+        ("return inputs.rewards.cumsum(0)", "depend on the order of the groups"),
+        ("return inputs.rewards + inputs.groups", "depend on the order of the groups"),
+        ("return unknown", r"my_advantages.py, line 5: NameError"),
+        ("return None", "one advantage per completion"),
+    ],
+)
+def test_an_estimator_that_cannot_be_used_is_refused(
+    tmp_path: Path, body: str, problem: str
+) -> None:
+    with pytest.raises(
+        UserError, match=f"advantage_estimator=.*my_advantages.py:compute.*{problem}"
+    ):
+        load_estimator(write_estimator(tmp_path, body))
+
+
+def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path: Path) -> None:
+    body = (
+        "values = inputs.rewards - inputs.group_means\n"
+        "    return values / (values.std() + 1e-4) if inputs.penalties is None else "
+        "[v - p.flip(0).cumsum(0).flip(0) for v, p in zip(values, inputs.penalties)]"
+    )
+    estimator = load_estimator(write_estimator(tmp_path, body))
+    rewards = torch.tensor([1.0, 0.0, 2.0, 2.0])
+    found = step_advantages(rewards, "aabb", torch.tensor([1, 2, 1, 1]), estimator)
+    assert found.values.tolist() == pytest.approx([1.2245, -1.2245, 0, 0], abs=1e-3)
+    assert found.zero_spread.tolist() == [False, True]
+    assert load_estimator("reinforce_plus_plus") is STEP_ESTIMATORS["reinforce_plus_plus"]
+
+
+def test_the_examples_of_the_guide_can_be_used(tmp_path: Path) -> None:
+    code = GUIDE.read_text("utf-8").split("```python\n")[1:]
+    path = tmp_path / "mine.py"
+    path.write_text("\n\n".join(part.partition("```")[0] for part in code))
     assert load_surrogate(ObjectiveSettings(loss=f"{path}:soft_loss")) is not None
+    estimator = load_estimator(f"{path}:decayed_advantages")
+    inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([3, 1]))
+    first, second = estimator(inputs)
+    # GAE with the group's mean as the value of every token, by its recursion from the end.
+    expected = [0.5]
+    for _ in range(2):
+        expected.insert(0, 0.0 + 0.95 * expected[0])
+    assert first.tolist() == pytest.approx(expected)
+    assert second.tolist() == [-0.5]

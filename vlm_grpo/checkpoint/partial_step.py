@@ -26,6 +26,8 @@ from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Group, Prompt, Score
 
+TOKEN_VALUES = {"reference": "reference_logprobs", "token_advantages": "token_advantages"}
+"""Fields of ``TokenBatch`` with values of all completions, by their name in a checkpoint."""
 LOADER_COUNTERS = ("image_decodes", "replaced_prompts")
 """Fields of ``Counters`` that a checkpoint stores outside ``work``."""
 
@@ -137,10 +139,8 @@ def _serialize_tensors(step: PartialStep) -> dict[str, Tensor]:
     groups = (*step.rollout.groups, *step.rollout.replayed)
     tensors = join_tokens([c for group in groups for c in group.completions])
     tensors["advantages"] = step.batch.advantages
-    for name, by_row in (
-        ("reference", step.batch.reference_logprobs),
-        ("old", step.updates.old_logprobs),
-    ):
+    values = {name: step.batch.values.get(field, {}) for name, field in TOKEN_VALUES.items()}
+    for name, by_row in {**values, "old": step.updates.old_logprobs}.items():
         if by_row:
             tensors[name] = torch.cat([by_row[row] for row in sorted(by_row)])
     metrics = step.updates.metrics
@@ -221,8 +221,12 @@ def restore_step(
         replayed=tuple(restored[sampled:]),
     )
     advantages = torch.stack([row["advantages"] for row in rows]) if rows else torch.zeros(0)
-    reference = {index: row["reference"] for index, row in enumerate(rows) if "reference" in row}
-    batch = pack_step(rollout, advantages, reference, settings, accelerator)
+    token_values = {
+        field: {index: row[name] for index, row in enumerate(rows)}
+        for name, field in TOKEN_VALUES.items()
+        if any(name in row for row in rows)
+    }
+    batch = pack_step(rollout, advantages, token_values, settings, accelerator)
     old = {i: row["old"].to(accelerator.device) for i, row in enumerate(rows) if "old" in row}
     # With fewer ranks than before, a rank continues the sums of several saved ranks.
     local = saved[rank::world]
@@ -266,12 +270,8 @@ def _split_groups(saved: _SavedRank) -> Iterator[_SavedGroup]:
         {"advantages": value} for value in tensors["advantages"].unbind()
     ]
     every_row = range(len(rows))
-    for name, present in (
-        ("tokens", every_row),
-        ("logprobs", every_row),
-        ("reference", every_row),
-        ("old", values["old_rows"]),
-    ):
+    complete = dict.fromkeys(("tokens", "logprobs", *TOKEN_VALUES), every_row)
+    for name, present in {**complete, "old": values["old_rows"]}.items():
         if name in tensors:
             parts = tensors[name].split([lengths[row] for row in present])
             for row, part in zip(present, parts, strict=True):

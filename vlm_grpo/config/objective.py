@@ -15,12 +15,14 @@ from vlm_grpo.config.base import Frozen
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ScaleRewards = Literal["group", "batch", "none"]
-Estimator = Literal["grpo", "rloo"]
 KLEstimator = Literal["k1", "k2", "k3"]
 Level = Literal["token", "sequence"]
 SamplerCorrection = Literal["none", "token", "sequence", "token_mask", "sequence_mask"]
 
 
+GROUP_ESTIMATORS = ("grpo", "rloo")
+"""Estimators whose advantages depend on the rewards of the group alone."""
+_STEP_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _BOUNDS = ("epsilon", "epsilon_high", "delta")
 
 
@@ -74,9 +76,11 @@ class ObjectiveSettings(Frozen):
     vespo_lambda_neg: float = Field(default=2.0, ge=1e-4)
     """As ``vespo_lambda_pos``, where the advantage is negative."""
 
-    advantage_estimator: Estimator = "grpo"
+    advantage_estimator: str = "grpo"
     """Baseline of a reward: ``grpo`` the mean of its group; ``rloo`` the mean of the group's other
-    rewards."""
+    rewards. ``reinforce_plus_plus``: none, and the returns are normalized over all tokens of the
+    step; ``reinforce_plus_plus_baseline``: so, less the mean of the group. Or a function that
+    computes the advantages, ``FILE.py:NAME``."""
 
     scale_rewards: ScaleRewards = "group"
     """Scale of an advantage: the standard deviation of the rewards in its ``group``, in the
@@ -157,7 +161,8 @@ class ObjectiveSettings(Frozen):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ObjectiveSettings:
-        for invalid, message in [*self._loss_errors(), *self._clip_errors(), *self._kl_errors()]:
+        checks = (self._loss_errors, self._clip_errors, self._kl_errors, self._estimator_errors)
+        for invalid, message in (error for check in checks for error in check()):
             if invalid:
                 raise ValueError(message)
         return self
@@ -217,6 +222,26 @@ class ObjectiveSettings(Frozen):
                 self.normalize_each_reward and self.scale_rewards != "group",
                 "normalize_each_reward scales each reward by its group and the sum by the batch, "
                 "so scale_rewards would be ignored: remove it",
+            ),
+        ]
+
+    def _estimator_errors(self) -> list[tuple[bool, str]]:
+        name, known = self.advantage_estimator, (*GROUP_ESTIMATORS, *_STEP_ESTIMATORS)
+        is_step = name not in GROUP_ESTIMATORS
+        return [
+            (
+                name not in known and ".py:" not in name,
+                f"advantage_estimator={name} is unknown: choose {', '.join(known)} or FILE.py:NAME",
+            ),
+            (
+                is_step and (self.scale_rewards != "group" or self.normalize_each_reward),
+                f"advantage_estimator={name} sets the scale itself, so scale_rewards and "
+                "normalize_each_reward would be ignored: remove them",
+            ),
+            (
+                is_step and self.replay is not None,
+                f"advantage_estimator={name} compares the completions of a step, and replayed "
+                "groups are of other steps: remove replay",
             ),
         ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -13,9 +13,15 @@ from torch import Tensor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import gather_object
-from vlm_grpo.grpo.batch import Rollout
-from vlm_grpo.grpo.reference import ReferenceScores
-from vlm_grpo.objective import Advantages, group_advantages, per_reward_advantages
+from vlm_grpo.grpo.batch import Rollout, StepScores
+from vlm_grpo.objective import (
+    ADVANTAGE_ESTIMATORS,
+    Advantages,
+    group_advantages,
+    load_estimator,
+    per_reward_advantages,
+    step_advantages,
+)
 from vlm_grpo.task import Task
 from vlm_grpo.types import Group
 
@@ -27,15 +33,18 @@ class StepAdvantages:
     Attributes:
         own: (n,) advantages of this rank's completions, those of replayed groups last.
         step: advantages of all ranks' sampled completions, with the statistics of the groups.
+        values: ``token_advantages``, if they differ within a completion: (T,) by completion of
+            this rank.
     """
 
     own: Tensor
     step: Advantages
+    values: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
 
 
 def compute_advantages(
     rollout: Rollout,
-    reference: ReferenceScores,
+    scores: StepScores,
     task: Task,
     settings: Settings,
     accelerator: Accelerator,
@@ -45,7 +54,7 @@ def compute_advantages(
     Args:
         rollout: this rank's groups, n completions in all with those of replayed groups, whose
             advantages are computed separately.
-        reference: scores of the reference; KL penalties are subtracted from the total rewards.
+        scores: of other passes; KL penalties are subtracted from the total rewards.
         task: sets the reward weights; a reward of weight 0 is ignored.
         settings: the run's settings.
         accelerator: the ranks.
@@ -56,41 +65,68 @@ def compute_advantages(
         return StepAdvantages(
             ones, Advantages(ones, torch.zeros(0), torch.zeros(0).bool(), ones > 0)
         )
-    rewards, weights = _rewards(groups, task.reward_weights())
-    if reference.penalties is not None:
-        weights = torch.cat([weights, weights.new_tensor([-1.0])])
-        rewards = torch.cat([rewards, reference.penalties[:, None].to(rewards.dtype)], dim=1)
-    own, step = _gather_advantages(groups, rewards, weights, settings, accelerator)
-    if settings.objective.replay is not None:
-        rewards, weights = _rewards(rollout.replayed, task.reward_weights())
-        again, _ = _gather_advantages(rollout.replayed, rewards, weights, settings, accelerator)
+    objective, rank = settings.objective, accelerator.process_index
+    found = _gather_inputs(groups, task, scores.penalties)
+    step, start = _advantages(found, objective), sum(found.sizes[:rank])
+    own = step.values[start : start + found.sizes[rank]]
+    values = {}
+    if step.tokens is not None:
+        values["token_advantages"] = dict(enumerate(step.tokens[start : start + len(own)]))
+    if objective.replay is not None:
+        found = _gather_inputs(rollout.replayed, task)
+        start = sum(found.sizes[:rank])
+        again = _advantages(found, objective).values[start : start + found.sizes[rank]]
         own = torch.cat([own, again])
-    return StepAdvantages(own, step)
+    return StepAdvantages(own, step, values)
 
 
-def _gather_advantages(
-    groups: Sequence[Group],
-    rewards: Tensor,
-    weights: Tensor,
-    settings: Settings,
-    accelerator: Accelerator,
-) -> tuple[Tensor, Advantages]:
-    """Return the advantages of this rank's completions, and those of all ranks."""
-    rank = accelerator.process_index
-    all_rewards = gather_object([rewards])  # in rank order
-    sizes = gather_object([len(group.completions) for group in groups])
-    ids = [number for number, size in enumerate(sizes) for _ in range(size)]
-    start = sum(len(part) for part in all_rewards[:rank])
-    step = _advantages(torch.cat(all_rewards), weights, ids, settings.objective)
-    return step.values[start : start + len(rewards)], step
+@dataclass(frozen=True)
+class _Inputs:
+    """The rewards, (n, k), of n completions, and what else advantages depend on.
+
+    Attributes:
+        weights: (k,) weight of each reward.
+        ids: number of each completion's group.
+        lengths: (n,) number of tokens of each completion.
+        penalties: (T,) KL penalties of each completion's tokens; None: there are none.
+        sizes: number of completions of each rank.
+    """
+
+    rewards: Tensor
+    weights: Tensor
+    ids: Sequence[int]
+    lengths: Tensor
+    penalties: Sequence[Tensor] | None = None
+    sizes: Sequence[int] = ()
+
+
+def _gather_inputs(
+    groups: Sequence[Group], task: Task, penalties: Sequence[Tensor] | None = None
+) -> _Inputs:
+    """Gather the groups of all ranks, in rank order."""
+    rewards, weights = _rewards(groups, task.reward_weights())
+    lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
+    parts = gather_object([(rewards, lengths, penalties)])
+    every = [sizes for _, lengths, _ in parts for sizes in lengths]
+    return _Inputs(
+        torch.cat([rewards for rewards, _, _ in parts]),
+        weights,
+        [number for number, sizes in enumerate(every) for _ in sizes],
+        torch.tensor([length for sizes in every for length in sizes], dtype=torch.int64),
+        None if penalties is None else [value for _, _, part in parts for value in part or ()],
+        [len(rewards) for rewards, _, _ in parts],
+    )
 
 
 def has_spread(
     group: Group, reward_weights: Mapping[str, float], objective: ObjectiveSettings
 ) -> bool:
-    """Return whether the group's rewards give its completions non-zero advantages."""
+    """Return whether the group's rewards give its completions advantages of their own."""
     rewards, weights = _rewards([group], reward_weights)
-    return not _advantages(rewards, weights, [0] * len(rewards), objective).zero_spread.any()
+    ids = [0] * len(rewards)
+    if objective.normalize_each_reward:
+        return not per_reward_advantages(rewards, weights, ids).zero_spread.any()
+    return not group_advantages(rewards @ weights, ids).zero_spread.any()
 
 
 def _rewards(groups: Sequence[Group], reward_weights: Mapping[str, float]) -> tuple[Tensor, Tensor]:
@@ -103,14 +139,19 @@ def _rewards(groups: Sequence[Group], reward_weights: Mapping[str, float]) -> tu
     return torch.tensor(rewards, dtype=torch.float32).reshape(len(scores), len(names)), weights
 
 
-def _advantages(
-    rewards: Tensor, weights: Tensor, ids: Sequence[int] | Tensor, objective: ObjectiveSettings
-) -> Advantages:
-    estimator = objective.advantage_estimator
+def _advantages(inputs: _Inputs, objective: ObjectiveSettings) -> Advantages:
+    rewards, weights, name = inputs.rewards, inputs.weights, objective.advantage_estimator
+    if name not in ADVANTAGE_ESTIMATORS:
+        estimator, total = load_estimator(name), rewards @ weights
+        return step_advantages(total, inputs.ids, inputs.lengths, estimator, inputs.penalties)
+    if inputs.penalties is not None:
+        sums = [penalty.sum().to(rewards.dtype) for penalty in inputs.penalties]
+        rewards = torch.cat([rewards, torch.stack(sums)[:, None]], dim=1)
+        weights = torch.cat([weights, weights.new_tensor([-1.0])])
     if objective.normalize_each_reward:
-        return per_reward_advantages(rewards, weights, ids, estimator=estimator)
+        return per_reward_advantages(rewards, weights, inputs.ids, estimator=name)
     return group_advantages(
-        rewards @ weights, ids, estimator=estimator, scale_rewards=objective.scale_rewards
+        rewards @ weights, inputs.ids, estimator=name, scale_rewards=objective.scale_rewards
     )
 
 

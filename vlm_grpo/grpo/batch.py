@@ -13,7 +13,7 @@ from torch import Tensor
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import sum_over_ranks
 from vlm_grpo.engine.batch import GroupSlice
-from vlm_grpo.objective import StepTotals, needs_update
+from vlm_grpo.objective import StepTotals, completion_weights, needs_update
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Group, Prompt
@@ -52,6 +52,24 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class StepScores:
+    """What passes other than the update's tell of a step's n completions.
+
+    Attributes:
+        values: (T,) values of the tokens of each completion, by the name of their field in
+            ``TokenBatch``: ``reference_logprobs``, ``token_advantages``.
+        penalties: (T,) KL penalties of the tokens of each completion, to subtract from the
+            rewards; None if there are none.
+        old: (T,) log-probs under the policy by completion, if they were computed for the penalties
+            and later mini-batches need them.
+    """
+
+    values: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    penalties: Sequence[Tensor] | None = None
+    old: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """The n completions of a step on this rank, with the inputs of the loss.
 
@@ -61,13 +79,12 @@ class StepBatch:
         advantages: (n,) advantage of each completion.
         active: (n,) False for a truncated completion that is masked out.
         sampler_logprobs: for each completion, (T,) log-probs of its tokens when sampled.
-        totals: the normalizers of the step's loss, over all ranks. With m mini-batches, the loss
-            of each is m times its part of the step's, so that the mean of their gradients is the
+        weights: (n,) weight of each completion's tokens in each term of the loss, by the term's
+            name, with the normalizer over all ranks included. With m mini-batches, the weights are
+            m times those of the step, so that the mean of the mini-batches' gradients is the
             step's, as in TRL.
-        reference_logprobs: (T,) log-probs under the reference policy by completion; empty if no
-            separate reference is kept.
+        values: as in ``StepScores``.
         num_iterations: number of updates on each mini-batch.
-        is_supervised: whether the loss is the cross-entropy of the completions.
         replayed: the completions of replayed groups; their old log-probs are the sampler's.
     """
 
@@ -75,16 +92,20 @@ class StepBatch:
     advantages: Tensor
     active: Tensor
     sampler_logprobs: tuple[Tensor, ...]
-    totals: StepTotals
-    reference_logprobs: Mapping[int, Tensor]
+    weights: Mapping[str, Tensor]
+    values: Mapping[str, Mapping[int, Tensor]]
     num_iterations: int = 1
-    is_supervised: bool = False
     replayed: range = range(0)
 
     @property
     def num_updates(self) -> int:
         """Number of updates of the step."""
         return len(self.mini_batches) * self.num_iterations
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether the completions are targets."""
+        return "cross_entropy" in self.weights
 
     @property
     def slices(self) -> tuple[GroupSlice, ...]:
@@ -131,7 +152,7 @@ def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSl
 def pack_step(
     rollout: Rollout,
     advantages: Tensor,
-    reference_logprobs: Mapping[int, Tensor],
+    values: Mapping[str, Mapping[int, Tensor]],
     settings: Settings,
     accelerator: Accelerator,
 ) -> StepBatch:
@@ -140,7 +161,7 @@ def pack_step(
     Args:
         rollout: this rank's groups, n completions in all; those of replayed groups come last.
         advantages: (n,) advantage of each completion.
-        reference_logprobs: (T,) log-probs by completion; empty if no separate reference is kept.
+        values: as in ``StepScores``.
         settings: the run's settings.
         accelerator: the ranks.
     """
@@ -155,8 +176,15 @@ def pack_step(
     sums = torch.tensor([own.completions, own.active_tokens], device=accelerator.device)
     sum_over_ranks(accelerator, [sums])
     totals = StepTotals(int(sums[0]), int(sums[1]), own.max_completion_length)
-    keep = needs_update(advantages, active, settings.objective)
     count = 1 if rollout.is_supervised else settings.optim.mini_batches
+    if rollout.is_supervised:
+        weights = {"cross_entropy": torch.ones(len(completions)) / max(totals.active_tokens, 1)}
+    else:
+        weights = completion_weights(lengths, active, totals, settings.objective)
+    signal = advantages
+    if by_token := values.get("token_advantages"):
+        signal = torch.stack([by_token[row].abs().max() for row in range(len(completions))])
+    keep = needs_update(signal, active, settings.objective)
     numbers = rollout.mini_batches or (0,) * len(groups)
     sizes = [len(group.completions) for group in groups]
     parts = [part for part, size in zip(numbers, sizes, strict=True) for _ in range(size)]
@@ -170,9 +198,8 @@ def pack_step(
         advantages,
         active,
         tuple(torch.tensor(c.logprobs) for c in completions),
-        totals,
-        reference_logprobs,
+        {name: weight * count for name, weight in weights.items()},
+        values,
         1 if rollout.is_supervised else settings.objective.num_iterations,
-        rollout.is_supervised,
         range(sampled, len(completions)),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -25,22 +24,6 @@ from vlm_grpo.distributed.sharding import (
     unshard_like,
 )
 from vlm_grpo.errors import UserError
-
-
-@dataclass(frozen=True)
-class ReferenceScores:
-    """The scores of a step's n completions under the reference policy.
-
-    Attributes:
-        logprobs: (T,) log-probs by completion; empty if no separate reference is kept.
-        penalties: (n,) KL penalties to subtract from the rewards; None if there are none.
-        old: (T,) log-probs under the policy by completion, if they were computed for the penalties
-            and later mini-batches need them.
-    """
-
-    logprobs: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    penalties: torch.Tensor | None = None
-    old: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Reference:

@@ -21,18 +21,17 @@ from vlm_grpo.engine.activations import ActivationOffloader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.batch import Rollout, StepBatch, build_slices
+from vlm_grpo.grpo.batch import Rollout, StepBatch, StepScores, build_slices
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
-from vlm_grpo.grpo.reference import Reference, ReferenceScores
+from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import (
+    KL_ESTIMATORS,
     MetricAccumulator,
     Surrogate,
     TokenBatch,
-    cross_entropy,
-    kl_penalties,
+    compute_loss,
     load_surrogate,
-    policy_loss,
 )
 
 
@@ -126,31 +125,27 @@ class Updater:
             self.reference.copy_policy()
         self.reference.refresh(done)
 
-    def score_reference(self, rollout: Rollout) -> ReferenceScores:
-        """Score the completions under the reference, unless they are targets."""
+    def score_step(self, rollout: Rollout) -> StepScores:
+        """Score the completions in the passes that the settings need besides the update's."""
         objective, groups = self.settings.objective, rollout.groups
         if rollout.is_supervised or not objective.needs_reference:
-            return ReferenceScores()
+            return StepScores()
         with self.policy.stopwatch("reference"):
             count = sum(len(group.completions) for group in groups)
             slices = build_slices(groups, [True] * count)
             reference = self.reference_logprobs(slices)
+            values = {"reference_logprobs": reference}
             if objective.kl_in == "loss":
-                return ReferenceScores(reference)
+                return StepScores(values)
             with self.strategy.gathered():
                 old = self.logprobs(slices)
-            if not count:
-                return ReferenceScores(reference, torch.zeros(0))
-            rows = range(count)
-            penalties = kl_penalties(
-                torch.cat([old[row] for row in rows]).cpu(),
-                torch.cat([reference[row] for row in rows]).cpu(),
-                torch.arange(count).repeat_interleave(torch.tensor([len(old[r]) for r in rows])),
-                count,
-                objective.kl_estimator,
-            )
+            estimate = KL_ESTIMATORS[objective.kl_estimator]
+            penalties = [
+                objective.beta * estimate(old[row].cpu(), reference[row].cpu())
+                for row in range(count)
+            ]
             kept = old if self.settings.optim.mini_batches > 1 else {}
-            return ReferenceScores(reference, objective.beta * penalties, kept)
+            return StepScores(values, penalties, kept)
 
     def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the reference policy by completion."""
@@ -271,13 +266,9 @@ class Updater:
             old |= {row: logprobs for row, logprobs in now.items() if row not in batch.replayed}
         has_ratio = bool(updates.count or batch.replayed)
         tokens = _token_batch(micro, scores, batch, old if has_ratio else None)
-        if batch.is_supervised:
-            output = cross_entropy(tokens, batch.totals)
-        else:
-            output = policy_loss(tokens, batch.totals, objective, self.surrogate)
-        loss = output.loss * len(batch.mini_batches)
-        loss.backward()
-        return loss.item(), output.metrics
+        output = compute_loss(tokens, objective, self.surrogate)
+        output.loss.backward()
+        return output.loss.item(), output.metrics
 
 
 def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) -> Updater:
@@ -337,18 +328,23 @@ def _token_batch(
     def flatten(by_row: Any) -> Tensor:
         return torch.cat([by_row[row] for row in rows]).to(device, scores.logprobs.dtype)
 
-    reference = batch.reference_logprobs
+    completion = torch.arange(len(rows), device=device).repeat_interleave(lengths)
+    weights = {
+        name: values[rows].to(device, scores.logprobs.dtype)[completion]
+        for name, values in batch.weights.items()
+    }
     return TokenBatch(
         logprobs=scores.logprobs,
-        completion=torch.arange(len(rows), device=device).repeat_interleave(lengths),
+        completion=completion,
         advantages=batch.advantages[rows].to(device, scores.logprobs.dtype),
         lengths=lengths,
         old_logprobs=None if old is None else flatten(old),
-        reference_logprobs=flatten(reference) if reference else None,
         sampler_logprobs=flatten(batch.sampler_logprobs),
         entropies=scores.entropies,
         active=batch.active[rows].to(device),
         is_top=scores.is_top,
+        weights=weights,
+        **{name: flatten(by_row) for name, by_row in batch.values.items() if by_row},
     )
 
 

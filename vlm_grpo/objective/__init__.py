@@ -7,18 +7,23 @@ the derivations.
 
 from vlm_grpo.objective.advantages import (
     ADVANTAGE_ESTIMATORS,
+    STEP_ESTIMATORS,
+    AdvantageInputs,
     Advantages,
+    StepEstimator,
     group_advantages,
     per_reward_advantages,
+    step_advantages,
 )
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.objective.custom import load_surrogate
+from vlm_grpo.objective.custom import load_estimator, load_surrogate
 from vlm_grpo.objective.diagnostics import MetricAccumulator
-from vlm_grpo.objective.kl import KL_ESTIMATORS, kl_penalties
+from vlm_grpo.objective.kl import KL_ESTIMATORS
 from vlm_grpo.objective.losses import (
     LossOutput,
     Surrogate,
-    cross_entropy,
+    completion_weights,
+    compute_loss,
     needs_update,
     policy_loss,
 )
@@ -26,17 +31,22 @@ from vlm_grpo.objective.losses import (
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "KL_ESTIMATORS",
+    "STEP_ESTIMATORS",
+    "AdvantageInputs",
     "Advantages",
     "LossOutput",
     "MetricAccumulator",
+    "StepEstimator",
     "StepTotals",
     "Surrogate",
     "TokenBatch",
-    "cross_entropy",
+    "completion_weights",
+    "compute_loss",
     "group_advantages",
-    "kl_penalties",
+    "load_estimator",
     "load_surrogate",
     "needs_update",
     "per_reward_advantages",
     "policy_loss",
+    "step_advantages",
 ]

@@ -1,13 +1,13 @@
-"""Advantages from outcome rewards: one number per completion, from the rewards of its group.
+"""Advantages from outcome rewards.
 
-Each estimator is a baseline and a scale. Estimators with one advantage per token, such as GAE,
-need a critic instead of groups and are left out.
+Group estimators are a baseline and a scale: one number per completion, from the rewards of its
+group. Step estimators see all completions of a step, and may give each token its own advantage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,12 +28,15 @@ class Advantages:
         zero_spread: True for a group whose advantages are all 0: its rewards are equal, or fewer
             than two of its completions are scorable.
         scorable: True for a completion that has a reward.
+        tokens: (T,) advantages of each completion's tokens, of which ``values`` has the means;
+            None: they are all the completion's.
     """
 
     values: Float[Tensor, " n"]
     group_stds: Float[Tensor, " g"]
     zero_spread: Bool[Tensor, " g"]
     scorable: Bool[Tensor, " n"]
+    tokens: tuple[Tensor, ...] | None = None
 
     @property
     def frac_reward_zero_std(self) -> float:
@@ -77,6 +80,111 @@ def leave_one_out(rewards: Tensor, means: Tensor, sizes: Tensor) -> Tensor:
 
 
 ADVANTAGE_ESTIMATORS: Mapping[str, Baseline] = {"grpo": group_mean, "rloo": leave_one_out}
+"""The group estimators."""
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What a step estimator computes advantages from: the scorable completions of all ranks.
+
+    Attributes:
+        rewards: total reward of each completion, without KL penalties.
+        groups: index in 0..g−1 of each completion's group.
+        lengths: number of tokens of each completion.
+        penalties: (T,) KL penalties of each completion's tokens; None without a KL in the reward.
+    """
+
+    rewards: Float[Tensor, " n"]
+    groups: Int[Tensor, " n"]
+    lengths: Int[Tensor, " n"]
+    penalties: Sequence[Tensor] | None = None
+
+    @property
+    def group_means(self) -> Float[Tensor, " n"]:
+        """The mean reward of each completion's group."""
+        zeros = self.rewards.new_zeros(int(self.groups.max()) + 1 if len(self.groups) else 0)
+        sums = zeros.index_add(0, self.groups, self.rewards)
+        counts = zeros.index_add(0, self.groups, torch.ones_like(self.rewards))
+        return (sums / counts)[self.groups]
+
+
+StepEstimator = Callable[[AdvantageInputs], Tensor | Sequence[Tensor]]
+"""Computes one advantage per completion, (n,), or (T,) advantages for each completion."""
+
+
+def reinforce_plus_plus(inputs: AdvantageInputs) -> Tensor | Sequence[Tensor]:
+    """Compute (R − mean(R)) / std(R) over all tokens of the step (REINFORCE++, arXiv:2501.03262).
+
+    R of a token is the reward less the KL penalties of the token and of those after it.
+    """
+    return _whiten(inputs.rewards, inputs)
+
+
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> Tensor | Sequence[Tensor]:
+    """Compute ``reinforce_plus_plus`` of rewards less the mean of their group."""
+    return _whiten(inputs.rewards - inputs.group_means, inputs)
+
+
+def _whiten(rewards: Tensor, inputs: AdvantageInputs) -> Tensor | Sequence[Tensor]:
+    """Normalize the returns by mean and deviation over all tokens; 1e-8 is added to the variance,
+    as in verl."""
+    counts = inputs.lengths.to(rewards)
+    if inputs.penalties is None:
+        returns, weights = [rewards], [counts]
+    else:
+        returns = [
+            reward - penalty.to(rewards).flip(0).cumsum(0).flip(0)
+            for reward, penalty in zip(rewards, inputs.penalties, strict=True)
+        ]
+        weights = [torch.ones_like(part) for part in returns]
+    values, weight = torch.cat(returns), torch.cat(weights)
+    total = weight.sum()
+    mean = (values * weight).sum() / total
+    variance = ((values - mean).square() * weight).sum() / (total - 1).clamp(min=1)
+    scaled = [(part - mean) * (variance + 1e-8).rsqrt() for part in returns]
+    return scaled[0] if inputs.penalties is None else scaled
+
+
+STEP_ESTIMATORS: Mapping[str, StepEstimator] = {
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
+
+
+def step_advantages(
+    rewards: Float[Tensor, " n"],
+    group_ids: Sequence[Hashable] | Int[Tensor, " n"],
+    lengths: Int[Tensor, " n"],
+    estimator: StepEstimator,
+    penalties: Sequence[Tensor] | None = None,
+) -> Advantages:
+    """Compute advantages from all completions of a step; 0 for one without a reward.
+
+    Args:
+        rewards: total reward of each completion, without KL penalties; NaN where it has none.
+        group_ids: group id of each completion.
+        lengths: number of tokens of each completion.
+        estimator: computes the advantages of the completions that have a reward.
+        penalties: (T,) KL penalties of each completion's tokens; None: there are none.
+
+    Raises:
+        ValueError: a reward is infinite, or there are not n ids.
+    """
+    groups = group_advantages(rewards, group_ids, scale_rewards="none")  # for their statistics
+    rows = groups.scorable.nonzero().flatten().tolist()
+    index, _ = _index_groups(group_ids, rewards.device)
+    known = None if penalties is None else [penalties[row].double() for row in rows]
+    inputs = AdvantageInputs(rewards.double()[rows], index[rows], lengths[rows], known)
+    found = estimator(inputs) if rows else torch.zeros(0)
+    if isinstance(found, Tensor):
+        values = torch.zeros_like(rewards)
+        values[rows] = found.to(rewards)
+        return replace(groups, values=values)
+    tokens = [rewards.new_zeros(int(length)) for length in lengths]
+    for row, part in zip(rows, found, strict=True):
+        tokens[row] = part.to(rewards)
+    values = torch.stack([part.mean() for part in tokens])
+    return replace(groups, values=values, tokens=tuple(tokens))
 
 
 def group_advantages(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,6 +28,9 @@ class TokenBatch:
             an entropy bonus.
         active: False for a completion that is masked out (truncated); None: all are active.
         is_top: whether each token is the policy's likeliest; None: unknown.
+        token_advantages: advantage of each token; None: that of its completion.
+        weights: weight of each token in each term of the loss, by the term's name in ``TERMS``,
+            with the normalizer of the step included.
     """
 
     logprobs: Float[Tensor, " M"]
@@ -39,10 +43,14 @@ class TokenBatch:
     entropies: Float[Tensor, " M"] | None = None
     active: Bool[Tensor, " N"] | None = None
     is_top: Bool[Tensor, " M"] | None = None
+    token_advantages: Float[Tensor, " M"] | None = None
+    weights: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:
-        """The advantage of each token's completion."""
+        """The advantage of each token."""
+        if self.token_advantages is not None:
+            return self.token_advantages
         return self.advantages[self.completion]
 
     @property

@@ -1,18 +1,20 @@
-"""A loss from a user's file, checked before it is used."""
+"""A loss and an advantage estimator from a user's file, checked before they are used."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
+from vlm_grpo.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, StepEstimator
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.objective.losses import Surrogate, policy_loss
 from vlm_grpo.registry import load_file
@@ -38,19 +40,77 @@ def load_surrogate(settings: ObjectiveSettings) -> Surrogate | None:
     """
     if settings.loss is None:
         return None
-    path, _, name = settings.loss.rpartition(":")
-    found = getattr(load_file(Path(path), "loss"), name, None)
-    if not callable(found):
-        raise UserError(f"objective.loss={settings.loss}: the file has no function {name}")
-    loss = cast("Surrogate", found)
+    return _load("loss", settings.loss, lambda loss: _find_problem(loss, settings))
+
+
+@cache
+def load_estimator(name: str) -> StepEstimator:
+    """Return the step estimator of this name, or load the one that ``FILE.py:NAME`` names.
+
+    The function gets ``AdvantageInputs`` and returns one advantage per completion, (n,), or a
+    sequence of (T,) advantages. The order of the groups, which depends on the ranks, must not
+    change them.
+
+    Raises:
+        UserError: there is no such function, it fails, its result has another shape or is not
+            finite, or it depends on the order of the groups.
+    """
+    if name in STEP_ESTIMATORS:
+        return STEP_ESTIMATORS[name]
+    return _load("advantage_estimator", name, _find_estimator_problem)
+
+
+def _load(setting: str, value: str, find_problem: Callable[[Any], str | None]) -> Any:
+    """Load the function that a setting names, and check it.
+
+    Raises:
+        UserError: there is none, it fails, or there is a problem.
+    """
+    path, _, name = value.rpartition(":")
+    function = getattr(load_file(Path(path), setting), name, None)
+    if not callable(function):
+        raise UserError(f"objective.{setting}={value}: the file has no function {name}")
     try:
-        problem = _find_problem(loss, settings)
+        problem = find_problem(function)
     except FAILURES as error:  # the user's function may raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"{Path(last.filename).name}, line {last.lineno}: {type(error).__name__}: {error}"
     if problem:
-        raise UserError(f"objective.loss={settings.loss}: {problem}")
-    return loss
+        raise UserError(f"objective.{setting}={value}: {problem}")
+    return function
+
+
+def _find_estimator_problem(estimator: StepEstimator) -> str | None:
+    """Compare the advantages of random completions with those in another order of the groups."""
+    batch, groups = _draw_batch(), torch.tensor([0, 0, 1, 1])
+    order = [2, 3, 0, 1]
+    for penalties in (None, [part.abs() for part in batch.logprobs.detach().split(LENGTHS)]):
+        inputs = AdvantageInputs(batch.advantages, groups, batch.lengths, penalties)
+        moved = None if penalties is None else [penalties[row] for row in order]
+        turned = AdvantageInputs(inputs.rewards[order], groups, batch.lengths[order], moved)
+        found, again = _split(estimator(inputs)), _split(estimator(turned))
+        shapes = [{(), (length,)} for length in LENGTHS]
+        if len(found) != len(shapes) or any(
+            values.shape not in allowed for values, allowed in zip(found, shapes, strict=True)
+        ):
+            return (
+                "it must return one advantage per completion, or for each completion a tensor of "
+                "one per token"
+            )
+        if not all(values.isfinite().all() for values in found):
+            return "an advantage is not finite on ordinary values"
+        pairs = zip([found[row] for row in order], again, strict=True)
+        if any((one - other).abs().max() > TOLERANCE for one, other in pairs):
+            return (
+                "its advantages depend on the order of the groups: use inputs.groups to tell which "
+                "completions belong together"
+            )
+    return None
+
+
+def _split(advantages: object) -> list[Tensor]:
+    is_known = isinstance(advantages, Tensor | Sequence)
+    return [torch.as_tensor(part) for part in advantages] if is_known else []
 
 
 def _find_problem(loss: Surrogate, settings: ObjectiveSettings) -> str | None:

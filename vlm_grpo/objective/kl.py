@@ -7,7 +7,9 @@ Divergence", 2020):
 * ``k2 = d² / 2``: biased, never negative;
 * ``k3 = exp(−d) + d − 1``: unbiased, never negative (DeepSeekMath, arXiv:2402.03300, eq. 4).
 
-"Unbiased" refers to the value. docs/objective.md derives the gradients.
+"Unbiased" refers to the value. docs/objective.md derives the gradients. The sum of k1 over a
+completion o is log policy(o) − log reference(o): with β times it subtracted from the reward, the
+policy gradient is that of E[r] − β·KL over completions (Ziegler et al., arXiv:1909.08593, eq. 2).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 
@@ -36,30 +38,3 @@ def k3(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[T
 
 
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
-def kl_penalties(
-    logprobs: Float[Tensor, " M"],
-    reference: Float[Tensor, " M"],
-    completion: Int[Tensor, " M"],
-    completions: int,
-    estimator: str = "k1",
-) -> Float[Tensor, " N"]:
-    """Sum the KL estimates of each completion; ``kl_in="reward"`` subtracts β times the sum.
-
-    The sum of k1 over a completion o is log policy(o) − log reference(o): with it in the reward,
-    the policy gradient is the gradient of E[r] − β·KL over completions (Ziegler et al.,
-    arXiv:1909.08593, eq. 2).
-
-    Args:
-        logprobs: log-probs of the sampled tokens under the policy that sampled them, in nats.
-        reference: log-probs of these tokens under the reference policy, in nats.
-        completion: index in 0..N−1 of each token's completion.
-        completions: number of completions, N.
-        estimator: a name in ``KL_ESTIMATORS``.
-
-    Returns:
-        One penalty per completion, without gradient, in nats.
-    """
-    per_token = KL_ESTIMATORS[estimator](logprobs.detach(), reference.detach())
-    return per_token.new_zeros(completions).index_add(0, completion, per_token)

@@ -1,8 +1,9 @@
 """The loss of one micro-batch; the losses of a step's micro-batches add up to the step's loss.
 
-Tokens are flat: a micro-batch holds M completion tokens of N completions, without padding. Every
-normalizer is a total over the full optimizer step (``StepTotals``), so neither the split into
-micro-batches nor the order of completions changes the gradient.
+Tokens are flat: a micro-batch holds M completion tokens of N completions, without padding. The loss
+is a sum of terms (``TERMS``), in each of which every token has a weight of its own. The weights are
+set for the full optimizer step, with normalizers that are totals over it (``StepTotals``), so
+neither the split into micro-batches nor the order of completions changes the gradient.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
@@ -36,64 +38,135 @@ class LossOutput:
     metrics: MetricAccumulator
 
 
+@dataclass(frozen=True)
+class LossInputs:
+    """What the terms of the loss are computed from; properties are computed where a term uses them.
+
+    Attributes:
+        batch: the tokens of a micro-batch.
+        settings: settings of the objective.
+        surrogate: computes the policy loss of each token.
+    """
+
+    batch: TokenBatch
+    settings: ObjectiveSettings
+    surrogate: Surrogate
+
+    @cached_property
+    def old(self) -> Float[Tensor, " M"]:
+        """Log-probs before the first update, which are the batch's own in that update."""
+        old = self.batch.old_logprobs
+        return self.batch.logprobs.detach() if old is None else old
+
+    @cached_property
+    def ratio(self) -> Float[Tensor, " M"]:
+        """The importance ratio of each token; at sequence level that of its completion, the
+        geometric mean over the tokens (GSPO, arXiv:2507.18071)."""
+        log_ratio = self.batch.logprobs - self.old
+        if self.settings.importance_sampling_level == "sequence":
+            log_ratio = self.batch.completion_mean(log_ratio)[self.batch.completion]
+        return log_ratio.exp()
+
+    @cached_property
+    def correction(self) -> Float[Tensor, " M"] | None:
+        """Weights of the sampler correction; None without one."""
+        return sampler_weights(replace(self.batch, old_logprobs=self.old), self.settings)
+
+    @cached_property
+    def reference(self) -> Float[Tensor, " M"] | None:
+        """Log-probs under the reference policy; None if there is none."""
+        return get_reference_logprobs(self.batch, self.old, self.settings)
+
+
+def compute_loss(
+    batch: TokenBatch, settings: ObjectiveSettings, surrogate: Surrogate | None = None
+) -> LossOutput:
+    """Compute the sum over terms and tokens of the term's value times the token's weight in it.
+
+    Its metric ``mean_token_accuracy``, of supervised steps, is the share of targets that are the
+    policy's likeliest token, as in TRL.
+
+    Args:
+        batch: the tokens of a micro-batch, with their weights in each term.
+        settings: settings of the objective.
+        surrogate: computes the policy loss of each token; None: that of ``loss_type``.
+
+    Raises:
+        ValueError: a term needs log-probs or entropies that the batch lacks.
+    """
+    surrogate = surrogate or SURROGATES.get(settings.loss_type, clipped_loss)
+    inputs = LossInputs(batch, settings, surrogate)
+    parts = [(TERMS[name](inputs) * weights).sum() for name, weights in batch.weights.items()]
+    metrics = MetricAccumulator()
+    if "policy" in batch.weights:
+        metrics = loss_metrics(
+            batch, inputs.old, inputs.reference, inputs.ratio, inputs.correction, settings
+        )
+    if batch.is_top is not None:
+        right = batch.is_top.sum(), len(batch.is_top)
+        metrics = metrics + MetricAccumulator({"mean_token_accuracy": right})
+    return LossOutput(torch.stack(parts).sum(), metrics)
+
+
 def policy_loss(
     batch: TokenBatch,
     totals: StepTotals,
     settings: ObjectiveSettings,
     surrogate: Surrogate | None = None,
 ) -> LossOutput:
-    """Compute surrogate loss + β·KL − entropy_coef·entropy, summed with the step's token weights.
+    """Compute the loss of a micro-batch with the weights that the settings give its tokens.
 
     Args:
-        batch: the tokens of a micro-batch.
+        batch: the tokens of a micro-batch, without weights.
         totals: the normalizers of its step.
         settings: settings of the objective.
-        surrogate: computes the policy loss of each token; None: that of ``loss_type``.
+        surrogate: as in ``compute_loss``.
 
     Raises:
-        ValueError: the settings need log-probs or entropies that the batch lacks.
+        ValueError: as in ``compute_loss``.
     """
-    old = batch.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    batch = replace(batch, old_logprobs=old)
-    log_ratio = batch.logprobs - old
-    per_completion = settings.importance_sampling_level == "sequence"
-    # One ratio per completion: the geometric mean over its tokens (GSPO, arXiv:2507.18071).
-    log_weight = batch.completion_mean(log_ratio)[batch.completion] if per_completion else log_ratio
-    ratio = log_weight.exp()
-
-    compute = surrogate or SURROGATES.get(settings.loss_type, clipped_loss)
-    per_token = compute(ratio, batch, settings)
-    correction = sampler_weights(batch, settings)
-    if correction is not None and compute is not vespo_loss:  # whose weight includes it
-        per_token = per_token * correction
-    reference = get_reference_logprobs(batch, old, settings)
-    if settings.beta > 0 and settings.kl_in == "loss":
-        if reference is None:
-            raise ValueError("beta > 0 needs reference_logprobs in the batch")
-        kl = KL_ESTIMATORS[settings.kl_estimator](batch.logprobs, reference)
-        kl = kl * ratio if settings.use_bias_correction_kl else kl
-        per_token = per_token + settings.beta * kl
-
-    loss = (per_token * token_weights(batch, totals, settings)).sum()
-    if settings.entropy_coef > 0:
-        if batch.entropies is None:
-            raise ValueError("entropy_coef > 0 needs entropies in the batch")
-        bonus = (batch.entropies * batch.active_tokens).sum() / max(totals.active_tokens, 1)
-        loss = loss - settings.entropy_coef * bonus
-    return LossOutput(loss, loss_metrics(batch, old, reference, ratio, correction, settings))
+    weights = completion_weights(batch.lengths, batch.active, totals, settings)
+    spread = {name: values.to(batch.logprobs)[batch.completion] for name, values in weights.items()}
+    return compute_loss(replace(batch, weights=spread), settings, surrogate)
 
 
-def cross_entropy(batch: TokenBatch, totals: StepTotals) -> LossOutput:
-    """Compute the loss of supervised steps: −mean(log π) over all target tokens of the step.
+def policy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Compute the policy loss of each token, with the sampler correction."""
+    batch = replace(inputs.batch, old_logprobs=inputs.old)
+    values = inputs.surrogate(inputs.ratio, batch, inputs.settings)
+    includes_correction = inputs.surrogate is vespo_loss
+    if inputs.correction is None or includes_correction:
+        return values
+    return values * inputs.correction
 
-    Its metric ``mean_token_accuracy`` is the share of targets that are the policy's likeliest
-    token, as in TRL.
-    """
-    tokens = max(totals.active_tokens, 1)
-    means = {}
-    if batch.is_top is not None:
-        means["mean_token_accuracy"] = batch.is_top.sum(), len(batch.is_top)
-    return LossOutput(-batch.logprobs.sum() / tokens, MetricAccumulator(means))
+
+def kl_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Compute the KL of each token to the reference, times its ratio unless the settings say no."""
+    if inputs.reference is None:
+        raise ValueError("beta > 0 needs reference_logprobs in the batch")
+    kl = KL_ESTIMATORS[inputs.settings.kl_estimator](inputs.batch.logprobs, inputs.reference)
+    return kl * inputs.ratio if inputs.settings.use_bias_correction_kl else kl
+
+
+def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Return the entropy of the policy at each token."""
+    if inputs.batch.entropies is None:
+        raise ValueError("entropy_coef > 0 needs entropies in the batch")
+    return inputs.batch.entropies
+
+
+def cross_entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Return −log π of each target token."""
+    return -inputs.batch.logprobs
+
+
+TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
+    "policy": policy_term,
+    "kl": kl_term,
+    "entropy": entropy_term,
+    "cross_entropy": cross_entropy_term,
+}
+"""The terms of the loss: each computes one value per token, before weighting."""
 
 
 def clipped_loss(
@@ -144,7 +217,7 @@ def vespo_loss(
     φ(w) = e^λ wᵏ e^(−λw), which is 1 at w = 1; k and λ depend on the sign of A (VESPO: Variational
     Sequence-Level Soft Policy Optimization, arXiv:2602.10693).
     """
-    old, advantages = batch.old_logprobs, batch.advantages
+    old, advantages = batch.old_logprobs, batch.per_token_advantages
     assert old is not None
     difference = (batch.logprobs - old).detach().clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
     log_weight = batch.completion_sum(difference)
@@ -161,8 +234,9 @@ def vespo_loss(
             (settings.vespo_lambda_pos, settings.vespo_lambda_neg),
         )
     )
+    log_weight = log_weight[batch.completion]
     weight = (rate + power * log_weight - rate * log_weight.exp()).exp()
-    return -(weight * advantages)[batch.completion] * batch.logprobs
+    return -weight * advantages * batch.logprobs
 
 
 SURROGATES: Mapping[str, Surrogate] = {
@@ -173,25 +247,43 @@ SURROGATES: Mapping[str, Surrogate] = {
 """By loss type; the others have ``clipped_loss``."""
 
 
-def token_weights(
-    batch: TokenBatch, totals: StepTotals, settings: ObjectiveSettings
-) -> Float[Tensor, " M"]:
-    """Compute the weight of each token's loss.
+def completion_weights(
+    lengths: Int[Tensor, " n"],
+    active: Bool[Tensor, " n"] | None,
+    totals: StepTotals,
+    settings: ObjectiveSettings,
+) -> dict[str, Float[Tensor, " n"]]:
+    """Compute the weight of each token of n completions in each term of the loss.
 
-    grpo, sapo: 1 / (completions × the completion's length) (arXiv:2402.03300, eq. 3); dr_grpo:
-    1 / (completions × max_completion_length) (arXiv:2503.20783); luspo: 1 / completions
-    (arXiv:2602.05261); dapo, bnpo, cispo, vespo: 1 / active tokens of the step
-    (arXiv:2503.14476, eq. 8). 0 for masked completions.
+    ``policy``: for grpo and sapo 1 / (completions × the completion's length) (arXiv:2402.03300,
+    eq. 3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo
+    1 / completions (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step
+    (arXiv:2503.14476, eq. 8). ``kl``: β times that. ``entropy``: −entropy_coef / active tokens.
+    All are 0 for masked completions.
+
+    Args:
+        lengths: number of tokens of each completion.
+        active: False for a completion that is masked out; None: all are active.
+        totals: the normalizers of the step.
+        settings: settings of the objective.
     """
-    active = batch.active_tokens
+    kept = torch.ones_like(lengths) if active is None else active
+    kept = kept.double()  # exact for any precision of the log-probs
     completions, tokens = max(totals.completions, 1), max(totals.active_tokens, 1)
     if settings.loss_type == "luspo":
-        return active / completions
-    if settings.loss_type in ("grpo", "sapo"):
-        return active / batch.lengths.clamp(min=1)[batch.completion] / completions
-    if settings.loss_type == "dr_grpo":
-        return active / (completions * totals.max_completion_length)
-    return active / tokens
+        policy = kept / completions
+    elif settings.loss_type in ("grpo", "sapo"):
+        policy = kept / lengths.clamp(min=1) / completions
+    elif settings.loss_type == "dr_grpo":
+        policy = kept / (completions * totals.max_completion_length)
+    else:
+        policy = kept / tokens
+    weights = {"policy": policy}
+    if settings.beta > 0 and settings.kl_in == "loss":
+        weights["kl"] = settings.beta * policy
+    if settings.entropy_coef > 0:
+        weights["entropy"] = -settings.entropy_coef * kept / tokens
+    return weights
 
 
 def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Tensor, " M"] | None:
