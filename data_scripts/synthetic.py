@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from PIL import Image
+from PIL import Image, ImageChops, ImageDraw
+from pydantic import Field
 
+from vlm_grpo.config.base import Frozen
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_whole_folder
@@ -26,43 +31,130 @@ backgrounds, the embedded model ignored the words for 2,000 steps; on gray it re
 """
 
 
+HELD_OUT_SPLITS = ("eval", "test")
+"""Splits with the held-out compositions of a world; every other split has the rest."""
+
+
+class World(Frozen):
+    """A kind of images whose difficulty is set by dials, the fields, and whose evaluation asks
+    about compositions that training does not contain (systematic generalization).
+
+    Attributes:
+        levels: named values of the dials.
+    """
+
+    levels: ClassVar[Mapping[str, Mapping[str, Any]]]
+
+    noise: int = Field(default=0, ge=0, le=120)
+    """Largest change of a pixel by noise, in gray levels; 0: none."""
+    clutter: int = Field(default=0, ge=0, le=40)
+    """Number of gray strokes behind the objects; 0: none."""
+    contrast: float = Field(default=1.0, ge=0.1, le=1)
+    """Share of the difference between an object's color and the background; 1: all."""
+    held_out: bool = True
+    """Whether evaluation asks about the held-out compositions; false: about those of training, in
+    other images."""
+
+    @classmethod
+    def read(cls, name: str, text: str) -> Self:
+        """Return the world with dials such as ``hard,occlusion=0.3``: a level (by default medium),
+        and changes of it.
+
+        Raises:
+            UserError: a dial or its value is wrong.
+        """
+        words = text.split(",") if text else []
+        level = words.pop(0) if words and words[0] in cls.levels else "medium"
+        values = dict(cls.levels[level])
+        try:
+            return cls(
+                **values | {dial: value for dial, _, value in (w.partition("=") for w in words)}
+            )
+        except UserError as error:
+            levels, dials = ", ".join(cls.levels), ", ".join(cls.model_fields)
+            raise UserError(
+                f"embedded:{name}:{text}: {error}\nLevels: {levels}; dials: {dials}"
+            ) from error
+
+    def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
+        """Draw the example with an id; ``is_new``: about a held-out composition."""
+        raise NotImplementedError
+
+    def fade(self, color: Sequence[int], gray: int) -> tuple[int, ...]:
+        """Return a color at this contrast to a gray background."""
+        return tuple(round(gray + self.contrast * (value - gray)) for value in color)
+
+    def draw_clutter(self, image: Image.Image, gray: int, rng: random.Random) -> None:
+        """Draw the strokes, a little darker or lighter than the background."""
+        pen = ImageDraw.Draw(image)
+        for _ in range(self.clutter):
+            x, y = rng.randrange(image.width), rng.randrange(image.height)
+            end = (x + rng.randint(-20, 20), y + rng.randint(-20, 20))
+            pen.line((x, y, *end), fill=(gray + rng.choice((-40, -25, 25, 40)),) * 3)
+
+    def add_noise(self, image: Image.Image, rng: random.Random) -> Image.Image:
+        """Return the image with uniform gray noise, which is the same on every machine."""
+        if not self.noise:
+            return image
+        noise = Image.frombytes("L", image.size, rng.randbytes(image.width * image.height))
+        change = noise.point([round(2 * self.noise * value / 255) for value in range(256)])
+        # The offset takes the noise's mean away before the result is clipped at 0 and 255.
+        return ImageChops.add(image, change.convert("RGB"), offset=-self.noise)
+
+
 @dataclass(frozen=True)
 class Generator:
     """A generator of examples, and its command line.
 
-    Example ``i`` depends on (task, seed, split, i) only.
+    Example ``i`` depends on (task, dials, seed, split, i) only.
 
     Attributes:
         name: name of what is drawn; ids begin with it.
         draw: by task, returns the example with an id, drawn by a random generator; the first task
             is the default of the command line.
+        worlds: by task, the kinds with dials (``relations:hard,occlusion=0.3``).
     """
 
     name: str
     draw: Mapping[str, Callable[[str, random.Random], Example]]
+    worlds: Mapping[str, type[World]] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """All tasks."""
+        return (*self.draw, *self.worlds)
 
     def __call__(self, task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
         """Draw examples in memory.
 
         Args:
-            task: one of ``draw``.
+            task: one of ``kinds``; a world may be followed by its dials.
             count: number of examples, at least 1.
             seed: the same seed gives the same examples on every machine.
             split: name of the split; two splits of one seed are independent draws.
 
         Raises:
             ValueError: the task is unknown or the count is below 1.
+            UserError: the dials are wrong.
         """
-        if task not in self.draw:
+        kind, colon, text = task.partition(":")
+        if kind not in self.kinds:
             raise ValueError(
-                f"there are no {self.name} for task {task!r}: choose {', '.join(self.draw)}"
+                f"there are no {self.name} for task {task!r}: choose {', '.join(self.kinds)}"
             )
+        if colon and kind in self.draw:
+            worlds = ", ".join(self.worlds)
+            raise UserError(f"embedded:{kind} has no dials, as in {task}; those of {worlds} have")
         if count < 1:
             raise ValueError(f"count is {count}; it must be at least 1")
+        draw = self.draw.get(kind)
+        if draw is None:
+            world = self.worlds[kind].read(kind, text)
+            is_new = world.held_out and split in HELD_OUT_SPLITS
+            draw = partial(world.draw, is_new=is_new)
+        label = re.sub(r"[^\w.]+", "-", task)
         return [
-            self.draw[task](
-                f"{self.name}-{task}-{split}-{i}", make_rng(self.name, task, seed, split, i)
-            )
+            draw(f"{self.name}-{label}-{split}-{i}", make_rng(self.name, kind, seed, split, i))
             for i in range(count)
         ]
 
@@ -70,7 +162,7 @@ class Generator:
         """Run the command line and return the process's exit status."""
         parser = argparse.ArgumentParser(description=f"Draw examples: {self.name}.")
         first = next(iter(self.draw))
-        parser.add_argument("--task", choices=self.draw, default=first, help="what to draw for")
+        parser.add_argument("--task", default=first, help=f"what to draw: {', '.join(self.kinds)}")
         parser.add_argument("--count", type=int, required=True, help="number of examples")
         parser.add_argument("--seed", type=int, default=0, help="random seed")
         parser.add_argument(
@@ -80,7 +172,8 @@ class Generator:
         arguments = parser.parse_args(argv)
         try:
             examples = self(arguments.task, arguments.count, arguments.seed, arguments.split)
-            path = write_examples(examples, arguments.out, f"{arguments.task}.jsonl")
+            kind = arguments.task.partition(":")[0]
+            path = write_examples(examples, arguments.out, f"{kind}.jsonl")
         except (UserError, OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -95,6 +188,12 @@ def make_rng(*key: object) -> random.Random:
     every machine, independent of ``PYTHONHASHSEED``.
     """
     return random.Random("/".join(map(str, key)))
+
+
+def is_held_out(first: int, second: int) -> bool:
+    """Return whether a pair of attributes, by their numbers, is held out: every fourth pair, so
+    that each attribute also occurs in other pairs."""
+    return (first + second) % 4 == 0
 
 
 def hold_image(image: Image.Image, name: str) -> ImageRef:

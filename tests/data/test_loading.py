@@ -32,9 +32,15 @@ def test_written_examples_are_loaded_unchanged(tmp_path: Path):
     assert loaded[0].images[0].load().tobytes() == written[0].images[0].load().tobytes()
 
 
-@pytest.mark.parametrize("name", ["counting", "grounding", "ocr"])
-def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name: str):
-    source, task = f"embedded:{name}", load_task(name)
+@pytest.mark.parametrize(
+    ("name", "task_name"),
+    [
+        *[("counting", "counting"), ("grounding", "grounding"), ("ocr", "ocr"), ("words", "ocr")],
+        *[("attributes:hard", "counting"), ("relations:hard,noise=0", "grounding")],
+    ],
+)
+def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name: str, task_name: str):
+    source, task = f"embedded:{name}", load_task(task_name)
     settings = DataSettings(train=source, eval=source, train_limit=40, eval_limit=30)
 
     train = load_examples(source, task, settings, "train")
@@ -47,6 +53,9 @@ def test_embedded_data_suits_its_task_and_its_splits_share_no_image(name: str):
 def test_embedded_data_of_another_task_is_refused():
     assert "does not fit Counting" in get_load_error("embedded:ocr")
     assert "did you mean counting?" in get_load_error("embedded:countin")
+    assert "did you mean relations?" in get_load_error("embedded:relation:hard")
+    assert "did you mean occlusion?" in get_load_error("embedded:relations:oclusion=0.3")
+    assert "embedded:counting has no dials" in get_load_error("embedded:counting:hard")
 
 
 def test_embedded_data_of_more_examples_than_memory_holds_are_refused():

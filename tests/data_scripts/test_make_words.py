@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import numpy as np
 import pytest
 
-from vlm_grpo.data_scripts.make_words import LENGTHS, draw_examples
+from vlm_grpo.data_scripts import make_words
+from vlm_grpo.data_scripts.make_words import DIGITS, LENGTHS, LETTERS, draw_examples
+from vlm_grpo.errors import UserError
+
+
+def test_the_words_of_the_recipes_stay_the_same():
+    digest = hashlib.sha256()
+    for row in draw_examples("ocr", 100, seed=1):
+        answer = repr((row.id, row.question, row.answer, row.meta))
+        digest.update(row.images[0].load().tobytes() + answer.encode())
+    assert digest.hexdigest()[:16] == "22e1c26bab8420fe"  # drawn before there were dials
 
 
 def test_an_example_depends_on_seed_split_and_index_only():
@@ -52,5 +63,90 @@ def test_files_hold_the_same_examples_as_memory(tmp_path):
 
 
 def test_an_unknown_task_is_an_error():
-    with pytest.raises(ValueError, match="'counting': choose ocr"):
+    with pytest.raises(ValueError, match="'counting': choose ocr, words, handwriting"):
         draw_examples("counting", 1)
+    with pytest.raises(UserError, match='fonts="7" should be less than or equal to 6'):
+        draw_examples("words:fonts=7", 1)
+
+
+def list_pairs(rows) -> set[str]:
+    """Return the pairs of adjacent letters or digits."""
+    return {row.answer[i : i + 2] for row in rows for i in range(len(row.answer) - 1)}
+
+
+@pytest.mark.parametrize(
+    ("world", "alphabet"), [("words:hard", LETTERS), ("handwriting:hard", DIGITS)]
+)
+def test_training_has_every_letter_but_no_pair_of_the_evaluation(world, alphabet):
+    if alphabet == DIGITS:
+        pytest.importorskip("sklearn")
+    train, other = (draw_examples(world, 800, 1, split) for split in ("train", "eval"))
+    assert not list_pairs(train) & list_pairs(other)
+    # Every fourth pair is held out; 800 texts have nearly all of 26² and all of 10² pairs.
+    assert len(list_pairs(other)) == pytest.approx(len(alphabet) ** 2 / 4, rel=0.05)
+    for rows in (train, other):
+        assert {letter for row in rows for letter in row.answer} == set(alphabet)
+
+
+def test_handwriting_of_the_evaluation_is_that_of_other_images():
+    pytest.importorskip("sklearn")
+    load = make_words.load_digits
+    train, other = (
+        {glyph.tobytes() for glyphs in load(is_new) for glyph in glyphs} for is_new in (False, True)
+    )
+    assert not train & other
+    assert (len(train), len(other)) == (1437, 360)  # 4/5 of 1,797 and the rest
+    assert all(len(load(is_new)[value]) > 30 for is_new in (False, True) for value in range(10))
+
+
+def test_handwriting_without_scikit_learn_names_the_extra(monkeypatch):
+    def refuse(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(make_words, "import_module", refuse)
+    make_words.load_digits.cache_clear()
+    with pytest.raises(UserError, match=r"scikit-learn: pip install 'vlm-grpo\[handwriting\]'"):
+        draw_examples("handwriting", 1)
+
+
+def measure_text(row) -> dict[str, float]:
+    """Return numbers of a line of text that its dials change, each rising with its dial."""
+    pixels = np.asarray(row.images[0].load(), dtype=float)
+    gray = pixels.mean(axis=-1) - np.median(pixels)
+    ys, xs = np.nonzero(gray > 30)
+    return {
+        "noise": gray[-3:].std(),
+        "clutter": (abs(gray[:, -10:]) > 20).sum(),
+        "contrast": gray.max(),
+        "longest": len(row.answer),
+        "tilt": abs(np.polyfit(xs, ys, 1)[0]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dial", "low", "high"),
+    [
+        ("noise", 0, 40),
+        ("clutter", 0, 10),
+        ("contrast", 0.5, 1),
+        ("longest", 3, 5),
+        ("tilt", 0, 15),
+    ],
+)
+def test_a_dial_changes_what_it_names(dial, low, high):
+    means = [
+        np.mean([measure_text(r)[dial] for r in draw_examples(f"words:easy,{dial}={v}", 60)])
+        for v in (low, high)
+    ]
+    assert means[1] > 1.2 * means[0]
+
+
+def test_more_fonts_draw_other_letters():
+    images = [
+        {
+            row.images[0].load().convert("L").tobytes()
+            for row in draw_examples(f"words:easy,fonts={n}", 9)
+        }
+        for n in (1, 6)
+    ]
+    assert len(images[0] & images[1]) < 5  # the first font is one of six

@@ -132,8 +132,9 @@ class DataSettings(Frozen):
     A source is a path to a file or folder (JSON Lines, JSON, CSV, TSV, Parquet, COCO, Pascal VOC,
     YOLO, image folders, WebDataset), a glob of files, ``hf:NAME[:SPLIT[:CONFIG]]`` (a dataset on
     the Hugging Face hub or in a local folder), or ``embedded:counting``, ``embedded:grounding`` or
-    ``embedded:ocr`` (generated on the fly). In Python it may also be a list of rows (mappings, as
-    in a ``.jsonl`` file), a ``datasets.Dataset`` or a list of ``Example``.
+    ``embedded:ocr`` (generated on the fly), or one of the small worlds with its level and dials,
+    such as ``embedded:relations:hard,occlusion=0.3``. In Python it may also be a list of rows
+    (mappings, as in a ``.jsonl`` file), a ``datasets.Dataset`` or a list of ``Example``.
     """
 
     train: Sources

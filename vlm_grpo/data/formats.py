@@ -31,7 +31,6 @@ from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
-_EMBEDDED = ("counting", "cluttered", "grounding", "crowded", "ocr")
 _EMBEDDED_SEED = 1
 """Differs from the seed of the examples on which the embedded model was trained."""
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
@@ -136,7 +135,7 @@ def open_source(
 
     Args:
         source: a path, a glob or a brace list of paths, ``hf:NAME[:SPLIT[:CONFIG]]``,
-            ``embedded:NAME``, or rows in memory.
+            ``embedded:NAME[:DIALS]``, or rows in memory.
         task: asks about the objects of detection datasets.
         limit: number of examples of embedded data; None: its default.
         split: selects the part of a source that has several.
@@ -246,18 +245,24 @@ def _to_python(value: Any) -> Any:
 
 def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> Iterator[Row]:
     """Generate the examples of an embedded dataset; the two splits share no random stream."""
-    name = source.removeprefix("embedded:")
-    if name not in _EMBEDDED:
+    from vlm_grpo.data_scripts import make_shapes, make_words
+
+    task_name = source.removeprefix("embedded:")
+    kind, _, _ = task_name.partition(":")
+    generators = {
+        known: module.draw_examples
+        for module in (make_shapes, make_words)
+        for known in module.draw_examples.kinds
+    }
+    if kind not in generators:
         raise UserError(
-            f"there is no embedded dataset {name!r}{nearest(name, _EMBEDDED)}: "
-            f"give one of {', '.join(f'embedded:{known}' for known in _EMBEDDED)}"
+            f"there is no embedded dataset {kind!r}{nearest(kind, generators)}: "
+            f"give one of {', '.join(f'embedded:{known}' for known in generators)}"
         )
     if limit is not None and limit > _MAX_EMBEDDED:
         raise UserError(f"{source} has at most {_MAX_EMBEDDED:,} examples, not {limit:,}")
-    from vlm_grpo.data_scripts import make_shapes, make_words
-
-    generator = make_words if name == "ocr" else make_shapes
-    examples = generator.draw_examples(name, limit or _EMBEDDED_SIZES[split], _EMBEDDED_SEED, split)
+    count = limit or _EMBEDDED_SIZES[split]
+    examples = generators[kind](task_name, count, _EMBEDDED_SEED, split)
     try:
         select_valid(examples[:1], task)
     except ValueError as error:
