@@ -43,7 +43,7 @@ def test_a_box_is_written_in_the_grammar_of_its_family(name: str, written: str):
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
 def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame: CoordinateFrame):
     rng = random.Random(frame.name)
-    for _ in range(10_000):
+    for _ in range(2_000):
         size = (rng.randint(28, 4000), rng.randint(28, 4000))
         resized_size = (28 * rng.randint(1, 100), 28 * rng.randint(1, 100))
         x, y = get_unit_size(frame, size, resized_size)

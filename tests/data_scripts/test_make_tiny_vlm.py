@@ -157,6 +157,13 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_zero():
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
+@pytest.fixture
+def short_answers(monkeypatch):
+    """Untrained models never end an answer."""
+    monkeypatch.setattr(make_tiny_vlm, "MAX_ANSWER_TOKENS", 2)
+
+
+@pytest.mark.usefixtures("short_answers")
 def test_a_model_outside_of_the_band_is_not_written(tmp_path, monkeypatch, capsys):
     with pytest.raises(OutOfBand, match=r"ocr 0\.000 \(seed 1\)"):
         build_tiny_vlm(WarmUpSettings(max_steps=1, test_size=4), tmp_path / "tiny")
@@ -171,6 +178,7 @@ def build_too_good(settings, out):
     make_tiny_vlm.check_band([{"seed": 3, "greedy": accuracies}], settings.band)
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_three_steps_write_a_folder_that_loads(tmp_path):
     out = tmp_path / "tiny"
     build_tiny_vlm(WarmUpSettings(seed=5, max_steps=3, test_size=4, band=(0.0, 1.0)), out)

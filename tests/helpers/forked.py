@@ -25,6 +25,14 @@ TIMEOUT = 240
 """Seconds after which ranks count as hanging: ten times what they need on a busy machine."""
 
 
+def leave_writes_to_the_system() -> None:
+    """Do not wait for the disk: tests end processes, whose writes are kept, and never the machine.
+
+    A small run waits for it twenty times.
+    """
+    os.fsync = lambda fd: None
+
+
 def start_server() -> None:
     """Start the process that is forked, before anything else starts one without the imports."""
     forkserver.ensure_running()
@@ -55,6 +63,7 @@ def _call(
     output: Path, environment: dict[str, str], function: Callable[..., Any], arguments: Any
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where nohup has started the tests
+    leave_writes_to_the_system()
     gc.freeze()  # collections would visit, and so copy, every object of the server
     os.environ |= environment
     if "deepspeed.ops" in sys.modules:  # an extra

@@ -11,18 +11,25 @@ from IPython.utils.capture import capture_output
 from traitlets.config import Config
 
 
-def run_notebook(path: Path, folder: Path) -> None:
+def run_notebook(path: Path, folder: Path, changes: dict[str, str]) -> None:
     """Run the code of a notebook in a folder.
 
     What it prints, and the number of pictures it shows, are written to ``shown.json``.
+
+    Args:
+        changes: replacements of texts, each of which the code has once.
     """
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for old, new in changes.items():
+        (place,) = (number for number, text in enumerate(code) if old in text)
+        code[place] = code[place].replace(old, new)
     os.chdir(folder)
     config = Config(HistoryManager={"enabled": False})
     shell = InteractiveShell.instance(config=config, ipython_dir=str(folder))
     os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     with capture_output() as shown:
-        for cell in json.loads(path.read_text("utf-8"))["cells"]:
-            if cell["cell_type"] == "code":
-                shell.run_cell("".join(cell["source"])).raise_error()
+        for text in code:
+            shell.run_cell(text).raise_error()
     pictures = sum("image/png" in output.data for output in shown.outputs)
     Path("shown.json").write_text(json.dumps({"text": shown.stdout, "pictures": pictures}))

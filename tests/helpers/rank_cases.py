@@ -28,6 +28,8 @@ from rank_runs import (
 )
 from rank_setup import (
     BEGUN_BY,
+    BFLOAT16,
+    COMMUNICATION,
     KINDS,
     LOSSES,
     STEPS,
@@ -312,20 +314,19 @@ def list_cases_of_weights(folder: Path, launch: str) -> Iterator[tuple[str, Call
 
     Each must run before the next one is asked for, because they go on with the same trainer.
     """
-    is_pair = launch.endswith("-2")
     for kind in KINDS.get(launch, WEIGHTS):
         settings = make_settings(folder, launch, policy=WEIGHTS[kind])
         trainer = build_trainer(settings)
         yield f"steps, {kind}", partial(run_steps, trainer, STEPS[kind])
-        if kind != "frozen_vision" and (is_pair or launch in ("ddp-1", "hsdp-4")):
+        if kind in COMMUNICATION.get(launch, ("full", "lora")):
             yield f"communication, {kind}", partial(count_communication, trainer)
         if kind == "full" and launch in WITH_INFINITE_GRADIENT:
             yield "infinite gradient", partial(skip_infinite_gradient, trainer)
         trainer.sampler.close()
-        if kind == "frozen_vision" or not is_pair:
-            continue
-        if launch == "ddp-2":
+        if launch == "ddp-2" and kind != "frozen_vision":
             yield f"overlap, {kind}", partial(compare_with_one_exchange, settings)
+        if kind not in BFLOAT16.get(launch, ()):
+            continue
         bfloat16 = {"dtype": "bfloat16", "gradient_checkpointing": True, **WEIGHTS[kind]}
         settings = make_settings(folder, launch, policy=bfloat16)
         count = 1 if launch.startswith("zero") else 2

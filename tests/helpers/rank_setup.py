@@ -49,7 +49,7 @@ for _stage, _parts in (("zero2", ("OPTIMIZER",)), ("zero3", ("OPTIMIZER", "PARAM
 keeps the layers gathered in the update; ``…_offload`` keeps weights and optimizer state in main
 memory."""
 
-STEPS = {"full": 3, "frozen_vision": 2, "lora": 3}
+STEPS = {"full": 3, "frozen_vision": 2, "lora": 2}
 """Number of steps of each kind of weights. The second follows an update; the third follows an
 update with the optimizer's state, and starts the next epoch."""
 WEIGHTS = {
@@ -57,9 +57,20 @@ WEIGHTS = {
     "frozen_vision": {"freeze": ["vision"]},
     "lora": {"lora": {"r": 4, "alpha": 8}},
 }
-_KINDS = ("full", "lora")
-KINDS = {"ddp-4": _KINDS, "fsdp-4": _KINDS, "hsdp-4": _KINDS, "fsdp_held-4": _KINDS[:1]}
+KINDS = {
+    "ddp-4": ("full",),
+    "fsdp-4": ("full",),
+    **dict.fromkeys(("hsdp-4", "zero2-2"), ("full", "lora")),
+}
 """The kinds of weights of the launches that do not have all."""
+COMMUNICATION = {"ddp-4": (), "fsdp-4": (), "hsdp-4": ("full",)}
+"""The kinds of weights with which a launch counts its communication, if not both."""
+BFLOAT16 = {
+    **dict.fromkeys(("ddp-2", "fsdp-2", "zero3-2"), ("full", "lora")),
+    **dict.fromkeys(("fsdp_held-2", "zero2-2"), ("full",)),
+}
+"""The kinds of weights of each launch that also run in bfloat16. Weights are cast alike by both
+forms of FSDP2 and by both stages of DeepSpeed."""
 WITH_ONEDNN = ("steps, frozen_vision", "steps, lora")
 """The cases with oneDNN's products, which each process compiles for every number of rows."""
 WITH_INFINITE_GRADIENT = ("ddp-1", "zero2-2", "zero3-2")
@@ -99,15 +110,16 @@ _IN_THE_UPDATE = (
     *("a reference and two updates", "a warm start", "one example", "nothing to learn"),
 )
 _OF_EXAMPLES = ("a mixture", "a curriculum and replay")
-_ON_FOUR_RANKS = ("resampled groups", *_IN_THE_UPDATE)
+_WITHOUT_GROUPS = ("one example", "nothing to learn")
 UNEVEN_CASES = {
     **dict.fromkeys(("ddp-1", "ddp-2"), tuple(UNEVEN)),
-    "fsdp-2": tuple(name for name in UNEVEN if name not in _OF_EXAMPLES),
+    "fsdp-2": ("resampled groups", *_IN_THE_UPDATE),
     **dict.fromkeys(("fsdp_held-2", "zero2-2", "zero3-2"), _IN_THE_UPDATE),
-    "ddp-4": (*_ON_FOUR_RANKS, *_OF_EXAMPLES),
-    "fsdp-4": _ON_FOUR_RANKS,
+    "ddp-4": ("resampled groups", "a warm start", *_WITHOUT_GROUPS, *_OF_EXAMPLES),
+    "fsdp-4": _WITHOUT_GROUPS,
 }
-"""The cases of ``UNEVEN`` by launch. Each strategy has those that differ in the update."""
+"""The cases of ``UNEVEN`` by launch. Each strategy has those that differ in the update; on four
+ranks it has those in which some ranks have none, and DDP those that are dealt out differently."""
 BEGUN_BY = {
     "ddp-2-resumed": "fsdp_held-2",
     "fsdp-2-resumed": "fsdp-2",
@@ -149,7 +161,7 @@ def make_settings(folder: Path, name: str, **changes: Any) -> Settings:
         "data": {"train": str(folder / "rows.jsonl")},
         "policy": {"dtype": "float32"},
         # Stop strings make the lengths differ, and with them the types of loss.
-        "rollout": {"num_generations": 4, "max_completion_length": 8, "stop": list("aeiourstln")},
+        "rollout": {"num_generations": 4, "max_completion_length": 5, "stop": list("aeiourstln")},
         # Five prompts are uneven on two and on four ranks; a micro-batch holds one or two groups.
         "optim": {"lr": 1e-5, "prompts_per_step": 5, "max_steps": 6, "max_tokens_per_batch": 100},
         "logging": {"samples_every": 0, "trackers": []},

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -133,6 +134,12 @@ def explain(error: Exception) -> str | None:
     return None
 
 
+@cache
+def _build_program() -> Any:
+    """Build the parser of all commands, once for all calls in a process."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program and exit: status 0, 2 for a user error, 130 if interrupted.
 
@@ -152,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # PEFT imports it, and it then advises to install a package for a kernel that is not used here.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
-        app(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
+        _build_program()(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
     except Exception as error:
         message = explain(error)
         if message is None:
