@@ -18,6 +18,7 @@ from plain_step import PlainModel, PlainStep, compute_gradient
 from small_runs import small_run
 from tiny_models import noise_example, tiny_model
 from torch import Tensor
+from wiring_cases import CASES
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.logprobs import TokenScores
@@ -30,66 +31,6 @@ from vlm_grpo.types import Example, Group
 
 ENDS = range(0, 256, 3)
 """Tokens that end a completion, a third of all: some completions end, others are truncated."""
-LORA = {
-    "policy": {"dtype": "float32", "lora": {"r": 2, "alpha": 8, "target": ["q_proj", "up_proj"]}}
-}
-CASES: dict[str, dict[str, Any]] = {
-    "grpo, KL in the loss, masked": {
-        "objective": {"beta": 0.5, "mask_truncated_completions": True},
-    },
-    "dapo, LoRA, KL in the reward": {
-        **LORA,
-        "objective": {
-            "loss_type": "dapo", "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
-            "epsilon_high": 0.3,
-        },
-        "rollout": {"temperature": 0.6},
-    },
-    "bnpo, LoRA, KL in the loss, masked, in micro-batches": {
-        **LORA,
-        "objective": {
-            "loss_type": "bnpo", "beta": 0.5, "use_bias_correction_kl": False,
-            "mask_truncated_completions": True, "scale_rewards": "batch",
-        },
-        "optim": {"max_tokens_per_batch": 60},
-    },
-    "dr_grpo, KL in the reward, reference refreshed": {
-        "objective": {
-            "loss_type": "dr_grpo", "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
-            "reference_refresh_every": 2, "advantage_estimator": "rloo", "scale_rewards": "none",
-            "importance_sampling_level": "sequence",
-        },
-    },
-    "cispo, truncated sampler, entropy, three updates": {
-        **LORA,
-        "objective": {
-            "loss_type": "cispo", "epsilon_high": 1.0, "entropy_coef": 0.05, "num_iterations": 3,
-            "sampler_correction": "token", "sampler_correction_cap": 1.05,
-        },
-        "rollout": {"top_k": 150},
-    },
-    "sequence-level ratios, two mini-batches, KL in the loss": {
-        "objective": {"importance_sampling_level": "sequence", "epsilon": 0.001, "beta": 0.3},
-        "optim": {"mini_batches": 2},
-    },
-    "dapo, LoRA, two mini-batches, one iteration, masked, KL in the reward": {
-        **LORA,
-        "objective": {
-            "loss_type": "dapo", "num_iterations": 1, "mask_truncated_completions": True,
-            "beta": 0.3, "kl_in": "reward", "kl_estimator": "k1",
-        },
-        "optim": {"mini_batches": 2},
-    },
-    "REINFORCE++ with advantages of tokens, two mini-batches, masked, KL in the reward": {
-        **LORA,
-        "objective": {
-            "advantage_estimator": "reinforce_plus_plus_baseline", "num_iterations": 1,
-            "mask_truncated_completions": True, "beta": 0.3, "kl_in": "reward",
-            "kl_estimator": "k1",
-        },
-        "optim": {"mini_batches": 2},
-    },
-}  # fmt: skip
 
 
 class Letters(Task):
@@ -122,6 +63,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def save_other(folder: Path) -> Path:
+    """Save a model with other weights."""
+    model, processor = tiny_model("qwen2_5_vl", seed=7)
+    model.generation_config.eos_token_id = list(ENDS)
+    model.save_pretrained(folder / "other")
+    processor.save_pretrained(folder / "other")
+    return folder / "other"
+
+
 EXAMPLES = [
     noise_example("a", [(56, 28)], seed=1),
     noise_example("b", [(28, 28), (56, 56)], "And these two?", seed=2),
@@ -143,6 +93,9 @@ def make_settings(model_folder: Path, tmp_path: Path) -> Any:
     """Return a function that builds the settings of a small run; its arguments change them."""
 
     def make(**changes: Mapping[str, Any]) -> Settings:
+        changes = {name: dict(block) for name, block in changes.items()}
+        if teacher := changes.get("objective", {}).get("distillation"):
+            changes["objective"]["distillation"] = {**teacher, "teacher": str(save_other(tmp_path))}
         small = {
             "rollout": {"num_generations": 4, "max_completion_length": 5, "min_new_tokens": 2},
             "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4},
@@ -158,7 +111,10 @@ def make_trainer(settings: Settings, **weights: float) -> Trainer:
     torch.manual_seed(1)  # of the adapters, so that a test does not depend on those before it
     policy = load_policy(settings)
     policy.model.double()
-    return Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
+    trainer = Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
+    if trainer.updater.teacher is not None:
+        trainer.updater.teacher.policy.model.double()
+    return trainer
 
 
 @dataclass

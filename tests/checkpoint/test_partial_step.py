@@ -56,6 +56,10 @@ REFERENCES = {
     "k1": {"beta": 0.1, "reference_refresh_every": 1},
     "k2": {"beta": 0.1, "reference_refresh_every": 2},
     "never": {"beta": 0.1, "reference_refresh_every": "never"},
+    "by token": {
+        **{"beta": 0.1, "reference_refresh_every": 2, "kl_in": "reward", "kl_estimator": "k1"},
+        **{"advantage_estimator": "reinforce_plus_plus", "distillation": {}},
+    },
 }
 POLICIES = {"full": {}, "lora": LORA}
 
@@ -87,10 +91,11 @@ def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
 @pytest.mark.parametrize(
     ("reference", "updates", "policy"),
     [
-        *((reference, 2, policy) for reference in REFERENCES for policy in POLICIES),
+        *((reference, 2, policy) for reference in [*REFERENCES][:4] for policy in POLICIES),
         ("none", 1, "full"),
         ("k1", 1, "lora"),
         ("k2", 3, "lora"),
+        ("by token", 3, "full"),
     ],
 )
 def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
@@ -106,6 +111,8 @@ def test_a_run_stopped_within_steps_equals_an_uninterrupted_one(
         "objective": {"num_iterations": updates % 3 or 1, **REFERENCES[reference]},
         "optim": {"max_steps": 3, "mini_batches": 3 if updates == 3 else 1},
     }
+    if "distillation" in changes["objective"]:
+        changes["objective"] |= {"distillation": {"teacher": str(model)}}
     uninterrupted = small_run(tmp_path, model, name="uninterrupted", **changes)
     train(uninterrupted)
     stopped = small_run(tmp_path, model, name="stopped", **changes)

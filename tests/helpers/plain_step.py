@@ -41,7 +41,12 @@ class PlainModel:
             )
         self.model: Any = model.double().eval()
         self.trained = {n: w for n, w in model.named_parameters() if w.requires_grad}
-        self.rollout = settings.rollout
+        self.rollout, self.teacher = settings.rollout, None
+        if (distillation := settings.objective.distillation) is not None:
+            full = settings.policy.model_copy(update={"lora": None})
+            alone = settings.objective.model_copy(update={"distillation": None})
+            alone_settings = settings.model_copy(update={"policy": full, "objective": alone})
+            self.teacher = PlainModel(Path(distillation.teacher), alone_settings)
         self.banned = self.processor.tokenizer.convert_tokens_to_ids(list(BANNED))
         self.ends = model.generation_config.eos_token_id
 
@@ -103,6 +108,7 @@ class _Row:
     old: Tensor
     reference: Tensor
     advantage: Tensor  # of each token
+    teacher: Tensor | None = None
 
 
 def compute_gradient(
@@ -125,7 +131,12 @@ def compute_gradient(
         logprobs, entropies = model.score(row.prompt, row.completion)
         divisors = {"grpo": len(rows) * len(row.old), "dr_grpo": len(rows) * limit}
         losses = _compute_token_losses(logprobs, row, objective)
-        total = total + losses.sum() / divisors.get(objective.loss_type, tokens)
+        teaching = objective.distillation
+        if teaching is None or not teaching.only:
+            total = total + losses.sum() / divisors.get(objective.loss_type, tokens)
+        if teaching is not None and row.teacher is not None:
+            divergence = (logprobs - row.old).exp() * (row.old - row.teacher)
+            total = total + teaching.coef * divergence.sum() / tokens
         total = total - objective.entropy_coef * entropies.sum() / tokens
     total = total * parts
     names, trained = zip(*model.trained.items(), strict=True)
@@ -145,8 +156,10 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         kls = (_kl(*pair, objective.kl_estimator) for pair in zip(old, reference, strict=True))
         penalties = [objective.beta * kl for kl in kls]
     advantages = _compute_advantages(step, penalties, objective)
+    teacher = [None if model.teacher is None else model.teacher.score(*pair)[0] for pair in pairs]
     rows = [
-        _Row(*pair, old[row], reference[row], advantages[row]) for row, pair in enumerate(pairs)
+        _Row(*pair, old[row], reference[row], advantages[row], teacher[row])
+        for row, pair in enumerate(pairs)
     ]
     again = [] if step.replayed is None else _collect_rows(model, step.replayed, objective)
     return [*rows, *again]

@@ -87,6 +87,7 @@ MAY_CHANGE_BETWEEN_STEPS = (
     "objective.epsilon_high",
     "objective.delta",
     "objective.replay",
+    "objective.distillation",
     "objective.num_iterations",
     "objective.mask_truncated_completions",
     "objective.entropy_coef",

@@ -26,7 +26,11 @@ from vlm_grpo.objective import MetricAccumulator
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Group, Prompt, Score
 
-TOKEN_VALUES = {"reference": "reference_logprobs", "token_advantages": "token_advantages"}
+TOKEN_VALUES = {
+    "reference": "reference_logprobs",
+    "teacher": "teacher_logprobs",
+    "token_advantages": "token_advantages",
+}
 """Fields of ``TokenBatch`` with values of all completions, by their name in a checkpoint."""
 LOADER_COUNTERS = ("image_decodes", "replaced_prompts")
 """Fields of ``Counters`` that a checkpoint stores outside ``work``."""

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.methods import DistillationSettings, ReplaySettings
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -24,15 +25,6 @@ GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators whose advantages depend on the rewards of the group alone."""
 _STEP_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _BOUNDS = ("epsilon", "epsilon_high", "delta")
-
-
-class ReplaySettings(Frozen):
-    """The replay of earlier groups in steps in which some groups have equal rewards."""
-
-    size: int = Field(default=64, ge=1)
-    """Maximum number of groups that are kept; the oldest leave first."""
-    max_age: int = Field(default=8, ge=1)
-    """Number of steps after which a group is not replayed any more."""
 
 
 def _named(loss_type: str) -> list[str]:
@@ -121,6 +113,9 @@ class ObjectiveSettings(Frozen):
     replay: ReplaySettings | None = None
     """Train once more on a recent group, with the ratio to the policy that sampled it, for each
     group whose rewards are all equal; None: each group is trained on in its own step only."""
+
+    distillation: DistillationSettings | None = None
+    """Approach a teacher's distribution beside, or instead of, the rewards; None: no teacher."""
 
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 − epsilon, and above at 1 + epsilon unless ``epsilon_high``
@@ -248,6 +243,7 @@ class ObjectiveSettings(Frozen):
     def _kl_errors(self) -> list[tuple[bool, str]]:
         every, corrected = self.reference_refresh_every, self.use_bias_correction_kl
         replayed = self.replay is not None and self.beta > 0
+        unscored = self.replay is not None and self.distillation is not None
         in_loss = self.beta > 0 and self.kl_in == "loss"
         in_reward = self.beta > 0 and self.kl_in == "reward"
         return [
@@ -255,6 +251,11 @@ class ObjectiveSettings(Frozen):
                 replayed,
                 "replay needs beta=0: the KL is estimated on completions of the policy as it is, "
                 "which replayed ones are not",
+            ),
+            (
+                unscored,
+                "distillation scores the policy's own completions, which replayed ones are not: "
+                "remove replay",
             ),
             (
                 every != "never" and int(every) < 1,
@@ -302,7 +303,8 @@ class ObjectiveSettings(Frozen):
     def can_skip_zero_advantages(self) -> bool:
         """True if a completion with advantage 0 has no gradient, so that the update may skip it."""
         in_loss = self.beta > 0 and self.kl_in == "loss"
-        return self.entropy_coef == 0 and not in_loss and self.loss is None
+        others = self.entropy_coef > 0 or in_loss or self.distillation is not None
+        return not others and self.loss is None
 
     def find_ratio_problems(self, updates_per_step: int) -> list[str]:
         """Return what has no effect because every ratio is 1 with one update per rollout."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import sum_over_ranks
-from vlm_grpo.engine.batch import GroupSlice
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.objective import StepTotals, completion_weights, needs_update
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
@@ -57,7 +57,7 @@ class StepScores:
 
     Attributes:
         values: (T,) values of the tokens of each completion, by the name of their field in
-            ``TokenBatch``: ``reference_logprobs``, ``token_advantages``.
+            ``TokenBatch``: ``reference_logprobs``, ``teacher_logprobs``, ``token_advantages``.
         penalties: (T,) KL penalties of the tokens of each completion, to subtract from the
             rewards; None if there are none.
         old: (T,) log-probs under the policy by completion, if they were computed for the penalties
@@ -130,6 +130,12 @@ def score_groups(
         Group(prompt, members, tuple(itertools.islice(scores, len(members))))
         for prompt, members in pairs
     ]
+
+
+def by_completion(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
+    """Split values of the micro-batch's tokens, (M,), into one (T,) tensor per completion."""
+    parts = values.split([len(completion) for completion in micro.completions])
+    return dict(zip(micro.rows, parts, strict=True))
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:

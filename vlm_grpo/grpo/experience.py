@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from accelerate import Accelerator
 
-from vlm_grpo.config.objective import ReplaySettings
+from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.curriculum import Curriculum, Observation
 from vlm_grpo.data.stream import Stream

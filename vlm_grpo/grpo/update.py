@@ -21,9 +21,10 @@ from vlm_grpo.engine.activations import ActivationOffloader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.batch import Rollout, StepBatch, StepScores, build_slices
+from vlm_grpo.grpo.batch import Rollout, StepBatch, StepScores, build_slices, by_completion
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.reference import Reference
+from vlm_grpo.grpo.teacher import Teacher, load_teacher
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import (
     KL_ESTIMATORS,
@@ -91,6 +92,7 @@ class Updater:
         budget: maximum number of tokens per micro-batch.
         offload: opens a context that moves the activations saved inside to the host.
         surrogate: the user's loss; None: that of the settings' loss type.
+        teacher: the teacher of distillation; None: there is none.
     """
 
     policy: Policy
@@ -101,6 +103,7 @@ class Updater:
     budget: TokenBudget
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     surrogate: Surrogate | None = None
+    teacher: Teacher | None = None
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -128,24 +131,27 @@ class Updater:
     def score_step(self, rollout: Rollout) -> StepScores:
         """Score the completions in the passes that the settings need besides the update's."""
         objective, groups = self.settings.objective, rollout.groups
-        if rollout.is_supervised or not objective.needs_reference:
+        if rollout.is_supervised:
             return StepScores()
-        with self.policy.stopwatch("reference"):
-            count = sum(len(group.completions) for group in groups)
-            slices = build_slices(groups, [True] * count)
-            reference = self.reference_logprobs(slices)
-            values = {"reference_logprobs": reference}
-            if objective.kl_in == "loss":
-                return StepScores(values)
-            with self.strategy.gathered():
-                old = self.logprobs(slices)
-            estimate = KL_ESTIMATORS[objective.kl_estimator]
-            penalties = [
-                objective.beta * estimate(old[row].cpu(), reference[row].cpu())
-                for row in range(count)
-            ]
-            kept = old if self.settings.optim.mini_batches > 1 else {}
-            return StepScores(values, penalties, kept)
+        count = sum(len(group.completions) for group in groups)
+        slices = build_slices(groups, [True] * count)
+        values, penalties, old = {}, None, {}
+        if objective.needs_reference:
+            with self.policy.stopwatch("reference"):
+                reference = values["reference_logprobs"] = self.reference_logprobs(slices)
+                if objective.kl_in == "reward":
+                    with self.strategy.gathered():
+                        old = self.logprobs(slices)
+                    estimate = KL_ESTIMATORS[objective.kl_estimator]
+                    penalties = [
+                        objective.beta * estimate(old[row].cpu(), reference[row].cpu())
+                        for row in range(count)
+                    ]
+        if self.teacher is not None:
+            with self.policy.stopwatch("teacher"):
+                values["teacher_logprobs"] = self.teacher.logprobs(slices, self.budget.limit)
+        kept = old if self.settings.optim.mini_batches > 1 else {}
+        return StepScores(values, penalties, kept)
 
     def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the reference policy by completion."""
@@ -160,7 +166,7 @@ class Updater:
         """Return the (T,) log-probs under the current weights by completion."""
         logprobs: dict[int, Tensor] = {}
         for micro in pack(slices, self.budget.limit):
-            logprobs |= _by_completion(micro, self.policy.score(micro).logprobs)
+            logprobs |= by_completion(micro, self.policy.score(micro).logprobs)
         return logprobs
 
     # The gradient steps.
@@ -262,7 +268,7 @@ class Updater:
             else:
                 scores = self.policy.score(micro, objective.entropy_coef > 0)
         if not updates.count and (batch.num_iterations > 1 or batch.replayed):
-            now = _by_completion(micro, scores.logprobs.detach())
+            now = by_completion(micro, scores.logprobs.detach())
             old |= {row: logprobs for row, logprobs in now.items() if row not in batch.replayed}
         has_ratio = bool(updates.count or batch.replayed)
         tokens = _token_batch(micro, scores, batch, old if has_ratio else None)
@@ -289,6 +295,7 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
         TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
         offload,
         load_surrogate(settings.objective),
+        load_teacher(settings, policy),
     )
 
 
@@ -346,9 +353,3 @@ def _token_batch(
         weights=weights,
         **{name: flatten(by_row) for name, by_row in batch.values.items() if by_row},
     )
-
-
-def _by_completion(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
-    """Split values of the micro-batch's tokens, (M,), into one (T,) tensor per completion."""
-    parts = values.split([len(completion) for completion in micro.completions])
-    return dict(zip(micro.rows, parts, strict=True))

@@ -23,6 +23,7 @@ class TokenBatch:
             None in the first update, where they equal ``logprobs``.
         reference_logprobs: log-probs under the reference policy, without gradient; None if no
             separate reference is kept.
+        teacher_logprobs: log-probs under the teacher; None if there is none.
         sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
         entropies: entropy of the policy's distribution at each token, with gradient if there is
             an entropy bonus.
@@ -39,6 +40,7 @@ class TokenBatch:
     lengths: Int[Tensor, " N"]
     old_logprobs: Float[Tensor, " M"] | None = None
     reference_logprobs: Float[Tensor, " M"] | None = None
+    teacher_logprobs: Float[Tensor, " M"] | None = None
     sampler_logprobs: Float[Tensor, " M"] | None = None
     entropies: Float[Tensor, " M"] | None = None
     active: Bool[Tensor, " N"] | None = None

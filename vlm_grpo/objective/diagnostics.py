@@ -139,6 +139,9 @@ def loss_metrics(
         means["entropy"] = (batch.entropies, active)
     if reference is not None:
         means["kl"] = (k3(logprobs, reference) * (logprobs - old).exp(), active)
+    if batch.teacher_logprobs is not None:
+        to_teacher = k3(logprobs, batch.teacher_logprobs) * (logprobs - old).exp()
+        means["distillation/kl"] = (to_teacher, active)
     for name, clipped in _find_clipped(batch, ratio, settings).items():
         means[name] = (clipped.to(active.dtype), _clip_weights(batch, settings))
     if batch.sampler_logprobs is not None:

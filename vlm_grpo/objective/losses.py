@@ -98,7 +98,7 @@ def compute_loss(
     inputs = LossInputs(batch, settings, surrogate)
     parts = [(TERMS[name](inputs) * weights).sum() for name, weights in batch.weights.items()]
     metrics = MetricAccumulator()
-    if "policy" in batch.weights:
+    if "cross_entropy" not in batch.weights:
         metrics = loss_metrics(
             batch, inputs.old, inputs.reference, inputs.ratio, inputs.correction, settings
         )
@@ -155,6 +155,20 @@ def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     return inputs.batch.entropies
 
 
+def distillation_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Compute ρ·(log π_old − log π_teacher) of each token, whose gradient is through ρ alone.
+
+    At ρ = 1 the expected gradient is that of the reverse KL(policy ‖ teacher) of each token, given
+    the tokens before it: log π_old − log π_teacher is a reward of the token itself (Lu and Thinking
+    Machines Lab, "On-Policy Distillation", 2025; Gu et al., MiniLLM, arXiv:2306.08543).
+    """
+    teacher = inputs.batch.teacher_logprobs
+    if teacher is None:
+        raise ValueError("distillation needs teacher_logprobs in the batch")
+    values = (inputs.batch.logprobs - inputs.old).exp() * (inputs.old - teacher)
+    return values if inputs.correction is None else values * inputs.correction
+
+
 def cross_entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     """Return −log π of each target token."""
     return -inputs.batch.logprobs
@@ -164,6 +178,7 @@ TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
     "policy": policy_term,
     "kl": kl_term,
     "entropy": entropy_term,
+    "distillation": distillation_term,
     "cross_entropy": cross_entropy_term,
 }
 """The terms of the loss: each computes one value per token, before weighting."""
@@ -258,8 +273,8 @@ def completion_weights(
     ``policy``: for grpo and sapo 1 / (completions × the completion's length) (arXiv:2402.03300,
     eq. 3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo
     1 / completions (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step
-    (arXiv:2503.14476, eq. 8). ``kl``: β times that. ``entropy``: −entropy_coef / active tokens.
-    All are 0 for masked completions.
+    (arXiv:2503.14476, eq. 8). ``kl``: β times that. ``entropy`` and
+    ``distillation``: −entropy_coef and coef / active tokens. All are 0 for masked completions.
 
     Args:
         lengths: number of tokens of each completion.
@@ -278,7 +293,10 @@ def completion_weights(
         policy = kept / (completions * totals.max_completion_length)
     else:
         policy = kept / tokens
-    weights = {"policy": policy}
+    distillation = settings.distillation
+    weights = {} if distillation is not None and distillation.only else {"policy": policy}
+    if distillation is not None:
+        weights["distillation"] = distillation.coef * kept / tokens
     if settings.beta > 0 and settings.kl_in == "loss":
         weights["kl"] = settings.beta * policy
     if settings.entropy_coef > 0:

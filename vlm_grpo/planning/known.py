@@ -75,6 +75,11 @@ class KnownPlanner(StepPlanner):
     ) -> None:
         super().__init__(settings, replace(find_device(gpu), reserved=reserved), devices, weights)
         self.facts = load_known_models()[settings.model]
+        if settings.objective.distillation is not None:
+            raise UserError(
+                "objective.distillation needs the shape of the teacher: plan a recipe with "
+                "model=FOLDER, a folder that has its config.json, tokenizer and processor"
+            )
 
     def read_shape(self, policy: PolicySettings) -> ModelShape:
         kind = "full" if policy.lora is None else "lora"

@@ -49,6 +49,7 @@ class Memory:
         weights: weights of the model and its adapters.
         optimizer: the optimizer's state.
         reference: weights of the reference policy.
+        teacher: weights of the teacher of distillation.
         gradients: gradients of the trained weights, at the end of the backward pass.
         first_gradients: those that exist while all activations are still saved: with several
             micro-batches all, with one those of the output head.
@@ -85,13 +86,14 @@ class Memory:
     offloaded: int = 0
     host: int = 0
     copied: int = 0
+    teacher: int = 0
     server: int = 0
     resting: int = 0
 
     @property
     def persistent(self) -> int:
         """Memory held throughout the step."""
-        states = self.weights + self.optimizer + self.reference
+        states = self.weights + self.optimizer + self.reference + self.teacher
         return states + self.features + self.libraries
 
     @property
@@ -139,6 +141,7 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
         weights=_count_weight_bytes(model),
         optimizer=model.count_state_bytes(work.optimizer),
         reference=trained if work.uses_reference else 0,
+        teacher=work.teacher_weights * model.value_bytes,
         gradients=trained,
         first_gradients=trained if accumulates else head,
         libraries=LIBRARIES[_get_compute_dtype(model)] if on_cpu else 0,

@@ -21,6 +21,7 @@ _DESCRIPTIONS = {
     "weights": "model and adapters",
     "optimizer": "the optimizer's state",
     "reference": "reference policy",
+    "teacher": "teacher of distillation",
     "libraries": "libraries, besides tensors",
     "features": "outputs of the frozen vision tower",
     "folded": "rollout: copies of weights for faster decoding",

@@ -111,6 +111,7 @@ class StepPlanner(ABC):
         num_rows: number of rows of the training data; 0: prompts are assumed.
         images_per_prompt: largest number of images in a prompt, at least 1.
         min_pixels: pixels to which the processor enlarges images; None: it has no pixel budget.
+        teacher_weights: number of weights of the teacher of distillation; 0: there is none.
     """
 
     num_rows: int
@@ -138,6 +139,7 @@ class StepPlanner(ABC):
         self.settings, self.device, self.num_devices = settings, device, devices
         self.weights: Weights = weights
         self._shapes: dict[str, ModelShape] = {}
+        self.teacher_weights = 0
 
     @abstractmethod
     def read_shape(self, policy: PolicySettings) -> ModelShape:
@@ -163,7 +165,10 @@ class StepPlanner(ABC):
         shape = self._shapes[key]
         sizes = self.count_prompts(policy)
         work, typical = (
-            estimate_workload(settings, size, shape, self.num_devices)
+            replace(
+                estimate_workload(settings, size, shape, self.num_devices),
+                teacher_weights=self.teacher_weights,
+            )
             for size in (sizes[-1], sizes[len(sizes) // 2])
         )
         memory = self._estimate_memory(shape, work, weights)

@@ -53,8 +53,9 @@ def count_flops(model: ModelShape, work: Workload) -> PhaseCosts:
         vision += work.iterations * repeats * encoding * (3 + recomputed)
     elif not model.shares_prompts:  # features are not kept
         vision += (work.iterations + work.uses_reference) * encoding
-    # The reference, and the old log-probs of all mini-batches but the first.
+    # The reference, the old log-probs of all mini-batches but the first, and the teacher.
     passes = work.uses_reference + 1 - 1 / work.mini_batches
+    passes += work.teacher_weights / model.num_weights
     passed = passes * (forward + completions * work.completion_tokens * head)
     return PhaseCosts(vision, work.num_prompts * prompt, rollout, work.iterations * update + passed)
 

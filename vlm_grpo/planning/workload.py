@@ -54,6 +54,7 @@ class Workload:
         copies: copies of each prompt: 1, and G in the repeated form.
         optimizer: ``optim.name``.
         mini_batches: parts of the step with updates of their own.
+        teacher_weights: number of weights of the teacher of distillation; 0: there is none.
     """
 
     num_prompts: int
@@ -70,6 +71,7 @@ class Workload:
     copies: int = 1
     optimizer: OptimizerName = "adamw"
     mini_batches: int = 1
+    teacher_weights: int = 0
 
     @property
     def num_groups(self) -> int:
