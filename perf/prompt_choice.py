@@ -1,10 +1,10 @@
-"""Steps to a level of held-out accuracy with a curriculum and with replay, beside neither.
+"""Steps to a level of held-out accuracy with a curriculum, with replay and behind noisy images.
 
     OMP_NUM_THREADS=1 python perf/prompt_choice.py
 
-trains the recipes on few examples with each choice, one run after the other in this process, and
-prints the table of docs/sampling.md. Runs in `results/prompt_choice.json` are not made again: after
-an interruption the same command resumes.
+trains the recipes on few examples with each choice and with none (uniform), one run after the
+other in this process, and prints the rows of both tables of docs/sampling.md. Runs in
+`results/prompt_choice.json` are not made again: after an interruption the same command resumes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CHOICES = {
     "uniform": [],
     "curriculum": ["data.curriculum.pool=4"],
     "replay": ["objective.replay.size=64"],
+    "noise": ["rollout.noise.strength=500"],
 }
 SHORT = [
     "data.train_limit=256", "data.eval_limit=200", "optim.warmup_steps=10",
@@ -54,7 +55,7 @@ def measure(recipe: str, seed: int, choice: str, folder: str) -> dict:
     later = [[m["step"] + 1, m[f"eval/{name}"]] for m in metrics if f"eval/{name}" in m]
     means = {
         key: round(statistics.fmean(m[key] for m in metrics), 4)
-        for key in ("frac_reward_zero_std", "replay/groups", "curriculum/pass_rate")
+        for key in ("frac_reward_zero_std", "replay/groups", "curriculum/pass_rate", "noise/reward")
         if key in metrics[0]
     }
     return {

@@ -17,6 +17,7 @@ from PIL import Image
 
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.image_decode import decode_image
+from vlm_grpo.utils.image_noise import DiffusionNoise
 from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
 
 StopReason = Literal["eos", "stop", "length"]
@@ -96,6 +97,7 @@ class ImageRef:
             ``size`` until a policy sets it.
         path: file of the encoded image.
         data: bytes of the encoded image (PNG, JPEG, …), or where they are.
+        noise: noise on the resized image, which ``load`` leaves out; None: there is none.
     """
 
     name: str
@@ -103,6 +105,12 @@ class ImageRef:
     resized_size: tuple[int, int]
     path: Path | None = None
     data: bytes | FileSlice | TableCell | None = None
+    noise: DiffusionNoise | None = None
+
+    @property
+    def clean(self) -> ImageRef:
+        """Return the reference to the image without noise."""
+        return self if self.noise is None else replace(self, noise=None)
 
     def read_bytes(self) -> bytes:
         """Return the bytes of an image that has ``data``.
@@ -168,6 +176,12 @@ class Example:
         pairs = zip(self.images, sizes, strict=True)
         return replace(self, images=tuple(replace(i, resized_size=size) for i, size in pairs))
 
+    def with_noise(self, noise: DiffusionNoise) -> Example:
+        """Return the example with noise on each of its images; their numbers extend its seed."""
+        seeds = ((*noise.seed, number) for number in range(len(self.images)))
+        pairs = zip(self.images, (replace(noise, seed=seed) for seed in seeds), strict=True)
+        return replace(self, images=tuple(replace(image, noise=own) for image, own in pairs))
+
 
 @dataclass(frozen=True)
 class LabeledBoxes:
@@ -206,6 +220,7 @@ class Prompt:
         vision: inputs of the family's vision tower, empty without images
             (for Qwen: ``pixel_values`` (patches, values) and ``image_grid_thw`` (images, 3)).
         image_decodes: number of images that were decoded for it; others came from a cache.
+        noisy: the prompt with noise on its images, for a part of the group; None: there is none.
     """
 
     example: Example
@@ -213,6 +228,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     vision: Mapping[str, Any]
     image_decodes: int = 0
+    noisy: Prompt | None = None
 
 
 @dataclass(frozen=True)
@@ -229,6 +245,7 @@ class Completion:
         entropies: (T,) entropy of the sampling distribution at each token, in nats.
         version: number of steps after which the weights that sampled it were published; None: it
             was sampled with the policy's own.
+        noise: steps of the noise on the images behind which it was sampled; 0: there was none.
     """
 
     token_ids: tuple[int, ...]
@@ -237,6 +254,7 @@ class Completion:
     stop: StopReason
     entropies: tuple[float, ...] = ()
     version: int | None = None
+    noise: int = 0
 
 
 @dataclass(frozen=True)

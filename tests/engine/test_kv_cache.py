@@ -73,7 +73,7 @@ def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
 def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int) -> None:
     """A place is free for another completion, of any prompt, as soon as its own is finished."""
     random = np.random.default_rng(0)
-    seating = Seating([3, 0, 5, 1, 4, 2], 4, slots, places)
+    seating = Seating([3, 0, 5, 1, 4, 2], [4] * 6, slots, places)
     left = random.integers(1, 9, 24)  # steps until each completion is finished
     started: list[int] = []
     steps = 0
@@ -98,7 +98,7 @@ def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int
 
 
 def test_empty_places_are_given_up_when_none_waits() -> None:
-    seating = Seating([0, 1], 4, 2, 8)
+    seating = Seating([0, 1], [4] * 2, 2, 8)
     seating.admit()
     assert seating.shrink(0.5) is None
     seating.release(np.array([0, 0, 1, 0, 1, 0, 0, 0], dtype=bool))
@@ -114,7 +114,7 @@ def test_empty_places_are_given_up_when_none_waits() -> None:
 
 
 def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
-    seating = Seating([0, 1, 2], 2, 3, 6)
+    seating = Seating([0, 1, 2], [2] * 3, 3, 6)
     seating.admit()
     seating.release(np.array([1, 0, 0, 0, 1, 0], dtype=bool))
     kept = seating.shrink(0.5)

@@ -114,7 +114,7 @@ def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(
 ) -> None:
     sampler = make_trainer(settings()).sampler
     ahead: list[Any] = []
-    monkeypatch.setattr(sampler.loader, "prefetch", ahead.append)
+    monkeypatch.setattr(sampler.loader, "prefetch", lambda indices, noise: ahead.append(indices))
     monkeypatch.setattr(sampler.scorer, "close", lambda: ahead.append("closed"))
     sampler.sample(0)
     sampler.close()
@@ -147,7 +147,7 @@ def test_a_failed_rollout_leaves_the_position(
     sampler.sample(0)
     load = sampler.loader.load
 
-    def fail(indices: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise UserError("an image cannot be read")
 
     monkeypatch.setattr(sampler.loader, "load", fail)

@@ -44,7 +44,7 @@ class CopySampler:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingSettings,
-        num_generations: int,
+        num_generations: Sequence[range],
         seeds: Sequence[Sequence[int | str]],
     ) -> Future[list[tuple[Completion, ...]]]:
         return self.thread.submit(self._sample, prompts, sampling, num_generations, seeds)

@@ -211,7 +211,8 @@ def _compute_token_losses(logprobs: Tensor, row: _Row, objective: ObjectiveSetti
         losses = -torch.minimum(ratio * row.advantage, clipped * row.advantage)
     if objective.sampler_correction == "token":
         weight = (row.old - torch.tensor(row.completion.logprobs)).exp()
-        losses = losses * weight.clamp(max=objective.sampler_correction_cap)
+        cap = objective.sampler_correction_cap
+        losses = losses * (1 if row.completion.noise else weight.clamp(max=cap))
     if objective.beta and objective.kl_in == "loss":
         kl = _kl(logprobs, row.reference, objective.kl_estimator)
         losses = losses + objective.beta * kl * (ratio if objective.use_bias_correction_kl else 1)

@@ -75,4 +75,9 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "optim": {"mini_batches": 2},
     },
+    "images with noise, truncated sampler, two mini-batches": {
+        "objective": {"sampler_correction": "token", "epsilon": 0.9, "epsilon_high": 9.0},
+        "rollout": {"noise": {"strength": 800, "share": 0.25}, "top_k": 150},
+        "optim": {"mini_batches": 2},
+    },
 }  # fmt: skip

@@ -43,7 +43,7 @@ def test_everything_that_changes_the_distribution_is_sent(policy: Policy) -> Non
     eos = policy.distribution.eos
     distribution = replace(policy.distribution, temperature=0.7, banned=(5, 9), min_new_tokens=2)
     sampling = SamplingSettings(distribution, 17, stop=("###",), top_k=11, top_p=0.9, min_p=0.05)
-    request = build_request(policy, prompt, sampling, 6, (0, 3))
+    request = build_request(policy, prompt, sampling, range(6), (0, 3))
     seed = request["sampling_params"].pop("seed")
     assert request == {
         "model": "policy",  # the name under which runs serve full weights
@@ -66,10 +66,10 @@ def test_everything_that_changes_the_distribution_is_sent(policy: Policy) -> Non
             "skip_special_tokens": False,
         },
     }
-    again, other = (build_request(policy, prompt, sampling, 6, (0, n)) for n in (3, 4))
+    again, other = (build_request(policy, prompt, sampling, range(6), (0, n)) for n in (3, 4))
     seeds = [seed, *(r["sampling_params"]["seed"] for r in (again, other))]
     assert seeds[0] == seeds[1] != seeds[2]
-    plain = build_request(policy, prompt, replace(sampling, stop=()), 6, (0, 3))
+    plain = build_request(policy, prompt, replace(sampling, stop=()), range(6), (0, 3))
     assert plain["sampling_params"]["detokenize"] is False  # no text to look into
 
 
@@ -77,7 +77,7 @@ def test_images_are_sent_after_our_resize_without_loss(policy: Policy) -> None:
     example = noise_example("a", [(131, 60), (40, 90)])
     prompt = make_prompt(policy, example)
     sampling = SamplingSettings(policy.distribution, 4)
-    request = build_request(policy, prompt, sampling, 2, (0, 0))
+    request = build_request(policy, prompt, sampling, range(2), (0, 0))
     image_token = policy.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert request["token_ids"].count(image_token) == 2  # the server repeats them
     sent = [

@@ -88,7 +88,9 @@ def sample(sampler: VllmSampler, prompts: list[Prompt], count: int = 3) -> Any:
 
 def begin(sampler: VllmSampler, prompts: list[Prompt], count: int = 3) -> Any:
     settings = SamplingSettings(sampler.policy.distribution, 6)
-    return sampler.start(prompts, settings, count, [(0, i) for i in range(len(prompts))])
+    return sampler.start(
+        prompts, settings, [range(count)] * len(prompts), [(0, i) for i in range(len(prompts))]
+    )
 
 
 def tokens(groups: list[tuple[Completion, ...]]) -> Any:

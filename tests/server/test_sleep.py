@@ -64,7 +64,7 @@ class Run:
         return {"prompt_token_ids": list(self.prompt.token_ids), "choices": [choice]}
 
     def start(self) -> Any:
-        return self.sampler.start([self.prompt], self.sampling, 1, [(0, 0)])
+        return self.sampler.start([self.prompt], self.sampling, [range(1)], [(0, 0)])
 
     def take_calls(self) -> list[str]:
         """Return the calls since the last time; those that bring weights are one."""

@@ -40,7 +40,7 @@ def sample(
     sampler: Any, prompts: Sequence[Prompt], sampling: SamplingSettings, count: int, seed: int = 0
 ) -> list[tuple[Completion, ...]]:
     seeds = [(seed, index) for index in range(len(prompts))]
-    return sampler.start(prompts, sampling, count, seeds).result(300)
+    return sampler.start(prompts, sampling, [range(count)] * len(prompts), seeds).result(300)
 
 
 @torch.no_grad()

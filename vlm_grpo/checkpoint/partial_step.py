@@ -108,6 +108,7 @@ def serialize_completions(
             "tokens": len(completion.token_ids),
             "text": completion.text,
             "stop": completion.stop,
+            **({"noise": completion.noise} if completion.noise else {}),
             "rewards": dict(score.rewards),
             "total": score.total,
             "metrics": dict(score.metrics),
@@ -133,7 +134,8 @@ def restore_completion(
 ) -> tuple[Completion, Score]:
     """Restore a completion and its score from what the functions above returned."""
     token_ids, known = tuple(tokens.tolist()), tuple(logprobs.tolist())
-    completion = Completion(token_ids, known, values["text"], values["stop"])
+    text, stop, noise = values["text"], values["stop"], values.get("noise", 0)
+    completion = Completion(token_ids, known, text, stop, noise=noise)
     total, failures = values["total"], values["failures"]
     return completion, Score(answer, values["rewards"], total, values["metrics"], failures)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vlm_grpo.config.base import Frozen
 from vlm_grpo.config.vllm import CHOOSE_SERVERS, VllmSettings
+from vlm_grpo.utils.image_noise import MAX_NOISE_STEPS
 
 DEFAULT_ROLLOUT_TOKENS = 65_536
 """Number of tokens cached at once where free memory is not known."""
@@ -210,6 +212,30 @@ class PolicySettings(Frozen):
         return self
 
 
+class NoiseSettings(Frozen):
+    """NoisyRollout (Liu et al., arXiv:2504.13055): a part of each group is sampled behind images
+    with Gaussian noise, and the update scores it behind the clean ones. Defaults are those of the
+    authors' run on Geometry3K."""
+
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """Share of a group's completions sampled behind noise, rounded; one at least is, one is not."""
+    strength: int = Field(default=500, ge=1, le=MAX_NOISE_STEPS)
+    """Diffusion steps of the noise at first, α₀; 500 leave 74 % of an image's variance."""
+    midpoint: float = Field(default=2 / 3, gt=0)
+    """Share of the run after which the strength is half, γ; well above 1: it does not fall."""
+    steepness: float = Field(default=30.0, gt=0)
+    """How fast the strength falls about the midpoint, λ."""
+
+    def anneal(self, progress: float) -> int:
+        """Return the strength after a share of the run: ⌊α₀ · (1 − σ(λ · (progress − γ)))⌋."""
+        gate = math.tanh(self.steepness * (progress - self.midpoint) / 2)  # 2 σ − 1
+        return int(self.strength * (1 - gate) / 2)
+
+    def count(self, num_generations: int) -> int:
+        """Return how many of a group's completions are sampled behind noise."""
+        return min(max(1, math.floor(self.share * num_generations + 0.5)), num_generations - 1)
+
+
 class RolloutSettings(Frozen):
     """The sampling of completions. Names and meanings follow TRL's GRPOConfig."""
 
@@ -246,6 +272,8 @@ class RolloutSettings(Frozen):
     """Replace groups whose rewards are all equal with groups of new prompts."""
     max_resample: int | None = Field(default=None, ge=1)
     """Maximum rounds of replacement per step; None: 3 (dynamic_sampling only)."""
+    noise: NoiseSettings | None = None
+    """Sample a part of each group behind images with noise; None: all of it behind clean images."""
     vllm: VllmSettings | None = None
     """The vLLM servers (``rollout.sampler=vllm`` only); None: there are none."""
     reward_timeout: float | None = Field(default=10.0, gt=0)

@@ -29,6 +29,7 @@ from vlm_grpo.config.sources import (
 from vlm_grpo.config.warm_start import WarmStartSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.atomic_io import write_atomic
+from vlm_grpo.utils.image_noise import DiffusionNoise
 
 MIXED = "mixed"
 """The setting ``task`` of a run whose sources all have tasks of their own."""
@@ -189,6 +190,14 @@ class Settings(Frozen):
         every = self.warm_start is not None and self.warm_start.steps == "all"
         return every or step < self.supervised_steps
 
+    def noise_at(self, step: int) -> DiffusionNoise | None:
+        """Return the noise on images in a step, numbered from 0; None: there is none."""
+        noise, first = self.rollout.noise, self.supervised_steps
+        if noise is None or self.is_supervised(step):
+            return None
+        steps = noise.anneal((step + 1 - first) / (self.optim.max_steps - first))
+        return DiffusionNoise(steps, (self.seed,)) if steps else None
+
     @property
     def updates_per_step(self) -> int:
         """The number of updates on the completions of one rollout."""
@@ -242,12 +251,19 @@ class Settings(Frozen):
             problems += [] if problem is None else [problem]
         problems += self.objective.find_ratio_problems(self.updates_per_step)
         if self.is_supervised(optim.max_steps):
-            chosen, replay = self.data.curriculum, self.objective.replay
+            chosen, replay, noise = self.data.curriculum, self.objective.replay, self.rollout.noise
+            unused = {"data.curriculum": chosen, "objective.replay": replay, "rollout.noise": noise}
             problems += [
                 f"{name} has no effect in a run of supervised steps alone: set {name}=null"
-                for name, value in {"data.curriculum": chosen, "objective.replay": replay}.items()
+                for name, value in unused.items()
                 if value is not None
             ]
+        own = self.objective
+        if self.rollout.noise is not None and (own.beta or own.replay or own.distillation):
+            problems.append(
+                "rollout.noise needs objective.beta=0, and neither objective.replay nor "
+                "objective.distillation: each takes a completion for one behind the clean images"
+            )
         if not self.data.has_held_out and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")
         if not self.data.has_held_out and self.evaluation.samples > 1:

@@ -77,11 +77,11 @@ class SharedDecoder:
     def __call__(
         self, prefixes: Sequence[PrefixInputs], state: SamplerState, max_tokens: int
     ) -> None:
-        """Sample all completions; rows p·G … p·G+G−1 of ``state`` belong to prompt p.
+        """Sample all completions.
 
         Args:
             prefixes: the prompts.
-            state: receives the tokens.
+            state: receives the tokens; knows the number of completions of each prompt.
             max_tokens: maximum number of prompt and completion tokens cached at once.
         """
         decoding = _Decoding(self, prefixes, state, max_tokens)
@@ -192,13 +192,14 @@ class _Decoding:
         self.decoder, self.prefixes, self.state = decoder, prefixes, state
         self.device = state.tokens.device
         self.lengths = np.array([len(prefix.token_ids) for prefix in prefixes])
-        group, longest = state.count // len(prefixes), state.tokens.shape[1]
+        sizes, longest = state.sizes, state.tokens.shape[1]
         prompt_length = decoder.round_up(int(self.lengths.max()))
-        slots, places = _fit(len(prefixes), group, prompt_length, longest, max_tokens)
-        self.seating = Seating(np.argsort(-self.lengths).tolist(), group, slots, places)
+        slots, places = _fit(len(prefixes), max(sizes), prompt_length, longest, max_tokens)
+        places = min(places, state.count)
+        self.seating = Seating(np.argsort(-self.lengths).tolist(), sizes, slots, places)
         self.cache = decoder.open_cache(slots, places, prompt_length, longest)
         self.axes = max(len(prefix.layout.positions) for prefix in prefixes)
-        starts = np.repeat([prefix.next_position for prefix in prefixes], group)
+        starts = np.repeat([prefix.next_position for prefix in prefixes], sizes)
         self.starts = copy_to(self.device, np.append(starts, 0))
         self.hidden = torch.empty(0)  # the last hidden state of the prompt in each slot
         self.index: SeatingIndex | None = None

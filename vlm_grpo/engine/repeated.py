@@ -140,12 +140,12 @@ def _group_alike(prompts: Sequence[Prompt]) -> list[list[int]]:
 def sample_repeated(
     model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, padding: Padding
 ) -> None:
-    """Sample all completions; rows p·G … p·G+G−1 of ``state`` belong to prompt p.
+    """Sample all completions.
 
     Args:
         model: the bare transformers model.
         prompts: one prompt per group.
-        state: receives the tokens.
+        state: receives the tokens; knows the number of completions of each prompt.
         max_tokens: maximum number of prompt and completion tokens processed at once.
         padding: what is appended to rows.
     """
@@ -161,7 +161,6 @@ def sample_repeated(
 def _sample(
     model: Any, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, padding: Padding
 ) -> None:
-    group = state.count // len(prompts)
     longest = state.tokens.shape[1]
     device = state.tokens.device
     config = GenerationConfig(
@@ -170,7 +169,8 @@ def _sample(
         pad_token_id=padding.token,
         eos_token_id=list(state.settings.distribution.eos) or None,
     )
-    repeated = [prompt for prompt in prompts for _ in range(group)]
+    pairs = zip(prompts, state.sizes, strict=True)
+    repeated = [prompt for prompt, size in pairs for _ in range(size)]
     for order in _group_alike(repeated):
         order.sort(key=lambda row: -len(repeated[row].token_ids))
         while order:

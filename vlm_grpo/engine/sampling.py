@@ -155,6 +155,7 @@ class SamplerState:
         uniform: the uniform numbers to sample with; see ``draw_uniforms``.
         settings: the sampler's settings.
         decode: returns the text of tokens; needed for ``settings.stop``.
+        sizes: number of completions of each prompt, in the order of rows; empty: each has one.
 
     Attributes:
         count: number of completions, N.
@@ -173,9 +174,11 @@ class SamplerState:
         uniform: Float[Tensor, "N longest"],
         settings: SamplingSettings,
         decode: Callable[[Sequence[int]], str] | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         device, shape = uniform.device, (len(uniform) + 1, uniform.shape[1])
         self.settings, self.decode, self.count = settings, decode, len(uniform)
+        self.sizes = sizes or (1,) * self.count
         self.uniform = torch.cat([uniform, torch.zeros_like(uniform[:1])])
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)

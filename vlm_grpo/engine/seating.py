@@ -21,22 +21,27 @@ class Seating:
 
     Args:
         order: prompts in the order in which they are started.
-        group_size: completions per prompt, G; those of prompt p are rows p·G … p·G+G−1.
+        sizes: number of completions of each prompt, whose rows follow those of the prompt before.
         slots: number of slots.
         places: number of places.
 
     Attributes:
+        group_size: most completions of a prompt, G.
+        owners: the prompt of each row.
+        seats: the number of each row among those of its prompt.
         prompts: the prompt in each slot; −1: none.
         rows: the row of the completion in each place; −1: none.
         ages: number of tokens sampled for the completion in each place.
     """
 
-    def __init__(self, order: Sequence[int], group_size: int, slots: int, places: int) -> None:
-        self.group_size = group_size
+    def __init__(self, order: Sequence[int], sizes: Sequence[int], slots: int, places: int) -> None:
+        self.group_size, ends = max(sizes), np.cumsum(sizes)
+        self.owners = np.repeat(np.arange(len(sizes)), sizes)
+        self.seats = np.arange(ends[-1]) - (ends - sizes)[self.owners]
         self.prompts: Int[np.ndarray, " slots"] = np.full(slots, -1)
         self.rows: Int[np.ndarray, " places"] = np.full(places, -1)
         self.ages: Int[np.ndarray, " places"] = np.zeros(places, dtype=np.int64)
-        self._waiting = [row for p in order for row in range(p * group_size, (p + 1) * group_size)]
+        self._waiting = [row for p in order for row in range(ends[p] - sizes[p], ends[p])]
         self._waiting.reverse()
 
     @property
@@ -54,7 +59,7 @@ class Seating:
         for place in np.flatnonzero(self.rows < 0).tolist():
             if not self._waiting:
                 break
-            prompt = self._waiting[-1] // self.group_size
+            prompt = self.owners[self._waiting[-1]]
             if prompt not in self.prompts:
                 free = np.flatnonzero(self.prompts < 0)
                 if not len(free):
@@ -67,15 +72,15 @@ class Seating:
 
     def find_slots(self, places: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """Return the slot of the prompt of the completion in each of the given places."""
-        prompts = self.rows[places] // self.group_size
+        prompts = self.owners[self.rows[places]]
         return (prompts[:, None] == self.prompts).argmax(1)
 
     def release(self, is_active: Bool[np.ndarray, " N"]) -> None:
         """Free the places of finished completions, and the slots whose group is finished."""
         self.rows[~np.append(is_active, False)[self.rows]] = -1
         # Of the prompts that wait, only the first can have a slot.
-        needed = np.append(self.rows[self.rows >= 0], self._waiting[-1:]) // self.group_size
-        self.prompts[~np.isin(self.prompts, needed)] = -1
+        needed = np.append(self.rows[self.rows >= 0], self._waiting[-1:]).astype(int)
+        self.prompts[~np.isin(self.prompts, self.owners[needed])] = -1
 
     def shrink(self, share: float) -> tuple[np.ndarray, np.ndarray] | None:
         """Give up empty slots and places once none waits and many places are empty.
@@ -138,7 +143,7 @@ class SeatingIndex(NamedTuple):
         """
         group = seating.group_size
         places = np.arange(len(seating.rows))
-        seats = seating.find_slots(places) * group + np.maximum(seating.rows, 0) % group
+        seats = seating.find_slots(places) * group + seating.seats[seating.rows]
         seat_places = np.zeros(len(seating.prompts) * group, dtype=np.int64)
         is_used = seating.rows >= 0
         seat_places[seats[is_used]] = places[is_used]
@@ -149,7 +154,7 @@ class SeatingIndex(NamedTuple):
             order = np.arange(count).reshape(key_heads, -1).T.ravel()
             pairs.append((seat_places[:, None] * count + order).ravel())
             pairs.append((seats[:, None] * count + np.argsort(order)).ravel())
-        rows = np.where(is_used, seating.rows, len(lengths) * group)
+        rows = np.where(is_used, seating.rows, len(seating.owners))
         prompt_lengths = np.where(seating.prompts >= 0, lengths[seating.prompts], 1)
         return cls(
             copy_to(device, rows),

@@ -41,7 +41,8 @@ class PrefixInputs:
 
 
 Layouts = dict[tuple[tuple[int, ...], Unit], PromptLayout]
-"""Layouts by the prompt's tokens and images. They do not depend on the weights."""
+"""Layouts by the prompt's tokens and images. They do not depend on the weights
+or on noise."""
 
 
 def build_prefix_inputs(
@@ -57,7 +58,7 @@ def build_prefix_inputs(
     """
     prefixes = []
     for prompt, images in zip(prompts, features, strict=True):
-        key = prompt.token_ids, prompt.example.images
+        key = prompt.token_ids, tuple(image.clean for image in prompt.example.images)
         if key not in layouts:
             layouts[key] = family.lay_out(model, prompt)
         token_ids = np.array(prompt.token_ids, dtype=np.int64)

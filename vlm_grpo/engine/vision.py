@@ -78,7 +78,8 @@ class ImageEncoder:
     """A vision tower that encodes each unique image once.
 
     Features of a frozen tower are cached until ``clear_cache``. Features of a trained tower carry
-    a gradient and are recomputed in every call, except inside ``share_passes``.
+    a gradient and are recomputed in every call, except inside ``share_passes``. Images with noise
+    have passes of their own, so that others are rounded as without them, and are not cached.
 
     Args:
         family: the model's family.
@@ -107,17 +108,21 @@ class ImageEncoder:
                 pairs = zip(units, self.family.split_images(prompt), strict=True)
                 todo |= {unit: values for unit, values in pairs if unit not in known}
         with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
-            features = [
-                image
-                for images in split_passes(list(todo.values()))
-                for image in self.family.encode_images(self.model, images)
-            ]
-        new = dict(zip(todo, features, strict=True))
+            noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})
+            new = self._encode({u: values for u, values in todo.items() if u not in noisy})
         if with_gradient and self._passes is not None and new:
             self._passes.append(DetachedFeatures.detach(new))
             new = self._passes[-1].leaves
         known |= new
-        return known, sum(map(len, todo))
+        return {**known, **noisy} if noisy else known, sum(map(len, todo))
+
+    def _encode(self, vision: dict[Unit, dict]) -> dict[Unit, ImageFeatures]:
+        features = [
+            image
+            for images in split_passes(list(vision.values()))
+            for image in self.family.encode_images(self.model, images)
+        ]
+        return dict(zip(vision, features, strict=True))
 
     def clear_cache(self) -> None:
         """Drop the cached features."""

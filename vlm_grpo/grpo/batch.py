@@ -86,6 +86,7 @@ class StepBatch:
         values: as in ``StepScores``.
         num_iterations: number of updates on each mini-batch.
         replayed: the completions of replayed groups; their old log-probs are the sampler's.
+        noisy: the completions that were sampled behind images with noise.
     """
 
     mini_batches: tuple[tuple[GroupSlice, ...], ...]
@@ -96,6 +97,7 @@ class StepBatch:
     values: Mapping[str, Mapping[int, Tensor]]
     num_iterations: int = 1
     replayed: range = range(0)
+    noisy: frozenset[int] = frozenset()
 
     @property
     def num_updates(self) -> int:
@@ -208,4 +210,5 @@ def pack_step(
         values,
         1 if rollout.is_supervised else settings.objective.num_iterations,
         range(sampled, len(completions)),
+        frozenset(row for row, c in enumerate(completions) if c.noise),
     )

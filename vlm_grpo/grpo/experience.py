@@ -155,7 +155,10 @@ class Experience:
 
 
 def _observe(index: int, task: Task, group: Group) -> Observation:
-    passed = [measure_pass(task, group.prompt.example, score) for score in group.scores]
+    pairs = zip(group.completions, group.scores, strict=True)
+    # Noise makes a prompt harder than it is.
+    clean = [score for completion, score in pairs if not completion.noise]
+    passed = [measure_pass(task, group.prompt.example, score) for score in clean]
     return index, sum(passed), len(passed)
 
 

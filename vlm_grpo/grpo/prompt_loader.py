@@ -22,6 +22,7 @@ from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Prompt
 from vlm_grpo.utils.chat import Turn
+from vlm_grpo.utils.image_noise import DiffusionNoise
 from vlm_grpo.utils.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class PromptLoader:
     ) -> None:
         self.policy, self.task, self.stream = policy, task, stream
         self.skip_unreadable = skip_unreadable
-        self._pending: dict[int, Future[_Loaded]] = {}
+        self._pending: dict[tuple[int, DiffusionNoise | None], Future[_Loaded]] = {}
         self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="prompts")
         self._pool: WorkerPool | None = None
         if workers:
@@ -74,24 +75,25 @@ class PromptLoader:
             names = "prompt", "data.dataloader_num_workers"
             self._pool = WorkerPool(workers, context, names, _Worker.start, [policy.prompts])
 
-    def load(self, indices: Sequence[int]) -> list[Prompt]:
-        """Return the prompts at these indices of the stream.
+    def load(self, indices: Sequence[int], noise: DiffusionNoise | None = None) -> list[Prompt]:
+        """Return the prompts at these indices of the stream, and their ``noisy`` ones with noise.
 
         Raises:
             UserError: an example cannot be read, or the worker processes end.
         """
-        self._submit(indices)
-        loaded = [self._pending.pop(index).result() for index in indices]
+        self._submit(indices, noise)
+        loaded = [self._pending.pop((index, noise)).result() for index in indices]
+        prompts = [p for item in loaded for p in (item.prompt, item.prompt.noisy) if p is not None]
         counters = self.policy.counters
-        counters.image_decodes += sum(item.prompt.image_decodes for item in loaded)
+        counters.image_decodes += sum(prompt.image_decodes for prompt in prompts)
         counters.replaced_prompts += sum(item.is_replacement for item in loaded)
         return [item.prompt for item in loaded]
 
-    def prefetch(self, indices: Sequence[int]) -> None:
+    def prefetch(self, indices: Sequence[int], noise: DiffusionNoise | None = None) -> None:
         """Start loading the prompts of the next ``load``, and drop all others."""
-        for index in self._pending.keys() - set(indices):
-            self._pending.pop(index).cancel()
-        self._submit(indices)
+        for key in self._pending.keys() - {(index, noise) for index in indices}:
+            self._pending.pop(key).cancel()
+        self._submit(indices, noise)
 
     def close(self) -> None:
         """Stop the threads and the workers."""
@@ -99,18 +101,21 @@ class PromptLoader:
         if self._pool is not None:
             self._pool.close()
 
-    def _submit(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            if index not in self._pending:
-                self._pending[index] = self._threads.submit(self._load, index)
+    def _submit(self, indices: Sequence[int], noise: DiffusionNoise | None) -> None:
+        for key in ((index, noise) for index in indices):
+            if key not in self._pending:
+                self._pending[key] = self._threads.submit(self._load, *key)
 
-    def _load(self, index: int) -> _Loaded:
+    def _load(self, index: int, noise: DiffusionNoise | None) -> _Loaded:
         """Load the prompt at an index, or the first readable one after it."""
         position = index
         while True:
             try:
                 example = self.policy.with_resized_sizes(self.stream[position])
                 prompt = self._build(example)
+                if noise is not None and example.images:
+                    own = replace(noise, seed=(*noise.seed, index))
+                    prompt = replace(prompt, noisy=self._build(example.with_noise(own)))
             except UserError as error:
                 is_last = position == index + MAX_REPLACEMENTS
                 if not self.skip_unreadable or is_last or isinstance(error, _WorkersEnded):

@@ -20,12 +20,12 @@ from vlm_grpo.distributed.collectives import (
     gather_object,
     sum_over_ranks,
 )
-from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.advantages import has_spread
 from vlm_grpo.grpo.balance import balance_groups, estimate_cost
 from vlm_grpo.grpo.batch import Rollout, score_groups
 from vlm_grpo.grpo.experience import Experience
+from vlm_grpo.grpo.groups import SamplingArguments, join_groups
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.prompt_loader import PromptLoader
 from vlm_grpo.grpo.started import StartedRound, wait_for
@@ -135,6 +135,10 @@ class RolloutSampler:
                 rollout = replace(self._sample_step(step), step=step, num_tokens=self.num_tokens)
             if outside is not None and not self._started:
                 outside.rest()
+            if self.settings.rollout.noise is not None:
+                noise = self.settings.noise_at(step)
+                strength = {"noise/strength": 0 if noise is None else noise.steps}
+                rollout = replace(rollout, metrics={**rollout.metrics, **strength})
             return rollout
         except (UserError, StepInterrupted):
             self.restore(*place)
@@ -155,7 +159,7 @@ class RolloutSampler:
         groups, own = [], []
         with self.strategy.gathered():
             with self._fail_together():
-                begun = self._begin_round(self.settings.optim.prompts_per_step, is_chosen=False)
+                begun = self._begin_round(self.settings.optim.prompts_per_step, step)
                 own = begun.own
                 groups = write_groups(begun.prompts, self._targets, self.task)
                 self.policy.check_form(begun.prompts)
@@ -168,7 +172,7 @@ class RolloutSampler:
         wanted, first = optim.prompts_per_step, self.settings.supervised_steps
         self.task = self.task.at((step - first) / (optim.max_steps - first))
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
-        groups = self._sample_round(lambda: self._begin_step(ahead))
+        groups = self._sample_round(lambda: self._begin_step(ahead, step))
         rounds = [tuple(groups)]
         if not (rollout.dynamic_sampling or self.experience.replay):
             return self.experience.finish(step, self.task, groups, self._balance(groups, 0, rounds))
@@ -178,7 +182,7 @@ class RolloutSampler:
             missing = wanted - len(kept)
             if not missing:
                 break
-            fresh = self._sample_round(lambda count=missing: self._begin_round(count))
+            fresh = self._sample_round(lambda count=missing: self._begin_round(count, step))
             resampled += missing
             kept += self._split_by_spread(fresh)[0]
             groups |= fresh
@@ -262,33 +266,30 @@ class RolloutSampler:
                 self._is_ready = True
             outside.publish(step)
 
-    def _begin_step(self, ahead: int) -> StartedRound:
+    def _begin_step(self, ahead: int, step: int) -> StartedRound:
         """Begin the first rounds of this step and the next ``ahead`` ones; return this step's."""
-        while len(self._started) <= ahead:
-            self._started.append(self._begin_round(self.settings.optim.prompts_per_step))
+        count = self.settings.optim.prompts_per_step
+        while (begun := len(self._started)) <= ahead:
+            self._started.append(self._begin_round(count, step + begun))
         return self._started.popleft()
 
-    def _begin_round(self, count: int, is_chosen: bool = True) -> StartedRound:
-        """Load this rank's prompts of the next ``count`` examples, and start sampling."""
+    def _begin_round(self, count: int, step: int) -> StartedRound:
+        """Load this rank's prompts of a step's next ``count`` examples, and start sampling."""
+        is_chosen = not self.settings.is_supervised(step)
         curriculum = self.experience.curriculum if is_chosen else None
         indices = self.cursor.take(count, curriculum)
         own = self._own_indices(indices)
         with self.policy.stopwatch("prompts"):
-            prompts = self.loader.load(own)
+            prompts = self.loader.load(own, self.settings.noise_at(step))
         following = self.cursor.peek(self.settings.optim.prompts_per_step, curriculum)
-        self.loader.prefetch(self._own_indices(following))
+        self.loader.prefetch(self._own_indices(following), self.settings.noise_at(step + 1))
         if self.outside is None or not prompts:
             return StartedRound(indices, own, prompts)
-        completions = self.outside.start(prompts, *self._sampling_arguments(own))
+        completions = self.outside.start(*self._build_arguments(prompts, own))
         return StartedRound(indices, own, prompts, completions)
 
-    def _sampling_arguments(
-        self, indices: Sequence[int]
-    ) -> tuple[SamplingSettings, int, list[tuple[int, int]]]:
-        """Return how to sample, how many completions, and the seeds of the prompts."""
-        rollout, seed = self.settings.rollout, self.settings.seed
-        sampling = build_sampling_settings(self.policy.distribution, rollout)
-        return sampling, rollout.num_generations, [(seed, index) for index in indices]
+    def _build_arguments(self, prompts: Sequence[Prompt], own: Sequence[int]) -> SamplingArguments:
+        return SamplingArguments.build(prompts, own, self.policy.distribution, self.settings)
 
     def _check_form(self, groups: Sequence[Group]) -> None:
         """Check the shared form on all ranks if one of them has a much larger group than before."""
@@ -336,6 +337,7 @@ class RolloutSampler:
             else:
                 completions = wait_for(begun.completions, self._stop_request)
                 self._count_generation(begun)
+        prompts, completions = join_groups(prompts, completions)
         self.num_tokens += sum(len(c.token_ids) for members in completions for c in members)
         with stopwatch("reward"):
             return score_groups(self.scorer, self.task, prompts, completions)
@@ -353,17 +355,17 @@ class RolloutSampler:
     def _sample_completions(
         self, prompts: Sequence[Prompt], indices: Sequence[int]
     ) -> list[tuple[Completion, ...]]:
-        """Sample the prompts' completions, and halve the token budget if memory runs out.
+        """Sample what ``SamplingArguments`` has, and halve the token budget if memory runs out.
 
         The completions do not depend on the budget.
         """
         rollout = self.settings.rollout
         longest = max(len(prompt.token_ids) for prompt in prompts)
         minimum = longest + rollout.num_generations * rollout.max_completion_length
-        arguments = self._sampling_arguments(indices)
+        arguments = self._build_arguments(prompts, indices)
         while True:
             try:
-                return self.policy.sample(prompts, *arguments, self.budget.tokens)
+                return self.policy.sample(*arguments, self.budget.tokens)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
@@ -373,7 +375,7 @@ class RolloutSampler:
                         f"of one prompt of {longest} tokens: lower rollout.num_generations, "
                         "rollout.max_completion_length or policy.max_pixels"
                     ) from error
-            self.budget.halve(minimum * len(prompts), minimum)
+            self.budget.halve(minimum * len(arguments.prompts), minimum)
 
 
 def build_rollout_sampler(
@@ -383,6 +385,8 @@ def build_rollout_sampler(
 
     Its servers are started at once, or after a warm start, whose steps need none.
     """
+    if settings.rollout.noise is not None and not any(example.images for example in examples):
+        raise UserError("rollout.noise has no effect: no training example has an image; remove it")
     if settings.rollout.sampler == "policy":
         return RolloutSampler(strategy, task, examples, settings)
     sampler = RolloutSampler(

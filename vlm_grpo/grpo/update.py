@@ -347,6 +347,9 @@ def _token_batch(
         lengths=lengths,
         old_logprobs=None if old is None else flatten(old),
         sampler_logprobs=flatten(batch.sampler_logprobs),
+        noisy=torch.tensor([r in batch.noisy for r in rows], device=device)
+        if batch.noisy
+        else None,
         entropies=scores.entropies,
         active=batch.active[rows].to(device),
         is_top=scores.is_top,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,11 +152,11 @@ class Policy:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingSettings,
-        num_generations: int,
+        num_generations: int | Sequence[range],
         seeds: Sequence[Sequence[int | str]],
         max_tokens: int | None = None,
     ) -> list[tuple[Completion, ...]]:
-        """Sample ``num_generations`` completions of each prompt.
+        """Sample completions of each prompt.
 
         The completions of a prompt depend only on its seed and the weights, not on the other
         prompts.
@@ -163,8 +164,8 @@ class Policy:
         Args:
             prompts: one prompt per group.
             sampling: the sampler's settings.
-            num_generations: completions per prompt, G.
-            seeds: seed of each prompt's random streams.
+            num_generations: completions per prompt, G; or their numbers for each prompt.
+            seeds: seed of each prompt's random streams, which a completion's number extends.
             max_tokens: maximum number of tokens cached at once; None: as many as fit into the
                 GPU's free memory.
 
@@ -172,13 +173,15 @@ class Policy:
             UserError: ``form_check`` failed, and the prompt must be shared.
         """
         self.check_form(prompts)
-        length = sampling.max_completion_length
+        if isinstance(num_generations, int):
+            num_generations = [range(num_generations)] * len(prompts)
         uniforms = [
-            torch.from_numpy(draw_uniforms((*seed, index), length))
-            for seed in seeds
-            for index in range(num_generations)
+            torch.from_numpy(draw_uniforms((*seed, index), sampling.max_completion_length))
+            for seed, own in zip(seeds, num_generations, strict=True)
+            for index in own
         ]
-        state = SamplerState(torch.stack(uniforms).to(self.device), sampling, self.decode)
+        uniform, sizes = torch.stack(uniforms).to(self.device), [*map(len, num_generations)]
+        state = SamplerState(uniform, sampling, self.decode, sizes)
         with (
             eval_mode(self.model),
             self._autocast(),
@@ -192,7 +195,7 @@ class Policy:
         if weights_are_copies:
             self.release_rollout_memory()
         completions = self._build_completions(state)
-        return list(zip(*[iter(completions)] * num_generations, strict=True))
+        return [tuple(itertools.islice(completions, size)) for size in sizes]
 
     def check_form(self, prompts: Sequence[Prompt]) -> None:
         """Check the shared form on the first prompts; errors as in ``sample``."""
@@ -219,20 +222,17 @@ class Policy:
     def _generate(
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int | None
     ) -> None:
-        config = self.model.config.get_text_config()
+        config, shape = self.model.config.get_text_config(), (state.count, state.tokens.shape[1])
         kept = 0 if self._decoder is None else self._decoder.count_kept_bytes()
-        completions = state.count, state.tokens.shape[1]
-        free = count_free_tokens(config, self.device, self.compute_dtype, completions, kept)
+        free = count_free_tokens(config, self.device, self.compute_dtype, shape, kept)
         if self._decoder is not None:
             prefixes = self._build_prefixes(prompts)
             self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
             self._decoder(prefixes, state, max_tokens or free)
         else:
-            num_generations = state.count // len(prompts)
-            tokens = sum(len(p.token_ids) for p in prompts)
-            images = sum(len(p.example.images) for p in prompts)
-            self.counters.prefill_tokens += num_generations * tokens
-            self.counters.encoder_passes += num_generations * images
+            for prompt, size in zip(prompts, state.sizes, strict=True):
+                self.counters.prefill_tokens += size * len(prompt.token_ids)
+                self.counters.encoder_passes += size * len(prompt.example.images)
             # A chunk's prompts are processed at once, and their activations take more than keys.
             most = max_tokens or min(free, DEFAULT_ROLLOUT_TOKENS)
             with plain_attention(self.family, self.model):

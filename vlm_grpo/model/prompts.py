@@ -81,15 +81,16 @@ class PromptWriter:
             raise UserError(f"{example.name}: {error}") from error
 
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
-        """Return the example's resized images, and whether each was decoded by this call.
+        """Return the example's resized images with their noise, and whether this call decoded each.
 
         Raises:
             UserError: an image cannot be read.
         """
         try:
-            return [self._images.load(reference) for reference in example.images]
+            loaded = [(i.noise, *self._images.load(i.clean)) for i in example.images]
         except ValueError as error:
             raise UserError(f"{example.name}: {error}") from error
+        return [(noise(image) if noise else image, is_new) for noise, image, is_new in loaded]
 
     def select_usable(
         self,

@@ -25,6 +25,8 @@ class TokenBatch:
             separate reference is kept.
         teacher_logprobs: log-probs under the teacher; None if there is none.
         sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
+        noisy: True for a completion sampled behind other images, whose sampler log-probs are not
+            compared with the policy's; None: there is none.
         entropies: entropy of the policy's distribution at each token, with gradient if there is
             an entropy bonus.
         active: False for a completion that is masked out (truncated); None: all are active.
@@ -42,6 +44,7 @@ class TokenBatch:
     reference_logprobs: Float[Tensor, " M"] | None = None
     teacher_logprobs: Float[Tensor, " M"] | None = None
     sampler_logprobs: Float[Tensor, " M"] | None = None
+    noisy: Bool[Tensor, " n"] | None = None
     entropies: Float[Tensor, " M"] | None = None
     active: Bool[Tensor, " N"] | None = None
     is_top: Bool[Tensor, " M"] | None = None

@@ -145,8 +145,11 @@ def loss_metrics(
     for name, clipped in _find_clipped(batch, ratio, settings).items():
         means[name] = (clipped.to(active.dtype), _clip_weights(batch, settings))
     if batch.sampler_logprobs is not None:
-        difference = (old - batch.sampler_logprobs).abs()
-        means["sampling/sampling_logp_difference/mean"] = (difference, active)
+        difference, compared = (old - batch.sampler_logprobs).abs(), active
+        if batch.noisy is not None:
+            noisy = batch.noisy[batch.completion]
+            difference, compared = difference.masked_fill(noisy, 0.0), active * ~noisy
+        means["sampling/sampling_logp_difference/mean"] = (difference, compared)
         maxima["sampling/sampling_logp_difference/max"] = difference
     minima = {}
     if correction is not None:

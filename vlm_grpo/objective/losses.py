@@ -322,6 +322,8 @@ def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Ten
         raise ValueError("sampler_correction needs sampler_logprobs in the batch")
     level, _, form = settings.sampler_correction.partition("_")
     difference = old.detach() - batch.sampler_logprobs
+    if batch.noisy is not None:
+        difference = difference.masked_fill(batch.noisy[batch.completion], 0.0)
     if level == "sequence":
         difference = batch.completion_sum(difference)[batch.completion]
     weights = difference.exp()

@@ -38,7 +38,7 @@ class OutsideSampler(Protocol):
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingSettings,
-        num_generations: int,
+        num_generations: Sequence[range],
         seeds: Sequence[Sequence[int | str]],
     ) -> Future[list[tuple[Completion, ...]]]:
         """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``.

@@ -33,7 +33,7 @@ class Job:
     Attributes:
         prompts: one prompt per group.
         sampling: the sampler's settings.
-        num_generations: completions per prompt, G.
+        num_generations: the numbers of each prompt's completions in their group.
         seeds: the prompts' seeds.
         version: version of the weights to sample with.
         future: receives the groups.
@@ -41,7 +41,7 @@ class Job:
 
     prompts: Sequence[Prompt]
     sampling: SamplingSettings
-    num_generations: int
+    num_generations: Sequence[range]
     seeds: Sequence[Sequence[int | str]]
     version: int
     future: Future[list[Group]] = field(default_factory=Future)
@@ -51,7 +51,7 @@ def build_request(
     policy: Policy,
     prompt: Prompt,
     sampling: SamplingSettings,
-    num_generations: int,
+    numbers: range,
     seed: Sequence[int | str],
 ) -> dict[str, Any]:
     """Build the request for a prompt's completions.
@@ -60,7 +60,7 @@ def build_request(
         policy: the policy, whose prompts and special tokens the server must use.
         prompt: a prompt built by the policy.
         sampling: the sampler's settings.
-        num_generations: completions of the prompt, G.
+        numbers: the numbers of the completions in their group; vLLM adds them to the seed.
         seed: seed of the prompt's random numbers.
     """
     distribution = sampling.distribution
@@ -69,12 +69,12 @@ def build_request(
         "token_ids": policy.tokenizer(prompt.text)["input_ids"],
         "return_token_ids": True,
         "sampling_params": {
-            "n": num_generations,
+            "n": len(numbers),
             "temperature": distribution.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": derive_seed(seed),
+            "seed": derive_seed(seed) + numbers.start,
             "max_tokens": sampling.max_completion_length,
             "min_tokens": distribution.min_new_tokens,
             "stop": list(sampling.stop),

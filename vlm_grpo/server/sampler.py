@@ -116,7 +116,7 @@ class VllmSampler(OutsideSampler):
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingSettings,
-        num_generations: int,
+        num_generations: Sequence[range],
         seeds: Sequence[Sequence[int | str]],
     ) -> Future[list[Group]]:
         job = Job(prompts, sampling, num_generations, seeds, self.version)
@@ -208,7 +208,7 @@ class VllmSampler(OutsideSampler):
         """
         prompt, sampling = job.prompts[index], job.sampling
         request = build_request(
-            self.policy, prompt, sampling, job.num_generations, job.seeds[index]
+            self.policy, prompt, sampling, job.num_generations[index], job.seeds[index]
         )
         try:
             response = server.client.generate(request)

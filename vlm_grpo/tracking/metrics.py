@@ -78,7 +78,7 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
     They are the total reward and each reward, the task's metrics, lengths in tokens, the shares of
     completions that were truncated and that have an answer, the entropy in nats per token, and the
     staleness, in steps, of completions by an outside sampler. That does not tell entropies; the
-    mean of −log p over sampled tokens estimates theirs without bias.
+    mean of −log p over sampled tokens estimates theirs without bias. Noisy ones do not count.
 
     Args:
         groups: the groups.
@@ -90,7 +90,9 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
     means = {
         **_common_means(groups),
         "entropy": _sum_and_count(
-            value for c in completions for value in c.entropies or map(operator.neg, c.logprobs)
+            value
+            for c in (c for c in completions if not c.noise)
+            for value in c.entropies or map(operator.neg, c.logprobs)
         ),
     }
     for source in sorted({group.prompt.example.source for group in groups} - {""}):
@@ -103,6 +105,10 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
         sums[f"rewards/{name}/failed"] = sum(value is None for value in values)
     for name in _get_names(score.metrics for score in scores):
         means[f"metrics/{name}"] = _sum_and_count([s.metrics.get(name) for s in scores])
+    if noisy := [group for group in groups if group.completions[-1].noise]:
+        pairs = [p for g in noisy for p in zip(g.completions, g.scores, strict=True)]
+        means["noise/reward"] = _sum_and_count(s.total for c, s in pairs if c.noise)
+        means["noise/clean_reward"] = _sum_and_count(s.total for c, s in pairs if not c.noise)
     minima = {"completions/min_length": min(lengths)} if lengths else {}
     maxima = {"completions/max_length": max(lengths)} if lengths else {}
     if staleness := [step - c.version for c in completions if c.version is not None]:

@@ -189,6 +189,7 @@ def write_samples(
             row = _score_fields(thumbnails, task, example, score)
             row |= {"text": completion.text, "stop": completion.stop}
             row |= {"tokens": len(completion.token_ids), "advantage": advantage}
+            row |= {"noise": completion.noise} if completion.noise else {}
             completions.append(row)
         fields = _example_fields(thumbnails, task, example)
         rows.append(
