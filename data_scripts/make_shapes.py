@@ -53,8 +53,8 @@ no other shape may be nearer to such a position than that."""
 MAX_COUNT = 6
 """Largest answer of a counting example."""
 
-
 Square = tuple[int, int, int, int]
+_MESSY = {"clutter": 8, "noise": 20}
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,6 @@ class Shape:
     @property
     def name(self) -> str:
         return f"{self.color} {self.kind}"
-
-
-_MESSY = {"clutter": 8, "noise": 24}
 
 
 class Scene(World):
@@ -105,7 +102,7 @@ class Attributes(Scene):
     """Largest answer."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        """Draw a scene; one of training contains no held-out pair at all."""
+        # A scene of training contains no held-out pair at all.
         pairs = [pair for pair in PAIRS if is_new or not _is_held_out(*pair)]
         kind, color = rng.choice([pair for pair in pairs if _is_held_out(*pair) == is_new])
         similar = [pair for pair in pairs if (pair[0] == kind) != (pair[1] == color)]
@@ -121,16 +118,15 @@ class Relations(Scene):
     the shape next to it."""
 
     levels: ClassVar = {
-        "easy": {"size": 22, "distractors": 1},
-        "medium": {"size": 18, "distractors": 2, "clutter": 4},
-        "hard": _MESSY | {"size": 16, "distractors": 3, "occlusion": 0.25},
+        "easy": {"size": 26, "distractors": 1},
+        "medium": {"size": 22, "distractors": 2, "clutter": 4},
+        "hard": _MESSY | {"size": 18, "distractors": 3, "occlusion": 0.2},
     }
 
     depth: int = Field(default=1, ge=1, le=2)
     """Number of relations in an expression: "the shape above the shape left of the red square"."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        """Draw shapes with distinct pairs of kind and color."""
         while True:  # start over if the scene has no unambiguous question
             colored = rng.sample(PAIRS, 1 + self.depth + self.sample_distractors(rng))
             squares = _sample_squares(len(colored), self, rng)
@@ -223,15 +219,13 @@ def _is_held_out(kind: str, color: str) -> bool:
 def _find_neighbor(squares: Sequence[Square], start: int, relation: str) -> int | None:
     """Return the only shape in a direction from another; None: there is none, or it is unclear."""
     dx, dy = RELATIONS[relation]
-    # Half the sum of opposite sides is a square's center.
-    offsets = [
-        [
-            (square[i] + square[i + 2] - squares[start][i] - squares[start][i + 2]) / 2
-            for i in (0, 1)
-        ]
-        for square in squares
-    ]
-    margins = [right * dx + down * dy - abs(right * dy + down * dx) for right, down in offsets]
+    margins = []
+    for square in squares:
+        # Twice the offset of the centers, since a center is half the sum of opposite sides.
+        right, down = (
+            square[i] + square[i + 2] - squares[start][i] - squares[start][i + 2] for i in (0, 1)
+        )
+        margins.append((right * dx + down * dy - abs(right * dy + down * dx)) / 2)
     near = [n for n, margin in enumerate(margins) if margin > -CLEAR and n != start]
     return near[0] if len(near) == 1 and margins[near[0]] >= CLEAR else None
 

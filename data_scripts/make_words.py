@@ -55,11 +55,13 @@ class Line(World):
     """Largest angle of the line in degrees; 0: none."""
 
     def sample_text(self, alphabet: str, is_new: bool, rng: random.Random) -> str:
-        """Sample a text whose pairs of neighbors are all held out, or none of them is."""
+        """Sample a text with one held-out pair of neighbors, or with none."""
         numbers = [rng.randrange(len(alphabet))]
-        for _ in range(rng.randint(LENGTHS[0], self.longest) - 1):
-            fitting = [n for n in range(len(alphabet)) if is_held_out(numbers[-1], n) == is_new]
-            numbers.append(rng.choice(fitting))
+        length = rng.randint(LENGTHS[0], self.longest)
+        place = rng.randrange(1, length) if is_new else None
+        for end in range(1, length):
+            fits = [is_held_out(numbers[-1], n) == (end == place) for n in range(len(alphabet))]
+            numbers.append(rng.choice([n for n, fit in enumerate(fits) if fit]))
         return "".join(alphabet[number] for number in numbers)
 
     def paint(self, mask: Image.Image, color: Sequence[int], rng: random.Random) -> Image.Image:
@@ -78,15 +80,14 @@ class Words(Line):
 
     levels: ClassVar = {
         "easy": {"fonts": 2},
-        "medium": {"fonts": 4, "tilt": 4, "clutter": 4, "noise": 16},
-        "hard": {"fonts": 6, "tilt": 8, "clutter": 8, "noise": 32, "contrast": 0.7},
+        "medium": {"fonts": 4, "tilt": 3, "clutter": 4, "noise": 12},
+        "hard": {"fonts": 6, "tilt": 6, "clutter": 8, "noise": 24, "contrast": 0.7},
     }
 
     fonts: int = Field(default=1, ge=1, le=len(FONTS))
     """Number of fonts, of which each word has one."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        """Draw a word."""
         word = self.sample_text(LETTERS, is_new, rng)
         return _build_example(name, word, _render(word, self, rng))
 
@@ -97,19 +98,17 @@ class Handwriting(Line):
 
     levels: ClassVar = {
         "easy": {"longest": 3},
-        "medium": {"tilt": 4, "clutter": 4, "noise": 12},
-        "hard": {"tilt": 8, "clutter": 8, "noise": 24, "contrast": 0.8},
+        "medium": {"tilt": 3, "clutter": 4, "noise": 12},
+        "hard": {"tilt": 6, "clutter": 8, "noise": 24, "contrast": 0.8},
     }
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        """Draw a row of digits."""
         text = self.sample_text(DIGITS, is_new, rng)
         side = min(SIZE[1] - 4, SIZE[0] // len(text))
         color = _sample_color(rng)
         mask = Image.new("L", SIZE)
         for place, digit in enumerate(text):
-            glyph = rng.choice(load_digits(is_new)[int(digit)])
-            glyph = glyph.resize((side, side), Image.Resampling.BICUBIC)
+            glyph = rng.choice(load_digits(is_new)[int(digit)]).resize((side, side))
             mask.paste(glyph, (place * side, rng.randint(0, SIZE[1] - side)))
         return _build_example(name, text, self.paint(mask, color, rng))
 

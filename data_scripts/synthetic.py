@@ -31,19 +31,13 @@ backgrounds, the embedded model ignored the words for 2,000 steps; on gray it re
 """
 
 
-HELD_OUT_SPLITS = ("eval", "test")
-"""Splits with the held-out compositions of a world; every other split has the rest."""
-
-
 class World(Frozen):
     """A kind of images whose difficulty is set by dials, the fields, and whose evaluation asks
     about compositions that training does not contain (systematic generalization).
-
-    Attributes:
-        levels: named values of the dials.
     """
 
     levels: ClassVar[Mapping[str, Mapping[str, Any]]]
+    """Named values of the dials."""
 
     noise: int = Field(default=0, ge=0, le=120)
     """Largest change of a pixel by noise, in gray levels; 0: none."""
@@ -58,23 +52,15 @@ class World(Frozen):
     @classmethod
     def read(cls, name: str, text: str) -> Self:
         """Return the world with dials such as ``hard,occlusion=0.3``: a level (by default medium),
-        and changes of it.
-
-        Raises:
-            UserError: a dial or its value is wrong.
-        """
+        and changes of it; raises UserError if one is wrong."""
         words = text.split(",") if text else []
         level = words.pop(0) if words and words[0] in cls.levels else "medium"
-        values = dict(cls.levels[level])
+        dials = dict(word.partition("=")[::2] for word in words)
         try:
-            return cls(
-                **values | {dial: value for dial, _, value in (w.partition("=") for w in words)}
-            )
+            return cls(**{**cls.levels[level], **dials})
         except UserError as error:
-            levels, dials = ", ".join(cls.levels), ", ".join(cls.model_fields)
-            raise UserError(
-                f"embedded:{name}:{text}: {error}\nLevels: {levels}; dials: {dials}"
-            ) from error
+            known = f"Levels: {', '.join(cls.levels)}; dials: {', '.join(cls.model_fields)}"
+            raise UserError(f"embedded:{name}:{text}: {error}\n{known}") from error
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
         """Draw the example with an id; ``is_new``: about a held-out composition."""
@@ -131,7 +117,8 @@ class Generator:
             task: one of ``kinds``; a world may be followed by its dials.
             count: number of examples, at least 1.
             seed: the same seed gives the same examples on every machine.
-            split: name of the split; two splits of one seed are independent draws.
+            split: name of the split; two splits of one seed are independent draws. A world's
+                "eval" asks about held-out compositions, any other split about the rest.
 
         Raises:
             ValueError: the task is unknown or the count is below 1.
@@ -150,8 +137,7 @@ class Generator:
         draw = self.draw.get(kind)
         if draw is None:
             world = self.worlds[kind].read(kind, text)
-            is_new = world.held_out and split in HELD_OUT_SPLITS
-            draw = partial(world.draw, is_new=is_new)
+            draw = partial(world.draw, is_new=world.held_out and split == "eval")
         label = re.sub(r"[^\w.]+", "-", task)
         return [
             draw(f"{self.name}-{label}-{split}-{i}", make_rng(self.name, kind, seed, split, i))
