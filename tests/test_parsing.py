@@ -300,7 +300,7 @@ REPEATED_PIECES = [piece * count for piece in PIECES for count in (1, 1, 1, 1, 2
 
 def random_text(rng: random.Random) -> str:
     """Return a text, mostly short, of pieces of the grammars and a tenth of random characters."""
-    length = rng.choice([3, 10, 30, 30, 100, 1000])
+    length = rng.choice([3, 10, 30, 30, 100] * 4 + [1000])
     parts = rng.choices(REPEATED_PIECES, k=length)
     for index in rng.choices(range(length), k=round(length / 10 + rng.uniform(-0.5, 0.5))):
         parts[index] = chr(rng.randrange(0x110000))

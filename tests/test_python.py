@@ -6,11 +6,13 @@ import io
 import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from PIL import Image
 from small_runs import assert_same_weights
@@ -132,13 +134,19 @@ def test_no_module_has_the_name_of_a_function() -> None:
     assert not modules & {*vars(vlm_grpo)["__all__"]}
 
 
-def test_plan_is_the_function_in_either_order_of_imports() -> None:
-    imports = ["from vlm_grpo import plan", "import vlm_grpo.planning.planner"]
-    check = "assert vlm_grpo.plan is plan is vlm_grpo.planning.planner.plan"
-    forget = (
-        "for name in [n for n in sys.modules if n.startswith('vlm_grpo')]: del sys.modules[name]"
-    )
-    run_python("\n".join(["import sys", *imports, check, forget, *imports[::-1], check]))
+def import_plan_in_either_order() -> None:
+    modules = ("vlm_grpo", "vlm_grpo.planning.planner")
+    for order in (modules, modules[::-1]):
+        for name in [name for name in sys.modules if name.startswith("vlm_grpo")]:
+            del sys.modules[name]
+        first, second = (import_module(name).plan for name in order)
+        assert first is second is import_module("vlm_grpo").plan
+
+
+def test_plan_is_the_function_in_either_order_of_imports(tmp_path: Path) -> None:
+    process = forked.start(tmp_path / "log", import_plan_in_either_order)
+    process.join(forked.TIMEOUT)
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -86,12 +86,14 @@ def test_a_rank_continues_its_own_groups_if_the_number_of_ranks_is_the_same(
         assert [group.id for group in step.rollout.groups] == expected
 
 
-# Runs with two updates per step are also stopped before the first, where those with one stop.
-# Three updates are of three mini-batches.
+# Each reference and each kind of weights in some cases: a checkpoint holds them independently. Runs
+# with two updates per step are also stopped before the first, where those with one stop. Three
+# updates are of three mini-batches.
 @pytest.mark.parametrize(
     ("reference", "updates", "policy"),
     [
-        *((reference, 2, policy) for reference in [*REFERENCES][:4] for policy in POLICIES),
+        *((reference, 2, "full") for reference in ("none", "k2", "never")),
+        *((reference, 2, "lora") for reference in ("k1", "never")),
         ("none", 1, "full"),
         ("k1", 1, "lora"),
         ("k2", 3, "lora"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,10 +15,12 @@ import psutil
 import pytest
 import torch
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from forked import TIMEOUT, run_program, run_ranks, start
 from small_runs import read_metrics
+from torch.distributed.launcher.api import LaunchConfig
 
 from vlm_grpo.cli import main
 from vlm_grpo.config.recipes import load_settings
@@ -34,7 +36,6 @@ from vlm_grpo.distributed.launch import (
 )
 from vlm_grpo.errors import UserError
 
-LAUNCHER = (sys.executable, "-m", "accelerate.commands.launch")
 CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
 
 
@@ -189,19 +190,37 @@ RUN = ("optim.prompts_per_step=4", "evaluation.every=0", "optim.warmup_steps=0")
 RUN += ("data.train_limit=24",)
 
 
-def build_launch(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
-    """Build the arguments of ``subprocess.Popen`` for a run on two processes as users launch it."""
-    return {
-        "args": [
-            *(*LAUNCHER, "--config_file", str(CONFIGS / "cpu.yaml")),
-            *("--num_processes", "2", "--main_process_port", "0", "--max_restarts", "1"),
-            *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
-            *(*RUN, *overrides),
-        ],
-        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
+def run_command(*words: str) -> None:
+    """Run the command of a rank, of which a launcher would start an interpreter."""
+    assert words[:3] == ("-u", "-m", "vlm_grpo.cli")
+    try:
+        main(words[3:])
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def launch_run(folder: Path, name: str, *overrides: str) -> None:
+    """Launch a run on two processes as users do, and wait for its end.
+
+    The ranks are forks of the launcher: four interpreters would take 40 seconds.
+    """
+    sys.argv = [
+        *("accelerate launch", "--config_file", str(CONFIGS / "cpu.yaml")),
+        *("--num_processes", "2", "--main_process_port", "0", "--max_restarts", "1"),
+        *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
+        *(*RUN, *overrides),
+    ]
+    torch_run: Any = import_module("torch.distributed.run")
+    elastic_launch = torch_run.elastic_launch
+
+    def launch_forks(config: LaunchConfig, entrypoint: str) -> Any:
+        assert entrypoint == sys.executable
+        config.start_method = "fork"
+        return elastic_launch(config, run_command)
+
+    torch_run.elastic_launch = launch_forks
+    accelerate_launch.main()
 
 
 def run_two_steps(folder: Path, name: str, processes: int) -> list[dict[str, Any]]:
@@ -217,17 +236,17 @@ def run_two_steps(folder: Path, name: str, processes: int) -> list[dict[str, Any
 def test_the_launcher_continues_after_a_killed_process(tmp_path: Path) -> None:
     overrides = ("data.eval=null", "data.eval_limit=null", "checkpoint.keep_best=false")
     overrides += ("optim.max_steps=6", "checkpoint.every=2", "resume=true")
-    with subprocess.Popen(**build_launch(tmp_path, "killed", *overrides)) as process:
-        checkpoints = tmp_path / "killed" / "checkpoints"
-        while not (checkpoints / "step-2").exists():
-            assert process.poll() is None
-            time.sleep(0.2)
-        ranks = psutil.Process(process.pid).children()
-        assert len(ranks) == 2
-        ranks[1].kill()
-        _, errors = process.communicate(timeout=400)
-    assert "another process of this run has died" in errors
-    assert process.returncode == 0
+    log, checkpoints = tmp_path / "log", tmp_path / "killed" / "checkpoints"
+    process = start(log, launch_run, tmp_path, "killed", *overrides)
+    while not (checkpoints / "step-2").exists():
+        assert process.is_alive(), log.read_text()
+        time.sleep(0.02)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    process.join(400)
+    assert process.exitcode == 0, log.read_text()
+    assert "another process of this run has died" in log.read_text()
     assert [row["step"] for row in read_metrics(tmp_path / "killed")] == list(range(6))
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]
 

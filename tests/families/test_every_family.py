@@ -51,9 +51,9 @@ def score_each_alone(name: str) -> Tensor:
 
 @functools.cache
 def generate_greedily(name: str) -> tuple[list[Prompt], list[tuple[int, ...]]]:
-    """Build 20 prompts, and generate four tokens for each of them by plain transformers."""
+    """Build twelve different prompts, and generate four tokens for each by plain transformers."""
     policy = build_family_policy(name, torch.float64, temperature=0.0)
-    prompts, generated = build_prompts(policy, name, 20), []
+    prompts, generated = build_prompts(policy, name, 12), []
     for prompt in prompts:
         tokens = torch.tensor([prompt.token_ids])
         output = policy.model.generate(

@@ -138,10 +138,15 @@ def test_servers_rest_in_updates_in_which_they_do_not_sample(
 def test_generation_runs_while_the_policy_is_updated(
     vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step takes longer than its generation, which takes 0.3 s at least."""
+    """An update lasts until all is generated that was begun, which takes 0.3 s at least."""
     vllm.before = lambda number: time.sleep(0.3)
-    finish = NonfiniteGuard.check
-    monkeypatch.setattr(NonfiniteGuard, "check", lambda *a: time.sleep(0.8) or finish(*a))
+    check = NonfiniteGuard.check
+
+    def check_later(*arguments: Any) -> Any:
+        vllm.samplers[-1].thread.submit(lambda: None).result()
+        return check(*arguments)
+
+    monkeypatch.setattr(NonfiniteGuard, "check", check_later)
     waited = {}
     for ahead in (0, 1):
         run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})
