@@ -1,4 +1,4 @@
-"""Step time and peak memory of each kind of reference policy, relative to none.
+"""Step time and peak memory of each kind of reference policy and of masked images, beside none.
 
     python perf/reference_cost.py --out perf/results/reference_cost.json
 
@@ -35,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "k = 1": {"beta": 0.04, "reference_refresh_every": 1},
     "k = 5": {"beta": 0.04, "reference_refresh_every": 5},
     "never": {"beta": 0.04, "reference_refresh_every": "never"},
+    "masked images": {"perception": {"kl_coef": 0.01, "top_share": 0.4, "min_scale": 0.9}},
 }
 NONE = next(iter(KINDS))
 WEIGHTS = ("full", "lora")

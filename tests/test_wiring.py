@@ -92,8 +92,8 @@ def merge(*blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
 def make_settings(model_folder: Path, tmp_path: Path) -> Any:
     """Return a function that builds the settings of a small run; its arguments change them."""
 
-    def make(**changes: Mapping[str, Any]) -> Settings:
-        changes = {name: dict(block) for name, block in changes.items()}
+    def make(**given: Mapping[str, Any]) -> Settings:
+        changes = {name: dict(block) for name, block in given.items()}
         if teacher := changes.get("objective", {}).get("distillation"):
             changes["objective"]["distillation"] = {**teacher, "teacher": str(save_other(tmp_path))}
         small = {
@@ -164,6 +164,7 @@ def test_every_gradient_of_a_run_equals_the_one_from_its_raw_groups(
             {"letters": 1.0, "codes": -0.5},
             recorder.weights[before],
             recorder.weights[refreshed * updates],
+            number=step,
         )
         for update in range(before, before + updates):
             weights, part = recorder.weights[update], (update - before) % parts

@@ -17,6 +17,7 @@ from PIL import Image
 
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.image_decode import decode_image
+from vlm_grpo.utils.image_mask import PatchMask
 from vlm_grpo.utils.image_noise import DiffusionNoise
 from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
 
@@ -97,7 +98,7 @@ class ImageRef:
             ``size`` until a policy sets it.
         path: file of the encoded image.
         data: bytes of the encoded image (PNG, JPEG, …), or where they are.
-        noise: noise on the resized image, which ``load`` leaves out; None: there is none.
+        noise: noise or mask on the resized image, which ``load`` leaves out; None: there is none.
     """
 
     name: str
@@ -105,7 +106,7 @@ class ImageRef:
     resized_size: tuple[int, int]
     path: Path | None = None
     data: bytes | FileSlice | TableCell | None = None
-    noise: DiffusionNoise | None = None
+    noise: DiffusionNoise | PatchMask | None = None
 
     @property
     def clean(self) -> ImageRef:
@@ -176,8 +177,8 @@ class Example:
         pairs = zip(self.images, sizes, strict=True)
         return replace(self, images=tuple(replace(i, resized_size=size) for i, size in pairs))
 
-    def with_noise(self, noise: DiffusionNoise) -> Example:
-        """Return the example with noise on each of its images; their numbers extend its seed."""
+    def with_noise(self, noise: DiffusionNoise | PatchMask) -> Example:
+        """Return the example with noise or masks on its images, whose numbers extend the seed."""
         seeds = ((*noise.seed, number) for number in range(len(self.images)))
         pairs = zip(self.images, (replace(noise, seed=seed) for seed in seeds), strict=True)
         return replace(self, images=tuple(replace(image, noise=own) for image, own in pairs))

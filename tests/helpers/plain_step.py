@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.types import Completion, Group, Prompt
+from vlm_grpo.utils.image_mask import PatchMask
 
 BANNED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
@@ -57,9 +59,19 @@ class PlainModel:
         for name, value in weights.items():
             self.trained[name].copy_(value)
 
-    def score(self, prompt: Prompt, completion: Completion) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of a completion's tokens and the distribution's entropies."""
-        images = [image.load() for image in prompt.example.images]
+    def score(
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        change: Callable[[Any, int], Any] = lambda image, _: image,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of a completion's tokens and the distribution's entropies.
+
+        Args:
+            change: is applied to each image and its number.
+        """
+        loaded = [image.load() for image in prompt.example.images]
+        images = [change(image, number) for number, image in enumerate(loaded)]
         inputs = self.processor(text=[prompt.text], images=images or None, return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == list(prompt.token_ids)
         count = len(completion.token_ids)
@@ -90,6 +102,7 @@ class PlainStep:
         before: the trained weights before the step's first update.
         reference: the trained weights of the reference policy.
         replayed: groups of an earlier step, with the weights before that step.
+        number: number of steps before it.
     """
 
     groups: Sequence[Group]
@@ -97,6 +110,7 @@ class PlainStep:
     before: Weights
     reference: Weights
     replayed: PlainStep | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,8 @@ class _Row:
     reference: Tensor
     advantage: Tensor  # of each token
     teacher: Tensor | None = None
+    masked: Tensor | None = None
+    factors: Tensor | float = 1.0
 
 
 def compute_gradient(
@@ -131,6 +147,9 @@ def compute_gradient(
         logprobs, entropies = model.score(row.prompt, row.completion)
         divisors = {"grpo": len(rows) * len(row.old), "dr_grpo": len(rows) * limit}
         losses = _compute_token_losses(logprobs, row, objective)
+        if objective.perception is not None and row.masked is not None:
+            difference = row.masked - logprobs
+            losses = losses - objective.perception.kl_coef * (difference.exp() - 1 - difference)
         teaching = objective.distillation
         if teaching is None or not teaching.only:
             total = total + losses.sum() / divisors.get(objective.loss_type, tokens)
@@ -157,12 +176,53 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         penalties = [objective.beta * kl for kl in kls]
     advantages = _compute_advantages(step, penalties, objective)
     teacher = [None if model.teacher is None else model.teacher.score(*pair)[0] for pair in pairs]
+    masked, factors = _score_masked(model, step, pairs, objective)
     rows = [
-        _Row(*pair, old[row], reference[row], advantages[row], teacher[row])
-        for row, pair in enumerate(pairs)
+        _Row(*pair, *constants)
+        for pair, *constants in zip(
+            pairs, old, reference, advantages, teacher, masked, factors, strict=True
+        )
     ]
     again = [] if step.replayed is None else _collect_rows(model, step.replayed, objective)
     return [*rows, *again]
+
+
+def _score_masked(
+    model: PlainModel,
+    step: PlainStep,
+    pairs: Sequence[tuple[Prompt, Completion]],
+    objective: ObjectiveSettings,
+) -> tuple[list[Tensor | None], list[Tensor | float]]:
+    """Return the log-probs behind masked images, and the factors of the policy losses."""
+    masked: list[Tensor | None] = [None] * len(pairs)
+    factors: list[Tensor | float] = [1.0] * len(pairs)
+    settings = objective.perception
+    if settings is None:
+        return masked, factors
+    model.load(step.before)
+    for row, (prompt, completion) in enumerate(pairs):
+        if prompt.example.images:
+            seed = 0, step.number, zlib.crc32(prompt.example.id.encode())
+            masked[row] = model.score(
+                prompt,
+                completion,
+                lambda image, number, seed=seed: PatchMask(
+                    settings.mask_ratio, settings.patch_size, (*seed, number)
+                )(image),
+            )[0]
+    gaps = {
+        r: torch.tensor(pairs[r][1].logprobs) - m for r, m in enumerate(masked) if m is not None
+    }
+    dependency = {row: ((-gap).exp() - 1 + gap).tolist() for row, gap in gaps.items()}
+    means = {row: statistics.mean(values) for row, values in dependency.items()}
+    low, spread = min(means.values()), max(means.values()) - min(means.values())
+    average = statistics.mean((mean - low) / spread for mean in means.values())
+    floor, share = settings.min_scale or 1.0, settings.top_share or 1.0
+    for row, values in dependency.items():
+        scale = floor + (1 - floor) * (means[row] - low) / spread / average
+        kept = sorted(values)[-math.ceil(share * len(values)) :]
+        factors[row] = torch.tensor([scale * (v in kept) for v in values], dtype=torch.float64)
+    return masked, factors
 
 
 def _compute_advantages(
@@ -209,6 +269,7 @@ def _compute_token_losses(logprobs: Tensor, row: _Row, objective: ObjectiveSetti
     else:
         clipped = ratio.clamp(1 - objective.epsilon, 1 + high)
         losses = -torch.minimum(ratio * row.advantage, clipped * row.advantage)
+    losses = losses * row.factors
     if objective.sampler_correction == "token":
         weight = (row.old - torch.tensor(row.completion.logprobs)).exp()
         cap = objective.sampler_correction_cap

@@ -80,4 +80,12 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout": {"noise": {"strength": 800, "share": 0.25}, "top_k": 150},
         "optim": {"mini_batches": 2},
     },
+    "masked images: PAPO, VPPO and less entropy, two mini-batches, masked completions": {
+        **LORA,
+        "objective": {
+            "perception": {"kl_coef": 0.3, "top_share": 0.4, "min_scale": 0.5, "patch_size": 7},
+            "entropy_coef": -0.05, "num_iterations": 1, "mask_truncated_completions": True,
+        },
+        "optim": {"mini_batches": 2},
+    },
 }  # fmt: skip

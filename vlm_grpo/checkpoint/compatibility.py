@@ -88,6 +88,7 @@ MAY_CHANGE_BETWEEN_STEPS = (
     "objective.delta",
     "objective.replay",
     "objective.distillation",
+    "objective.perception",
     "objective.num_iterations",
     "objective.mask_truncated_completions",
     "objective.entropy_coef",

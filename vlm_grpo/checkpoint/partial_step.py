@@ -29,6 +29,8 @@ from vlm_grpo.types import Completion, Group, Prompt, Score
 TOKEN_VALUES = {
     "reference": "reference_logprobs",
     "teacher": "teacher_logprobs",
+    "masked": "masked_logprobs",
+    "token_factors": "token_factors",
     "token_advantages": "token_advantages",
 }
 """Fields of ``TokenBatch`` with values of all completions, by their name in a checkpoint."""

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from vlm_grpo.config.base import Frozen
-from vlm_grpo.config.methods import DistillationSettings, ReplaySettings
+from vlm_grpo.config.methods import DistillationSettings, PerceptionSettings, ReplaySettings
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -117,6 +117,10 @@ class ObjectiveSettings(Frozen):
     distillation: DistillationSettings | None = None
     """Approach a teacher's distribution beside, or instead of, the rewards; None: no teacher."""
 
+    perception: PerceptionSettings | None = None
+    """Score each completion behind masked images too, to train what depends on the image; None:
+    behind the images alone."""
+
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 − epsilon, and above at 1 + epsilon unless ``epsilon_high``
     is set."""
@@ -134,8 +138,9 @@ class ObjectiveSettings(Frozen):
     """``token``: one ratio per token. ``sequence`` (GSPO): one ratio per completion, the geometric
     mean of its tokens' ratios."""
 
-    entropy_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the mean token entropy, which is maximized. 0: no bonus."""
+    entropy_coef: float = 0.0
+    """Weight of the mean token entropy, which is maximized; below 0 it is minimized, as in PAPO and
+    VPPO. 0: neither."""
 
     mask_truncated_completions: bool = False
     """True: leave completions that reached the length limit out of the loss."""
@@ -243,7 +248,9 @@ class ObjectiveSettings(Frozen):
     def _kl_errors(self) -> list[tuple[bool, str]]:
         every, corrected = self.reference_refresh_every, self.use_bias_correction_kl
         replayed = self.replay is not None and self.beta > 0
-        unscored = self.replay is not None and self.distillation is not None
+        scored = self.distillation is not None or self.perception is not None
+        unscored = self.replay is not None and scored
+        alone = self.distillation is not None and self.distillation.only
         in_loss = self.beta > 0 and self.kl_in == "loss"
         in_reward = self.beta > 0 and self.kl_in == "reward"
         return [
@@ -254,8 +261,13 @@ class ObjectiveSettings(Frozen):
             ),
             (
                 unscored,
-                "distillation scores the policy's own completions, which replayed ones are not: "
-                "remove replay",
+                "distillation and perception score the policy's own completions, which replayed "
+                "ones are not: remove replay",
+            ),
+            (
+                alone and self.perception is not None,
+                "perception changes the training on rewards, which distillation.only leaves out: "
+                "remove one of them",
             ),
             (
                 every != "never" and int(every) < 1,
@@ -303,8 +315,8 @@ class ObjectiveSettings(Frozen):
     def can_skip_zero_advantages(self) -> bool:
         """True if a completion with advantage 0 has no gradient, so that the update may skip it."""
         in_loss = self.beta > 0 and self.kl_in == "loss"
-        others = self.entropy_coef > 0 or in_loss or self.distillation is not None
-        return not others and self.loss is None
+        others = self.entropy_coef or in_loss or self.distillation or self.perception
+        return not (others or self.loss)
 
     def find_ratio_problems(self, updates_per_step: int) -> list[str]:
         """Return what has no effect because every ratio is 1 with one update per rollout."""

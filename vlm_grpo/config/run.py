@@ -251,18 +251,27 @@ class Settings(Frozen):
             problems += [] if problem is None else [problem]
         problems += self.objective.find_ratio_problems(self.updates_per_step)
         if self.is_supervised(optim.max_steps):
-            chosen, replay, noise = self.data.curriculum, self.objective.replay, self.rollout.noise
-            unused = {"data.curriculum": chosen, "objective.replay": replay, "rollout.noise": noise}
+            unused = {"data.curriculum": self.data.curriculum, "rollout.noise": self.rollout.noise}
+            for name in ("replay", "distillation", "perception"):
+                unused[f"objective.{name}"] = getattr(self.objective, name)
             problems += [
                 f"{name} has no effect in a run of supervised steps alone: set {name}=null"
                 for name, value in unused.items()
                 if value is not None
             ]
         own = self.objective
-        if self.rollout.noise is not None and (own.beta or own.replay or own.distillation):
+        others = own.beta or own.replay or own.distillation or own.perception
+        if self.rollout.noise is not None and others:
             problems.append(
-                "rollout.noise needs objective.beta=0, and neither objective.replay nor "
-                "objective.distillation: each takes a completion for one behind the clean images"
+                "rollout.noise needs objective.beta=0, and no replay, distillation or perception: "
+                "each takes a completion for one behind the clean images"
+            )
+        weighs = own.perception is not None and own.perception.weighs_tokens
+        if weighs and (self.rollout.top_p < 1 or self.rollout.top_k or self.rollout.min_p):
+            problems.append(
+                "objective.perception.top_share and min_scale compare the sampler's log-probs with "
+                "those behind masked images, and rollout.top_p, top_k and min_p change the former: "
+                "remove them"
             )
         if not self.data.has_held_out and self.evaluation.every:
             problems.append("evaluation.every has no effect without data.eval")

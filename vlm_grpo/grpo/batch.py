@@ -57,7 +57,8 @@ class StepScores:
 
     Attributes:
         values: (T,) values of the tokens of each completion, by the name of their field in
-            ``TokenBatch``: ``reference_logprobs``, ``teacher_logprobs``, ``token_advantages``.
+            ``TokenBatch``: ``reference_logprobs``, ``teacher_logprobs``,
+            ``masked_logprobs``, ``token_advantages``, ``token_factors``.
         penalties: (T,) KL penalties of the tokens of each completion, to subtract from the
             rewards; None if there are none.
         old: (T,) log-probs under the policy by completion, if they were computed for the penalties
@@ -189,6 +190,9 @@ def pack_step(
         weights = {"cross_entropy": torch.ones(len(completions)) / max(totals.active_tokens, 1)}
     else:
         weights = completion_weights(lengths, active, totals, settings.objective)
+    if "perception" in weights:
+        has_image = [bool(group.prompt.example.images) for group in groups for _ in group.scores]
+        weights["perception"] = weights["perception"] * torch.tensor(has_image, dtype=torch.float64)
     signal = advantages
     if by_token := values.get("token_advantages"):
         signal = torch.stack([by_token[row].abs().max() for row in range(len(completions))])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from vlm_grpo.config.run import Settings
 from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings, build_sampling_settings
 from vlm_grpo.types import Completion, Prompt
+from vlm_grpo.utils.image_noise import DiffusionNoise
 
 
 class SamplingArguments(NamedTuple):
@@ -47,7 +48,8 @@ def join_groups(
     """Join the completions of ``SamplingArguments.prompts``; return prompts without ``noisy``."""
     rest, groups = iter(parts[len(prompts) :]), []
     for prompt, members in zip(prompts, parts, strict=False):
-        if prompt.noisy is not None and (noise := prompt.noisy.example.images[0].noise):
+        noise = None if prompt.noisy is None else prompt.noisy.example.images[0].noise
+        if isinstance(noise, DiffusionNoise):
             members = (*members, *(replace(c, noise=noise.steps) for c in next(rest)))
         groups.append(members)
     return [p if p.noisy is None else replace(p, noisy=None) for p in prompts], groups

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.collectives import gather_object
@@ -23,6 +24,7 @@ from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.batch import Rollout, StepBatch, StepScores, build_slices, by_completion
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
+from vlm_grpo.grpo.perception import mask_images, weigh_by_dependency
 from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.grpo.teacher import Teacher, load_teacher
 from vlm_grpo.model.policy import Policy
@@ -150,8 +152,27 @@ class Updater:
         if self.teacher is not None:
             with self.policy.stopwatch("teacher"):
                 values["teacher_logprobs"] = self.teacher.logprobs(slices, self.budget.limit)
+        if objective.perception is not None:
+            with self.policy.stopwatch("perception"):
+                values |= self._score_masked(slices, rollout, objective.perception)
         kept = old if self.settings.optim.mini_batches > 1 else {}
         return StepScores(values, penalties, kept)
+
+    def _score_masked(
+        self, slices: Sequence[GroupSlice], rollout: Rollout, settings: PerceptionSettings
+    ) -> dict[str, dict[int, Tensor]]:
+        """Score the completions behind masked images; those without images count as unchanged."""
+        seed = self.settings.seed, rollout.step
+        behind = mask_images(slices, self.policy.prompts, settings, seed)
+        with self.strategy.gathered():
+            masked = self.logprobs(behind)
+        completions = [c for group in rollout.groups for c in group.completions]
+        sampled = [torch.tensor(completion.logprobs) for completion in completions]
+        found = {row: masked.get(row, logprobs) for row, logprobs in enumerate(sampled)}
+        if not settings.weighs_tokens:
+            return {"masked_logprobs": found}
+        factors = weigh_by_dependency(sampled, masked, settings)
+        return {"masked_logprobs": found, "token_factors": factors}
 
     def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the reference policy by completion."""
@@ -266,7 +287,7 @@ class Updater:
             if batch.is_supervised:
                 scores = self.policy.score(micro, supervised=True)
             else:
-                scores = self.policy.score(micro, objective.entropy_coef > 0)
+                scores = self.policy.score(micro, objective.entropy_coef != 0)
         if not updates.count and (batch.num_iterations > 1 or batch.replayed):
             now = by_completion(micro, scores.logprobs.detach())
             old |= {row: logprobs for row, logprobs in now.items() if row not in batch.replayed}

@@ -254,6 +254,10 @@ class PromptBuilder(PromptWriter):
             text = self.chat.render(turns)
         except (ValueError, TemplateError) as error:
             raise UserError(f"{example.name}: {error}") from error
+        return self.encode_text(example, text)
+
+    def encode_text(self, example: Example, text: str) -> Prompt:
+        """Build the prompt of a text that the chat template wrote; errors as in ``encode``."""
         loaded = self.load_images(example)
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
         if loaded:

@@ -18,7 +18,7 @@ from vlm_grpo.objective.advantages import (
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.objective.custom import load_estimator, load_surrogate
 from vlm_grpo.objective.diagnostics import MetricAccumulator
-from vlm_grpo.objective.kl import KL_ESTIMATORS
+from vlm_grpo.objective.kl import KL_ESTIMATORS, image_dependency
 from vlm_grpo.objective.losses import (
     LossOutput,
     Surrogate,
@@ -43,6 +43,7 @@ __all__ = [
     "completion_weights",
     "compute_loss",
     "group_advantages",
+    "image_dependency",
     "load_estimator",
     "load_surrogate",
     "needs_update",

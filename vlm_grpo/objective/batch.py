@@ -24,6 +24,8 @@ class TokenBatch:
         reference_logprobs: log-probs under the reference policy, without gradient; None if no
             separate reference is kept.
         teacher_logprobs: log-probs under the teacher; None if there is none.
+        masked_logprobs: log-probs behind masked images, without gradient; None: there are none.
+        token_factors: factor of each token's weight in the policy loss; None: 1.
         sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
         noisy: True for a completion sampled behind other images, whose sampler log-probs are not
             compared with the policy's; None: there is none.
@@ -43,6 +45,8 @@ class TokenBatch:
     old_logprobs: Float[Tensor, " M"] | None = None
     reference_logprobs: Float[Tensor, " M"] | None = None
     teacher_logprobs: Float[Tensor, " M"] | None = None
+    masked_logprobs: Float[Tensor, " M"] | None = None
+    token_factors: Float[Tensor, " M"] | None = None
     sampler_logprobs: Float[Tensor, " M"] | None = None
     noisy: Bool[Tensor, " n"] | None = None
     entropies: Float[Tensor, " M"] | None = None

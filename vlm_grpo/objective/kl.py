@@ -37,4 +37,15 @@ def k3(logprobs: Float[Tensor, " M"], reference: Float[Tensor, " M"]) -> Float[T
     return torch.expm1(difference) - difference
 
 
+def image_dependency(
+    logprobs: Float[Tensor, " M"], masked: Float[Tensor, " M"]
+) -> Float[Tensor, " M"]:
+    """Return k3 of log-probs behind an image and behind its masked copy, in nats, at most 10.
+
+    The bound, and that of ±20 on the difference, are those of PAPO's and VPPO's code.
+    """
+    difference = (masked - logprobs).clamp(-20, 20)
+    return (torch.expm1(difference) - difference).clamp(max=10)
+
+
 KL_ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

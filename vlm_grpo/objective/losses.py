@@ -20,7 +20,7 @@ from torch import Tensor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.objective.diagnostics import MetricAccumulator, loss_metrics
-from vlm_grpo.objective.kl import KL_ESTIMATORS
+from vlm_grpo.objective.kl import KL_ESTIMATORS, image_dependency
 
 Surrogate = Callable[[Float[Tensor, " M"], TokenBatch, ObjectiveSettings], Float[Tensor, " M"]]
 """Maps the importance ratios of M tokens, the batch, with its ``old_logprobs``, and the settings to
@@ -134,6 +134,8 @@ def policy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     """Compute the policy loss of each token, with the sampler correction."""
     batch = replace(inputs.batch, old_logprobs=inputs.old)
     values = inputs.surrogate(inputs.ratio, batch, inputs.settings)
+    if batch.token_factors is not None:
+        values = values * batch.token_factors
     includes_correction = inputs.surrogate is vespo_loss
     if inputs.correction is None or includes_correction:
         return values
@@ -151,7 +153,7 @@ def kl_term(inputs: LossInputs) -> Float[Tensor, " M"]:
 def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     """Return the entropy of the policy at each token."""
     if inputs.batch.entropies is None:
-        raise ValueError("entropy_coef > 0 needs entropies in the batch")
+        raise ValueError("entropy_coef needs entropies in the batch")
     return inputs.batch.entropies
 
 
@@ -169,6 +171,15 @@ def distillation_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     return values if inputs.correction is None else values * inputs.correction
 
 
+def perception_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Return the dependency of each token on the image, whose gradient is that of the policy behind
+    the image (PAPO, arXiv:2507.06448, eq. 4; the masked side has none, as in the authors' code)."""
+    masked = inputs.batch.masked_logprobs
+    if masked is None:
+        raise ValueError("perception needs masked_logprobs in the batch")
+    return image_dependency(inputs.batch.logprobs, masked)
+
+
 def cross_entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     """Return −log π of each target token."""
     return -inputs.batch.logprobs
@@ -179,6 +190,7 @@ TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
     "kl": kl_term,
     "entropy": entropy_term,
     "distillation": distillation_term,
+    "perception": perception_term,
     "cross_entropy": cross_entropy_term,
 }
 """The terms of the loss: each computes one value per token, before weighting."""
@@ -273,7 +285,7 @@ def completion_weights(
     ``policy``: for grpo and sapo 1 / (completions × the completion's length) (arXiv:2402.03300,
     eq. 3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo
     1 / completions (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step
-    (arXiv:2503.14476, eq. 8). ``kl``: β times that. ``entropy`` and
+    (arXiv:2503.14476, eq. 8). ``kl`` and ``perception``: β and −kl_coef times that. ``entropy`` and
     ``distillation``: −entropy_coef and coef / active tokens. All are 0 for masked completions.
 
     Args:
@@ -299,7 +311,9 @@ def completion_weights(
         weights["distillation"] = distillation.coef * kept / tokens
     if settings.beta > 0 and settings.kl_in == "loss":
         weights["kl"] = settings.beta * policy
-    if settings.entropy_coef > 0:
+    if settings.perception is not None and settings.perception.kl_coef:
+        weights["perception"] = -settings.perception.kl_coef * policy
+    if settings.entropy_coef:
         weights["entropy"] = -settings.entropy_coef * kept / tokens
     return weights
 
