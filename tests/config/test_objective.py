@@ -59,6 +59,7 @@ from vlm_grpo.errors import UserError
             {"perception": {"top_share": 0.4}, "distillation": {"teacher": "a", "only": True}},
             "remove one of them",
         ),
+        ({"top_entropy_quantile": 0.2, "replay": {}}, "remove replay"),
         ({"reference_refresh_every": 0}, "at least 1"),
         ({"reference_refresh_every": "sometimes"}, "never"),
         ({"beta": float("nan")}, "beta"),

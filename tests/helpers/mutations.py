@@ -140,7 +140,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("distributed/optimizer.py", "supervised(step) if settings.is_supervised(step) else ", ""),
     ("grpo/update.py", "self.reference.in_place(), ", ""),
     ("grpo/update.py", "objective.beta * estimate(", "estimate("),
-    ("grpo/batch.py", "if settings.objective.mask_truncated_completions:", "if False:"),
+    ("grpo/batch.py", "return objective.mask_truncated_completions and", "return False and"),
     ("grpo/batch.py", "int(sums[1])", "int(lengths.sum())"),
     ("grpo/batch.py", "[k and p == part for", "[k for"),
     ("grpo/update.py", "updates.count % len(batch.mini_batches)", "0"),

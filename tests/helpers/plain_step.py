@@ -176,7 +176,20 @@ def _collect_rows(model: PlainModel, step: PlainStep, objective: ObjectiveSettin
         penalties = [objective.beta * kl for kl in kls]
     advantages = _compute_advantages(step, penalties, objective)
     teacher = [None if model.teacher is None else model.teacher.score(*pair)[0] for pair in pairs]
+    if objective.advantage_clip is not None:
+        bound = objective.advantage_clip
+        advantages = [advantage.clamp(-bound, bound) for advantage in advantages]
     masked, factors = _score_masked(model, step, pairs, objective)
+    if objective.top_entropy_quantile < 1:
+        model.load(step.before)
+        entropies = [model.score(*pair)[1] for pair in pairs]
+        counted = [
+            e
+            for e, (_, c) in zip(entropies, pairs, strict=True)
+            if not (objective.mask_truncated_completions and c.stop == "length")
+        ]
+        threshold = torch.cat(counted).quantile(1 - objective.top_entropy_quantile)
+        factors = [f * (e >= threshold) for f, e in zip(factors, entropies, strict=True)]
     rows = [
         _Row(*pair, *constants)
         for pair, *constants in zip(

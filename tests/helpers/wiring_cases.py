@@ -85,6 +85,7 @@ CASES: dict[str, dict[str, Any]] = {
         "objective": {
             "perception": {"kl_coef": 0.3, "top_share": 0.4, "min_scale": 0.5, "patch_size": 7},
             "entropy_coef": -0.05, "num_iterations": 1, "mask_truncated_completions": True,
+            "top_entropy_quantile": 0.8, "advantage_clip": 0.7,
         },
         "optim": {"mini_batches": 2},
     },

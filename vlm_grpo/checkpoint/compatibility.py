@@ -89,6 +89,8 @@ MAY_CHANGE_BETWEEN_STEPS = (
     "objective.replay",
     "objective.distillation",
     "objective.perception",
+    "objective.advantage_clip",
+    "objective.top_entropy_quantile",
     "objective.num_iterations",
     "objective.mask_truncated_completions",
     "objective.entropy_coef",

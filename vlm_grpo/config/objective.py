@@ -138,6 +138,13 @@ class ObjectiveSettings(Frozen):
     """``token``: one ratio per token. ``sequence`` (GSPO): one ratio per completion, the geometric
     mean of its tokens' ratios."""
 
+    advantage_clip: float | None = Field(default=None, gt=0.0)
+    """Bound of the absolute value of advantages; None: no bound."""
+
+    top_entropy_quantile: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the step's tokens that the policy loss keeps: those with the highest entropy when
+    they were sampled. 1: all."""
+
     entropy_coef: float = 0.0
     """Weight of the mean token entropy, which is maximized; below 0 it is minimized, as in PAPO and
     VPPO. 0: neither."""
@@ -248,7 +255,8 @@ class ObjectiveSettings(Frozen):
     def _kl_errors(self) -> list[tuple[bool, str]]:
         every, corrected = self.reference_refresh_every, self.use_bias_correction_kl
         replayed = self.replay is not None and self.beta > 0
-        scored = self.distillation is not None or self.perception is not None
+        selects = self.top_entropy_quantile < 1
+        scored = self.distillation is not None or self.perception is not None or selects
         unscored = self.replay is not None and scored
         alone = self.distillation is not None and self.distillation.only
         in_loss = self.beta > 0 and self.kl_in == "loss"
@@ -261,8 +269,8 @@ class ObjectiveSettings(Frozen):
             ),
             (
                 unscored,
-                "distillation and perception score the policy's own completions, which replayed "
-                "ones are not: remove replay",
+                "distillation, perception and top_entropy_quantile are for the policy's own "
+                "completions, which replayed ones are not: remove replay",
             ),
             (
                 alone and self.perception is not None,

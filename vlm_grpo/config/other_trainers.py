@@ -26,7 +26,8 @@ _SAME_IN_TRL = {
     "rollout": "num_generations temperature top_p top_k min_p max_completion_length",
     "objective": "num_iterations epsilon epsilon_high delta loss_type scale_rewards entropy_coef "
     "sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg "
-    "vespo_lambda_neg importance_sampling_level mask_truncated_completions use_bias_correction_kl",
+    "vespo_lambda_neg top_entropy_quantile importance_sampling_level mask_truncated_completions "
+    "use_bias_correction_kl",
     "optim": "warmup_steps weight_decay max_grad_norm max_steps num_train_epochs",
     "policy": "trust_remote_code gradient_checkpointing activation_offloading",
     "prompt": "chat_template_kwargs",
@@ -96,9 +97,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "use_bnb_nested_quant": "policy.double_quant",
         "max_prompt_length": "none: no prompt is truncated; policy.max_pixels bounds its length",
         "attn_implementation": "none: completions share their prompt by an attention of our own",
-        "repetition_penalty top_entropy_quantile off_policy_mask_threshold": (
-            "none: it is not implemented"
-        ),
+        "repetition_penalty off_policy_mask_threshold": ("none: it is not implemented"),
     },
     "VLM-R1": {
         "data_file_paths": "data.train",

@@ -303,6 +303,11 @@ class Settings(Frozen):
                 "rounding: leave the sampling to the policy (rollout.sampler=policy), or choose "
                 "objective.sampler_correction=token, sequence, token_mask or sequence_mask yourself"
             )
+        if self.rollout.sampler == "vllm" and own.top_entropy_quantile < 1:
+            problems.append(
+                "objective.top_entropy_quantile needs the entropy at each token, which vLLM does "
+                "not tell: set it to 1, or rollout.sampler=policy"
+            )
         if self.rollout.sampler == "vllm" and self.objective.sampler_correction == "none":
             if "sampler_correction" in self.objective.model_fields_set:
                 problems.append(

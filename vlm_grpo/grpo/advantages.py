@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate import Accelerator
@@ -140,6 +140,14 @@ def _rewards(groups: Sequence[Group], reward_weights: Mapping[str, float]) -> tu
 
 
 def _advantages(inputs: _Inputs, objective: ObjectiveSettings) -> Advantages:
+    found, bound = _estimate(inputs, objective), objective.advantage_clip
+    if bound is None:
+        return found
+    tokens = found.tokens and tuple(part.clamp(-bound, bound) for part in found.tokens)
+    return replace(found, values=found.values.clamp(-bound, bound), tokens=tokens)
+
+
+def _estimate(inputs: _Inputs, objective: ObjectiveSettings) -> Advantages:
     rewards, weights, name = inputs.rewards, inputs.weights, objective.advantage_estimator
     if name not in ADVANTAGE_ESTIMATORS:
         estimator, total = load_estimator(name), rewards @ weights

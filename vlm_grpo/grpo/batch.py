@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import sum_over_ranks
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
@@ -135,6 +136,11 @@ def score_groups(
     ]
 
 
+def is_masked(completion: Completion, objective: ObjectiveSettings) -> bool:
+    """Return whether the completion is left out of the loss, as a truncated one may be."""
+    return objective.mask_truncated_completions and completion.stop == "length"
+
+
 def by_completion(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
     """Split values of the micro-batch's tokens, (M,), into one (T,) tensor per completion."""
     parts = values.split([len(completion) for completion in micro.completions])
@@ -178,9 +184,8 @@ def pack_step(
     completions = [completion for group in groups for completion in group.completions]
     sampled = sum(len(group.completions) for group in rollout.groups)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
-    active = torch.ones(len(completions), dtype=torch.bool)
-    if settings.objective.mask_truncated_completions:
-        active = torch.tensor([c.stop != "length" for c in completions], dtype=torch.bool)
+    masked = [is_masked(completion, settings.objective) for completion in completions]
+    active = ~torch.tensor(masked, dtype=torch.bool)
     own = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
     sums = torch.tensor([own.completions, own.active_tokens], device=accelerator.device)
     sum_over_ranks(accelerator, [sums])

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.base import Strategy
 from vlm_grpo.distributed.collectives import gather_object
@@ -24,9 +23,9 @@ from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
 from vlm_grpo.grpo.batch import Rollout, StepBatch, StepScores, build_slices, by_completion
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
-from vlm_grpo.grpo.perception import mask_images, weigh_by_dependency
 from vlm_grpo.grpo.reference import Reference
 from vlm_grpo.grpo.teacher import Teacher, load_teacher
+from vlm_grpo.grpo.token_factors import find_token_factors, mask_images
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import (
     KL_ESTIMATORS,
@@ -154,25 +153,20 @@ class Updater:
                 values["teacher_logprobs"] = self.teacher.logprobs(slices, self.budget.limit)
         if objective.perception is not None:
             with self.policy.stopwatch("perception"):
-                values |= self._score_masked(slices, rollout, objective.perception)
+                values["masked_logprobs"] = self._score_masked(slices, rollout)
+        factors = find_token_factors(rollout, values.get("masked_logprobs", {}), objective)
+        if factors is not None:
+            values["token_factors"] = factors
         kept = old if self.settings.optim.mini_batches > 1 else {}
         return StepScores(values, penalties, kept)
 
-    def _score_masked(
-        self, slices: Sequence[GroupSlice], rollout: Rollout, settings: PerceptionSettings
-    ) -> dict[str, dict[int, Tensor]]:
+    def _score_masked(self, slices: Sequence[GroupSlice], rollout: Rollout) -> dict[int, Tensor]:
         """Score the completions behind masked images; those without images count as unchanged."""
-        seed = self.settings.seed, rollout.step
-        behind = mask_images(slices, self.policy.prompts, settings, seed)
-        with self.strategy.gathered():
-            masked = self.logprobs(behind)
         completions = [c for group in rollout.groups for c in group.completions]
-        sampled = [torch.tensor(completion.logprobs) for completion in completions]
-        found = {row: masked.get(row, logprobs) for row, logprobs in enumerate(sampled)}
-        if not settings.weighs_tokens:
-            return {"masked_logprobs": found}
-        factors = weigh_by_dependency(sampled, masked, settings)
-        return {"masked_logprobs": found, "token_factors": factors}
+        sampled = {row: torch.tensor(c.logprobs) for row, c in enumerate(completions)}
+        behind = mask_images(slices, self.policy.prompts, self.settings, rollout.step)
+        with self.strategy.gathered():
+            return sampled | self.logprobs(behind)
 
     def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the reference policy by completion."""

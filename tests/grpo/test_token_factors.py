@@ -1,19 +1,23 @@
-"""Masked images, and the weights of tokens by their dependency on the image."""
+"""Factors of tokens in the policy loss, by entropy and by dependency on the image."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlm_grpo.config.methods import PerceptionSettings
-from vlm_grpo.grpo import perception as perception_module
-from vlm_grpo.grpo.perception import weigh_by_dependency
+from vlm_grpo.grpo import token_factors as factors_module
+from vlm_grpo.grpo.token_factors import select_high_entropy, weigh_by_dependency
 from vlm_grpo.objective import image_dependency
+from vlm_grpo.types import Completion
 
 LENGTHS = (5, 1, 3, 10)
 
@@ -61,10 +65,32 @@ def test_factors_are_scaled_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     sampled, masked = draw_logprobs(0), draw_logprobs(1)
     alone = weigh_by_dependency(sampled, dict(enumerate(masked)), settings)
     means = [image_dependency(a, b).mean().item() for a, b in zip(sampled, masked, strict=True)]
-    monkeypatch.setattr(perception_module, "gather_object", lambda own: [*means[:2], *own])
+    monkeypatch.setattr(factors_module, "gather_object", lambda own: [*means[:2], *own])
     second = weigh_by_dependency(sampled[2:], dict(enumerate(masked[2:])), settings)
     for row in (0, 1):
         torch.testing.assert_close(second[row], alone[row + 2])
+
+
+def test_the_tokens_of_highest_entropy_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    entropies = [tuple((-part).tolist()) for part in draw_logprobs(2)]
+    completions = [Completion((0,) * len(e), e, "", "eos", entropies=e) for e in entropies]
+    padded = torch.zeros(len(LENGTHS), max(LENGTHS))
+    mask = torch.zeros_like(padded)
+    for row, values in enumerate(entropies):
+        padded[row, : len(values)], mask[row, : len(values)] = torch.tensor(values), 1
+    ranks = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
+    trl: Any = SimpleNamespace(accelerator=ranks)
+    expected = GRPOTrainer.get_high_entropy_mask(trl, padded, mask, 1 - 0.3)
+    found = select_high_entropy(completions, 0.3)
+    for row, length in enumerate(LENGTHS):
+        assert found[row].tolist() == expected[row, :length].float().tolist()
+    assert sum(values.sum() for values in found.values()) == round(0.3 * sum(LENGTHS))
+    without = [*completions[:3], replace(completions[3], entropies=())]
+    assert (select_high_entropy(without, 0.3)[3] == 1).all()
+    # The quantile is that of all ranks.
+    others = [value for e in entropies[:2] for value in e]
+    monkeypatch.setattr(factors_module, "gather_object", lambda own: [*others, *own])
+    assert select_high_entropy(completions[2:], 0.3)[1].tolist() == found[3].tolist()
 
 
 def test_completions_without_images_or_with_equal_dependency_have_factors_of_1() -> None:
