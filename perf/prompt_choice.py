@@ -55,7 +55,7 @@ def measure(recipe: str, seed: int, choice: str, folder: str) -> dict:
     later = [[m["step"] + 1, m[f"eval/{name}"]] for m in metrics if f"eval/{name}" in m]
     means = {
         key: round(statistics.fmean(m[key] for m in metrics), 4)
-        for key in ("frac_reward_zero_std", "replay/groups", "curriculum/pass_rate", "noise/reward")
+        for key in ("frac_reward_zero_std", "replay/groups", "curriculum/pass_rate")
         if key in metrics[0]
     }
     return {

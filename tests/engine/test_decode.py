@@ -92,3 +92,17 @@ def test_tokens_do_not_depend_on_the_other_prompts() -> None:
     for index, prompt in enumerate(prompts):
         (alone,) = policy.sample([prompt], settings, 3, [(0, index)], 100_000)
         assert [c.token_ids for c in alone] == [c.token_ids for c in together[index]]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 600, 100_000])
+def test_prompts_may_have_different_numbers_of_completions(max_tokens: int) -> None:
+    """Each completion is the one with its number, whatever is sampled beside it."""
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(0, 256, 7)))
+    prompts = mixed_prompts(policy, 7)
+    expected = sample_groups(policy, prompts, group_size=5)
+    numbers = [range(5), range(3, 5), range(1), range(4), range(2, 3), range(5), range(1, 4)]
+    settings = SamplingSettings(policy.distribution, 12)
+    seeds = [(0, index) for index in range(7)]
+    found = policy.sample(prompts, settings, numbers, seeds, max_tokens)
+    for own, members, whole in zip(numbers, found, expected, strict=True):
+        assert [c.token_ids for c in members] == [whole[number].token_ids for number in own]

@@ -18,6 +18,7 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.server.client import WeightLabel
 from vlm_grpo.server.requests import build_request, check_prompt, read_choices
 from vlm_grpo.utils.http_json import ServiceError
+from vlm_grpo.utils.image_noise import DiffusionNoise
 
 LABEL = WeightLabel("weights", "run")
 
@@ -71,6 +72,22 @@ def test_everything_that_changes_the_distribution_is_sent(policy: Policy) -> Non
     assert seeds[0] == seeds[1] != seeds[2]
     plain = build_request(policy, prompt, replace(sampling, stop=()), range(6), (0, 3))
     assert plain["sampling_params"]["detokenize"] is False  # no text to look into
+
+
+def test_the_noisy_part_of_a_group_has_its_images_and_its_seeds(policy: Policy) -> None:
+    example = noise_example("a", [(56, 28)])
+    noisy = make_prompt(policy, example.with_noise(DiffusionNoise(400, (0, 3))))
+    sampling = SamplingSettings(policy.distribution, 4)
+    clean, other = (
+        build_request(policy, prompt, sampling, numbers, (0, 3))
+        for prompt, numbers in ((make_prompt(policy, example), range(4)), (noisy, range(4, 6)))
+    )
+    assert clean["token_ids"] == other["token_ids"]
+    assert clean["content_parts"] != other["content_parts"]
+    assert other["sampling_params"]["n"] == 2
+    # vLLM gives the n-th completion of a request the seed of the request + n.
+    first, seed = (request["sampling_params"]["seed"] for request in (clean, other))
+    assert seed == first + 4
 
 
 def test_images_are_sent_after_our_resize_without_loss(policy: Policy) -> None:

@@ -31,6 +31,20 @@ def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
     assert values["rewards/exact/failed"] == 0
 
 
+def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy() -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    gold = task.gold(example)
+    clean = make_group(task, example, [gold, "<answer>", gold])
+    right, wrong, last = clean.completions
+    noisy = replace(clean, completions=(right, wrong, replace(last, noise=7, entropies=(9.0,))))
+    before, values = (group_metrics([clean, group]).values() for group in (clean, noisy))
+    assert not {"noise/reward", "noise/clean_reward"} & before.keys()
+    assert (values["noise/reward"], values["noise/clean_reward"]) == (1.0, 0.5)
+    assert values["reward"] == before["reward"]
+    assert values["entropy"] < 9.0 / 7  # no part of the noisy one's
+
+
 def test_distributions_have_all_values_of_few_completions() -> None:
     task = load_task("counting", tags=True)
     example = load_few_examples("counting", task)[0]
