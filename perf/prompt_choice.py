@@ -30,6 +30,7 @@ CHOICES = {
     "curriculum": ["data.curriculum.pool=4"],
     "replay": ["objective.replay.size=64"],
     "noise": ["rollout.noise.strength=500"],
+    "weak-noise": ["rollout.noise.strength=200"],
 }
 SHORT = [
     "data.train_limit=256", "data.eval_limit=200", "optim.warmup_steps=10",
