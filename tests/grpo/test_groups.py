@@ -285,9 +285,10 @@ def test_multiple_images_have_noise_of_their_own(settings: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": {"beta": 0.1}}, "rollout.noise needs objective.beta=0, and neither"),
-        ({"objective": {"replay": {}}}, "neither objective.replay nor"),
-        ({"objective": {"distillation": {"teacher": "x"}}}, "nor objective.distillation"),
+        ({"objective": {"beta": 0.1}}, "rollout.noise needs objective.beta=0, and no replay"),
+        ({"objective": {"replay": {}}}, "and no replay, distillation or perception"),
+        ({"objective": {"distillation": {"teacher": "x"}}}, "no replay, distillation"),
+        ({"objective": {"perception": {"kl_coef": 0.01}}}, "no replay, distillation or perception"),
         ({"warm_start": {"steps": "all"}}, "rollout.noise has no effect in a run of supervised"),
     ],
 )
