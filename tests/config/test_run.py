@@ -32,7 +32,7 @@ def test_settings_are_frozen():
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_every_recipe_is_equal_after_saving_and_loading(recipe, tmp_path):
     needed = ["task_options.address=http://a", "task_options.judge_model=b"]
-    overrides = {"judged": [*DATA, *needed], "mixed": []}  # which has sources of its own
+    overrides = {"judged": [*DATA, *needed], "mixed": [], "worlds": []}  # with own sources
     settings = load_settings(recipe, overrides.get(recipe, DATA))
     path = tmp_path / "run" / "config.yaml"
 
