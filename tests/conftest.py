@@ -95,8 +95,8 @@ MEASURED = re.compile(
 """Test files of the modules whose coverage is measured; ``pyproject.toml`` lists these modules."""
 
 
-CHECKED = re.compile(r"(objective|engine|families|model)/|test_trainer")
-"""Test files of the packages whose annotations are checked, and of the steps that join them."""
+CHECKED = re.compile(r"(objective|engine|families|model)/|test_trainer_chats")
+"""Test files of the packages whose annotations are checked, and a run that joins them."""
 
 
 def find_path(node: pytest.Item | pytest.Collector) -> str:
