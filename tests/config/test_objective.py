@@ -53,7 +53,7 @@ from vlm_grpo.errors import UserError
         ({"advantage_estimator": "my.py:f", "normalize_each_reward": True}, "remove them"),
         ({"advantage_estimator": "my.py:f", "replay": {}}, "remove replay"),
         ({"distillation": {"teacher": "a"}, "replay": {}}, "remove replay"),
-        ({"perception": {}}, "set kl_coef \\(PAPO\\), or top_share"),
+        ({"perception": {}}, "set its kl_coef \\(PAPO\\), or its top_share"),
         ({"perception": {"kl_coef": 0.01}, "replay": {}}, "remove replay"),
         (
             {"perception": {"top_share": 0.4}, "distillation": {"teacher": "a", "only": True}},

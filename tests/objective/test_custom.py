@@ -120,6 +120,8 @@ def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path: Path) -> No
     found = step_advantages(rewards, "aabb", torch.tensor([1, 2, 1, 1]), estimator)
     assert found.values.tolist() == pytest.approx([1.2245, -1.2245, 0, 0], abs=1e-3)
     assert found.zero_spread.tolist() == [False, True]
+    with pytest.raises(UserError, match="there is no advantage estimator file x"):
+        load_surrogate(ObjectiveSettings(advantage_estimator="x.py:f"))
     assert load_estimator("reinforce_plus_plus") is STEP_ESTIMATORS["reinforce_plus_plus"]
 
 

@@ -57,6 +57,7 @@ class PerceptionSettings(Frozen):
     def _check_effect(self) -> PerceptionSettings:
         if self.kl_coef == 0 and not self.weighs_tokens:
             raise ValueError(
-                "it has no effect: set kl_coef (PAPO), or top_share or min_scale (VPPO)"
+                "perception has no effect alone: set its kl_coef (PAPO), or its top_share or "
+                "min_scale (VPPO)"
             )
         return self

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.objective import GROUP_ESTIMATORS, ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, StepEstimator
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
@@ -27,7 +27,8 @@ TOLERANCE = 1e-9
 
 
 def load_surrogate(settings: ObjectiveSettings) -> Surrogate | None:
-    """Load the loss that ``objective.loss`` names; None if it names none.
+    """Load the loss that ``objective.loss`` names; None if it names none. A file's estimator of
+    advantages is loaded and checked as well, for the first step.
 
     The function gets the importance ratio of each token, (M,), the ``TokenBatch`` with its
     ``old_logprobs``, and the settings, and returns the policy loss of each token, (M,), before
@@ -38,6 +39,8 @@ def load_surrogate(settings: ObjectiveSettings) -> Surrogate | None:
         UserError: there is no such function, it fails, its result has another shape or no gradient,
             or it depends on how a step is cut into micro-batches.
     """
+    if settings.advantage_estimator not in GROUP_ESTIMATORS:
+        load_estimator(settings.advantage_estimator)
     if settings.loss is None:
         return None
     return _load("loss", settings.loss, lambda loss: _find_problem(loss, settings))
@@ -67,7 +70,7 @@ def _load(setting: str, value: str, find_problem: Callable[[Any], str | None]) -
         UserError: there is none, it fails, or there is a problem.
     """
     path, _, name = value.rpartition(":")
-    function = getattr(load_file(Path(path), setting), name, None)
+    function = getattr(load_file(Path(path), setting.replace("_", " ")), name, None)
     if not callable(function):
         raise UserError(f"objective.{setting}={value}: the file has no function {name}")
     try:
