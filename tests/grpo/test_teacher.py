@@ -95,9 +95,10 @@ def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path: Path) 
 
 
 def test_a_plan_counts_the_teacher() -> None:
-    plain = plan(load_settings("counting"), gpu="24GB")
+    few = "data.train_limit=20"
+    plain = plan(load_settings("counting", [few]), gpu="24GB")
     taught = plan(
-        load_settings("counting", ["objective.distillation.teacher=embedded"]), gpu="24GB"
+        load_settings("counting", [few, "objective.distillation.teacher=embedded"]), gpu="24GB"
     )
     weights = taught.step.memory.teacher
     assert weights == taught.step.shape.num_weights * taught.step.shape.value_bytes
