@@ -26,8 +26,8 @@ from enumeration import (
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.objective import StepTotals, TokenBatch, group_advantages, policy_loss
 
-# Thousands of small calls, whose lines and shapes are those of the other tests of this folder.
-pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes, pytest.mark.no_cover]
+# Thousands of small calls, whose shapes are those of the other tests of this folder.
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
 
 
 # Advantages.

@@ -31,8 +31,8 @@ from vlm_grpo.objective import (
     policy_loss,
 )
 
-# Thousands of small calls, whose lines and shapes are those of the other tests of this folder.
-pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes, pytest.mark.no_cover]
+# Thousands of small calls, whose shapes are those of the other tests of this folder.
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
 
 # The KL in the loss. One-token completions, whose token ratio is the completion's ratio; the last
 # section has completions of two tokens.
