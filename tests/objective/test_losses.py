@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.objective import StepTotals, TokenBatch, needs_update, policy_loss
+from vlm_grpo.objective import (
+    StepTotals,
+    TokenBatch,
+    compute_loss,
+    needs_update,
+    policy_loss,
+)
 
 LENGTHS = torch.tensor([9, 1, 4, 16, 2, 7, 16, 3])
 MAX_LENGTH = 16
@@ -329,3 +335,63 @@ def test_an_empty_batch_has_no_loss():
     output = policy_loss(batch, StepTotals(8, 50, 16), ObjectiveSettings())
     assert output.loss.item() == 0.0
     assert output.metrics.values() == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "formula"),
+    [
+        (
+            {"distillation": {"teacher": "any", "coef": 2.0, "only": True}},
+            "teacher_logprobs",
+            lambda now, old, other: 2.0 * (now - old).exp() * (old - other),
+        ),
+        (
+            {"perception": {"kl_coef": 0.1}, "loss_type": "dapo", "epsilon": 0.9},
+            "masked_logprobs",
+            lambda now, old, other: -0.1 * ((other - now).exp() - 1 - (other - now)),
+        ),
+    ],
+    ids=["distillation", "perception"],
+)
+def test_the_terms_of_other_models_and_images(fields: Any, values: str, formula: Any) -> None:
+    """Each is its formula over the active tokens, beside the policy's loss, or alone."""
+    step = make_step(torch.float64)
+    assert step.old_logprobs is not None
+    other = step.logprobs.detach() - torch.linspace(-0.5, 0.5, len(step.logprobs)).double()
+    settings = ObjectiveSettings(**fields)
+    batch = replace(step, **{values: other})
+    totals = count_totals(step)
+    found = policy_loss(batch, totals, settings).loss
+    plain = settings.model_copy(update={"distillation": None, "perception": None})
+    rest = 0.0 if settings.distillation else policy_loss(step, totals, plain).loss
+    expected = formula(step.logprobs, step.old_logprobs, other) * step.active_tokens
+    torch.testing.assert_close(found - rest, expected.sum() / totals.active_tokens)
+    with pytest.raises(ValueError, match=f"needs {values} in the batch"):
+        policy_loss(step, totals, settings)
+
+
+def test_factors_weigh_the_policy_loss_alone() -> None:
+    step = make_step(torch.float64)
+    totals, settings = count_totals(step), ObjectiveSettings()
+    zero = replace(step, token_factors=torch.zeros_like(step.logprobs).detach())
+    assert policy_loss(zero, totals, settings).loss.item() == 0
+    bonus = ObjectiveSettings(entropy_coef=-0.1)
+    only = policy_loss(zero, totals, bonus).loss
+    plain, both = (policy_loss(step, totals, s).loss for s in (settings, bonus))
+    torch.testing.assert_close(both - plain, only)
+    assert only.item() > 0  # entropy is penalized
+
+
+def test_the_cross_entropy_is_the_mean_over_its_weights() -> None:
+    logprobs = torch.tensor([-1.0, -3.0, -0.5], requires_grad=True)
+    batch = TokenBatch(
+        logprobs,
+        completion=torch.tensor([0, 0, 1]),
+        advantages=torch.ones(2),
+        lengths=torch.tensor([2, 1]),
+        is_top=torch.tensor([True, False, True]),
+        weights={"cross_entropy": torch.full((3,), 1 / 3)},
+    )
+    output = compute_loss(batch, ObjectiveSettings(sampler_correction="token"))
+    assert output.loss.item() == pytest.approx(1.5)
+    assert output.metrics.values() == {"mean_token_accuracy": pytest.approx(2 / 3)}

@@ -222,6 +222,6 @@ def test_page_of_ten_long_runs_opens_quickly(browser: Browser, tmp_path: Path) -
         "const [times] = performance.getEntriesByType('navigation');"
         "return times.domContentLoadedEventEnd - times.startTime;"
     )
-    assert loading < 3000  # milliseconds
+    assert loading < 20_000  # milliseconds; quadratic work would take minutes
     colors = "[...document.querySelectorAll('#runs line')].map((l) => getComputedStyle(l).stroke)"
     assert browser.run(f"return new Set({colors}).size") == 10
