@@ -85,12 +85,13 @@ def expected_gradient(
     loss = torch.zeros(())
     for outcome in itertools.product(range(len(COMPLETIONS)), repeat=size):
         chosen = list(outcome)
+        flattened: dict[str, Any] = {n: flatten(chosen, table) for n, table in tables.items()}
         batch = TokenBatch(
             logprobs=logprobs[chosen].flatten(),
             completion=torch.arange(size).repeat_interleave(LENGTH),
             advantages=advantages(chosen),
             lengths=torch.full((size,), LENGTH),
-            **{name: flatten(chosen, table) for name, table in tables.items()},
+            **flattened,
         )
         loss = loss + weights[chosen].prod() * policy_loss(batch, totals, settings).loss
     return -gradient(loss, policy) * LENGTH
