@@ -251,10 +251,10 @@ def test_an_unreadable_image_ahead_of_its_step_loses_nothing(
     run = vllm(1)
     load = rollout_module.PromptLoader.load
 
-    def fail(self: Any, indices: list[int]) -> Any:
+    def fail(self: Any, indices: list[int], *noise: Any) -> Any:
         if 6 in indices:
             raise UserError("an image cannot be read")
-        return load(self, indices)
+        return load(self, indices, *noise)
 
     monkeypatch.setattr(rollout_module.PromptLoader, "load", fail)
     with pytest.raises(UserError, match="cannot be read"):
