@@ -26,9 +26,10 @@ def compute(
     groups: list[Group],
     penalties: list[torch.Tensor] | None = None,
     rank: int = 0,
+    override: str = UNSCALED,
 ) -> StepAdvantages:
     accelerator: Any = SimpleNamespace(process_index=rank)
-    settings = load_settings("quickstart", [UNSCALED])
+    settings = load_settings("quickstart", [override])
     task = load_task("counting", weights={"exact": 2.0, "closeness": 1.0})
     return compute_advantages(
         Rollout(tuple(groups)), StepScores(penalties=penalties), task, settings, accelerator
@@ -88,6 +89,23 @@ def test_a_rank_gets_the_advantages_of_its_groups(monkeypatch: pytest.MonkeyPatc
     assert result.own.tolist() == pytest.approx([1, -1])
     assert result.step.values.tolist() == pytest.approx([2, -2, 0, 0, -2, 2, 1, -1])
     assert result.step.zero_spread.tolist() == [False, True, False, False]
+
+
+def test_a_rank_gets_the_advantages_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of two, with an advantage per token: those of its own group, in order."""
+    override = "objective.advantage_estimator=reinforce_plus_plus"
+    rewards, penalties = ((5.0, 0.0), (3.0, 0.0)), [torch.tensor([0.5]), torch.tensor([0.1])]
+    sent: list[Any] = []
+    monkeypatch.setattr(advantages_module, "gather_object", lambda part: sent.extend(part) or part)
+    compute([make_counting_group(*rewards)], penalties, override=override)
+    monkeypatch.setattr(advantages_module, "gather_object", lambda part: [sent[0], *part])
+    own = [torch.tensor([0.0]), torch.tensor([2.0])]
+    result = compute([make_counting_group((1.0, 0.0), (0.0, 0.0))], own, 1, override)
+    returns = torch.tensor([9.5, 5.9, 2.0, -2.0], dtype=torch.float64)  # 2 · exact − KL
+    expected = (returns - returns.mean()) / returns.std()
+    found = result.values["token_advantages"]
+    assert [found[row].item() for row in (0, 1)] == pytest.approx(expected[2:].tolist())
+    assert result.own.tolist() == pytest.approx(expected[2:].tolist())
 
 
 def test_a_rank_without_groups_has_no_advantages() -> None:
