@@ -94,3 +94,14 @@ def test_a_mini_batch_has_whole_groups_and_rows_are_numbered_over_the_step() -> 
     assert rows == [[(2, 3)], [], [(1,)], []]  # a rank may have no group of a mini-batch
     assert batch.num_updates == 4
     assert batch.weights["policy"][0].item() == pytest.approx(4 / (5 * 2))  # of 5 in all
+
+
+def test_a_completion_whose_tokens_cancel_out_has_a_gradient() -> None:
+    values = {
+        "token_advantages": {row: torch.zeros(size) for row, size in enumerate([2, 3, 1, 4, 2])}
+    }
+    values["token_advantages"][0] = torch.tensor([1.0, -1.0])
+    settings = load_settings("quickstart", ["rollout.max_completion_length=4"])
+    rollout = Rollout(tuple(GROUPS))
+    batch = pack_step(rollout, torch.zeros(5), values, settings, Accelerator(cpu=True))
+    assert [piece.rows for piece in batch.slices] == [(0,)]
