@@ -16,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
-import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 
@@ -170,6 +169,7 @@ def _sample_color(rng: random.Random) -> list[int]:
 def _font(name: str | None, points: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     if name is None:
         return ImageFont.load_default(points)
+    matplotlib = import_module("matplotlib")  # loading it takes longer than drawing a hundred words
     return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf", f"{name}.ttf"), points)
 
 

@@ -16,7 +16,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.mixture import Mixed
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.grpo.advantages import compute_advantages
+from vlm_grpo.grpo.advantages import Estimator, compute_advantages
 from vlm_grpo.grpo.batch import Rollout, StepScores
 from vlm_grpo.registry import load_task
 from vlm_grpo.report.run import read_run
@@ -43,8 +43,8 @@ def test_advantages_of_a_source_do_not_depend_on_the_others(estimator: str, each
             f"objective.normalize_each_reward={str(each).lower()}",
         ]
         settings = load_settings("counting", overrides)
-        reference = StepScores()
-        return compute_advantages(Rollout(groups), reference, task, settings, accelerator).own
+        given = task, Estimator.load(settings.objective), accelerator
+        return compute_advantages(Rollout(groups), StepScores(), *given).own
 
     alone = [compute(MEMBERS["count"], counts), compute(MEMBERS["read"], words)]
     mixed = compute(
@@ -66,7 +66,7 @@ def test_the_scale_of_the_batch_is_that_of_the_rewards_that_each_source_has() ->
     settings = load_settings("counting", ["objective.scale_rewards=batch"])
     members = {**MEMBERS, "count": load_task("counting", weights={"exact": 3.0})}
     task, accelerator = Mixed(members=members), SimpleNamespace(process_index=0)
-    given: Any = task, settings, accelerator
+    given: Any = task, Estimator.load(settings.objective), accelerator
     found = compute_advantages(Rollout(tuple(groups)), StepScores(), *given).own
     weights = [members[name].reward_weights()["exact"] for name in ("count", "read")]
     totals = torch.tensor([weights[0], 0.0, 0.0, weights[1], 0.0, 0.0])

@@ -113,7 +113,7 @@ def make_trainer(settings: Settings, **weights: float) -> Trainer:
     policy.model.double()
     trainer = Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
     if trainer.updater.teacher is not None:
-        trainer.updater.teacher.policy.model.double()
+        trainer.updater.teacher.model.double()
     return trainer
 
 

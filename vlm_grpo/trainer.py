@@ -20,6 +20,7 @@ from vlm_grpo.distributed.watch import watch_ranks
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.evaluation import Evaluation, HeldOutEvaluator
 from vlm_grpo.grpo import (
+    Estimator,
     NonfiniteGuard,
     Rollout,
     Updates,
@@ -106,6 +107,7 @@ class Trainer:
         usable = self.train_examples = select_usable(policy, train_examples, self.task, settings)
         ranks = self.accelerator = accelerator or build_accelerator(settings)
         self.updater = build_updater(policy, settings, self.accelerator)
+        self.estimator = Estimator.load(settings.objective)
         self.strategy = self.updater.strategy
         self.sampler = build_rollout_sampler(self.strategy, self.task, usable, settings)
         scorer = self.sampler.scorer
@@ -131,8 +133,8 @@ class Trainer:
                 rollout = self._rollout()
                 self.updater.begin_step(rollout)
                 scores = self.updater.score_step(rollout)
-                task = self.sampler.task
-                advantages = compute_advantages(rollout, scores, task, settings, ranks)
+                given = self.sampler.task, self.estimator, ranks
+                advantages = compute_advantages(rollout, scores, *given)
                 values = {**scores.values, **advantages.values}
                 batch = pack_step(rollout, advantages.own, values, settings, ranks)
                 metrics, updates = rollout_metrics(rollout, advantages), Updates(scores.old)

@@ -57,7 +57,15 @@ from vlm_grpo.errors import UserError
         ({"perception": {"kl_coef": 0.01}, "replay": {}}, "remove replay"),
         (
             {"perception": {"top_share": 0.4}, "distillation": {"teacher": "a", "only": True}},
-            "remove one of them",
+            "perception would change: remove them, or only",
+        ),
+        (
+            {"top_entropy_quantile": 0.2, "distillation": {"teacher": "a", "only": True}},
+            "top_entropy_quantile would change",
+        ),
+        (
+            {"advantage_clip": 2.0, "distillation": {"teacher": "a", "only": True}},
+            "advantage_clip would change",
         ),
         ({"top_entropy_quantile": 0.2, "replay": {}}, "remove replay"),
         ({"reference_refresh_every": 0}, "at least 1"),

@@ -13,7 +13,7 @@ from groups import make_group
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.grpo import advantages as advantages_module
-from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages, has_spread
+from vlm_grpo.grpo.advantages import Estimator, StepAdvantages, compute_advantages, has_spread
 from vlm_grpo.grpo.batch import Rollout, StepScores
 from vlm_grpo.registry import load_task
 from vlm_grpo.types import Group
@@ -31,9 +31,8 @@ def compute(
     accelerator: Any = SimpleNamespace(process_index=rank)
     settings = load_settings("quickstart", [override])
     task = load_task("counting", weights={"exact": 2.0, "closeness": 1.0})
-    return compute_advantages(
-        Rollout(tuple(groups)), StepScores(penalties=penalties), task, settings, accelerator
-    )
+    given = task, Estimator.load(settings.objective), accelerator
+    return compute_advantages(Rollout(tuple(groups)), StepScores(penalties=penalties), *given)
 
 
 def make_counting_group(*rewards: tuple[float | None, float]) -> Group:

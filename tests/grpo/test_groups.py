@@ -285,6 +285,10 @@ def test_multiple_images_have_noise_of_their_own(settings: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"objective": {"top_entropy_quantile": 0.2}},
+            "rollout.noise changes for a part of each group",
+        ),
         ({"objective": {"beta": 0.1}}, "rollout.noise needs objective.beta=0, and no replay"),
         ({"objective": {"replay": {}}}, "and no replay, distillation or perception"),
         ({"objective": {"distillation": {"teacher": "x"}}}, "no replay, distillation"),

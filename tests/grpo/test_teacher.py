@@ -13,7 +13,7 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.batch import by_completion
+from vlm_grpo.grpo.batch import by_completion, score_slices
 from vlm_grpo.grpo.teacher import load_teacher
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.objective import StepTotals, TokenBatch, policy_loss
@@ -65,16 +65,16 @@ def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> No
     )
     found = load_teacher(settings, policy)
     assert found is not None
-    assert not found.policy.trainable_parameters()
+    assert not found.trainable_parameters()
     task = policy.prompts.adapt(load_task("counting"))
     prompt = policy.build_prompt(noise_example("a", [(56, 28)], seed=1), task)
     tokens = ((5, 6, 7), (8,), (9, 10))
     piece = GroupSlice(prompt, tokens, (0, 1, 2))
-    logprobs = found.logprobs([piece], 10_000)
+    logprobs = score_slices(found, [piece], 10_000)
     expected = by_completion(MicroBatch((piece,)), alone.score(MicroBatch((piece,))).logprobs)
     for row in range(3):
         torch.testing.assert_close(logprobs[row], expected[row].detach())
-    counters = found.policy.counters
+    counters = found.counters
     assert counters.encoder_passes == 1
     assert counters.update_tokens == len(prompt.token_ids) + 2 + 0 + 1
     assert load_teacher(load_settings("counting"), policy) is None

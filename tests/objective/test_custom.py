@@ -121,8 +121,16 @@ def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path: Path) -> No
     assert found.values.tolist() == pytest.approx([1.2245, -1.2245, 0, 0], abs=1e-3)
     assert found.zero_spread.tolist() == [False, True]
     with pytest.raises(UserError, match="there is no advantage estimator file x"):
-        load_surrogate(ObjectiveSettings(advantage_estimator="x.py:f"))
+        load_estimator("x.py:f")
     assert load_estimator("reinforce_plus_plus") is STEP_ESTIMATORS["reinforce_plus_plus"]
+
+
+def test_an_estimator_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    """As in a notebook, where one process starts several runs."""
+    inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 1]))
+    for factor in (1.0, 2.0):
+        name = write_estimator(tmp_path, f"return {factor} * inputs.rewards")
+        assert list(load_estimator(name)(inputs)) == [factor, 0.0]
 
 
 def test_the_examples_of_the_guide_can_be_used(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model, tiny_policy
@@ -79,6 +81,24 @@ def test_flops_of_a_gradient_step_match_pytorchs_counter(name: str) -> None:
     rollout = count_vision_flops(shape, len(prompt.vision["pixel_values"]))
     rollout += count_token_flops(shape, 0, len(prompt.token_ids))
     assert flops.vision + flops.prefill == rollout
+
+
+def test_other_passes_over_the_images_are_counted() -> None:
+    model, _ = tiny_model("qwen2_5_vl")
+    shape, _ = read_model_shape(model.config, PolicySettings())
+    work = Workload(16, 8, 400, 1200, 64, 1 << 16, 1 << 14, 1024)
+    plain = count_flops(shape, work)
+    teacher = replace(work, teacher_weights=2 * shape.num_weights)
+    taught, masked = (count_flops(shape, w) for w in (teacher, replace(work, masks_images=True)))
+    encoding = work.num_prompts * count_vision_flops(shape, work.patches)
+    assert masked.vision == pytest.approx(plain.vision + encoding)
+    assert taught.vision == pytest.approx(plain.vision + 2 * encoding)
+    # A teacher of twice the weights takes twice the pass behind the masked images.
+    assert taught.update - plain.update == pytest.approx(2 * (masked.update - plain.update))
+    noisy = count_flops(shape, replace(work, views=2))
+    assert noisy.prefill == 2 * plain.prefill
+    assert noisy.vision == masked.vision
+    assert noisy.update == plain.update
 
 
 def test_seconds_depend_on_the_device() -> None:

@@ -25,6 +25,7 @@ GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators whose advantages depend on the rewards of the group alone."""
 _STEP_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 _BOUNDS = ("epsilon", "epsilon_high", "delta")
+_ON_REWARDS = ("perception", "top_entropy_quantile", "advantage_clip")
 
 
 def _named(loss_type: str) -> list[str]:
@@ -259,6 +260,7 @@ class ObjectiveSettings(Frozen):
         scored = self.distillation is not None or self.perception is not None or selects
         unscored = self.replay is not None and scored
         alone = self.distillation is not None and self.distillation.only
+        on_rewards = [n for n in _ON_REWARDS if not self.is_default(n)]
         in_loss = self.beta > 0 and self.kl_in == "loss"
         in_reward = self.beta > 0 and self.kl_in == "reward"
         return [
@@ -273,9 +275,9 @@ class ObjectiveSettings(Frozen):
                 "completions, which replayed ones are not: remove replay",
             ),
             (
-                alone and self.perception is not None,
-                "perception changes the training on rewards, which distillation.only leaves out: "
-                "remove one of them",
+                alone and bool(on_rewards),
+                f"distillation.only leaves out the training on rewards, which "
+                f"{' and '.join(on_rewards)} would change: remove them, or only",
             ),
             (
                 every != "never" and int(every) < 1,

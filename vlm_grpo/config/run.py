@@ -266,6 +266,11 @@ class Settings(Frozen):
                 "rollout.noise needs objective.beta=0, and no replay, distillation or perception: "
                 "each takes a completion for one behind the clean images"
             )
+        if self.rollout.noise is not None and own.top_entropy_quantile < 1:
+            problems.append(
+                "objective.top_entropy_quantile compares the entropies of a step, which "
+                "rollout.noise changes for a part of each group: remove one of them"
+            )
         weighs = own.perception is not None and own.perception.weighs_tokens
         if weighs and (self.rollout.top_p < 1 or self.rollout.top_k or self.rollout.min_p):
             problems.append(

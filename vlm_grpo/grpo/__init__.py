@@ -1,6 +1,6 @@
 """The parts of a GRPO step: rollout, advantages, reference and update."""
 
-from vlm_grpo.grpo.advantages import StepAdvantages, compute_advantages
+from vlm_grpo.grpo.advantages import Estimator, StepAdvantages, compute_advantages
 from vlm_grpo.grpo.batch import Rollout, StepBatch, pack_step, score_groups
 from vlm_grpo.grpo.memory import memory_metrics
 from vlm_grpo.grpo.nonfinite import NonfiniteGuard
@@ -9,6 +9,7 @@ from vlm_grpo.grpo.targets import select_usable
 from vlm_grpo.grpo.update import Updater, Updates, build_updater
 
 __all__ = [
+    "Estimator",
     "NonfiniteGuard",
     "Rollout",
     "RolloutSampler",

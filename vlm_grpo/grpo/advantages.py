@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.grpo.batch import Rollout, StepScores
 from vlm_grpo.objective import (
     ADVANTAGE_ESTIMATORS,
     Advantages,
+    StepEstimator,
     group_advantages,
     load_estimator,
     per_reward_advantages,
@@ -42,11 +43,30 @@ class StepAdvantages:
     values: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Estimator:
+    """The estimator of a run's advantages.
+
+    Attributes:
+        objective: its settings.
+        over_step: computes them from all groups of a step; None: each group's are its own.
+    """
+
+    objective: ObjectiveSettings
+    over_step: StepEstimator | None = None
+
+    @classmethod
+    def load(cls, objective: ObjectiveSettings) -> Self:
+        """Load the estimator that the settings name; raises UserError if it cannot be used."""
+        name = objective.advantage_estimator
+        return cls(objective, None if name in ADVANTAGE_ESTIMATORS else load_estimator(name))
+
+
 def compute_advantages(
     rollout: Rollout,
     scores: StepScores,
     task: Task,
-    settings: Settings,
+    estimator: Estimator,
     accelerator: Accelerator,
 ) -> StepAdvantages:
     """Compute the advantages of a step's completions.
@@ -56,7 +76,7 @@ def compute_advantages(
             advantages are computed separately.
         scores: of other passes; KL penalties are subtracted from the total rewards.
         task: sets the reward weights; a reward of weight 0 is ignored.
-        settings: the run's settings.
+        estimator: the run's estimator.
         accelerator: the ranks.
     """
     groups = rollout.groups
@@ -65,17 +85,14 @@ def compute_advantages(
         return StepAdvantages(
             ones, Advantages(ones, torch.zeros(0), torch.zeros(0).bool(), ones > 0)
         )
-    objective, rank = settings.objective, accelerator.process_index
     found = _gather_inputs(groups, task, scores.penalties)
-    step, start = _advantages(found, objective), sum(found.sizes[:rank])
-    own = step.values[start : start + found.sizes[rank]]
-    values = {}
+    step, rows = _advantages(found, estimator), found.rows_of(accelerator.process_index)
+    own, values = step.values[rows], {}
     if step.tokens is not None:
-        values["token_advantages"] = dict(enumerate(step.tokens[start : start + len(own)]))
-    if objective.replay is not None:
+        values["token_advantages"] = dict(enumerate(step.tokens[rows]))
+    if estimator.objective.replay is not None:
         found = _gather_inputs(rollout.replayed, task)
-        start = sum(found.sizes[:rank])
-        again = _advantages(found, objective).values[start : start + found.sizes[rank]]
+        again = _advantages(found, estimator).values[found.rows_of(accelerator.process_index)]
         own = torch.cat([own, again])
     return StepAdvantages(own, step, values)
 
@@ -98,6 +115,11 @@ class _Inputs:
     lengths: Tensor
     penalties: Sequence[Tensor] | None = None
     sizes: Sequence[int] = ()
+
+    def rows_of(self, rank: int) -> slice:
+        """Return the rows of a rank's completions."""
+        start = sum(self.sizes[:rank])
+        return slice(start, start + self.sizes[rank])
 
 
 def _gather_inputs(
@@ -139,23 +161,24 @@ def _rewards(groups: Sequence[Group], reward_weights: Mapping[str, float]) -> tu
     return torch.tensor(rewards, dtype=torch.float32).reshape(len(scores), len(names)), weights
 
 
-def _advantages(inputs: _Inputs, objective: ObjectiveSettings) -> Advantages:
-    found, bound = _estimate(inputs, objective), objective.advantage_clip
+def _advantages(inputs: _Inputs, estimator: Estimator) -> Advantages:
+    found, bound = _estimate(inputs, estimator), estimator.objective.advantage_clip
     if bound is None:
         return found
     tokens = found.tokens and tuple(part.clamp(-bound, bound) for part in found.tokens)
     return replace(found, values=found.values.clamp(-bound, bound), tokens=tokens)
 
 
-def _estimate(inputs: _Inputs, objective: ObjectiveSettings) -> Advantages:
-    rewards, weights, name = inputs.rewards, inputs.weights, objective.advantage_estimator
-    if name not in ADVANTAGE_ESTIMATORS:
-        estimator, total = load_estimator(name), rewards @ weights
-        return step_advantages(total, inputs.ids, inputs.lengths, estimator, inputs.penalties)
+def _estimate(inputs: _Inputs, estimator: Estimator) -> Advantages:
+    rewards, weights, objective = inputs.rewards, inputs.weights, estimator.objective
+    if estimator.over_step is not None:
+        given = rewards @ weights, inputs.ids, inputs.lengths, estimator.over_step
+        return step_advantages(*given, inputs.penalties)
     if inputs.penalties is not None:
         sums = [penalty.sum().to(rewards.dtype) for penalty in inputs.penalties]
         rewards = torch.cat([rewards, torch.stack(sums)[:, None]], dim=1)
         weights = torch.cat([weights, weights.new_tensor([-1.0])])
+    name = objective.advantage_estimator
     if objective.normalize_each_reward:
         return per_reward_advantages(rewards, weights, inputs.ids, estimator=name)
     return group_advantages(

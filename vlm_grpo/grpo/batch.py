@@ -13,7 +13,8 @@ from torch import Tensor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import sum_over_ranks
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import StepTotals, completion_weights, needs_update
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
@@ -145,6 +146,23 @@ def by_completion(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
     """Split values of the micro-batch's tokens, (M,), into one (T,) tensor per completion."""
     parts = values.split([len(completion) for completion in micro.completions])
     return dict(zip(micro.rows, parts, strict=True))
+
+
+@torch.no_grad()
+def score_slices(
+    policy: Policy, slices: Sequence[GroupSlice], max_tokens: int
+) -> dict[int, Tensor]:
+    """Return the (T,) log-probs under a model by completion, with one pass over each prompt.
+
+    Args:
+        policy: the model.
+        slices: the completions, by group.
+        max_tokens: maximum number of tokens per pass.
+    """
+    logprobs: dict[int, Tensor] = {}
+    for micro in pack(slices, max_tokens):
+        logprobs |= by_completion(micro, policy.score(micro).logprobs)
+    return logprobs
 
 
 def build_slices(groups: Sequence[Group], keep: Sequence[bool]) -> tuple[GroupSlice, ...]:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.engine.batch import GroupSlice, pack
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.batch import by_completion
 from vlm_grpo.model.policy import Policy, load_policy
 
 _IMAGE_SETTINGS = (
@@ -21,35 +14,8 @@ _IMAGE_SETTINGS = (
 """What the teacher's image processor must share with the policy's, which prepares the images."""
 
 
-class Teacher:
-    """A frozen model that scores completions behind the policy's prompts, one pass per group.
-
-    Every process holds all of it, also where the policy's weights are sharded.
-
-    Args:
-        policy: the teacher's model, on the policy's device.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-
-    @torch.no_grad()
-    def logprobs(self, slices: Sequence[GroupSlice], max_tokens: int) -> dict[int, Tensor]:
-        """Return the (T,) log-probs by completion.
-
-        Args:
-            slices: the completions, by group.
-            max_tokens: maximum number of tokens per pass.
-        """
-        found: dict[int, Tensor] = {}
-        for micro in pack(slices, max_tokens):
-            found |= by_completion(micro, self.policy.score(micro).logprobs)
-        self.policy.clear_image_features()
-        return found
-
-
-def load_teacher(settings: Settings, policy: Policy) -> Teacher | None:
-    """Load the teacher that the settings name; None if they name none.
+def load_teacher(settings: Settings, policy: Policy) -> Policy | None:
+    """Load the teacher that the settings name, frozen, on the policy's device; None: there is none.
 
     Raises:
         UserError: it cannot be loaded, or reads other tokens or images than the policy.
@@ -72,7 +38,7 @@ def load_teacher(settings: Settings, policy: Policy) -> Teacher | None:
                 "same family"
             )
     teacher.model.to(policy.device).eval().requires_grad_(False)
-    return Teacher(teacher)
+    return teacher
 
 
 def _describe_images(policy: Policy) -> list[object]:

@@ -63,20 +63,22 @@ def find_token_factors(
         masked: log-probs behind masked images by completion.
         objective: settings of the objective.
     """
+    perception, selects = objective.perception, objective.top_entropy_quantile < 1
+    weighs = perception is not None and perception.weighs_tokens
+    if not weighs and not selects:
+        return None
     pairs = [(group, c) for group in rollout.groups for c in group.completions]
-    found, perception = [torch.ones(len(c.token_ids)) for _, c in pairs], objective.perception
-    if perception is not None and perception.weighs_tokens:
+    found = [torch.ones(len(c.token_ids)) for _, c in pairs]
+    if perception is not None and weighs:
         sampled = [torch.tensor(completion.logprobs) for _, completion in pairs]
         has_image = [bool(group.prompt.example.images) for group, _ in pairs]
         behind = {row: masked[row] for row, has in enumerate(has_image) if has}
         weights = weigh_by_dependency(sampled, behind, perception)
         found = [factor * weights[row] for row, factor in enumerate(found)]
-    if objective.top_entropy_quantile < 1:
+    if selects:
         active = [replace(c, entropies=()) if is_masked(c, objective) else c for _, c in pairs]
         kept = select_high_entropy(active, objective.top_entropy_quantile)
         found = [factor * kept[row] for row, factor in enumerate(found)]
-    elif perception is None or not perception.weighs_tokens:
-        return None
     return dict(enumerate(found))
 
 

@@ -21,10 +21,17 @@ from vlm_grpo.engine.activations import ActivationOffloader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.batch import Rollout, StepBatch, StepScores, build_slices, by_completion
+from vlm_grpo.grpo.batch import (
+    Rollout,
+    StepBatch,
+    StepScores,
+    build_slices,
+    by_completion,
+    score_slices,
+)
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.reference import Reference
-from vlm_grpo.grpo.teacher import Teacher, load_teacher
+from vlm_grpo.grpo.teacher import load_teacher
 from vlm_grpo.grpo.token_factors import find_token_factors, mask_images
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import (
@@ -93,7 +100,7 @@ class Updater:
         budget: maximum number of tokens per micro-batch.
         offload: opens a context that moves the activations saved inside to the host.
         surrogate: the user's loss; None: that of the settings' loss type.
-        teacher: the teacher of distillation; None: there is none.
+        teacher: the teacher of distillation, all of it on every rank; None: there is none.
     """
 
     policy: Policy
@@ -104,7 +111,7 @@ class Updater:
     budget: TokenBudget
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     surrogate: Surrogate | None = None
-    teacher: Teacher | None = None
+    teacher: Policy | None = None
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -150,7 +157,9 @@ class Updater:
                     ]
         if self.teacher is not None:
             with self.policy.stopwatch("teacher"):
-                values["teacher_logprobs"] = self.teacher.logprobs(slices, self.budget.limit)
+                limit = self.budget.limit
+                values["teacher_logprobs"] = score_slices(self.teacher, slices, limit)
+                self.teacher.clear_image_features()
         if objective.perception is not None:
             with self.policy.stopwatch("perception"):
                 values["masked_logprobs"] = self._score_masked(slices, rollout)
@@ -176,13 +185,9 @@ class Updater:
             self.strategy.release()
         return logprobs
 
-    @torch.no_grad()
     def logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the current weights by completion."""
-        logprobs: dict[int, Tensor] = {}
-        for micro in pack(slices, self.budget.limit):
-            logprobs |= by_completion(micro, self.policy.score(micro).logprobs)
-        return logprobs
+        return score_slices(self.policy, slices, self.budget.limit)
 
     # The gradient steps.
 

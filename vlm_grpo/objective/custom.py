@@ -5,14 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlm_grpo.config.objective import GROUP_ESTIMATORS, ObjectiveSettings
+from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, StepEstimator
 from vlm_grpo.objective.batch import StepTotals, TokenBatch
@@ -27,8 +26,7 @@ TOLERANCE = 1e-9
 
 
 def load_surrogate(settings: ObjectiveSettings) -> Surrogate | None:
-    """Load the loss that ``objective.loss`` names; None if it names none. A file's estimator of
-    advantages is loaded and checked as well, for the first step.
+    """Load the loss that ``objective.loss`` names; None if it names none.
 
     The function gets the importance ratio of each token, (M,), the ``TokenBatch`` with its
     ``old_logprobs``, and the settings, and returns the policy loss of each token, (M,), before
@@ -39,14 +37,11 @@ def load_surrogate(settings: ObjectiveSettings) -> Surrogate | None:
         UserError: there is no such function, it fails, its result has another shape or no gradient,
             or it depends on how a step is cut into micro-batches.
     """
-    if settings.advantage_estimator not in GROUP_ESTIMATORS:
-        load_estimator(settings.advantage_estimator)
     if settings.loss is None:
         return None
     return _load("loss", settings.loss, lambda loss: _find_problem(loss, settings))
 
 
-@cache
 def load_estimator(name: str) -> StepEstimator:
     """Return the step estimator of this name, or load the one that ``FILE.py:NAME`` names.
 

@@ -55,6 +55,8 @@ class Workload:
         optimizer: ``optim.name``.
         mini_batches: parts of the step with updates of their own.
         teacher_weights: number of weights of the teacher of distillation; 0: there is none.
+        masks_images: whether completions are also scored behind masked images.
+        views: prompts that a group is sampled behind: 2 with ``rollout.noise``, otherwise 1.
     """
 
     num_prompts: int
@@ -72,6 +74,8 @@ class Workload:
     optimizer: OptimizerName = "adamw"
     mini_batches: int = 1
     teacher_weights: int = 0
+    masks_images: bool = False
+    views: int = 1
 
     @property
     def num_groups(self) -> int:
@@ -81,7 +85,7 @@ class Workload:
     @property
     def concurrent_prompts(self) -> int:
         """Number of prompts that are decoded at once."""
-        row = self.prompt_tokens + self.num_generations * self.completion_tokens
+        row = self.views * self.prompt_tokens + self.num_generations * self.completion_tokens
         return min(self.num_prompts, max(1, self.rollout_budget // row))
 
     @property
@@ -166,4 +170,6 @@ def estimate_workload(
         copies=copies,
         optimizer=optim.name,
         mini_batches=optim.mini_batches,
+        masks_images=settings.objective.perception is not None,
+        views=1 if rollout.noise is None else 2,
     )

@@ -24,15 +24,11 @@ class PatchMask:
 
     def __call__(self, image: Image.Image) -> Image.Image:
         """Return an image of the same mode and size with black patches."""
-        values = np.asarray(image)
-        shape = [-(-side // self.size) for side in values.shape[:2]]
+        shape = [-(-side // self.size) for side in (image.height, image.width)]
         is_black = np.random.default_rng(self.seed).random(shape) < self.ratio
-        pixels = is_black.repeat(self.size, axis=0).repeat(self.size, axis=1)
-        return Image.fromarray(np.where(self._fit(pixels, values), 0, values).astype(values.dtype))
-
-    @staticmethod
-    def _fit(pixels: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Cut the mask to the size of the image, and repeat it for each channel."""
-        height, width, *channels = values.shape
-        cut = pixels[:height, :width]
-        return cut[..., None] if channels else cut
+        mask = Image.fromarray(is_black).resize(
+            (shape[1] * self.size, shape[0] * self.size), Image.Resampling.NEAREST
+        )
+        masked = image.copy()
+        masked.paste(0, mask=mask.crop((0, 0, *image.size)))
+        return masked
