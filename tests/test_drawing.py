@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from PIL import Image
+from PIL import Image, ImageChops
 
-from vlm_grpo.drawing import draw_boxes, draw_caption, draw_points
+from vlm_grpo.drawing import (
+    GOLD_COLOR,
+    PREDICTED_COLOR,
+    draw_boxes,
+    draw_caption,
+    draw_points,
+    draw_table,
+)
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
@@ -50,3 +57,16 @@ def test_a_caption_has_at_most_eight_lines():
     many = draw_caption(image, "word\n" * 100, "red")
     assert many.height - one.height == 7 * 15  # seven more lines of 15 pixels
     assert draw_caption(image, "", "red").height == one.height
+
+
+def test_tables_of_gold_and_answer_are_drawn_side_by_side():
+    image = Image.new("RGB", (200, 100), "gray")
+    gold = draw_table(image, [["a", "b"], ["c"]], GOLD_COLOR)
+    answer = draw_table(image, [["a", "b"], ["c"]], PREDICTED_COLOR)
+    left, right = (ImageChops.difference(drawn, image).getbbox() for drawn in (gold, answer))
+    assert left is not None
+    assert right is not None
+    assert (left[0], right[0]) == (0, 100)
+    assert left[2] <= 100
+    assert draw_table(image, [], GOLD_COLOR).tobytes() == image.tobytes()
+    assert draw_table(Image.new("RGB", (1, 1)), [["a"] * 50] * 50, GOLD_COLOR).size == (1, 1)

@@ -22,6 +22,7 @@ PENALTIES = ("length", "repetition")
 IMAGE = ImageRef("image", size=(640, 480), resized_size=(644, 476))
 SEVERAL = {"boxes": [[10, 20, 200, 210], [300, 5, 500, 300]], "labels": ["Cat", "dog"]}
 ONE = {"boxes": [[10, 20, 200, 210]], "labels": ["cat"]}
+TABLE = "<table><tr><td>a</td><td>b</td></tr><tr><td colspan='2'>1</td></tr></table>"
 CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("counting", {"weights": {"closeness": 0.5}}, 3),
     ("counting", {}, 0),
@@ -34,6 +35,8 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("pointing", {}, ONE),
     ("pointing", {"several": True}, SEVERAL),
     ("ocr", {}, "No EXIT"),
+    ("table", {"weights": {"structure": 0.5}}, TABLE),
+    ("table", {"form": "markdown"}, "a|b\n---|---\n1|2"),
     ("ocr", {"normalize": ("case", "space", "punctuation", "nfkc")}, ["你好，世界", "Hello"]),
 ]
 IDS = [f"{name}-{number}" for number, (name, _, _) in enumerate(CASES)]
@@ -131,7 +134,7 @@ def test_answers_are_drawn_on_a_copy(case):
     assert image.getextrema() == ((255, 255),) * 3  # the original is untouched
     marked = ImageChops.difference(drawn, image).getbbox() is not None
     # Texts and counts have no position; an empty list of boxes draws nothing.
-    assert marked == (isinstance(case[2], dict) and bool(case[2]["boxes"]))
+    assert marked == (case[0] == "table" or bool(isinstance(case[2], dict) and case[2]["boxes"]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -158,6 +161,11 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("detection", {}, {"boxes": [[1, 2, 3, 4]], "labels": [""]}, "non-empty"),
     ("detection", {"max_boxes": 1}, SEVERAL, "more than max_boxes=1"),
     ("pointing", {}, SEVERAL, "has 2 boxes"),
+    ("table", {}, 3, "must be one table in HTML"),
+    ("table", {}, TABLE * 2, "must be one table in HTML"),
+    ("table", {}, "<table><tr></tr></table>", "table with cells"),
+    ("table", {}, "<table>" + "<tr><td>1" * 900 + "</table>", "too many cells"),
+    ("table", {"form": "markdown"}, "a b", "must be one table in markdown"),
     ("ocr", {}, 3, "string"),
     ("ocr", {}, [], "string"),
     ("ocr", {}, " ", "non-empty"),

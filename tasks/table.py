@@ -1,0 +1,116 @@
+"""Tables: write the table in the image in HTML or in markdown."""
+
+from __future__ import annotations
+
+import re
+
+from PIL import Image
+
+from vlm_grpo.drawing import draw_table
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.types import Example
+from vlm_grpo.utils.tables import (
+    MAX_CHARACTERS,
+    build_markdown_tree,
+    import_extra,
+    read_html_rows,
+    read_html_tree,
+    read_markdown_rows,
+)
+from vlm_grpo.utils.teds import MAX_WORK, Tree, drop_texts, teds
+
+FORMS = {"html": "HTML", "markdown": "markdown"}
+_TABLE = re.compile(r"<table\b.*?(?:</table\s*>|\Z)", re.IGNORECASE | re.DOTALL)
+_TAG = re.compile(r"</?table\b", re.IGNORECASE)
+
+
+class Table(Task):
+    """Write a table; the gold answer is its text in the form that is asked for.
+
+    The answer is the only table in the text, without the words around it; two tables, or one
+    within another, are no answer. A table in HTML may lack its end. A markdown table is a run of
+    lines with a ``|``; it has no spans, and lines of dashes are ignored.
+
+    Attributes:
+        form: "html", or "markdown", which does not need the extra ``documents``.
+    """
+
+    primary_metric = "teds"
+    instruction: str | None = "Answer with the table alone, in {form}."
+    form: str = "html"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form not in FORMS:
+            raise ValueError(f"form is {self.form!r}; it must be one of {', '.join(FORMS)}")
+        if self.form == "html":
+            import_extra("lxml.etree")
+
+    def instructions(self, example: Example) -> str:
+        return super().instructions(example).replace("{form}", FORMS[self.form])
+
+    def parse(self, text: str, example: Example) -> str | None:
+        if len(text) > MAX_CHARACTERS:
+            return None
+        if self.form == "html":
+            found = _TABLE.findall(text)
+            one = len(found) == 1 and len(_TAG.findall(text)) <= 2
+            return found[0] if one and read_html_tree(found[0]) else None
+        found = read_markdown_rows(text)
+        return "\n".join(map("|".join, found[0])) if len(found) == 1 else None
+
+    def write(self, answer: str, example: Example) -> str:
+        return answer
+
+    def check(self, example: Example) -> None:
+        text = example.answer
+        if not isinstance(text, str) or self.parse(text, example) is None:
+            form = FORMS[self.form]
+            raise ValueError(
+                f"the answer must be one table in {form} of at most {MAX_CHARACTERS:,} "
+                f"characters, not {text!r:.80}"
+            )
+        tree = self._read(self.gold_answer(example))
+        if not any(tag == "td" for tag, *_ in tree.kinds):
+            raise ValueError(f"the answer must be a table with cells, not {text!r:.80}")
+        if tree.work**2 > MAX_WORK:
+            raise ValueError("the table has too many cells to be compared: about 1,000 are allowed")
+
+    def gold_answer(self, example: Example) -> str:
+        return self.parse(example.answer, example) or ""
+
+    @reward(weight=1.0)
+    def teds(self, answer: str, example: Example) -> float:
+        """TEDS: 1 − tree edit distance / number of nodes, at least 0."""
+        return teds(self._read(answer), self._read(self.gold_answer(example)))
+
+    @reward(weight=0.0)
+    def structure(self, answer: str, example: Example) -> float:
+        """TEDS of the structure, without the texts of cells."""
+        gold = self._read(self.gold_answer(example))
+        return teds(drop_texts(self._read(answer)), drop_texts(gold))
+
+    @metric()
+    def teds_script(self, answer: str, example: Example) -> float:
+        """TEDS with all tags within cells counted as nodes, as PubTabNet's script does."""
+        gold = self._read(self.gold_answer(example))
+        return teds(self._read(answer), gold, most_inline=MAX_CHARACTERS)
+
+    @metric()
+    def exact(self, answer: str, example: Example) -> float:
+        """1 if structure and texts are those of the gold table, else 0."""
+        return float(self._read(answer) == self._read(self.gold_answer(example)))
+
+    def draw(self, image: Image.Image, answer: str, example: Example, color: str) -> Image.Image:
+        is_html = self.form == "html"
+        return draw_table(
+            image, read_html_rows(answer) if is_html else read_markdown_rows(answer)[0], color
+        )
+
+    def _read(self, table: str) -> Tree:
+        """Return the tree of a table that ``parse`` or ``check`` has accepted."""
+        if self.form == "html":
+            tree = read_html_tree(table)
+            assert tree is not None
+            return tree
+        return build_markdown_tree(read_markdown_rows(table)[0])
