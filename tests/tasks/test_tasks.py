@@ -38,6 +38,10 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("table", {"weights": {"structure": 0.5}}, TABLE),
     ("table", {"form": "markdown"}, "a|b\n---|---\n1|2"),
     ("ocr", {"normalize": ("case", "space", "punctuation", "nfkc")}, ["你好，世界", "Hello"]),
+    ("numeric", {"weights": {"closeness": 0.5}}, 1234.5),
+    ("numeric", {"units": True}, ["$1.2 million", "Yes"]),
+    ("math", {}, "\\frac{1}{2}"),
+    ("math", {}, 4),
 ]
 IDS = [f"{name}-{number}" for number, (name, _, _) in enumerate(CASES)]
 
@@ -89,7 +93,7 @@ def test_a_missing_answer_earns_nothing(case):
             "<think>a",
             "</think>",
         ]:
-            if not tags and case[0] == "ocr" and text.startswith("<answer"):
+            if not tags and case[0] in ("ocr", "numeric", "math") and text.startswith("<answer"):
                 continue  # without the option tags, tags are ordinary text
             score = task.score(text, example)
             assert score.answer is None

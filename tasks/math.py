@@ -1,0 +1,163 @@
+"""Math: questions about figures whose answer is a formula, compared by the library math-verify."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import re
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from vlm_grpo.task import Task, reward
+from vlm_grpo.types import Example
+from vlm_grpo.utils.timing import CallTimeout, can_interrupt, time_limit
+from vlm_grpo.utils.worker_pool import WorkerPool
+
+_LONGEST = 300
+"""Maximum number of characters of an answer."""
+_SECONDS = 3.0
+"""Time limit of a comparison; towers of powers never end, and such an answer is wrong."""
+_MEMORY = 8 << 30
+"""Maximum number of bytes that a comparison may allocate, where the system can limit them."""
+_WRAPPERS = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*")
+_WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm)\{ *)?([A-Za-z][A-Za-z ,'-]*?) *\}?")
+_OPTION = re.compile(r"\(?([A-J])(?:\)|[.:)] [^A-J]*(?:[A-J]\w[^A-J]*)*)?\.?")
+_UNITS = re.compile(
+    r"(?:\\(?:text|mathrm|mbox) *\{[^{}]*\}(?:\^\{?[23]\}?)?|\\?%|\^\{?\\circ\}?)+$"
+)
+
+
+class Math(Task):
+    """Solve a problem about a figure; the gold answer is a number, a formula or a word, as text.
+
+    The answer is the content of ``\\boxed{}``, of which there may be several if all are equal.
+    Without it, all the text is the answer. Units and percent signs are ignored on both sides, and
+    of an equation the right side counts unless the gold answer is an equation too. Words and the
+    letters of options are compared as text.
+
+    A comparison runs in a process of its own, which is killed after 3 seconds: math-verify's time
+    limit needs the main thread, and does not stop large powers. An answer that is not compared
+    within this time is wrong.
+    """
+
+    primary_metric = "correct"
+    instruction: str | None = "Put the final answer in \\boxed{}."
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if find_spec("math_verify") is None:
+            raise ValueError("it needs math-verify: pip install 'vlm-grpo[math]'")
+
+    def parse(self, text: str, example: Example) -> str | None:
+        boxed = find_boxed(text)
+        if boxed is None or len({*boxed}) > 1:
+            return None
+        return clean(boxed[0] if boxed else text)
+
+    def write(self, answer: Any, example: Example) -> str:
+        return f"\\boxed{{{answer}}}"
+
+    def gold_answer(self, example: Example) -> str:
+        return clean(str(example.answer)) or ""
+
+    def check(self, example: Example) -> None:
+        answer = example.answer
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise ValueError(f"the answer {answer!r:.80} must be a text or a number")
+        if self.parse(str(answer), example) is None:
+            raise ValueError(
+                f"the answer {answer!r:.80} must be one formula of 1 to {_LONGEST} characters"
+            )
+
+    @reward(weight=1.0)
+    def correct(self, answer: str, example: Example) -> float:
+        """1 if the answer is equal to the gold answer, else 0."""
+        gold = self.parse(str(example.answer), example) or ""
+        if (words := _WORDS.fullmatch(gold)) is not None:
+            option = _OPTION.fullmatch(answer) if len(words[1]) == 1 else None
+            found = option or _WORDS.fullmatch(answer)
+            return float(found is not None and found[1].casefold() == words[1].casefold())
+        return float(_compare_limited(_get_value(gold, gold), _get_value(answer, gold)))
+
+
+def find_boxed(text: str) -> list[str] | None:
+    """Return the contents of all ``\\boxed{}`` in a text; None if one is unclosed or nested.
+
+    >>> find_boxed(r"so \\boxed{\\frac{1}{2}}")
+    ['\\\\frac{1}{2}']
+    """
+    found = []
+    for part in re.split(r"\\f?boxed *(?=\{)", text)[1:]:
+        depth = 0
+        for place, character in enumerate(part):
+            depth += (character == "{") - (character == "}")
+            if not depth:
+                found.append(" ".join(part[1:place].split()))
+                break
+        else:
+            return None
+    return found
+
+
+def clean(text: str) -> str | None:
+    """Return an answer in one line, without delimiters; None if it is empty, too long or several.
+
+    >>> clean("$ x = 4 $."), clean("$4$ or $5$")
+    ('x = 4', None)
+    """
+    text = " ".join(text.split()).removesuffix(".")
+    if len(text) <= _LONGEST and (wrapped := _WRAPPERS.fullmatch(text)) is not None:
+        text = next(inner for inner in wrapped.groups() if inner is not None).strip()
+    is_one = "$" not in text.replace("\\$", "") and not re.search(r"\\[][()]|\\f?boxed", text)
+    return text if is_one and 0 < len(text) <= _LONGEST else None
+
+
+def _get_value(text: str, gold: str) -> str:
+    """Return the side of an answer that is compared with the gold answer, without units."""
+    if "=" not in gold and "," not in text:
+        text = re.split(r"(?<![\\<>!])=", text)[-1]
+    return _UNITS.sub("", text.strip()).strip() or text
+
+
+def _compare_limited(gold: str, answer: str) -> bool:
+    """Return whether two formulas are equal; false if that takes too long or ends the process."""
+    if gold == answer:
+        return True
+    if multiprocessing.current_process().daemon:  # a reward worker, which has no children
+        with time_limit(_SECONDS if can_interrupt() else None) as call:
+            try:
+                return call(compare, gold, answer)
+            except (CallTimeout, MemoryError):
+                return False
+    future = _start_pool().schedule(compare, (gold, answer), _SECONDS)
+    return not isinstance(future.exception(), Exception) and future.result()
+
+
+@cache
+def _start_pool() -> WorkerPool:
+    names = ("comparison of formulas", "rollout.reward_workers")
+    return WorkerPool(1, multiprocessing.get_context("spawn"), names, _prepare)
+
+
+def _prepare() -> None:
+    """Import the library, which takes longer than a comparison may, and limit the memory."""
+    _load_library()
+    if find_spec("resource") is not None:  # not on Windows
+        resource = import_module("resource")
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+
+
+@cache
+def _load_library() -> tuple[Any, Any]:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
+    return import_module("math_verify.parser"), import_module("math_verify.grader")
+
+
+def compare(gold: str, answer: str) -> bool:
+    """Return whether two formulas in LaTeX are equal, by math-verify; it may take forever."""
+    parser, grader = _load_library()
+    settings = [parser.LatexExtractionConfig(boxed_match_priority=-1)]
+    sides = (parser.parse(f"${side}$", settings, parsing_timeout=None) for side in (gold, answer))
+    return bool(grader.verify(*sides, timeout_seconds=None))

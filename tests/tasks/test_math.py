@@ -1,0 +1,79 @@
+"""The task ``math``: its limits; what it reads is in ``tests/conformance/math*.jsonl``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from importlib import import_module
+
+import pytest
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task
+from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.types import Example
+
+TOWER = r"\boxed{9^{9^{9^{9}}}}"
+"""An answer whose comparison does not end, inside compiled code."""
+
+
+def example(gold="4") -> Example:
+    return Example("1", (), "?", gold)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch):
+    found = import_module("vlm_grpo.tasks.math")
+    monkeypatch.setattr(found, "_SECONDS", 0.5)  # comparisons of this file take milliseconds
+    return found
+
+
+def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module) -> None:
+    task = load_task("math")
+    texts = [TOWER, r"\boxed{\sqrt{16}}"]
+    assert task.score(r"\boxed{3+1}", example()).total == 1.0  # starts the process
+    started = time.monotonic()
+    assert [task.score(text, example()).total for text in texts] == [0.0, 1.0]
+    # Half a second, and the start of a process, which imports sympy, on a busy machine.
+    assert time.monotonic() - started < 60
+
+
+def test_other_threads_compare_too(module) -> None:
+    task, totals = load_task("math"), []
+    threads = [
+        threading.Thread(
+            target=lambda: totals.append(task.score(r"\boxed{\frac{8}{2}}", example()).total)
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == [1.0] * 4
+
+
+def test_reward_workers_compare_in_their_own_process() -> None:
+    texts = [r"\boxed{\frac{8}{2}}", r"\boxed{5}", r"\boxed{4^{1}}"]
+    with RewardScorer(workers=1) as scorer:
+        scores = scorer(load_task("math"), texts, [example()] * 3)
+    assert [score.total for score in scores] == [1.0, 0.0, 1.0]
+
+
+def test_slow_code_in_a_reward_worker_is_interrupted(module, monkeypatch) -> None:
+    process = type("Process", (), {"daemon": True})
+    monkeypatch.setattr(module.multiprocessing, "current_process", process)
+    monkeypatch.setattr(module, "compare", lambda gold, answer: time.sleep(60) or True)
+    assert load_task("math").score(r"\boxed{3+1}", example()).total == 0.0
+
+
+def test_the_missing_library_names_the_extra(module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"task math: .*pip install 'vlm-grpo\[math\]'"):
+        load_task("math")
+
+
+@pytest.mark.parametrize("answer", [None, True, ["4"], "", "$4$ or $5$", "4" * 301, r"\boxed{4"])
+def test_a_malformed_gold_answer_is_refused(answer) -> None:
+    with pytest.raises(ValueError, match="the answer"):
+        load_task("math").check(example(answer))

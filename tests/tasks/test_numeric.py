@@ -1,0 +1,97 @@
+"""The task ``numeric``: reading numbers, units and texts (``tests/conformance/numeric*.jsonl``)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.registry import load_task
+from vlm_grpo.tasks.numeric import Quantity, parse_quantity
+from vlm_grpo.types import Example
+
+PIECES = [
+    "12",
+    "1,234",
+    ".5",
+    "-",
+    "$",
+    "€",
+    "%",
+    " ",
+    "million",
+    "k",
+    "or",
+    "e9",
+    "×10^3",
+    "km",
+    ".",
+]
+
+
+def score(gold, text: str, **options) -> float:
+    task = load_task("numeric", **options)
+    return task.score(text, Example("1", (), "?", gold)).rewards["relaxed"] or 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("USD 5", 5, "$"),
+        ("5 USD", 5, "$"),
+        ("US$5bn", 5e9, "$"),
+        ("5 m", 5, "m"),
+        ("5M", 5e6, ""),
+        ("-£5", -5, "£"),
+        ("£-5", -5, "£"),
+        ("+.5 percent", 0.5, "%"),
+        ("5. %", 5, "%"),
+        ("12 million people", 12e6, "people"),
+        ("5 km²", 5, "km²"),
+        ("5 kgs", 5, "kg"),
+        ("٣", 3, ""),
+        ("Twenty-two", 22, ""),
+        ("1.2e-3", 0.0012, ""),
+    ],
+)
+def test_a_number_with_a_unit_is_read(text: str, value: float, unit: str) -> None:
+    assert parse_quantity(text) == Quantity(value, unit)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "5-6", "1st", "4G", "three apples", "One Direction", "$5 people", "€5 USD", "²", "5 2"],
+)
+def test_other_texts_are_no_number(text: str) -> None:
+    assert parse_quantity(text) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=8).map("".join))
+def test_a_number_is_finite_and_its_text_earns_its_own_reward(text: str) -> None:
+    found = parse_quantity(text)
+    assert found is None or math.isfinite(found.value)
+    assert found is None or score(found.value, text, exact_years=False) == 1.0
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([0.0, 0.05, 0.3]))
+def test_the_tolerance_is_relative_to_the_gold_answer(gold: float, tolerance: float) -> None:
+    near, far = gold * (1 + 0.99 * tolerance), gold * (1 + 1.01 * tolerance) + (gold == 0)
+    if all(map(math.isfinite, (near, far))) and not 0 < abs(gold) < 1e-300:
+        assert score(gold, repr(near), tolerance=tolerance, exact_years=False) == 1.0
+        if tolerance:
+            assert score(gold, repr(far), tolerance=tolerance, exact_years=False) == 0.0
+
+
+@pytest.mark.parametrize("answer", [None, True, {}, [], "", " . ", math.nan, "x" * 300, [None]])
+def test_a_malformed_gold_answer_is_refused(answer) -> None:
+    with pytest.raises(ValueError, match="the answer"):
+        load_task("numeric").check(Example("1", (), "?", answer))
+
+
+def test_a_tolerance_outside_of_its_range_is_refused() -> None:
+    with pytest.raises(UserError, match=r"tolerance is 1\.0; it must be from 0 to less than 1"):
+        load_task("numeric", tolerance=1.0)
