@@ -274,7 +274,7 @@ class _Conversion:
         except (ValueError, TypeError) as error:  # NaN, half a surrogate pair, a date
             self.summary.refuse(RefusedRow(item.id, "it cannot be written as JSON", str(error)))
             return None
-        size = example.images[0].size if example.images else (0, 0)
+        size = task.target_image(example).size if example.images else (0, 0)
         boxes = item.answer.get("boxes", ()) if isinstance(item.answer, Mapping) else ()
         if outside := [box for box in boxes if _extends_beyond(box, size)]:
             detail = f"{outside[0]} in {size[0]}x{size[1]}"

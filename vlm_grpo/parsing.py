@@ -248,7 +248,7 @@ def _parse_json_rows(text: str, keys: Sequence[str], units: str, y_first: bool) 
     """Return the lists of numbers, x first, with labels, that the JSON in an answer states."""
     if len(text) > MAX_CHARACTERS:
         return None
-    values, words = _find_json(text)
+    values, words = find_json(text)
     if _has_number(words, units) or (len(values) > 1 and re.search(r"\bor\b", words)):
         return None
     statements = [rows for v in values if (rows := _parse_json_value(v, keys)) is not None]
@@ -294,7 +294,7 @@ def _parse_json_row(item: Any, keys: Sequence[str]) -> tuple[list[float], str | 
     return item, label
 
 
-def _find_json(text: str) -> tuple[list[Any], str]:
+def find_json(text: str) -> tuple[list[Any], str]:
     """Return the JSON lists and objects in a text, and the text outside them.
 
     There are no values if one is malformed or there are more than ``MAX_ITEMS``.

@@ -44,7 +44,7 @@ from vlm_grpo.rules import (
     to_finite,
 )
 from vlm_grpo.scoring import repeated_share
-from vlm_grpo.types import Batch, Candidate, Example, LabeledBoxes, Score
+from vlm_grpo.types import Batch, Candidate, Example, ImageRef, LabeledBoxes, Score
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
 
 __all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward"]
@@ -147,8 +147,12 @@ class Task(RuleHolder):
         raise ValueError(f"{type(self).__name__} cannot ask about labeled boxes: define ask_about")
 
     def draw(self, image: Image.Image, answer: Any, example: Example, color: str) -> Image.Image:
-        """Return a copy of the example's first image with the answer drawn on it."""
+        """Return a copy of the example's ``target_image`` with the answer drawn on it."""
         return image
+
+    def target_image(self, example: Example) -> ImageRef:
+        """Return the image that boxes and points refer to; by default the first."""
+        return example.images[0]
 
     def corpus_metrics(
         self, answers: Sequence[Any | None], examples: Sequence[Example]

@@ -42,6 +42,11 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("numeric", {"units": True}, ["$1.2 million", "Yes"]),
     ("math", {}, "\\frac{1}{2}"),
     ("math", {}, 4),
+    ("gui", {"weights": {"gaussian": 0.5, "action_type": 0.1}}, ONE),
+    ("gui", {"box": True, "weights": {"gaussian": 0.5, "coverage": 0.5}}, SEVERAL),
+    ("gui", {"actions": ("type", "back")}, {"action": "type", "text": "No EXIT"}),
+    ("choice", {}, {"options": ["No EXIT", "3", "[1, 2]", "NaN"], "answer": "3"}),
+    ("choice", {"shuffle": False}, {"options": ["A", "B"], "answer": "B"}),
 ]
 IDS = [f"{name}-{number}" for number, (name, _, _) in enumerate(CASES)]
 
@@ -138,7 +143,8 @@ def test_answers_are_drawn_on_a_copy(case):
     assert image.getextrema() == ((255, 255),) * 3  # the original is untouched
     marked = ImageChops.difference(drawn, image).getbbox() is not None
     # Texts and counts have no position; an empty list of boxes draws nothing.
-    assert marked == (case[0] == "table" or bool(isinstance(case[2], dict) and case[2]["boxes"]))
+    has_boxes = isinstance(case[2], dict) and bool(case[2].get("boxes"))
+    assert marked == (case[0] == "table" or has_boxes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -148,7 +154,7 @@ def test_the_prompt_describes_the_frame(case):
         assert example.question in task.prompt(example)
         if case[0] in ("grounding", "detection"):
             assert frame.form in task.prompt(example)
-        elif case[0] == "pointing" or "points" in case[1]:
+        elif case[0] == "pointing" or "points" in case[1] or case[:2] == ("gui", {}):
             assert frame.describe_point(IMAGE.size) in task.prompt(example)
 
 
@@ -176,6 +182,13 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("ocr", {}, ["EXIT", 3], "must be a non-empty string"),
     ("ocr", {"normalize": ("punctuation",)}, "...", "non-empty"),
     ("ocr", {}, "x" * 20_001, "longer than"),
+    ("choice", {}, "A", "2 to 26 options"),
+    ("choice", {}, {"options": ["a"], "answer": "a"}, "2 to 26 options"),
+    ("choice", {}, {"options": ["a", 2], "answer": "a"}, "option 2 must be"),
+    ("choice", {}, {"options": ["a", "b" * 2001], "answer": "a"}, "longer than"),
+    ("choice", {}, {"options": ["a", "A."], "answer": "a"}, "the same text"),
+    ("choice", {}, {"options": ["a", "b"], "answer": "c"}, "one of the options"),
+    ("choice", {}, {"options": ["a", "b"]}, "one of the options"),
 ]
 
 
@@ -186,7 +199,7 @@ def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
         task.check(Example("1", (IMAGE,), "the cat", answer))
 
 
-@pytest.mark.parametrize("name", ["grounding", "detection", "pointing"])
+@pytest.mark.parametrize("name", ["grounding", "detection", "pointing", "gui"])
 def test_an_example_without_an_image_is_an_error(name: str):
     with pytest.raises(ValueError, match="no image"):
         load_task(name).check(Example("1", (), "the cat", ONE))

@@ -49,6 +49,18 @@ def test_both_answers_are_drawn() -> None:
     assert draw_answers(task, replace(example, images=()), None) is None
 
 
+def test_an_answer_is_drawn_on_the_image_that_it_refers_to(tmp_path: Path) -> None:
+    (old, new), task = load_few_examples("grounding", load_task("grounding"), 2), load_task("gui")
+    small = replace(old.images[0], size=(20, 10))  # never decoded
+    example = replace(new, images=(small, *new.images))
+    drawn = draw_answers(task, example, None)
+    assert drawn is not None
+    assert drawn.size == new.images[0].size
+    name = ThumbnailStore(tmp_path).add_drawing(task, example, task.gold_answer(example), "red")
+    with Image.open(tmp_path / "images" / str(name)) as image:
+        assert image.size == new.images[0].size
+
+
 def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path: Path) -> None:
     task = load_task("ocr")
     example = load_few_examples("ocr", task)[0]

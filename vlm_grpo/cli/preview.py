@@ -70,9 +70,9 @@ def build_preview(example: Example, task: Task, prompts: PromptBuilder) -> Previ
         raise UserError(f"{example.name}: {error}") from error
     prompt = prompts.build(example, task)
     pictures = []
-    for index, image in enumerate(example.images):
+    for image in example.images:
         picture = image.load()
-        if index == 0:
+        if image is task.target_image(example):
             picture = task.draw(picture, task.gold_answer(example), example, GOLD_COLOR)
         pictures.append(picture.resize(image.resized_size))
     counts = [

@@ -156,7 +156,7 @@ def check_source(
         examples=examples,
         bad_rows=bad_rows,
         unreadable_images=list(unreadable.values()),
-        boxes_outside=[line for example in examples for line in _find_boxes_outside(example)],
+        boxes_outside=[line for e in examples for line in _find_boxes_outside(e, task)],
         duplicates=[[names[i] for i in group] for group in groups],
         answers=list(_describe_answers(examples)),
         image_tokens=[]
@@ -279,12 +279,12 @@ def _get_name(image: ImageRef) -> str:
     return str(image.path) if image.path is not None else image.name
 
 
-def _find_boxes_outside(example: Example) -> Iterator[str]:
-    """Yield a line for each gold box that extends beyond the example's first image."""
+def _find_boxes_outside(example: Example, task: Task) -> Iterator[str]:
+    """Yield a line for each gold box that extends beyond its image."""
     answer: Any = example.answer
     if not (isinstance(answer, dict) and "boxes" in answer and example.images):
         return
-    width, height = example.images[0].size
+    width, height = task.target_image(example).size
     for x1, y1, x2, y2 in gold_boxes(answer):
         # Tolerate one pixel: annotations are rounded.
         if x1 < -1 or y1 < -1 or x2 > width + 1 or y2 > height + 1:
@@ -300,7 +300,8 @@ def _describe_answers(examples: Sequence[Example]) -> Iterator[str]:
         more = " …" if len(shares) > 20 else ""
         yield f"{'counts':<28} {', '.join(shares[:20])}{more}"
         yield f"{'always the most frequent':<28} {counts.most_common(1)[0][1] / total:.1%} right"
-    boxes = [gold_boxes(e.answer) for e in examples if isinstance(e.answer, dict)]
+    answers = [e.answer for e in examples if isinstance(e.answer, dict)]
+    boxes = [gold_boxes(answer) for answer in answers if "boxes" in answer]
     if boxes:
         numbers = sorted(Counter(len(row) for row in boxes).items())
         yield f"{'boxes per row':<28} " + ", ".join(f"{k}: {v}" for k, v in numbers[:20])

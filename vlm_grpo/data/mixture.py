@@ -16,7 +16,7 @@ from vlm_grpo.data.store import JoinedExamples
 from vlm_grpo.registry import load_task
 from vlm_grpo.rules import Rule
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, ImageRef
 
 
 class Mixed(Task):
@@ -74,6 +74,9 @@ class Mixed(Task):
 
     def draw(self, image: Image.Image, answer: Any, example: Example, color: str) -> Image.Image:
         return self._of(example).draw(image, answer, example, color)
+
+    def target_image(self, example: Example) -> ImageRef:
+        return self._of(example).target_image(example)
 
     def gold(self, example: Example) -> str:
         return self._of(example).gold(example)

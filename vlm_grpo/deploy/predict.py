@@ -195,8 +195,8 @@ def read_image(image: ImageInput, max_pixels: int) -> ImageRef:
 
 
 def _draw(task: Task, example: Example, answer: Any, text: str) -> Image.Image:
-    """Draw the answer on the first image, or write the text below it if the task draws nothing."""
-    image = example.images[0].load()
+    """Draw the answer on its image, or write the text below it if the task draws nothing."""
+    image = task.target_image(example).load()
     if answer is not None:
         drawn = task.draw(image, answer, example, PREDICTED_COLOR)
         if drawn.tobytes() != image.tobytes():

@@ -20,9 +20,10 @@ Entry = dict[str, Any]
 """One example with its answers, as ``gallery.js`` reads it.
 
 Keys: ``view`` ("training" or "held-out"), ``id``, ``step`` (of the last answer), ``question``,
-``prompt``, ``gold``, ``pictures`` and ``goldMarks`` (file names of pictures), ``sizes`` and
-``resizedSizes`` (pixels), ``answers``, ``change`` (since the example was first answered) and
-``spread`` (of a group's rewards); the last two are None if undefined.
+``prompt``, ``gold``, ``pictures`` and ``goldMarks`` (file names of pictures), ``marked`` (the
+number of the picture that is drawn on), ``sizes`` and ``resizedSizes`` (pixels), ``answers``,
+``change`` (since the example was first answered) and ``spread`` (of a group's rewards); the last
+two are None if undefined.
 
 An answer has ``label``, ``step``, ``kind`` (one of ``KINDS``), ``parts`` (pairs of a part's name,
 thinking, text or answer, and its text), ``parsed`` (the parsed answer), ``marks`` (a picture's file
@@ -166,6 +167,7 @@ def _build_entry(row: Row, view: str) -> Entry:
         "prompt": display_text(str(row.get("prompt", ""))),
         "gold": _format_value(row["gold"]),
         "goldMarks": _check_picture_name(row.get("gold_marks")),
+        "marked": int(row.get("marked", 0)),
         "pictures": [_check_picture_name(name) for name in row.get("pictures", ())],
         "sizes": [[int(width), int(height)] for width, height in row.get("sizes", ())],
         "resizedSizes": [[int(width), int(height)] for width, height in row.get("seen", ())],

@@ -64,7 +64,7 @@ function refresh() {
 
 function fillStrip() {
   const items = state.shown.map((entry, index) => {
-    const uri = page.pictures[entry.pictures[0]];
+    const uri = page.pictures[entry.pictures[entry.marked]];
     const picture = uri
       ? element("img", { src: uri, alt: "", decoding: "async" })
       : element("span", { class: "blank" }, entry.question.slice(0, 80));
@@ -114,10 +114,10 @@ function showEntry() {
   container.replaceChildren(side, answers);
 }
 
-/** Return the images, the first with the task's drawings of the gold and the predicted answers. */
+/** Return the images, one of them with the task's drawings of the gold and the predicted answers. */
 function pictures(entry) {
   const parts = entry.pictures.map((_, index) =>
-    makePicture(entry, index, index === 0 ? layers(entry) : null)).filter(Boolean);
+    makePicture(entry, index, index === entry.marked ? layers(entry) : null)).filter(Boolean);
   const toggle = (name, label) => element("label", { class: name },
     element("input", { type: "checkbox", checked: state.layers[name], onchange: (event) => {
       state.layers[name] = event.target.checked;
@@ -148,10 +148,10 @@ function makePicture(entry, index, marks) {
   return picture;
 }
 
-/** Return the first image of an entry with one answer and the gold answer drawn on it. */
+/** Return the image of an entry that is drawn on, with one answer and the gold answer drawn on it. */
 function drawAnswer(entry, answer) {
   const marks = [markImage(answer?.marks, ""), markImage(entry.goldMarks, answer?.marks ? "striped" : "")];
-  return makePicture(entry, 0, marks.filter(Boolean));
+  return makePicture(entry, entry.marked, marks.filter(Boolean));
 }
 
 function markImage(name, kind) {

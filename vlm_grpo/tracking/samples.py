@@ -63,7 +63,7 @@ class ThumbnailStore:
         """
         if answer is None or not example.images:
             return None
-        canvas = Image.new("RGBA", example.images[0].size)
+        canvas = Image.new("RGBA", task.target_image(example).size)
         try:
             drawn = task.draw(canvas, answer, example, color).convert("RGBA")
         except Exception:  # a user's drawing may raise anything; the run must continue
@@ -107,14 +107,14 @@ def _file_name(key: bytes) -> str:
 
 
 def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
-    """Draw the gold answer and a predicted one on the example's first image.
+    """Draw the gold answer and a predicted one on the image that they refer to.
 
     The result is None if there is no image, or if it cannot be decoded or drawn on.
     """
     if not example.images:
         return None
     try:
-        image = example.images[0].load()
+        image = task.target_image(example).load()
         if answer is not None:
             image = task.draw(image, answer, example, PREDICTED_COLOR)
         return task.draw(image, task.gold_answer(example), example, GOLD_COLOR)
@@ -229,13 +229,15 @@ def _example_fields(
     thumbnails: ThumbnailStore, task: Task | None, example: Example
 ) -> dict[str, Any]:
     """Return a line's fields about its example."""
-    gold, optional = None, {}
+    gold, marked, optional = None, 0, {}
     if example.history:
         optional["history"] = [asdict(turn) for turn in example.history]
     if task is not None and task.thinking_tags != THINK_TAGS:
         optional["thinking_tags"] = asdict(task.thinking_tags)
     if task is not None:
         gold = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
+    if task is not None and example.images:
+        marked = example.images.index(task.target_image(example))
     return {
         "id": example.id,
         "images": [image.name for image in example.images],
@@ -246,6 +248,7 @@ def _example_fields(
         **optional,
         "gold": example.answer,
         "gold_marks": gold,
+        "marked": marked,
         "headline": _get_primary_metric(task, example) if task is not None else None,
     }
 

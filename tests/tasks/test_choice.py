@@ -1,0 +1,78 @@
+"""Tests of the task choice: the order of the options, and metrics of position."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from vlm_grpo import registry
+from vlm_grpo.types import Example
+
+OPTIONS = ["red", "green", "blue", "a cat"]
+
+
+def load_task(name: str, **options: Any) -> Any:
+    return registry.load_task(name, **options)
+
+
+def make_example(name: str, options: list[str] | None = None) -> Example:
+    options = options or OPTIONS
+    return Example(name, (), "Which one?", {"options": options, "answer": options[0]})
+
+
+def test_the_order_depends_on_the_id_only_and_favors_no_position():
+    task = load_task("choice")
+    examples = [make_example(f"e{number}") for number in range(1200)]
+    letters = Counter(task.gold(example) for example in examples)
+    # 300 of each expected, with a standard deviation of √(1200·¼·¾) = 15.
+    assert all(abs(letters[letter] - 300) < 60 for letter in "ABCD")
+    assert task.order(examples[7]) == load_task("choice", tags=True).order(make_example("e7"))
+    assert len({tuple(task.order(example)) for example in examples}) == 24  # all orders occur
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["Point A", "Point B"],
+        ["A", "B", "C"],
+        ["one", "two", "none of the above"],
+        ["cat", "dog", "Both A and B"],
+        ["the second image", "all of them"],
+    ],
+)
+def test_options_that_refer_to_letters_or_others_keep_their_order(options):
+    task = load_task("choice")
+    orders = {tuple(task.order(make_example(f"e{number}", options))) for number in range(20)}
+    assert orders == {tuple(range(len(options)))}
+
+
+@pytest.mark.parametrize("options", [["A cat", "a dog"], ["left", "right"], ["image 1", "image 2"]])
+def test_other_options_are_shuffled(options):
+    task = load_task("choice")
+    orders = {tuple(task.order(make_example(f"e{number}", options))) for number in range(20)}
+    assert len(orders) == 2
+
+
+def test_the_prompt_shows_the_options_in_that_order():
+    example = make_example("e1")
+    shown = [OPTIONS[number] for number in load_task("choice").order(example)]
+    lines = load_task("choice").prompt(example).splitlines()
+    assert lines == [
+        "Which one?",
+        *(f"{letter}. {option}" for letter, option in zip("ABCD", shown, strict=True)),
+        "Answer with the letter of the right option alone.",
+    ]
+
+
+def test_corpus_metrics_show_a_bias_of_position():
+    task = load_task("choice", shuffle=False)
+    examples = [make_example("a"), make_example("b"), make_example("c", ["x", "y"])]
+    examples[2].answer["answer"] = "y"
+    assert task.corpus_metrics([0, None, 0], examples) == pytest.approx(
+        {"majority_baseline": 2 / 3, "exact_of_A": 0.5, "exact_of_B": 0.0}
+    )
+    assert task.corpus_metrics([], []) == {}
+    scores = [task.score("A", example).metrics["first"] for example in examples]
+    assert scores == [1, 1, 1]

@@ -1,0 +1,117 @@
+"""Tests of the task gui: rewards against their definitions, several screens, bad options."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vlm_grpo import registry
+from vlm_grpo.errors import UserError
+from vlm_grpo.types import Example, ImageRef
+
+OLD = ImageRef("old", size=(100, 100), resized_size=(100, 100))
+SCREEN = ImageRef("screen", size=(640, 480), resized_size=(644, 476))
+
+
+def load_task(name: str, **options: Any) -> Any:
+    return registry.load_task(name, **options)
+
+
+def make_example(answer: dict, *images: ImageRef) -> Example:
+    return Example("1", images or (SCREEN,), "close the window", answer)
+
+
+def draw_box(rng: random.Random) -> list[int]:
+    x, y = rng.randrange(600), rng.randrange(440)
+    return [x, y, x + rng.randint(1, 60), y + rng.randint(1, 60)]
+
+
+def reward_by_matrices(found: list[int], gold: list[int], spread: float) -> tuple[float, float]:
+    """Return the point and the coverage reward of GUI-G², with means and covariance matrices."""
+    (mean, cov), (other, gold_cov) = (
+        (
+            np.array([box[0] + box[2], box[1] + box[3]]) / 2,
+            np.diag([(spread * (box[2] - box[0])) ** 2, (spread * (box[3] - box[1])) ** 2]),
+        )
+        for box in (found, gold)
+    )
+    shift = mean - other
+    point = math.exp(-0.5 * shift @ np.linalg.inv(gold_cov) @ shift)
+    average = (cov + gold_cov) / 2
+    det = np.linalg.det
+    distance = shift @ np.linalg.inv(average) @ shift / 8
+    distance += 0.5 * math.log(det(average) / math.sqrt(det(cov) * det(gold_cov)))
+    return point, math.exp(-distance)
+
+
+def test_the_gaussian_rewards_are_those_of_the_paper():
+    rng = random.Random(0)
+    for _ in range(100):
+        spread, gold, found = rng.choice((0.3, 0.5, 1.0)), draw_box(rng), draw_box(rng)
+        task = load_task("gui", box=True, spread=spread, weights={"gaussian": 1, "coverage": 1})
+        rewards = task.score(f"{found}", make_example({"boxes": [gold]})).rewards
+        point, coverage = reward_by_matrices(found, gold, spread)
+        # 1e-9: the same formulas in another order of operations.
+        assert rewards["gaussian"] == pytest.approx(point, abs=1e-9)
+        assert rewards["coverage"] == pytest.approx(coverage, abs=1e-9)
+
+
+def test_the_action_is_on_the_last_of_several_screens():
+    task = load_task("gui")
+    example = make_example({"boxes": [[600, 400, 620, 420]]}, OLD, SCREEN)
+    assert "640x480" in task.prompt(example)
+    assert task.score(task.gold(example), example).total == 1
+    assert task.target_image(example) is SCREEN
+
+
+def test_a_click_on_any_element_is_right_and_the_nearest_counts():
+    task = load_task("gui", weights={"gaussian": 1})
+    example = make_example({"boxes": [[0, 0, 10, 10], [200, 200, 300, 300]]})
+    rewards = task.score("[250, 250]", example).rewards
+    assert rewards == {"correct": 1, "gaussian": 1}
+
+
+def test_the_prompt_lists_the_actions_in_the_order_of_the_frame():
+    example = make_example({"action": "scroll", "direction": "up"})
+    task = load_task("gui", actions=["scroll", "type"])
+    task.check(example)
+    for part in ('"click", "coordinate": [x, y]', '"up|down|left|right"', '"text": "…"'):
+        assert part in task.prompt(example)
+    assert task.score(task.gold(example), example).total == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"actions": ["tap"]}, "give a list of click"),
+        ({"actions": ["type"], "box": True}, "choose one"),
+        ({"weights": {"coverage": 1}}, "set box=true"),
+        ({"spread": 0}, "above 0"),
+    ],
+)
+def test_bad_options_are_errors(options, reason):
+    with pytest.raises(UserError, match=reason):
+        load_task("gui", **options)
+
+
+ACTIONS = ["type", "scroll", "back"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"boxes": []}, "no box of an element"),
+        ([1, 2], "no list of boxes"),
+        ({"action": "key", "text": "x"}, "add it to the option actions"),
+        ({"action": ["click"]}, "add it to the option actions"),
+        ({"action": "type"}, "must be a string"),
+        ({"action": "scroll", "direction": "sideways"}, "one of up, down"),
+    ],
+)
+def test_a_malformed_gold_action_is_an_error(answer, reason):
+    with pytest.raises(ValueError, match=reason):
+        load_task("gui", actions=ACTIONS).check(make_example(answer))
