@@ -147,7 +147,7 @@ class Generator:
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the command line and return the process's exit status."""
         parser = argparse.ArgumentParser(description=f"Draw examples: {self.name}.")
-        first = next(iter(self.draw))
+        first = self.kinds[0]
         parser.add_argument("--task", default=first, help=f"what to draw: {', '.join(self.kinds)}")
         parser.add_argument("--count", type=int, required=True, help="number of examples")
         parser.add_argument("--seed", type=int, default=0, help="random seed")
