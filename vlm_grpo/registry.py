@@ -155,7 +155,7 @@ def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
         )
     try:
         return task(**values)
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         raise UserError(f"task {name}: {error}") from error
     except FAILURES as error:  # the user's constructor may raise anything
         raise UserError(f"task {name} cannot be built: {type(error).__name__}: {error}") from error

@@ -23,6 +23,8 @@ IMAGE = ImageRef("image", size=(640, 480), resized_size=(644, 476))
 SEVERAL = {"boxes": [[10, 20, 200, 210], [300, 5, 500, 300]], "labels": ["Cat", "dog"]}
 ONE = {"boxes": [[10, 20, 200, 210]], "labels": ["cat"]}
 TABLE = "<table><tr><td>a</td><td>b</td></tr><tr><td colspan='2'>1</td></tr></table>"
+PAGE = {"text": "No EXIT\n\n" + TABLE, "tests": [{"type": "present", "text": "No EXIT"}]}
+FREE_TEXT = ("ocr", "document", "numeric", "math")
 CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("counting", {"weights": {"closeness": 0.5}}, 3),
     ("counting", {}, 0),
@@ -35,6 +37,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("pointing", {}, ONE),
     ("pointing", {"several": True}, SEVERAL),
     ("ocr", {}, "No EXIT"),
+    ("document", {"weights": {"similarity": 0.5, "order": 0.5}}, PAGE),
     ("table", {"weights": {"structure": 0.5}}, TABLE),
     ("table", {"form": "markdown"}, "a|b\n---|---\n1|2"),
     ("ocr", {"normalize": ("case", "space", "punctuation", "nfkc")}, ["你好，世界", "Hello"]),
@@ -98,7 +101,7 @@ def test_a_missing_answer_earns_nothing(case):
             "<think>a",
             "</think>",
         ]:
-            if not tags and case[0] in ("ocr", "numeric", "math") and text.startswith("<answer"):
+            if not tags and case[0] in FREE_TEXT and text.startswith("<answer"):
                 continue  # without the option tags, tags are ordinary text
             score = task.score(text, example)
             assert score.answer is None

@@ -189,15 +189,21 @@ class Grid:
         return headings - {cell} or ends - {cell}
 
 
-def read_grids(text: str) -> list[Grid]:
-    """Return the tables of a text with at least one cell: those in markdown, then in HTML."""
-    markdown = [
-        [[Cell(cell, not i or not j) for j, cell in enumerate(row)] for i, row in enumerate(rows)]
-        for rows in read_markdown_rows(text, least=2)
-    ]
-    html = [] if "<table" not in text.lower() else list(parse_html(text).iter("table"))
-    grids = [Grid(table) for table in [*markdown, *map(_list_cells, html)]]
-    return [grid for grid in grids if grid.cells]
+def read_grids(text: str, markdown: bool = True, html: bool = True) -> list[Grid]:
+    """Return the tables of a text that have cells, those in markdown before those in HTML.
+
+    Args:
+        text: the text.
+        markdown: read tables in markdown, of at least two lines.
+        html: read tables in HTML.
+    """
+    tables: list[list[list[Cell]]] = []
+    for rows in read_markdown_rows(text, least=2) if markdown else ():
+        cells = [[Cell(x, not (i and j)) for j, x in enumerate(row)] for i, row in enumerate(rows)]
+        tables.append(cells)
+    if html and "<table" in text.lower():
+        tables += map(_list_cells, parse_html(text).iter("table"))
+    return [grid for table in tables if (grid := Grid(table)).cells]
 
 
 def read_html_rows(text: str) -> list[list[str]]:

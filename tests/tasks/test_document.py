@@ -1,0 +1,69 @@
+"""The task document: gold answers of tests and texts, and metrics over examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from vlm_grpo.registry import load_task
+from vlm_grpo.tasks.document import order_distance
+from vlm_grpo.types import Example
+
+TEXT = "The first block.\n\nAnother, the second one.\n\nSome third block."
+PRESENT = {"type": "present", "text": "The first block"}
+
+
+def build(answer: object) -> Example:
+    return Example("1", (), "Read the page.", answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "weights", "reason"),
+    [
+        ("text", {}, "must be"),
+        ({}, {}, "must be"),
+        ({"tests": "x"}, {}, "tests must be a list"),
+        ({"text": " "}, {"passed": 0}, "must have 1 to 50,000"),
+        ({"text": "a"}, {}, "the reward passed needs tests"),
+        ({"tests": [PRESENT]}, {"order": 1}, "the reward order needs the page's text"),
+        ({"tests": [{"type": "x"}]}, {}, "must have a type"),
+    ],
+)
+def test_an_invalid_gold_answer_is_an_error(answer, weights, reason):
+    with pytest.raises(ValueError, match=reason):
+        load_task("document", weights=weights).check(build(answer))
+
+
+def test_a_text_alone_is_a_gold_answer():
+    task = load_task("document", weights={"passed": 0, "similarity": 0.5, "order": 0.5})
+    example = build({"text": TEXT})
+    task.check(example)
+    assert task.score(task.gold(example), example).total == 1.0
+    assert task.score("x" * 50_001, example).answer is None
+
+
+@pytest.mark.parametrize(
+    ("order", "distance"),
+    [([0, 1, 2], 0.0), ([1, 0, 2], 2 / 3), ([0, 2], 1 / 3), ([], 1.0), ([0, 1, 2, 0], 0.0)],
+)
+def test_the_order_distance_is_that_of_the_matched_blocks(order, distance):
+    blocks = TEXT.split("\n\n")
+    answer = "\n\n".join(blocks[i] for i in order)
+    assert order_distance(answer, TEXT) == pytest.approx(distance)
+
+
+def test_metrics_are_means_over_the_examples_that_have_them():
+    task = load_task("document")
+    tests = [PRESENT | {"category": "a"}, {"type": "absent", "text": "X", "category": "b"}]
+    examples = [build({"tests": tests}), build({"text": TEXT}), build({"tests": tests[:1]})]
+    values = task.corpus_metrics(["The first block", TEXT, None], examples)
+    # Category a passes in one of two examples, b in its only one; the text is reproduced.
+    assert values == {"category_mean": 0.75, "edit_distance": 0.0, "order_distance": 0.0}
+    assert task.corpus_metrics([None], examples[1:2])["order_distance"] == 1.0
+    assert "edit_distance" not in task.corpus_metrics([None], examples[:1])
+
+
+def test_a_page_must_contain_something_that_is_asked_for():
+    task = load_task("document")
+    example = build({"tests": [PRESENT, {"type": "absent", "text": "page"}]})
+    assert task.score("e", example).total == 0.0
+    assert task.score("The first block of a page", example).total == 0.5
