@@ -2,8 +2,8 @@
 
 Tasks: "counting" or the harder "cluttered" (answer: an integer from 1 to 6), "grounding" or the
 harder "crowded" (answer: ``{"boxes": [[x1, y1, x2, y2]], "labels": [expression]}`` in pixels).
-Worlds, whose difficulty is set by dials: "attributes" (count the red circles) and "relations"
-(locate the shape left of the red square).
+Worlds, whose difficulty is set by dials: "attributes" (count the red circles), "relations"
+(locate the shape left of the red square) and "choices" (which color has the circle?).
 
 Example ``i`` depends on (task, dials, seed, split, i) only, so any prefix can be drawn anywhere:
 ``python -m vlm_grpo.data_scripts.make_shapes --task counting --count 1000 --out DIR``.
@@ -157,6 +157,37 @@ class Relations(Scene):
                     yield f"the shape {second} {expression}", last
 
 
+class Choices(Scene):
+    """Choose the color of the shape of one kind, or the kind of the shape of one color; the
+    evaluation asks about other pairs, which no scene of training contains."""
+
+    levels: ClassVar = {
+        "easy": {"size": 26, "distractors": 1, "options": 2},
+        "medium": {"size": 22, "distractors": 2, "options": 3},
+        "hard": _MESSY | {"size": 18, "distractors": 3, "options": 4, "occlusion": 0.2},
+    }
+
+    options: int = Field(default=4, ge=2, le=4)
+    """Largest number of options; there are three kinds."""
+
+    def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
+        pairs = [pair for pair in PAIRS if is_new or not _is_held_out(*pair)]
+        kind, color = rng.choice([pair for pair in pairs if _is_held_out(*pair) == is_new])
+        others = [pair for pair in pairs if pair[0] != kind and pair[1] != color]
+        colored = [(kind, color), *rng.choices(others, k=self.sample_distractors(rng))]
+        drawn = _draw_scene(colored, self, rng)
+        asks_color = rng.random() < 0.5
+        question = f"What color is the {kind}?" if asks_color else f"Which shape is {color}?"
+        # Wrong options that are in the scene come first, so that looking for any does not do.
+        shown = [pair[asks_color] for pair in colored[1:]]
+        rest = list(COLORS if asks_color else KINDS)
+        rng.shuffle(rest)
+        right = color if asks_color else kind
+        options = list(dict.fromkeys([right, *shown, *rest]))[: self.options]
+        answer = {"options": sorted(options), "answer": right}
+        return _build_example(name, drawn, question, answer)
+
+
 def _draw_counting(name: str, rng: random.Random) -> Example:
     """Draw one to six shapes of one kind, in any colors."""
     return _build_counting_example(name, rng, distractors=0)
@@ -250,7 +281,7 @@ def _draw_scene(
     world.draw_clutter(scene, shade, rng)
     shapes = []
     for (kind, color), square in zip(colored, squares, strict=True):
-        mask = _draw_mask(kind, square)
+        mask = draw_mask(kind, square)
         scene.paste(world.fade(COLORS[color], shade), mask=mask)
         if world.occlusion and rng.random() < 0.5:
             patch = _sample_patch(square, world.occlusion, rng)
@@ -290,7 +321,7 @@ def _too_close(a: Square, b: Square) -> bool:
     return a[0] < b[2] + GAP and b[0] < a[2] + GAP and a[1] < b[3] + GAP and b[1] < a[3] + GAP
 
 
-def _draw_mask(kind: str, square: Square) -> Image.Image:
+def draw_mask(kind: str, square: Square) -> Image.Image:
     """Draw a shape's mask without antialiasing, so that its box is exact."""
     x1, y1, x2, y2 = square[0], square[1], square[2] - 1, square[3] - 1  # Pillow includes ends
     mask = Image.new("1", (SIDE, SIDE), 0)
@@ -319,7 +350,7 @@ draw_examples = Generator(
         "grounding": _draw_grounding,
         "crowded": _draw_crowded,
     },
-    {"attributes": Attributes, "relations": Relations},
+    {"attributes": Attributes, "relations": Relations, "choices": Choices},
 )
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ class Generator:
 
     Attributes:
         name: name of what is drawn; ids begin with it.
-        draw: by task, returns the example with an id, drawn by a random generator; the first task
-            is the default of the command line.
-        worlds: by task, the kinds with dials (``relations:hard,occlusion=0.3``).
+        draw: by task, returns the example with an id, drawn by a random generator.
+        worlds: by task, the kinds with dials (``relations:hard,occlusion=0.3``). The first task of
+            both is the default of the command line.
     """
 
     name: str

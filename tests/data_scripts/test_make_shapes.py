@@ -142,7 +142,7 @@ def test_a_folder_in_use_is_an_error_and_is_not_changed(tmp_path, capsys):
 
 
 def test_bad_arguments_are_errors(tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"'ocr': choose counting, cluttered, .*, relations$"):
+    with pytest.raises(ValueError, match=r"'ocr': choose counting, cluttered, .*, choices$"):
         draw_examples("ocr", 1)
     assert draw_examples.main(["--count", "0", "--out", str(tmp_path / "x")]) == 1
     assert "count is 0" in capsys.readouterr().err
@@ -160,6 +160,12 @@ def describe_relations(row) -> set[tuple[str, ...]]:
     return {(relation.rpartition("the shape ")[2], reference.split()[0])}
 
 
+def describe_choices(row) -> set[tuple[str, ...]]:
+    """Return (color, kind) of the shape that a question "What color is the circle?" means."""
+    asked = row.question.removesuffix("?").split()[-1]
+    return {tuple(sorted((asked, row.answer["answer"]), key=tuple(COLORS).__contains__))[::-1]}
+
+
 @pytest.mark.parametrize(
     ("world", "describe", "share"),
     [
@@ -167,6 +173,7 @@ def describe_relations(row) -> set[tuple[str, ...]]:
         ("attributes:hard", describe_attributes, 3 / 12),
         ("relations", describe_relations, 4 / 16),
         ("relations:hard,depth=2", describe_relations, 4 / 16),
+        ("choices", describe_choices, 3 / 12),
     ],
 )
 def test_training_has_every_attribute_but_no_composition_of_the_evaluation(world, describe, share):
@@ -182,6 +189,23 @@ def test_training_has_every_attribute_but_no_composition_of_the_evaluation(world
         world + (":" if ":" not in world else ",") + "held_out=false", 200, 1, "eval"
     )
     assert {part for row in same for part in describe(row)} <= train
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_one_option_alone_is_the_color_or_the_kind(split):
+    rows = draw_examples("choices:hard,occlusion=0,noise=0,clutter=0", 100, 1, split)
+    for row in rows:
+        pixels = np.asarray(row.images[0].load())
+        asked = row.question.removesuffix("?").split()[-1]
+        found = [
+            answer
+            for color in COLORS
+            for shape in split_shapes(np.all(pixels == COLORS[color], axis=-1))
+            for kind, answer in [(classify(shape), color), (color, classify(shape))]
+            if kind == asked
+        ]
+        assert found == [row.answer["answer"]], row.id
+        assert len(row.answer["options"]) == (4 if asked in ("circle", "square", "triangle") else 3)
 
 
 def test_training_scenes_contain_no_held_out_pair():
