@@ -245,13 +245,19 @@ def _to_python(value: Any) -> Any:
 
 def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> Iterator[Row]:
     """Generate the examples of an embedded dataset; the two splits share no random stream."""
-    from vlm_grpo.data_scripts import make_charts, make_screens, make_shapes, make_words
+    from vlm_grpo.data_scripts import (
+        make_charts,
+        make_screens,
+        make_shapes,
+        make_tables,
+        make_words,
+    )
 
     task_name = source.removeprefix("embedded:")
     kind, _, _ = task_name.partition(":")
     generators = {
         known: module.draw_examples
-        for module in (make_charts, make_screens, make_shapes, make_words)
+        for module in (make_charts, make_screens, make_shapes, make_tables, make_words)
         for known in module.draw_examples.kinds
     }
     if kind not in generators:
