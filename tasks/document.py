@@ -47,7 +47,7 @@ class Document(Task):
 
     def check(self, example: Example) -> None:
         answer = example.answer
-        if not isinstance(answer, dict) or not {*answer} & {"tests", "text"}:
+        if not isinstance(answer, dict) or not (answer.get("tests") or answer.get("text")):
             raise ValueError('the answer must be {"tests": […], "text": "…"} or one of both')
         tests, text = answer.get("tests"), answer.get("text")
         if not isinstance(tests, list | tuple | None) or not isinstance(text, str | None):
@@ -56,14 +56,8 @@ class Document(Task):
             raise ValueError(f"the text must have 1 to {MAX_CHARACTERS:,} characters")
         for test in tests or ():
             check_test(test)
-        weights = self.reward_weights()
-        if not tests and weights["passed"]:
-            raise ValueError(
-                "the reward passed needs tests: add them, or set weights.passed=0 and "
-                "weights.similarity=1"
-            )
         for name in ("similarity", "order"):
-            if text is None and weights.get(name):
+            if text is None and self.reward_weights().get(name):
                 raise ValueError(f"the reward {name} needs the page's text: add it")
 
     def gold_answer(self, example: Example) -> str:
@@ -71,16 +65,18 @@ class Document(Task):
 
     @reward(weight=1.0)
     def passed(self, answer: str, example: Example) -> float:
-        """Share of the tests that pass; 1 without tests.
+        """Share of the tests that pass; without tests, 1 − edit distance to the text.
 
         If the page has tests of what it must contain, one of them must pass: any letter passes
         those of what is absent.
         """
+        if not _get_tests(example):
+            return self.similarity(answer, example)
         pairs = list(zip(_get_tests(example), self._run(answer, example), strict=True))
         needed = [result for test, result in pairs if test["type"] not in ("absent", "baseline")]
         if needed and not any(needed):
             return 0.0
-        return sum(result for _, result in pairs) / len(pairs) if pairs else 1.0
+        return sum(result for _, result in pairs) / len(pairs)
 
     @reward(weight=0.0, optional=True)
     def similarity(self, answer: str, example: Example) -> float:

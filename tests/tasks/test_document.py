@@ -22,8 +22,8 @@ def build(answer: object) -> Example:
         ("text", {}, "must be"),
         ({}, {}, "must be"),
         ({"tests": "x"}, {}, "tests must be a list"),
-        ({"text": " "}, {"passed": 0}, "must have 1 to 50,000"),
-        ({"text": "a"}, {}, "the reward passed needs tests"),
+        ({"tests": []}, {}, "must be"),
+        ({"text": " "}, {}, "must have 1 to 50,000"),
         ({"tests": [PRESENT]}, {"order": 1}, "the reward order needs the page's text"),
         ({"tests": [{"type": "x"}]}, {}, "must have a type"),
     ],
@@ -38,6 +38,9 @@ def test_a_text_alone_is_a_gold_answer():
     example = build({"text": TEXT})
     task.check(example)
     assert task.score(task.gold(example), example).total == 1.0
+    assert load_task("document").score(TEXT[: len(TEXT) // 2], example).total == pytest.approx(
+        0.5, abs=0.02
+    )
     assert task.score("x" * 50_001, example).answer is None
 
 

@@ -15,7 +15,10 @@ from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
 ERROR_METRICS = frozenset(
-    ("absolute_error", "rmse", "mae", "rmse_all", "cer", "cer_micro", "wer_micro")
+    [
+        *("absolute_error", "rmse", "mae", "rmse_all", "cer", "cer_micro", "wer_micro"),
+        *("edit_distance", "order_distance"),
+    ]
 )
 """Metrics for which lower is better."""
 

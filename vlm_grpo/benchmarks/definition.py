@@ -123,7 +123,9 @@ class Benchmark(Frozen):
         return is_error_metric(load_task_class(self.task), self.metric)
 
 
-_CORPUS_METRICS = frozenset(("ap", "ap_50", "ap_75", "rmse"))
+_CORPUS_METRICS = frozenset(
+    ("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance")
+)
 """Corpus metrics of the built-in tasks that a benchmark may name."""
 
 

@@ -1,0 +1,77 @@
+"""The converters of documents and tables on small files in the published layouts."""
+
+from __future__ import annotations
+
+import io
+
+from dataset_files import encode_image, png, write_files
+from PIL import Image
+
+from vlm_grpo.data_scripts.olmocr_bench import LONGEST_SIDE
+
+
+def make_pubtabnet_row(name: str, split: str, cells: list[list[str]]) -> dict:
+    tags = ["<thead>", "<tr>", "<td", ' colspan="2"', ">", "</td>", "</tr>", "</thead>", "<tbody>"]
+    tags += ["<tr>", "<td>", "</td>", "<td>", "</td>", "</tr>", "</tbody>"]
+    html = {"structure": {"tokens": tags}, "cells": [{"tokens": tokens} for tokens in cells]}
+    return {"filename": name, "split": split, "imgid": 1, "html": html}
+
+
+def test_pubtabnet_puts_the_cells_into_the_structure(convert, tmp_path):
+    cells = [["<b>", "p", "</b>"], ["<", "5"], []]
+    rows = [make_pubtabnet_row("a.png", "val", cells), make_pubtabnet_row("b.png", "train", cells)]
+    rows.append(make_pubtabnet_row("c.png", "val", cells[:2]))
+    files = {"PubTabNet_2.0.0.jsonl": rows, "images/val/a.png": png(), "images/val/c.png": png()}
+    write_files(tmp_path, files)
+    result = convert("pubtabnet", tmp_path, tmp_path / "images", split="val")
+    assert result.answers == {
+        "a.png": '<table><thead><tr><td colspan="2"><b>p</b></td></tr></thead>'
+        "<tbody><tr><td>&lt;5</td><td></td></tr></tbody></table>"
+    }
+    assert result.rows[0]["images"] == ["val/a.png"]
+    assert result.rows[0]["meta"] == {"type": "complex"}
+    assert result.reasons == {"its tags and its cells have different numbers": 1}
+
+
+def test_olmocr_bench_groups_tests_by_page(convert, tmp_path):
+    test = {"pdf": "x/a.pdf", "page": 1, "id": "1", "checked": "verified", "url": None}
+    texts = [
+        test | {"type": "present", "text": "EXIT", "max_diffs": 1},
+        test | {"type": "format", "text": "EXIT", "format": "bold"},
+    ]
+    blank = test | {"page": 2, "type": "baseline", "max_length": 10}
+    pages = [Image.new("RGB", (200, 100), "white")] * 2
+    pdf = encode_image(pages[0], "PDF", save_all=True, append_images=pages[1:])
+    files = {"old_scans.jsonl": texts, "blanks.jsonl": [blank, blank | {"page": 3}]}
+    write_files(tmp_path, {**files, "pdfs/x/a.pdf": pdf})
+    result = convert("olmocr_bench", tmp_path, tmp_path / "images")
+    assert result.answers["x/a.pdf-1"]["tests"] == [
+        {"id": "1", "type": "present", "text": "EXIT", "max_diffs": 1, "category": "old_scans"},
+        {"type": "baseline", "category": "baseline"},
+    ]
+    assert [test["type"] for test in result.answers["x/a.pdf-2"]["tests"]] == ["baseline"]
+    assert result.reasons == {"its image is missing in the source": 1}  # there is no page 3
+    image = Image.open(io.BytesIO((tmp_path / "images" / result.rows[0]["images"][0]).read_bytes()))
+    assert max(image.size) == LONGEST_SIDE
+
+
+def test_omnidocbench_joins_the_blocks_in_reading_order(convert, tmp_path):
+    blocks = [
+        {"category_type": "table", "order": 3, "html": "<table><tr><td>1</td></tr></table>"},
+        {"category_type": "title", "order": 1, "text": "Title"},
+        {"category_type": "equation_isolated", "order": 2, "latex": "$$x$$", "text": ""},
+        {"category_type": "header", "order": 0, "text": "Journal"},
+        {"category_type": "text_block", "order": 4, "text": "cut", "ignore": True},
+        {"category_type": "figure", "order": None},
+    ]
+    page = {"image_path": "a.png", "page_attribute": {"language": "english", "special": []}}
+    rows = [
+        {"page_info": page, "layout_dets": blocks},
+        {"page_info": {"image_path": "b.png"}, "layout_dets": blocks[-1:]},
+    ]
+    write_files(tmp_path, {"images/a.png": png(), "OmniDocBench.json": rows})
+    result = convert("omnidocbench", tmp_path, tmp_path / "images")
+    table = "<table><tr><td>1</td></tr></table>"
+    assert result.answers == {"a.png": {"text": f"Title\n\n$$x$$\n\n{table}"}}
+    assert result.rows[0]["meta"] == {"language": "english"}
+    assert result.reasons == {"the page has no text": 1}
