@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 from PIL import Image
 
@@ -20,6 +20,8 @@ from vlm_grpo.utils.image_decode import decode_image
 from vlm_grpo.utils.image_mask import PatchMask
 from vlm_grpo.utils.image_noise import DiffusionNoise
 from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
+from vlm_grpo.utils.stored_bytes import FileSlice, TableCell
+from vlm_grpo.utils.video_decode import build_strip, decode_frames, fit_strip
 
 StopReason = Literal["eos", "stop", "length"]
 TARGET_COLUMN = "completion"
@@ -27,66 +29,8 @@ TARGET_COLUMN = "completion"
 
 
 @dataclass(frozen=True)
-class FileSlice:
-    """A part of a file, such as a member of an archive, which is read when it is needed.
-
-    Attributes:
-        path: the file.
-        start: position of the first byte.
-        size: number of bytes.
-    """
-
-    path: Path
-    start: int
-    size: int
-
-    def read(self) -> bytes:
-        """Return the bytes.
-
-        Raises:
-            ValueError: the file cannot be read, or has become shorter.
-        """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
-                data = file.read(self.size)
-        except OSError as error:
-            raise ValueError(f"{self.path} cannot be read: {error.strerror}") from error
-        if len(data) < self.size:
-            raise ValueError(f"{self.path} has changed: it has become shorter")
-        return data
-
-
-@dataclass(frozen=True, eq=False)
-class TableCell:
-    """An encoded image in a table, such as a memory-mapped ``datasets.Dataset``.
-
-    Pickled, for another process, it becomes the image's bytes.
-
-    Attributes:
-        table: the table; ``table[row][column]`` reads one cell.
-        row, column: the cell: bytes, ``{"bytes": …}``, or a list of such values.
-        item: position in the list; None: the cell is no list.
-    """
-
-    table: Any
-    row: int
-    column: str
-    item: int | None = None
-
-    def read(self) -> bytes:
-        """Return the image's bytes."""
-        value = self.table[self.row][self.column]
-        value = value if self.item is None else value[self.item]
-        return value["bytes"] if isinstance(value, Mapping) else value
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return bytes, (self.read(),)
-
-
-@dataclass(frozen=True)
 class ImageRef:
-    """A reference to one image of an example.
+    """A reference to one image of an example, or to a clip (``VideoRef``) among its images.
 
     Exactly one of ``path`` and ``data`` is set. Pixels are decoded by each call of ``load`` and
     not kept, so that large datasets fit in memory.
@@ -107,6 +51,17 @@ class ImageRef:
     path: Path | None = None
     data: bytes | FileSlice | TableCell | None = None
     noise: DiffusionNoise | PatchMask | None = None
+    kind: ClassVar[Literal["image", "video"]] = "image"
+
+    @property
+    def num_frames(self) -> int:
+        """Return the number of frames of a clip that the model sees; 0: it is an image."""
+        return 0
+
+    @property
+    def picture_size(self) -> tuple[int, int]:
+        """Return width and height of what ``load`` returns, in pixels."""
+        return self.size
 
     @property
     def clean(self) -> ImageRef:
@@ -142,13 +97,65 @@ class ImageRef:
 
 
 @dataclass(frozen=True)
+class VideoRef(ImageRef):
+    """A reference to one clip of an example; its sizes are those of each frame.
+
+    Either ``frames``, or ``path`` or ``data`` of a video file is set.
+
+    Attributes:
+        times: time of each frame that the model sees, in seconds from the clip's start.
+        seconds: length of the clip.
+        frames: the frames as encoded images; empty: they are decoded from the video file.
+    """
+
+    times: tuple[float, ...] = ()
+    seconds: float = 0.0
+    frames: tuple[ImageRef, ...] = ()
+    kind: ClassVar[Literal["image", "video"]] = "video"
+
+    @property
+    def num_frames(self) -> int:
+        return len(self.times)
+
+    @property
+    def picture_size(self) -> tuple[int, int]:
+        return fit_strip(self.size, self.num_frames)[0]
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes of a clip that has ``data``, or of its frames; errors as before."""
+        try:
+            parts = (f.read_bytes() if f.path is None else f.path.read_bytes() for f in self.frames)
+            return b"".join(parts) if self.frames else super().read_bytes()
+        except OSError as error:
+            raise ValueError(f"a frame of {self.name} cannot be read: {error}") from error
+
+    def load_frames(self) -> list[Image.Image]:
+        """Decode the frames to RGB.
+
+        Raises:
+            ValueError: the clip is missing or corrupt, or has changed; the message names it.
+        """
+        if self.frames:
+            return [frame.load() for frame in self.frames]
+        try:
+            source = self.path or io.BytesIO(self.read_bytes())
+            return decode_frames(source, self.times, self.size)
+        except ValueError as error:
+            raise ValueError(f"video {self.name} cannot be read: {error}") from error
+
+    def load(self) -> Image.Image:
+        """Return some of the frames side by side, for people; errors as for ``load_frames``."""
+        return build_strip(self.load_frames())
+
+
+@dataclass(frozen=True)
 class Example:
     """One row of a dataset.
 
     Attributes:
         id: unique name within the dataset; it identifies the example's group.
-        images: zero or more images, in the order of their ``<image>`` in the history and question;
-            without any ``<image>`` there, they stand before the first question.
+        images: zero or more images and clips, in the order of their ``<image>`` in the history and
+            question; without any ``<image>`` there, they stand before the first question.
         question: the question (for grounding, the expression to locate).
         answer: the gold answer in the task's form (boxes are xyxy in original pixels).
         meta: the row's other columns, for use by tasks and rewards.
@@ -219,7 +226,8 @@ class Prompt:
         text: the prompt after the chat template, before tokenization.
         token_ids: (T_prompt,) the prompt's tokens, with image placeholders expanded.
         vision: inputs of the family's vision tower, empty without images
-            (for Qwen: ``pixel_values`` (patches, values) and ``image_grid_thw`` (images, 3)).
+            (for Qwen: ``pixel_values`` (patches, values) and ``image_grid_thw`` (images, 3), and
+            of clips ``pixel_values_videos`` and ``video_grid_thw``).
         image_decodes: number of images that were decoded for it; others came from a cache.
         noisy: the prompt with noise on its images, for a part of the group; None: there is none.
     """

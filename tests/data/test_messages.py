@@ -219,8 +219,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "turn 1 of the chat: its content must be text or a list of parts, not [1, 2]",
     ),
     "an unknown part": (
-        {"messages": turns([part("video", "a.mp4")], "x")},
-        "turn 1 of the chat: its part {'type': 'video', 'video': 'a.mp4'} is none of text, image",
+        {"messages": turns([part("audio", "a.mp3")], "x")},
+        "turn 1 of the chat: its part {'type': 'audio', 'audio': 'a.mp3'} is none of text, image",
     ),
     "a text that is none": (
         {"messages": turns([part("text", 5)], "x")},
@@ -255,9 +255,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": turns([part("image_url", {"url": URL[:31]})], "x")},
         "image data:image/png;base64,",
     ),
-    "a video beside the turns": (
-        {"messages": turns("<video>?", "x"), "videos": ["a.mp4"]},
-        "it has videos, which are not supported",
+    "a video beside the turns that is missing": (
+        {"messages": turns("<video>?", "x"), "videos": ["b.mp4"]},
+        "video b.mp4 is missing in",
+    ),
+    "a place of a video without one": (
+        {"messages": turns("<video>?", "x")},
+        "it has 1 <video> in its turns and 0 videos",
     ),
     "two chats": (
         {"messages": GOOD, "conversations": shared("?", "x")},

@@ -164,7 +164,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("utils/chat.py", "if found and found != count:", "if found > count:"),
     ("utils/chat.py", "text = self.opening + text", "pass"),
     ("data/messages.py", "images[0].count(IMAGE) < count", "False"),
-    ("data/messages.py", "rest = iter(beside)", "rest = iter(beside[::-1])"),
+    ("data/messages.py", "{_BESIDE: iter(others)", "{_BESIDE: iter(others[::-1])"),
     ("config/prompt.py", 'and not (turns and turns[0].role == "system")', ""),
     ("config/prompt.py", "(*turns, message)", "(message,)"),
     ("model/chat.py", "is_native=is_open or is_on", "is_native=is_open"),

@@ -37,7 +37,7 @@ from vlm_grpo.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
-from vlm_grpo.types import Completion, Example, ImageRef, Prompt
+from vlm_grpo.types import Completion, Example, ImageRef, Prompt, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -203,6 +203,15 @@ def noise_example(
             ImageRef(f"{name}-{index}", (width, height), (width, height), data=buffer.getvalue())
         )
     return Example(name, tuple(images), question, 0)
+
+
+def noise_clip(
+    name: str, size: tuple[int, int], count: int, seed: int = 0, fps: float = 2.0
+) -> VideoRef:
+    """Build a reference to a clip whose frames are noise of the given size."""
+    frames = noise_example(name, [size] * count, seed=seed).images
+    times = tuple(index / fps for index in range(count))
+    return VideoRef(name, size, size, times=times, seconds=count / fps, frames=frames)
 
 
 def make_prompt(policy: Policy, example: Example) -> Prompt:

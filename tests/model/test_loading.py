@@ -89,12 +89,13 @@ def test_settings_override_the_processors_pixel_budget() -> None:
 
     edges = {"shortest_edge": 100, "longest_edge": 1000}
     images = Qwen2VLImageProcessor(size=edges)
-    assert get_budget(images) == PixelBudget(100, 1000)
-    assert get_budget(images, max_pixels=500) == PixelBudget(100, 500)
+    assert get_budget(images) == PixelBudget(100, 1000, 3584 * 28 * 28)
+    clips = get_budget(images, max_pixels=500, max_video_pixels=900)
+    assert clips == PixelBudget(100, 500, 900)
     with pytest.raises(UserError, match="at least 100 and at most 50 pixels; set both"):
         get_budget(images, max_pixels=50)
     # GLM-V counts each image as two frames.
-    assert get_budget(Glm4vImageProcessor(size=edges)) == PixelBudget(50, 500)
+    assert get_budget(Glm4vImageProcessor(size=edges)) == PixelBudget(50, 500, 3584 * 28 * 28)
     tiles = GotOcr2ImageProcessor(max_patches=4)
     assert get_budget(tiles) is None
     with pytest.raises(UserError, match=r"no effect on this model, .*max_patches=4: remove them"):

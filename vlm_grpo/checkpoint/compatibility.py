@@ -194,7 +194,7 @@ def compute_digests(examples: Sequence[Example]) -> Tensor:
                     example.id,
                     example.question,
                     example.answer,
-                    [(image.name, image.size) for image in example.images],
+                    [(i.name, i.size, *getattr(i, "times", ())) for i in example.images],
                     *map(astuple, example.history),
                     *(value for name, value in example.meta.items() if name == TARGET_COLUMN),
                 ],

@@ -51,7 +51,9 @@ class Preview:
         for image, tokens in zip(example.images, self.image_tokens, strict=True):
             (width, height), (new_width, new_height) = image.size, image.resized_size
             sizes = f"{width}x{height}, seen as {new_width}x{new_height}"
-            yield f"  image {image.name}: {sizes}" + f", {tokens} tokens" * bool(tokens)
+            if image.num_frames:
+                sizes = f"{image.num_frames} frames of {sizes}"
+            yield f"  {image.kind} {image.name}: {sizes}" + f", {tokens} tokens" * bool(tokens)
         yield f"  prompt, {len(self.prompt.token_ids)} tokens:"
         yield from (f"    {line}" for line in self.prompt.text.splitlines())
         yield f"  gold answer {shorten(repr(example.answer), 200)}, which a model should write as:"
@@ -74,10 +76,8 @@ def build_preview(example: Example, task: Task, prompts: PromptBuilder) -> Previ
         picture = image.load()
         if image is task.target_image(example):
             picture = task.draw(picture, task.gold_answer(example), example, GOLD_COLOR)
-        pictures.append(picture.resize(image.resized_size))
-    counts = [
-        prompts.family.image_tokens(i.resized_size, prompts.processor) for i in example.images
-    ]
+        pictures.append(picture if image.num_frames else picture.resize(image.resized_size))
+    counts = [prompts.family.count_tokens(i, prompts.processor) for i in example.images]
     return Preview(prompt, task.gold(example), pictures, counts)
 
 

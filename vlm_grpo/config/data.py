@@ -21,11 +21,23 @@ from vlm_grpo.config.sources import (
     split_task,
 )
 
-Column = Literal["id", "images", "question", "answer", "messages", "task"]
+Column = Literal["id", "images", "videos", "question", "answer", "messages", "task"]
 Split = Literal["train", "eval"]
 
 PILLOW_WARNS_AT = 89_478_485
 """Number of pixels above which Pillow warns of a decompression bomb."""
+
+
+class VideoSettings(Frozen):
+    """Which frames of a video the model gets."""
+
+    fps: float = Field(default=2.0, gt=0)
+    """Frames per second that are taken from a video file, evenly and at least 4, as in
+    qwen-vl-utils; also the rate of frames that are given as images without ``fps`` or ``times``."""
+    max_frames: int = Field(default=64, ge=2)
+    """Maximum number of frames; of more, as many evenly spaced ones are taken."""
+    max_seconds: float = Field(default=600.0, gt=0)
+    """Maximum length; a row with a longer video is bad."""
 
 
 class SourceSettings(Frozen):
@@ -176,6 +188,8 @@ class DataSettings(Frozen):
     their number."""
     max_image_pixels: int = Field(default=PILLOW_WARNS_AT, ge=1, le=2 * PILLOW_WARNS_AT)
     """Maximum number of pixels of an image; Pillow itself refuses more than twice the default."""
+    video: VideoSettings | None = None
+    """Which frames of videos are taken; None: the defaults of these settings."""
     dataloader_num_workers: int = Field(default=0, ge=0)
     """Number of processes, per device, that prepare the images of training prompts one step ahead;
     0: a thread of the training process does it."""

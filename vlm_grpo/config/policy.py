@@ -146,7 +146,11 @@ class PolicySettings(Frozen):
     min_pixels: int | None = Field(default=None, ge=1)
     """Enlarge images to at least this many pixels; None: the processor's default."""
     max_pixels: int | None = Field(default=None, ge=1)
-    """Shrink images to at most this many pixels; None: the processor's default."""
+    """Shrink images, and each frame of a video, to at most this many pixels; None: the processor's
+    default."""
+    max_video_pixels: int = Field(default=3584 * 28 * 28, ge=1)
+    """Shrink a video's frames so that all of them together have at most this many pixels, of which
+    two frames share a token; but no frame to less than ``min_pixels``."""
     freeze: tuple[ModelPart, ...] = ()
     """Parts whose weights are not trained (full-weight training only)."""
     lora: LoraSettings | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +105,8 @@ class Measures(NamedTuple):
     """How to count tokens.
 
     Attributes:
-        count_tokens: returns the number of image tokens for an image's width and height in pixels.
+        count_tokens: returns the number of image tokens for an image's width and height in pixels,
+            or for two frames of a clip.
         measure_prompts: returns the numbers of tokens of the prompts of some examples, and the
             problems of those that cannot be built.
     """
@@ -161,7 +163,10 @@ def check_source(
         answers=list(_describe_answers(examples)),
         image_tokens=[]
         if count_tokens is None
-        else [sum(count_tokens(image.size) for image in e.images) for e in examples],
+        else [
+            sum(count_tokens(i.size) * max(1, math.ceil(i.num_frames / 2)) for i in e.images)
+            for e in examples
+        ],
         prompt_tokens=lengths,
         bad_prompts=bad_prompts,
         hashes=hashes,

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from PIL import Image
 
@@ -62,7 +62,7 @@ class ImageReader:
         if isinstance(value, Path):
             value = str(value)
         if isinstance(value, Image.Image):
-            self._check_pixels(value.size, name)
+            self.check_pixels(value.size, name)
             return self._from_bytes(_encode(value, name), name)
         if not isinstance(value, str) or not value:
             raise ValueError(
@@ -84,25 +84,36 @@ class ImageReader:
         size = self._measure(io.BytesIO(data if isinstance(data, bytes) else data.read()), name)
         return ImageRef(name=name, size=size, resized_size=size, data=data)
 
-    def _from_path(self, name: str) -> ImageRef:
+    def locate(self, name: str, kind: Literal["image", "video"]) -> Path:
+        """Return the file of an image or video, or the folder of a video's frames, by its path.
+
+        Raises:
+            ValueError: it is missing or outside the folders, or there are no folders.
+        """
         if _URL.match(name):
-            raise ValueError(f"image {name} is a URL: download it and give its path")
+            raise ValueError(f"{kind} {name} is a URL: download it and give its path")
         if "\x00" in name:
-            raise ValueError(f"image {name!r} cannot be read: its path contains a zero byte")
+            raise ValueError(f"{kind} {name!r} cannot be read: its path contains a zero byte")
         if not self.roots:
             raise ValueError(
-                f"image {name} is a path: set data.image_root (--image-root) to its folder"
+                f"{kind} {name} is a path: set data.image_root (--image-root) to its folder"
             )
         try:
-            path = self._find(name)
+            return self._find(name, kind)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop
+            raise ValueError(f"{kind} {name} cannot be read: {error}") from error
+
+    def _from_path(self, name: str) -> ImageRef:
+        path = self.locate(name, "image")
+        try:
             with path.open("rb") as file:
                 size = self._measure(file, name)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop
+        except OSError as error:
             raise ValueError(f"image {name} cannot be read: {error}") from error
         return ImageRef(name=name, size=size, resized_size=size, path=path)
 
-    def _find(self, name: str) -> Path:
-        """Return the file of an image in the first folder that has it.
+    def _find(self, name: str, kind: Literal["image", "video"]) -> Path:
+        """Return the file in the first folder that has it.
 
         Raises:
             ValueError: none has it.
@@ -111,17 +122,17 @@ class ImageReader:
         for root in self.roots:
             path = (root / name).resolve()
             if path.is_relative_to(root):
-                if path.is_file():
+                if path.is_file() or (kind == "video" and path.is_dir()):
                     return path
                 tried.append(str(root))
             elif os.path.lexists(root / name):
                 outside.append(root)
         if outside or not tried:
             raise ValueError(
-                f"image {name} is outside the image folder {(outside or self.roots)[0]}: "
+                f"{kind} {name} is outside the image folder {(outside or self.roots)[0]}: "
                 "set data.image_root (--image-root) to a folder that contains all images"
             )
-        raise ValueError(f"image {name} is missing in {' and in '.join(tried)}")
+        raise ValueError(f"{kind} {name} is missing in {' and in '.join(tried)}")
 
     def _measure(self, file: BinaryIO, name: str) -> tuple[int, int]:
         """Return width and height in pixels, read from the header."""
@@ -132,10 +143,11 @@ class ImageReader:
                 width, height = read_size(file)
         except ValueError as error:
             raise ValueError(f"image {name} cannot be read: {error}") from error
-        self._check_pixels((width, height), name)
+        self.check_pixels((width, height), name)
         return width, height
 
-    def _check_pixels(self, size: tuple[int, int], name: str) -> None:
+    def check_pixels(self, size: tuple[int, int], name: str) -> None:
+        """Raise ``ValueError`` if an image or a video's frame of a size has too many pixels."""
         if size[0] * size[1] > self.max_pixels:
             raise ValueError(
                 f"image {name} has {size[0]}x{size[1]} pixels, more than "

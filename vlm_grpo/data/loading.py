@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.config.data import DataSettings, SourceSettings, Split
+from vlm_grpo.config.data import DataSettings, SourceSettings, Split, VideoSettings
 from vlm_grpo.config.sources import InMemoryRows, Rows, to_source
 from vlm_grpo.data.formats import open_source
-from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.data.store import ExampleStore
+from vlm_grpo.data.videos import VideoReader
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
@@ -99,7 +99,7 @@ def _read_source(
     rows, folders, is_memory = open_source(_to_source(source.source), task, limit, split)
     if source.image_root is not None:
         folders = [source.image_root, *folders]
-    images = ImageReader(folders, data.max_image_pixels)
+    images = VideoReader(folders, data.max_image_pixels, data.video or VideoSettings())
     task_column = columns.pop("task", None)
     examples = [] if is_memory else ExampleStore()
     problems: list[str] = []

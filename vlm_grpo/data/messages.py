@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_grpo.utils.chat import IMAGE, Role, Turn
+from vlm_grpo.data.videos import Clip
+from vlm_grpo.utils.chat import IMAGE, VIDEO, Role, Turn
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -24,8 +25,9 @@ _ROLES: dict[str, Role] = {
 _IMAGE_PARTS = ("image", "image_url")
 _IMAGE_KEYS = ("image", "image_url", "url", "path")
 """Keys of the image in a part; without one, it stands beside the turns."""
-_BESIDE = object()
-"""In the place of an image that stands in a column beside the turns."""
+_BESIDE, _CLIP_BESIDE = object(), object()
+"""In the place of an image or a clip that stands in a column beside the turns."""
+_PLACEHOLDER = re.compile(f"{IMAGE}|{VIDEO}")
 _FIRST_IMAGES = re.compile(rf"(\s*{IMAGE}\s*)*")
 _REC_PREFIX = "Please provide the bounding box coordinate of the region this sentence describes:"
 """Text before the expression in VLM-R1's grounding questions; here the task adds its own."""
@@ -37,7 +39,7 @@ class Chat:
 
     Attributes:
         turns: the turns before the answer, the last one of the user.
-        images: the images, not yet read, in their order.
+        images: the images and clips (``Clip``), not yet read, in their order.
         answer: the content of the assistant's last turn; None: the user has the last turn.
     """
 
@@ -46,12 +48,23 @@ class Chat:
     answer: Any | None
 
 
+def read_question(question: str, beside: Sequence[Any]) -> Chat:
+    """Return the chat of a question about the images and clips of the row's own columns.
+
+    Raises:
+        ValueError: it has another number of ``<image>`` or ``<video>``.
+    """
+    found: list[Any] = []
+    text = _read_text(question, found)
+    return Chat((Turn("user", text),), _place(found, beside), None)
+
+
 def read_chat(messages: Any, beside: Sequence[Any] = (), system: Any = None) -> Chat:
     """Read the chat of a row.
 
     Args:
         messages: the list of turns.
-        beside: the images of the row's own column.
+        beside: the images and clips of the row's own columns.
         system: the system prompt of the row's own column; None: none.
 
     Raises:
@@ -129,19 +142,38 @@ def _read_content(content: Any, images: list[Any] | None) -> str | None:
     for part in parts:
         kind = part["type"]
         if kind == "text" and isinstance(text := part.get("text"), str):
-            texts.append(text)
-            found += [_BESIDE] * text.count(IMAGE)
+            texts.append(_read_text(text, found))
         elif kind in _IMAGE_PARTS:
             texts.append(IMAGE)
             found.append(_get_image(part))
+        elif kind == "video":
+            texts.append(IMAGE)
+            found.append(_get_clip(part))
         else:
-            known = "text, image and image_url"
+            known = "text, image, image_url and video"
             raise ValueError(f"its part {_describe(dict(part))} is none of {known}")
     if found and images is None:
         raise ValueError(f"it has an {IMAGE}: only turns of the user may have images")
     if images is not None:
         images += found
     return "".join(texts)
+
+
+def _read_text(text: str, found: list[Any]) -> str:
+    """Return a text with ``<image>`` for each image and clip, and add their places to ``found``."""
+    names = _PLACEHOLDER.findall(text)
+    found += [_BESIDE if name == IMAGE else _CLIP_BESIDE for name in names]
+    return text.replace(VIDEO, IMAGE)
+
+
+def _get_clip(part: Mapping[str, Any]) -> Any:
+    """Return the clip of a part, whose list of frames may have a rate, as in qwen-vl-utils."""
+    value = part.get("video", part.get("path"))
+    if value is None:
+        return _CLIP_BESIDE
+    if isinstance(value, list | tuple):
+        value = {"frames": value, "fps": part.get("sample_fps", part.get("fps"))}
+    return Clip(value)
 
 
 def _get_image(part: Mapping[str, Any]) -> Any:
@@ -155,14 +187,18 @@ def _get_image(part: Mapping[str, Any]) -> Any:
 
 
 def _place(images: Sequence[Any], beside: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the images of a chat, of which some stand beside it."""
-    count = sum(image is _BESIDE for image in images)
+    """Return the images and clips of a chat, of which some stand beside it."""
     if not images:
         return tuple(beside)
-    if count != len(beside):
-        raise ValueError(f"it has {count} {IMAGE} in its turns and {len(beside)} images")
-    rest = iter(beside)
-    return tuple(next(rest) if image is _BESIDE else image for image in images)
+    clips = [value for value in beside if isinstance(value, Clip)]
+    others = [value for value in beside if not isinstance(value, Clip)]
+    for mark, values, name in ((_BESIDE, others, IMAGE), (_CLIP_BESIDE, clips, VIDEO)):
+        count = sum(image is mark for image in images)
+        if count != len(values):
+            kind = name.strip("<>")
+            raise ValueError(f"it has {count} {name} in its turns and {len(values)} {kind}s")
+    rest = {_BESIDE: iter(others), _CLIP_BESIDE: iter(clips)}
+    return tuple(next(rest[i]) if i is _BESIDE or i is _CLIP_BESIDE else i for i in images)
 
 
 def _strip_first_images(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:

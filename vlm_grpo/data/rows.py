@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
 from vlm_grpo.config.data import Column
 from vlm_grpo.data.images import IMAGE_SUFFIXES, ImageReader
-from vlm_grpo.data.messages import Chat, read_chat
+from vlm_grpo.data.messages import Chat, read_chat, read_question
+from vlm_grpo.data.videos import Clip
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
 from vlm_grpo.types import Example, ImageRef, TableCell
@@ -26,6 +27,7 @@ from vlm_grpo.utils.chat import Turn, place_images
 _NAMES: dict[Column, tuple[str, ...]] = {
     "id": ("id",),
     "images": ("images", "image"),
+    "videos": ("videos", "video"),
     "question": ("question", "problem"),
     "answer": ("answer", "solution"),
     "messages": ("messages", "conversations", "prompt"),
@@ -71,7 +73,7 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
     Args:
         row: the row.
         columns: the row's column of each field that is not named as in the canonical form.
-        images: the reader of the row's images.
+        images: the reader of the row's images; a ``VideoReader`` also reads its clips.
         task: the task that checks the form of the answer.
 
     Raises:
@@ -89,39 +91,50 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
     question = _pop(values, "question", columns, fallback) if messages is None else ""
     answer = _pop(values, "answer", columns, default)
     example_id = _get_id(_pop(values, "id", columns, default=None), row)
-    row_images = _pop_images(values, columns)
+    row_images = _pop_media(values, "images", columns)
+    row_videos = _pop_media(values, "videos", columns) or ()
     if not isinstance(question, str):
         raise ValueError(f"question must be text, not {_short(question)}")
-    meta = values.pop("meta", None) or {}
-    if not isinstance(meta, Mapping):
-        raise ValueError(f"meta must be an object, not {_short(meta)}")
-    chat = Chat((Turn("user", question),), tuple(row_images or ()), None)
+    beside = (*(row_images or ()), *map(Clip, row_videos))
+    chat = Chat((Turn("user", question),), beside, None)
+    if messages is None and row_videos:
+        chat = read_question(question, beside)
+        question = chat.turns[0].text
     if messages is not None:
-        for media in ("videos", "audios"):
-            if values.get(media):
-                raise ValueError(f"it has {media}, which are not supported")
-        chat = read_chat(messages, chat.images, values.pop("system", None))
+        if values.get("audios"):
+            raise ValueError("it has audios, which are not supported")
+        chat = read_chat(messages, beside, values.pop("system", None))
         question = chat.turns[-1].text.strip()
         answer = chat.answer if answer is _NO_COLUMN else answer
         if answer is None:
             raise ValueError("it has no answer: a last turn of the assistant, or a column answer")
     if row_images is None and not chat.images:
         _refuse_misnamed_images(values)
+    refs = _read_images(row, columns, chat.images, images)
+    meta = values.pop("meta", None) or {}
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"meta must be an object, not {_short(meta)}")
+    is_canonical = row.strict and messages is None and not columns
+    candidates = [answer] if is_canonical else get_answer_candidates(answer)
+    meta = {**values, **meta}
+    example = Example(example_id, refs, question, None, meta, row.location, chat.turns[:-1])
+    return select_valid([replace(example, answer=answer) for answer in candidates], task)
+
+
+def _read_images(
+    row: Row, columns: Mapping[Column, str], values: Sequence[Any], images: ImageReader
+) -> tuple[ImageRef, ...]:
+    """Return references to the images and clips of a row."""
     column = columns.get("images") or next((n for n in _NAMES["images"] if n in row.values), "")
     refs = tuple(
-        _read_image(row, column, position, value, images)
-        for position, value in enumerate(chat.images)
+        _read_image(row, column, position, value, images) for position, value in enumerate(values)
     )
     if row.size is not None and refs and refs[0].size != row.size:
         raise ValueError(
             f"image {refs[0].name} has {refs[0].size[0]}x{refs[0].size[1]} pixels, but "
             f"{row.size[0]}x{row.size[1]} by the annotations, whose boxes would be wrong"
         )
-    is_canonical = row.strict and messages is None and not columns
-    candidates = [answer] if is_canonical else get_answer_candidates(answer)
-    meta = {**values, **meta}
-    example = Example(example_id, refs, question, None, meta, row.location, chat.turns[:-1])
-    return select_valid([replace(example, answer=answer) for answer in candidates], task)
+    return refs
 
 
 def _read_image(row: Row, column: str, position: int, value: Any, images: ImageReader) -> ImageRef:
@@ -196,9 +209,11 @@ def _pop_messages(values: dict[str, Any], columns: Mapping[Column, str]) -> Any 
     return values.pop(next(iter(found))) if found else None
 
 
-def _pop_images(values: dict[str, Any], columns: Mapping[Column, str]) -> Sequence[Any] | None:
-    """Remove a row's images and return them; None if it has no column of them."""
-    images = _pop(values, "images", columns, default=_NO_COLUMN)
+def _pop_media(
+    values: dict[str, Any], name: Literal["images", "videos"], columns: Mapping[Column, str]
+) -> Sequence[Any] | None:
+    """Remove a row's images or videos and return them; None if it has no column of them."""
+    images = _pop(values, name, columns, default=_NO_COLUMN)
     if images is _NO_COLUMN:
         return None
     if isinstance(images, (str, bytes, Mapping)) or not isinstance(images, Sequence):

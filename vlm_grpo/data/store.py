@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.types import Example, ImageRef, TableCell
+from vlm_grpo.types import Example, ImageRef, TableCell, VideoRef
 from vlm_grpo.utils.chat import Turn
 
 _BUFFER_BYTES = 2**20
@@ -57,10 +57,7 @@ class ExampleStore(_Examples):
 
     def append(self, example: Example) -> None:
         """Add an example; errors are those of ``flush``."""
-        images = [
-            (image.name, image.size, image.path and str(image.path), self._pack(image.data))
-            for image in example.images
-        ]
+        images = [self._pack_image(image) for image in example.images]
         turns = [(turn.role, turn.text) for turn in example.history]
         fields = example.question, example.answer, dict(example.meta), example.location
         data = pickle.dumps((example.id, images, fields, turns, example.source), protocol=5)
@@ -93,13 +90,27 @@ class ExampleStore(_Examples):
             self.flush()
         # pread, because threads read at once and forked processes share the file's position.
         name, images, fields, turns, source = pickle.loads(os.pread(self._file, end - start, start))
-        references = tuple(
-            ImageRef(n, size, size, path and Path(path), self._unpack(data))
-            for n, size, path, data in images
-        )
+        references = tuple(self._unpack_image(*image) for image in images)
         history = tuple(Turn(*turn) for turn in turns)
         question, answer, meta, location = fields
         return Example(name, references, question, answer, meta, location, history, source)
+
+    def _pack_image(self, image: ImageRef) -> tuple[Any, ...]:
+        kept = image.name, image.size, image.path and str(image.path), self._pack(image.data)
+        if not isinstance(image, VideoRef):
+            return kept
+        frames = [self._pack_image(frame) for frame in image.frames]
+        return *kept, image.times, image.seconds, frames
+
+    def _unpack_image(
+        self, name: str, size: tuple[int, int], path: str | None, data: Any, *clip: Any
+    ) -> ImageRef:
+        common = name, size, size, Path(path) if path else None, self._unpack(data)
+        if not clip:
+            return ImageRef(*common)
+        times, seconds, frames = clip
+        references = tuple(self._unpack_image(*frame) for frame in frames)
+        return VideoRef(*common, times=times, seconds=seconds, frames=references)
 
     def _pack(self, data: Any) -> Any:
         if not isinstance(data, TableCell):

@@ -36,8 +36,11 @@ class PrefixInputs:
 
     @property
     def next_position(self) -> int:
-        """First position of the completions: the prompt's largest position + 1."""
-        return int(self.layout.positions.max()) + 1
+        """First position of the completions: that of the prompt's last token + 1.
+
+        The times of a clip before it can be larger positions.
+        """
+        return int(self.layout.positions[:, -1].max()) + 1
 
 
 Layouts = dict[tuple[tuple[int, ...], Unit], PromptLayout]
@@ -113,7 +116,7 @@ class PackedRow:
 
     Attributes:
         token_ids: prompts, and each completion without its last token, which is never fed.
-        position_ids: rotary positions; each completion starts at its prompt's largest + 1.
+        position_ids: rotary positions; each completion starts at its prompt's last + 1.
         spans: the location of each group.
         predictors: index in the row of the hidden state that predicts each target; the prompt's
             last one predicts the first token of each completion.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -116,7 +117,7 @@ def split_into_chunks(examples: Sequence[Example]) -> list[range]:
     chunks: list[range] = []
     start = pixels = 0
     for index, example in enumerate(examples):
-        added = sum(width * height for width, height in (i.resized_size for i in example.images))
+        added = sum(math.prod(i.resized_size) * max(1, i.num_frames) for i in example.images)
         full = pixels + added > CHUNK_PIXELS or index - start == CHUNK_EXAMPLES
         if full and index > start:
             chunks.append(range(start, index))

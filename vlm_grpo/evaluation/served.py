@@ -252,7 +252,9 @@ def _load_prompts(endpoint: Endpoint, settings: Settings) -> PromptWriter:
             raise UserError(
                 f"--frame needs model={UNKNOWN}: the frame of {settings.model} is known"
             )
-        return load_prompt_builder(settings)
+        prompts = load_prompt_builder(settings)
+        prompts.takes_videos = False  # requests have images only
+        return prompts
     least, most = settings.policy.min_pixels, settings.policy.max_pixels
     budget = None if not (least or most) else PixelBudget(least or 1, most or sys.maxsize)
     return PromptWriter(endpoint.frame or ORIGINAL, budget, settings.prompt)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
+from PIL import Image
 from qwen_vl_utils.vision_process import fetch_image, smart_resize
 from transformers import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata
 
 from vlm_grpo.families.shared_form import SharedForm
+from vlm_grpo.types import ImageRef, VideoRef
 
 _PARTS = {
     "language": ("language_model", "text_model", "lm_head"),
@@ -55,10 +60,23 @@ _SIZE_SETTINGS = (
 
 @dataclass(frozen=True)
 class PixelBudget:
-    """Bounds on the number of pixels of a resized image."""
+    """Bounds on the number of pixels of a resized image, or of a frame of a clip.
+
+    Attributes:
+        min_pixels, max_pixels: the bounds.
+        video_pixels: upper bound on the pixels of all frames of a clip; None: there is none.
+    """
 
     min_pixels: int
     max_pixels: int
+    video_pixels: int | None = None
+
+    def share(self, image: ImageRef) -> PixelBudget:
+        """Return the budget of an image, or of each frame of a clip."""
+        if self.video_pixels is None or not image.num_frames:
+            return self
+        most = max(self.min_pixels, self.video_pixels // image.num_frames)
+        return replace(self, max_pixels=min(self.max_pixels, most))
 
 
 class Family(SharedForm):
@@ -81,6 +99,8 @@ class Family(SharedForm):
     """Texts before and after a thinking, as the family's chat templates write them."""
     completion_type: ClassVar[int | None] = None
     """Token type of completions; None: that of the prompt's last token."""
+    takes_videos: ClassVar[bool] = False
+    """Whether clips may stand among the images."""
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
         """Return the processor's budget, or None if its resizing has no budget that is known."""
@@ -143,6 +163,20 @@ class Family(SharedForm):
         except ValueError:  # the processor refuses the image when the prompt is built
             return 0
 
+    def count_tokens(self, image: ImageRef, processor: Any) -> int:
+        """Return the number of tokens of an image or a clip; 0 if it is not known.
+
+        It leaves out texts between a clip's frames, such as their times.
+        """
+        tokens = self.image_tokens(image.resized_size, processor)
+        if not image.num_frames:
+            return tokens
+        return tokens * math.ceil(image.num_frames / processor.video_processor.temporal_patch_size)
+
+    def write_times(self, image: ImageRef, processor: Any) -> str:
+        """Return the text that the processor adds between the frames of a clip; "": none."""
+        return ""
+
     def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
         """Resize a PIL image within the budget."""
         if not _is_qwen_processor(processor):
@@ -161,6 +195,33 @@ class Family(SharedForm):
         # model's budget instead of the one in the settings.
         has_budget = _count_frames(processor) is not None
         return {"images_kwargs": {"do_resize": False}} if has_budget else {}
+
+    def prepare_videos(
+        self, text: str, videos: Sequence[tuple[VideoRef, Sequence[Image.Image]]], processor: Any
+    ) -> dict[str, Any]:
+        """Return the arguments for the processor's call on a prompt's text and its clips.
+
+        The processor itself writes the clips' times into the prompt, or returns them.
+
+        Args:
+            text: the prompt, as the chat template wrote it.
+            videos: its clips with their resized frames.
+            processor: the model's processor.
+        """
+        metadata = [
+            VideoMetadata(
+                total_num_frames=round(video.seconds * 1000),
+                fps=1000,
+                frames_indices=[round(time * 1000) for time in video.times],
+            )
+            for video, _ in videos
+        ]  # as if clips had a frame per millisecond, because times need not be even
+        frames = [np.stack([np.asarray(frame) for frame in frames]) for _, frames in videos]
+        options: dict[str, Any] = {"do_resize": False, "do_sample_frames": False}
+        if hasattr(processor.video_processor, "cap_pixels_per_frame"):
+            options["cap_pixels_per_frame"] = False  # of the resizing; None logs a warning
+        options["video_metadata"] = metadata
+        return {"text": [text], "videos": frames, "videos_kwargs": options}
 
     def banned_token_ids(self, config: Any, processor: Any) -> tuple[int, ...]:
         """Return the tokens that must not be sampled: they would corrupt the next forward pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from transformers.vision_utils import (
 from vlm_grpo.families.base import Family
 from vlm_grpo.families.shared_form import ImageFeatures, PromptLayout, Unit, without_mask
 from vlm_grpo.families.transfer import copy_to
-from vlm_grpo.types import Prompt
+from vlm_grpo.types import ImageRef, Prompt, VideoRef
 
 
 class QwenVL(Family):
@@ -27,6 +27,7 @@ class QwenVL(Family):
 
     answer_tokens = r"<\|(object_ref|box|quad)_(start|end)\|>"
     passes_features = False
+    takes_videos = True
 
     def vision_layers(self, model: Any) -> Sequence[Any]:
         return [block.attn for block in model.model.visual.blocks]
@@ -35,14 +36,19 @@ class QwenVL(Family):
         return [(image,) for image in images]
 
     def split_images(self, prompt: Prompt) -> list[dict[str, Any]]:
-        if "pixel_values" not in prompt.vision:
-            return []
-        grids = prompt.vision["image_grid_thw"]
-        patches = prompt.vision["pixel_values"].split(grids.prod(-1).tolist())
-        return [
-            {"pixel_values": values, "image_grid_thw": grid[None]}
-            for values, grid in zip(patches, grids, strict=True)
-        ]
+        found = {
+            "image": self._split(prompt.vision, "pixel_values", "image_grid_thw"),
+            "video": self._split(prompt.vision, "pixel_values_videos", "video_grid_thw"),
+        }
+        return [next(found[image.kind]) for image in prompt.example.images]
+
+    @staticmethod
+    def _split(vision: Mapping[str, Any], pixels: str, sizes: str) -> Iterator[dict[str, Any]]:
+        """Yield the tensors of each image or clip, which the tower takes alike."""
+        if (grids := vision.get(sizes)) is not None:
+            patches = vision[pixels].split(grids.prod(-1).tolist())
+            for values, grid in zip(patches, grids, strict=True):
+                yield {"pixel_values": values, "image_grid_thw": grid[None]}
 
     def encode_images(self, model: Any, vision: Sequence[dict[str, Any]]) -> list[ImageFeatures]:
         if not vision:
@@ -83,15 +89,22 @@ class QwenVL(Family):
 
     def lay_out(self, model: Any, prompt: Prompt) -> PromptLayout:
         tokens = torch.tensor([prompt.token_ids])
-        if "image_grid_thw" not in prompt.vision:
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+        inputs = {name: prompt.vision[name] for name in names if name in prompt.vision}
+        if not inputs:
             return PromptLayout(torch.arange(tokens.shape[1]).expand(3, -1).numpy())
-        image_token = model.config.image_token_id
+        image_token, video_token = self._placeholders(model.config)
         positions, _ = model.model.get_rope_index(
             tokens,
-            image_grid_thw=prompt.vision["image_grid_thw"],
-            mm_token_type_ids=(tokens == image_token).int(),
+            mm_token_type_ids=(tokens == image_token).int() + 2 * (tokens == video_token).int(),
+            **inputs,
         )
         return PromptLayout(positions[:, 0].numpy())
+
+    @staticmethod
+    def _placeholders(config: Any) -> tuple[int, int]:
+        """Return the tokens in whose places the features of images and of clips stand."""
+        return config.image_token_id, config.video_token_id
 
     def run(
         self,
@@ -123,7 +136,7 @@ class QwenVL(Family):
         """Return the language model's arguments for rows with images, without reading from the
         device."""
         device = embeds.device
-        is_image = token_ids == model.config.image_token_id
+        is_image = np.isin(token_ids, self._placeholders(model.config))
         image_embeds = torch.cat([image.embeds for image in features]).to(embeds.dtype)
         if int(is_image.sum()) != len(image_embeds):
             raise ValueError(
@@ -171,6 +184,25 @@ class Qwen3VL(QwenVL):
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     frame = "permille"
     frame_source = "https://github.com/QwenLM/Qwen3-VL (cookbooks/2d_grounding.ipynb)"
+
+    def write_times(self, image: ImageRef, processor: Any) -> str:
+        if not isinstance(image, VideoRef):
+            return ""
+        frames = processor.video_processor.temporal_patch_size
+        times = [*image.times, *[image.times[-1]] * (-len(image.times) % frames)]
+        middles = (
+            (a + b) / 2 for a, b in zip(times[::frames], times[frames - 1 :: frames], strict=True)
+        )
+        texts = "".join(f"<{time:.1f} seconds><|vision_start|><|vision_end|>" for time in middles)
+        return texts.removesuffix("<|vision_start|><|vision_end|>")  # the template's own
+
+    def prepare_videos(
+        self, text: str, videos: Sequence[tuple[VideoRef, Sequence[Any]]], processor: Any
+    ) -> dict[str, Any]:
+        # Each frame gets its own start and end, in place of the clip's: so Qwen's processor writes
+        # it, but transformers 5.23 keeps the clip's around them.
+        start, pad, end = "<|vision_start|>", processor.video_token, "<|vision_end|>"
+        return super().prepare_videos(text.replace(start + pad + end, pad), videos, processor)
 
     def plan_vision(self, tower: Any, grids: Int[Tensor, "images 3"]) -> dict[str, Tensor]:
         indices, weights = get_vision_interpolation_indices_and_weights(

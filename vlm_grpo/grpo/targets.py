@@ -130,9 +130,21 @@ def select_usable(
         UserError: as for ``PromptWriter.select_usable``.
     """
     skip = settings.data.on_bad_row == "skip"
-    if settings.warm_start is None:
-        return policy.prompts.select_usable(examples, task, skip)
-    writer = TargetWriter(policy, settings)
-    return policy.prompts.select_usable(
-        examples, task, skip, lambda example: writer.write(example, task)
-    )
+    writer = None if settings.warm_start is None else TargetWriter(policy, settings)
+    without_videos = [
+        name
+        for name, is_used in {
+            "rollout.noise": settings.rollout.noise is not None,
+            "objective.perception": settings.objective.perception is not None,
+            f"rollout.sampler={settings.rollout.sampler}": settings.rollout.sampler != "policy",
+        }.items()
+        if is_used
+    ]
+
+    def check(example: Example) -> None:
+        if without_videos and any(image.kind == "video" for image in example.images):
+            raise UserError(f"{example.name}: {without_videos[0]} does not support its video")
+        if writer is not None:
+            writer.write(example, task)
+
+    return policy.prompts.select_usable(examples, task, skip, check)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import repeat
 from typing import Any
@@ -52,14 +52,19 @@ class ChatTemplate:
                     "or with task_options.instruction"
                 ) from error
 
-    def render(self, turns: Sequence[Turn]) -> str:
+    def render(self, turns: Sequence[Turn], kinds: Iterable[str] = repeat("image")) -> str:
         """Return the prompt of a chat whose last turn is the user's.
+
+        Args:
+            turns: the chat.
+            kinds: what each ``<image>`` in it stands for, "image" or "video".
 
         Raises:
             ValueError: as for ``check_role``.
             TemplateError: the template refuses the chat.
         """
-        return self._render([self._to_message(turn) for turn in turns], self.arguments)
+        parts = ({"type": kind} for kind in kinds)
+        return self._render([self._to_message(turn, parts) for turn in turns], self.arguments)
 
     @cached_property
     def moves_images(self) -> bool:
@@ -113,9 +118,9 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError):  # such as one that needs an image
             return ""
 
-    def _to_message(self, turn: Turn) -> dict[str, Any]:
+    def _to_message(self, turn: Turn, parts: Iterator[dict[str, Any]]) -> dict[str, Any]:
         self.check_role(turn.role)
-        return _build_message(turn, self._is_text.get(turn.role, False))
+        return _build_message(turn, self._is_text.get(turn.role, False), parts)
 
     def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         return self.processor.apply_chat_template(
@@ -151,7 +156,9 @@ class ChatTemplate:
         return arguments if thinking is None else {**arguments, str(self.switch): thinking}
 
 
-def _build_message(turn: Turn, is_text: bool = False) -> dict[str, Any]:
-    """Return a message whose content is a text, or a list of parts."""
-    content = turn.text if is_text else turn.build_content(repeat({"type": "image"}))
+def _build_message(
+    turn: Turn, is_text: bool = False, images: Iterator[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Return a message whose content is a text, or a list of texts and the next ``images``."""
+    content = turn.text if is_text else turn.build_content(images or repeat({"type": "image"}))
     return {"role": turn.role, "content": content}

@@ -276,7 +276,11 @@ def get_pixel_budget(family: Family, processor: Any, policy: PolicySettings) -> 
                 "them, and change its preprocessor_config.json instead"
             )
         return None
-    budget = PixelBudget(policy.min_pixels or own.min_pixels, policy.max_pixels or own.max_pixels)
+    budget = PixelBudget(
+        policy.min_pixels or own.min_pixels,
+        policy.max_pixels or own.max_pixels,
+        policy.max_video_pixels,
+    )
     if budget.min_pixels > budget.max_pixels:
         raise UserError(
             f"the pixel budget is empty: at least {budget.min_pixels} and at most "

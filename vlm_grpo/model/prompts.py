@@ -25,7 +25,7 @@ from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.image_cache import ImageCache
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example, ImageRef, Prompt
+from vlm_grpo.types import Example, ImageRef, Prompt, VideoRef
 from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, ThinkingTags, Turn
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class PromptWriter:
         self.frame, self.budget = frame, budget
         self.settings = settings or PromptSettings()
         self.thinking_tags = thinking_tags
+        self.takes_videos = False
         self._images = ImageCache(self._load_image, RECENT_IMAGES)
 
     def with_resized_sizes(self, example: Example) -> Example:
@@ -62,7 +63,7 @@ class PromptWriter:
         if (budget := self.budget) is None:
             return example
         return example.with_resized_sizes(
-            self._resized_size(image.size, budget) for image in example.images
+            self._resized_size(image.size, budget.share(image)) for image in example.images
         )
 
     def adapt(self, task: Task) -> Task:
@@ -73,8 +74,13 @@ class PromptWriter:
         """Return the chat of an example, as ``PromptSettings.write_chat``.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: it cannot be written, or has a clip that the model cannot get.
         """
+        if not self.takes_videos and any(image.kind == "video" for image in example.images):
+            raise UserError(
+                f"{example.name}: it has a video, which only Qwen2-VL, Qwen2.5-VL, Qwen3-VL and "
+                "Qwen3.5 take here, and only without a server: give its frames as images"
+            )
         try:
             return self.settings.write_chat(example, task)
         except ValueError as error:
@@ -83,14 +89,29 @@ class PromptWriter:
     def load_images(self, example: Example) -> list[tuple[Image.Image, bool]]:
         """Return the example's resized images with their noise, and whether this call decoded each.
 
+        Clips are left out.
+
         Raises:
             UserError: an image cannot be read.
         """
+        images = [image for image in example.images if image.kind == "image"]
         try:
-            loaded = [(i.noise, *self._images.load(i.clean)) for i in example.images]
+            loaded = [(i.noise, *self._images.load(i.clean)) for i in images]
         except ValueError as error:
             raise UserError(f"{example.name}: {error}") from error
         return [(noise(image) if noise else image, is_new) for noise, image, is_new in loaded]
+
+    def load_videos(self, example: Example) -> list[tuple[VideoRef, list[Image.Image]]]:
+        """Return the example's clips with their resized frames, which are not kept.
+
+        Raises:
+            UserError: a clip cannot be read.
+        """
+        videos = [image for image in example.images if isinstance(image, VideoRef)]
+        try:
+            return [(v, [self._fit(f, v) for f in v.load_frames()]) for v in videos]
+        except ValueError as error:
+            raise UserError(f"{example.name}: {error}") from error
 
     def select_usable(
         self,
@@ -148,8 +169,11 @@ class PromptWriter:
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
 
     def _load_image(self, reference: ImageRef) -> Image.Image:
-        image = reference.load()
-        return self._resize(image, self.budget) if self.budget else image
+        return self._fit(reference.load(), reference)
+
+    def _fit(self, image: Image.Image, reference: ImageRef) -> Image.Image:
+        """Resize an image, or a frame of a clip, within its budget."""
+        return self._resize(image, self.budget.share(reference)) if self.budget else image
 
 
 class PromptBuilder(PromptWriter):
@@ -176,6 +200,7 @@ class PromptBuilder(PromptWriter):
         super().__init__(FRAMES[family.frame], budget, chat.settings, thinking_tags)
         self.chat, self.processor = chat, chat.processor
         self.family, self.max_tokens, self._has_warned = family, max_tokens, False
+        self.takes_videos = family.takes_videos
         self._control_tokens = _compile_control_tokens(self.processor, family)
         if (token := self._control_tokens.search(chat.settings.system or "")) is not None:
             raise UserError(
@@ -193,8 +218,8 @@ class PromptBuilder(PromptWriter):
         Image tokens are exact where the family's resize is known; text is estimated at three
         characters per token.
         """
-        sizes = [image.resized_size for image in self.with_resized_sizes(example).images]
-        image_tokens = sum(self.family.image_tokens(size, self.processor) for size in sizes)
+        images = self.with_resized_sizes(example).images
+        image_tokens = sum(self.family.count_tokens(image, self.processor) for image in images)
         texts = (part for turn in self.write(example, task) for part in turn.parts if part)
         return image_tokens + sum(map(len, texts)) // 3
 
@@ -251,15 +276,17 @@ class PromptBuilder(PromptWriter):
                 processor refuses the prompt, or it exceeds the model's context.
         """
         try:
-            text = self.chat.render(turns)
+            text = self.chat.render(turns, (image.kind for image in example.images))
         except (ValueError, TemplateError) as error:
             raise UserError(f"{example.name}: {error}") from error
         return self.encode_text(example, text)
 
     def encode_text(self, example: Example, text: str) -> Prompt:
         """Build the prompt of a text that the chat template wrote; errors as in ``encode``."""
-        loaded = self.load_images(example)
+        loaded, videos = self.load_images(example), self.load_videos(example)
         arguments: dict[str, Any] = {"text": [text], "return_tensors": "pt"}
+        if videos:
+            arguments |= self.family.prepare_videos(text, videos, self.processor)
         if loaded:
             images = [image for image, _ in loaded]
             # One list per text: LLaVA-OneVision prepares several images of a text differently.
@@ -278,7 +305,8 @@ class PromptBuilder(PromptWriter):
                 f"{example.name}: its prompt has {len(token_ids)} tokens, but the model's context "
                 f"holds {self.max_tokens}: lower policy.max_pixels or shorten the question"
             )
-        return Prompt(example, text, token_ids, inputs, sum(is_new for _, is_new in loaded))
+        num_decoded = sum(is_new for _, is_new in loaded) + len(videos)
+        return Prompt(example, text, token_ids, inputs, num_decoded)
 
     def measure(self, examples: Sequence[Example], task: Task) -> tuple[list[int], list[str]]:
         """Build every prompt; return their numbers of tokens, and a line for each that fails."""

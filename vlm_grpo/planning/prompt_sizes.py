@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.workload import PromptSize
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.chat import Turn, place_images
 
 MAX_COUNTED_EXAMPLES = 2000
@@ -38,15 +39,20 @@ class PromptCounter:
         most = MAX_COUNTED_EXAMPLES if is_known else MAX_PROCESSED_EXAMPLES
         self.examples = examples[:: -(-len(examples) // most)]
         self._text_tokens = [
-            self._count_text_tokens(prompts.write(example, task), len(example.images))
+            self._count_text_tokens(prompts.write(example, task), example.images)
             for example in self.examples
         ]
         self._process = cache(self._process)
 
-    def _count_text_tokens(self, turns: Sequence[Turn], num_images: int) -> int:
-        """Count the tokens without image tokens; each image has one placeholder in the text."""
-        templated = self.chat.render(turns)
-        return len(self.processor.tokenizer(templated)["input_ids"]) - num_images
+    def _count_text_tokens(self, turns: Sequence[Turn], images: Sequence[ImageRef]) -> int:
+        """Count the tokens without image tokens; each image has one placeholder in the text.
+
+        The times between a clip's frames are text, too.
+        """
+        templated = self.chat.render(turns, (image.kind for image in images))
+        texts = [templated, *(self.family.write_times(i, self.processor) for i in images)]
+        counts = (len(self.processor.tokenizer(text)["input_ids"]) for text in texts if text)
+        return sum(counts) - len(images)
 
     def count(self, budget: PixelBudget | None) -> list[PromptSize]:
         """Return the prompt sizes in ascending order of tokens.
@@ -59,9 +65,10 @@ class PromptCounter:
         """
         sizes, problems = [], []
         for example, text_tokens in zip(self.examples, self._text_tokens, strict=True):
-            images = tuple(image.size for image in example.images)
+            sizes_before = tuple(image.size for image in example.images)
             try:
-                size = self._resize(images, budget) if budget else self._process(images)
+                known = self._resize(example.images, budget) if budget else None
+                size = known or self._process(sizes_before)
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")
                 continue
@@ -70,22 +77,27 @@ class PromptCounter:
             raise UserError(f"the model cannot resize the images of:\n{bullets(problems)}")
         return sorted(sizes, key=lambda size: size.tokens)
 
-    def _resize(self, images: Sequence[tuple[int, int]], budget: PixelBudget) -> PromptSize:
-        resized = [self.family.resized_size(size, budget, self.processor) for size in images]
-        pixels = sum(width * height for width, height in resized)
-        processor = self.processor.image_processor
-        tokens = pixels // (processor.patch_size * processor.merge_size) ** 2
-        return PromptSize(tokens, tokens, pixels * 3 * processor.temporal_patch_size, pixels)
+    def _resize(self, images: Sequence[ImageRef], budget: PixelBudget) -> PromptSize:
+        processor, seen, pixels = self.processor.image_processor, 0, 0
+        for image in images:
+            size = self.family.resized_size(image.size, budget.share(image), self.processor)
+            # An image is repeated to fill a temporal patch.
+            grid = math.ceil(max(1, image.num_frames) / processor.temporal_patch_size)
+            seen += math.prod(size) * grid
+            pixels += math.prod(size) * max(1, image.num_frames)
+        tokens = seen // (processor.patch_size * processor.merge_size) ** 2
+        return PromptSize(tokens, tokens, seen * 3 * processor.temporal_patch_size, pixels)
 
     def _process(self, images: Sequence[tuple[int, int]]) -> PromptSize:
         if not images:
             return PromptSize(0, 0, 0, 0)
-        turns = place_images([Turn("user", "")], len(images))
+        text = self.chat.render(place_images([Turn("user", "")], len(images)))
         inputs = self.processor(
-            text=[self.chat.render(turns)],
+            text=[text],
             images=[Image.new("RGB", size) for size in images],
             return_tensors="pt",
         )
-        tokens = inputs["input_ids"].shape[1] - self._count_text_tokens(turns, len(images))
+        in_text = len(self.processor.tokenizer(text)["input_ids"]) - len(images)
+        tokens = inputs["input_ids"].shape[1] - in_text
         pixels = sum(width * height for width, height in images)
         return PromptSize(tokens, tokens, inputs["pixel_values"].numel(), pixels)

@@ -7,6 +7,7 @@ FLOPs per query of width q and key: half for the scores, half for the weighted s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,10 +96,12 @@ def count_step_flops(
 
 def _count_image_flops(model: ModelShape, prompt: Prompt) -> float:
     """Return the FLOPs of one pass of the vision tower over a prompt's images of equal size."""
-    images = len(prompt.example.images)
+    # The tower takes two frames of a clip as an image.
+    images = sum(max(1, math.ceil(image.num_frames / 2)) for image in prompt.example.images)
     if not images:
         return 0.0
-    patches = prompt.vision["pixel_values"].numel() // model.vision.patch_values
+    pixels = (v for name, v in prompt.vision.items() if name.startswith("pixel_values"))
+    patches = sum(values.numel() for values in pixels) // model.vision.patch_values
     return images * count_vision_flops(model, patches // images)
 
 

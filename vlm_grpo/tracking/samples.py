@@ -63,7 +63,7 @@ class ThumbnailStore:
         """
         if answer is None or not example.images:
             return None
-        canvas = Image.new("RGBA", task.target_image(example).size)
+        canvas = Image.new("RGBA", task.target_image(example).picture_size)
         try:
             drawn = task.draw(canvas, answer, example, color).convert("RGBA")
         except Exception:  # a user's drawing may raise anything; the run must continue

@@ -9,7 +9,9 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant"]
 
 IMAGE = "<image>"
-"""Stands for one of an example's images in a question or a turn, as in other trainers' data."""
+"""Stands for one of an example's images or clips in a question or a turn, as in other trainers'
+data, where that of a clip is ``VIDEO``."""
+VIDEO = "<video>"
 
 
 @dataclass(frozen=True)

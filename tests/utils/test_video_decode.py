@@ -1,0 +1,84 @@
+"""Videos: headers, frames at given times, and frames side by side."""
+
+from __future__ import annotations
+
+import io
+import wave
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from video_files import level, make_video
+
+from vlm_grpo.utils.video_decode import build_strip, decode_frames, fit_strip, read_shape
+
+SIZE = (64, 48)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "avi"])
+def test_frames_are_those_shown_at_the_times(container: str) -> None:
+    data = make_video(container=container)
+    shape = read_shape(io.BytesIO(data))
+    assert (shape.size, shape.fps, shape.count) == (SIZE, 10, 20)
+    frames = decode_frames(io.BytesIO(data), [0.0, 0.3, 0.94, 0.96, 1.9], SIZE)
+    assert [level(frame) for frame in frames] == [0, 3, 9, 10, 19]
+
+
+def test_a_stream_that_is_a_little_short_ends_with_its_last_frame(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(make_video())
+    assert [level(f) for f in decode_frames(path, [1.0, 2.8], SIZE)] == [10, 19]
+    with pytest.raises(ValueError, match=r"ends before 3\.0 seconds: it is incomplete or corrupt"):
+        decode_frames(path, [1.0, 3.0], SIZE)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "it is corrupt or no video"),
+        (b"\x00" * 4096, "it is corrupt or no video"),
+        (make_video()[:300], "it is corrupt or no video"),
+        (b"#EXTM3U\n#EXT-X-VERSION:3\n#EXTINF:1,\nfile:///etc/passwd\n", "it is corrupt or no vid"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "it is corrupt or no video"),
+    ],
+    ids=["empty", "zeros", "cut off", "playlist", "list of files"],
+)
+def test_other_files_are_refused(data: bytes, reason: str) -> None:
+    for read in (read_shape, lambda file: decode_frames(file, [0.0], SIZE)):
+        with pytest.raises(ValueError, match=reason):
+            read(io.BytesIO(data))
+
+
+def test_a_sound_has_no_pictures(tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(b"\x00" * 8000)
+    with pytest.raises(ValueError, match="it is corrupt or no video"):
+        read_shape(tmp_path / "a.wav")
+
+
+def test_frames_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="a frame of 64x48 pixels instead of 32x32"):
+        decode_frames(io.BytesIO(make_video()), [0.0], (32, 32))
+
+
+def test_damaged_frames_are_refused_or_decoded_but_never_crash() -> None:
+    data = bytearray(make_video(count=8))
+    for start in range(40, len(data) - 16, len(data) // 25):
+        damaged = bytearray(data)
+        damaged[start : start + 16] = b"\xff" * 16
+        try:
+            frames = decode_frames(io.BytesIO(damaged), [0.0, 0.5], SIZE)
+        except ValueError:
+            continue
+        assert len(frames) == 2
+
+
+def test_a_strip_shows_at_most_eight_frames_evenly() -> None:
+    frames = [Image.new("RGB", (640, 100), (n, n, n)) for n in range(20)]
+    strip = build_strip(frames)
+    assert strip.size == fit_strip((640, 100), 20)[0] == (8 * 320, 50)
+    # the middle frame of each eighth of 20 frames
+    shown = [strip.getpixel((320 * place, 0)) for place in range(8)]
+    assert shown == [(n, n, n) for n in (1, 3, 6, 8, 11, 13, 16, 18)]
+    assert build_strip(frames[:1]).size == (320, 50)

@@ -1,0 +1,119 @@
+"""Videos: what a file's header says, its frames at given times, and frames side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image
+
+CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,h264,hevc,flv,ogg,asf"
+"""FFmpeg's names of the accepted formats. It supports more, of which some open other files."""
+STRIP_FRAMES = 8
+"""Largest number of frames side by side."""
+_STRIP_WIDTH = 320
+"""Largest width of a frame in a strip, in pixels."""
+_SHORT = 1.0
+"""Seconds by which a stream may be shorter than its header says."""
+
+
+@dataclass(frozen=True)
+class VideoShape:
+    """What a video's header says.
+
+    Attributes:
+        size: width and height of its frames.
+        fps: frames per second, on average.
+        count: number of frames.
+    """
+
+    size: tuple[int, int]
+    fps: float
+    count: int
+
+
+def read_shape(source: Path | BinaryIO) -> VideoShape:
+    """Read a video's header.
+
+    Raises:
+        ValueError: the file is corrupt, has another format, or its header lacks these facts.
+    """
+    with _open(source) as (container, stream):
+        fps = float(stream.average_rate or stream.guessed_rate or 0)
+        seconds = float((stream.duration or 0) * (stream.time_base or 0))
+        seconds = seconds or (container.duration or 0) / 1e6  # in microseconds
+        count = stream.frames or round(seconds * fps)
+        size = stream.codec_context.width, stream.codec_context.height
+        if not (fps > 0 and count > 0 and min(size) > 0):
+            raise ValueError("its header gives no frame rate, length or size: encode it again")
+        return VideoShape(size, fps, count)
+
+
+def decode_frames(
+    source: Path | BinaryIO, times: Sequence[float], size: tuple[int, int]
+) -> list[Image.Image]:
+    """Decode the frames that are shown at the given times, which ascend, as RGB.
+
+    Raises:
+        ValueError: the file is corrupt, ends before the last time, or its frames have another
+            size.
+    """
+    frames: list[Image.Image] = []
+    with _open(source) as (container, stream):
+        last, start, half = None, None, 0.5 / float(stream.average_rate or 1)
+        for frame in container.decode(stream):
+            start = frame.time if start is None else start
+            last = frame, frame.time - start
+            if (frame.width, frame.height) != size:
+                raise ValueError(
+                    f"it has a frame of {frame.width}x{frame.height} pixels instead of "
+                    f"{size[0]}x{size[1]}"
+                )
+            while len(frames) < len(times) and last[1] + half > times[len(frames)]:
+                frames.append(frame.to_image())
+            if len(frames) == len(times):
+                return frames
+        if last is None or last[1] + _SHORT < times[-1]:
+            raise ValueError(f"it ends before {times[-1]:.1f} seconds: it is incomplete or corrupt")
+        return frames + [last[0].to_image()] * (len(times) - len(frames))
+
+
+@contextmanager
+def _open(source: Path | BinaryIO) -> Iterator[tuple[Any, Any]]:
+    """Open a video file and its first stream of pictures."""
+    av: Any = import_module("av")  # slow to import: only runs with video files wait for it
+    try:
+        path = str(source) if isinstance(source, Path) else source
+        with av.open(path, options={"format_whitelist": CONTAINERS}) as container:
+            if not container.streams.video:
+                raise ValueError("it has no pictures")
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            yield container, stream
+    except MemoryError:
+        raise
+    except (av.FFmpegError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"it is corrupt or no video: {reason}") from error
+
+
+def fit_strip(size: tuple[int, int], count: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the size of a strip of ``count`` frames of a size, and the size of a frame in it."""
+    width = min(size[0], _STRIP_WIDTH)
+    frame = width, max(1, round(size[1] * width / size[0]))
+    return (width * min(count, STRIP_FRAMES), frame[1]), frame
+
+
+def build_strip(frames: Sequence[Image.Image]) -> Image.Image:
+    """Return frames side by side, from the first to the last; of many, evenly spaced ones."""
+    size, (width, height) = fit_strip(frames[0].size, len(frames))
+    shown = size[0] // width
+    strip = Image.new("RGB", size)
+    for place in range(shown):
+        frame = frames[(2 * place + 1) * len(frames) // (2 * shown)]
+        strip.paste(frame.resize((width, height)), (place * width, 0))
+    return strip
