@@ -193,7 +193,7 @@ def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[RawR
 
 def _table_rows(source: str, split: str) -> Iterator[Any]:
     path = expand_path(source)
-    parts = [path] if path.is_file() else sorted(path.glob(f"**/{split}[-.]*parquet"))
+    parts = [path] if path.is_file() else sorted(path.glob(f"**/{split}[-._]*parquet"))
     if parts:
         if path.is_dir():
             _check_all_parts(parts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import ascii_uppercase
 from typing import Any, Literal
 
 RawRecord = dict[str, Any]
@@ -73,3 +74,13 @@ def accept_texts(
 def list_texts(answers: Any) -> list[str]:
     """Return one answer, or a list of them, as texts."""
     return [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+
+
+def to_choice(options: Sequence[Any], letter: str) -> dict[str, Any]:
+    """Return the answer for the task choice to a question whose right option has a letter.
+
+    >>> to_choice(["cat", "dog"], "(B)")
+    {'options': ['cat', 'dog'], 'answer': 'dog'}
+    """
+    texts = [str(option) for option in options]
+    return {"options": texts, "answer": texts[ascii_uppercase.index(letter.strip("() "))]}

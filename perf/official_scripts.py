@@ -138,6 +138,32 @@ def load_flickr30k(checkout: Checkout, file: str) -> Score:
     return score
 
 
+def load_seeclick(checkout: Checkout, file: str) -> Score:
+    """Load SeeClick's parser; its script compares the point with the box inline, edges included."""
+    code = checkout.load(file, "pred_2_point", header="import re")
+
+    def score(text: str, example: Example) -> float:
+        try:
+            x, y = code.pred_2_point(text)
+        except UnboundLocalError:  # neither two nor four numbers, which its script catches
+            return 0.0
+        x1, y1, x2, y2 = example.answer["boxes"][0]
+        return float(x1 <= x <= x2 and y1 <= y <= y2)
+
+    return score
+
+
+def load_cv_bench(checkout: Checkout, file: str) -> Score:
+    code = checkout.load(file, "_extract_answer_letter", header="import re")
+    extract = vars(code)["_extract_answer_letter"]
+
+    def score(text: str, example: Example) -> float:
+        gold = "ABCD"[example.answer["options"].index(example.answer["answer"])]
+        return float(extract(text) == gold)
+
+    return score
+
+
 def load_tallyqa(checkout: Checkout, file: str) -> Score:
     code = checkout.load(file, "_number_word_to_numeral", "REPLACEMENTS")
     to_numeral = vars(code)["_number_word_to_numeral"]

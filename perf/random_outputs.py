@@ -134,6 +134,41 @@ def draw_tagged_grounding(rng: random.Random) -> tuple[Example, str]:
     return example, "<think>a {[1, 2, 3, 4]}</think>" * rng.randint(0, 1) + form.replace("{}", text)
 
 
+_CLICKS = (
+    "({x}, {y})|[{x}, {y}]|{x},{y}|click {x} {y}|{x}|1 {x} {y}|[[{x}, {y}]]|[{x}, {y}] or [1, 1]|"
+    '{"point": [{x}, {y}]}|{"action": "click", "coordinate": [{x}, {y}]}|({x}.,{y}.)|-{x},{y}|none|'
+    "<box>[[{a},{b},{c},{d}]]</box>|[{a}, {b}, {c}, {d}]|({a},{b}),({c},{d})|{a} {b} {c} {d} 1"
+)
+
+
+def draw_clicking(rng: random.Random) -> tuple[Example, str]:
+    """Draw a point inside, on the edge of or outside a box, or a box around it, in any form."""
+    gold = draw_box(rng)
+    x, y = (rng.choice([gold[i], gold[i + 2], rng.randint(0, 99)]) for i in (0, 1))
+    if rng.random() < 0.3:
+        x, y = (gold[0] + gold[2]) / 2, (gold[1] + gold[3]) / 2 + rng.choice([0, 0, 0.1, 40])
+    numbers = {"x": x, "y": y, "a": x - 3, "b": y - 2, "c": x + 3, "d": y + 2}
+    text = rng.choice(_CLICKS.split("|"))
+    for name, number in numbers.items():
+        text = text.replace(f"{{{name}}}", f"{number:g}")
+    return make_example({"boxes": [gold]}), wrap(rng, text)
+
+
+_LETTERS = (
+    "{l}|({l})|{l}.|{l})|( {l} )|{l}. {t}|({l}) {t}|{t}|The answer is {l}|{l} or A|"
+    "**{l}**|Answer: {l}|\n{l}|[{l}]|1|none|It is {l}.|{l}{l}"
+)
+
+
+def draw_choosing(rng: random.Random) -> tuple[Example, str]:
+    options = rng.sample(["2", "1", "cat", "a dog", "Bicycle", "the table"], rng.randint(2, 4))
+    chosen = rng.randrange(len(options))
+    text = rng.choice(["{l}", *_LETTERS.split("|")])
+    letter = rng.choice(["ABCD"[chosen], "abcd"[chosen], "Z"])
+    text = text.replace("{l}", letter).replace("{t}", options[chosen])
+    return make_example({"options": options, "answer": rng.choice(options)}), wrap(rng, text)
+
+
 def draw_counting(rng: random.Random) -> tuple[Example, str]:
     gold = rng.choice([0, 1, 2, 3, 8, 12, 20, 21])
     return make_example(gold), wrap(rng, draw_count(rng, gold))

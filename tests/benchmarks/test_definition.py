@@ -19,7 +19,8 @@ def test_every_definition_is_valid(name):
     converter = importlib.import_module(f"vlm_grpo.data_scripts.{benchmark.converter}").convert
     assert benchmark.task in converter.tasks
     image = ImageRef(name="a", size=(100, 100), resized_size=(100, 100), data=b"")
-    assert benchmark.load_task().prompt(Example("a", (image,), "?", {"boxes": [[0, 0, 9, 9]]}))
+    answer = {"boxes": [[0, 0, 9, 9]], "options": ["a", "b"], "answer": "a"}
+    assert benchmark.load_task().prompt(Example("a", (image,), "?", answer))
     assert benchmark.load_task().primary_metric == benchmark.metric
     assert benchmark.asked, "it says what models were asked to write"
     for published in benchmark.published:
@@ -30,7 +31,16 @@ def test_every_definition_is_valid(name):
 
 def test_every_kind_of_task_has_a_benchmark():
     tasks = {load_benchmark(name).task for name in benchmark_names()}
-    assert tasks >= {"grounding", "counting", "ocr", "detection", "document", "table"}
+    assert tasks >= {
+        "grounding",
+        "counting",
+        "ocr",
+        "detection",
+        "document",
+        "table",
+        "gui",
+        "choice",
+    }
 
 
 @pytest.mark.parametrize(

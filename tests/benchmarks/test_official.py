@@ -199,6 +199,48 @@ def test_objects_are_read_in_every_grammar(frame, output):
     assert [label[:3] for _, label in found] == ["cup"]
 
 
+@pytest.mark.parametrize(
+    ("frame", "output", "expected"),
+    [
+        ("original", "click (12, 30)", (12, 30)),
+        ("original", '{"bbox_2d": [10, 20, 30, 40]}', (20, 30)),
+        ("original", '{"point_2d": [12, 30.5]}', (12, 30.5)),
+        ("original", "<think>1 2</think>[12, 30]", (12, 30)),
+        ("permille", '{"action": "left_click", "coordinate": [500, 250]}', (0.5, 0.25)),
+        ("gemma4", '{"point": [250, 500]}', (0.5, 0.25)),
+        ("original", "12", None),
+        ("original", "[12, 30] or [1, 2]", (6.5, 16)),
+        ("original", "1 2 3", None),
+        ("original", "9" * 400 + ",1", None),
+    ],
+)
+def test_a_click_is_two_numbers_or_the_center_of_four(frame, output, expected):
+    example = make_example(BOX)
+    answer = READERS["click"].read(output, example, load_task("screenspot", frame))
+    if expected is not None and frame != "original":  # expected are shares of the sides
+        width, height = example.images[0].size
+        expected = (expected[0] * width, expected[1] * height)
+    assert (answer and answer.point) == expected
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("B", 1),
+        ("(b) dog", 1),
+        ("Bird", 1),
+        ("<answer>(A)</answer>", 0),
+        ("C", None),
+        ("It", None),
+        ("", None),
+        ("[A]", None),
+    ],
+)
+def test_a_choice_is_the_first_letter(output, expected):
+    example = make_example({"options": ["cat", "dog"], "answer": "dog"})
+    assert READERS["first_letter"].read(output, example, load_task("cv_bench")) == expected
+
+
 def test_boxes_with_y_first_are_read_in_order():
     example, task = make_example(BOX), load_task("refcoco", "gemma4")
     size = example.images[0].size

@@ -49,6 +49,27 @@ def test_a_missing_answer_earns_nothing_by_any_rule():
         assert apply_rule(name, [None], [row]) == [0.0]
 
 
+def test_the_figure_of_cv_bench_is_the_mean_of_2d_and_3d():
+    golds = [("2D", "ADE20K"), ("2D", "ADE20K"), ("2D", "COCO"), ("3D", "Omni3D"), ("3D", "Omni3D")]
+    gold = {"options": ["a", "b"], "answer": "b"}
+    rows = [make_example(gold, type=kind, source=source) for kind, source in golds]
+    # 1/2 of ADE20K, COCO and 1/2 of Omni3D: ((1/2 + 1) / 2 + 1/2) / 2.
+    assert CORPUS_RULES["cv_bench"]([1, None, 1, 0, 1], rows) == 0.625
+    tasks = [make_example(gold, task=task) for task in ("Counting", "Jigsaw", "Jigsaw")]
+    assert CORPUS_RULES["blink"]([1, 0, 1], tasks) == 0.75
+
+
+def test_a_circle_is_right_if_all_its_rotations_are():
+    turned = [["a", "b"], ["b", "a"]]
+    rows = [
+        make_example({"options": options, "answer": "b"}, circle=circle)
+        for circle in (7, 8)
+        for options in turned
+    ]
+    assert CORPUS_RULES["circular"]([1, 0, 1, 1], rows) == 0.5
+    assert CORPUS_RULES["circular"]([1, None, 1, 0], rows) == 0.5
+
+
 def test_error_rates_count_a_missing_answer_as_an_empty_text():
     rows = [make_example(["ab"]), make_example(["cd"])]
     assert CORPUS_RULES["cer_micro"](["ab", None], rows) == 0.5  # 2 deletions of 4 characters

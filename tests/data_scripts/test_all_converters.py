@@ -68,9 +68,11 @@ def test_a_missing_source_is_one_message(name, tmp_path, capsys):
 
 
 FILES = {
+    "blink": ["Counting/val-0.parquet"],
     "clevr": ["CLEVR_val_questions.json"],
     "coco_detection": ["instances_val2017.json"],
     "countbenchqa": ["test-0.parquet"],
+    "cv_bench": ["test_2d.parquet"],
     "docvqa": ["source.json"],
     "flickr30k": ["val.txt", "Annotations/a.xml", "Sentences/a.txt"],
     "fsc147": [
@@ -78,12 +80,15 @@ FILES = {
         "ImageClasses_FSC147.txt",
         "Train_Test_Val_FSC_147.json",
     ],
+    "groundui": ["train-0.parquet"],
     "icdar2015": ["Challenge4_Test_Task3_GT.txt"],
     "iiit5k": ["testdata.mat"],
+    "mmbench": ["source.tsv"],
     "ocrbench": ["source.json"],
     "ocrbench_v2": ["source.json"],
     "olmocr_bench": ["tests.jsonl"],
     "omnidocbench": ["OmniDocBench.json"],
+    "os_atlas": ["source.json"],
     "ovdeval": ["source.json"],
     "pixmo_count": ["test-0.parquet"],
     "pubtabnet": ["PubTabNet_2.0.0.jsonl"],
@@ -92,6 +97,7 @@ FILES = {
     "ref_l4": ["ref-l4-val.parquet", "ref-l4-test.parquet"],
     "refcoco": ["refs(unc).p", "instances.json"],
     "refcoco_hub": ["val-0.parquet"],
+    "screenspot": ["screenspot_web.json"],
     "sroie": ["test/entities/a.txt"],
     "stvqa": ["train_task_3.json"],
     "super_clevr": ["superCLEVR_questions_30k.json"],

@@ -7,10 +7,12 @@ raises, and all take linear time.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any
 
 from vlm_grpo.coordinates import Box
@@ -154,6 +156,23 @@ def _read_objects(text: str, example: Example, task: Task) -> Any | None:
     return tuple(objects) if objects or parse_boxes(answer) == [] else None
 
 
+_CLICK_KEYS = re.compile(r'"(?:point|bbox|box)_2d"')
+_CLICK_NUMBERS = re.compile(r"-?\d+\.?\d*")
+
+
+def _read_click(text: str, example: Example, task: Task) -> Any | None:
+    numbers = [float(n) for n in _CLICK_NUMBERS.findall(_CLICK_KEYS.sub("", unwrap(text)))]
+    if len(numbers) == 4:
+        numbers = [(numbers[0] + numbers[2]) / 2, (numbers[1] + numbers[3]) / 2]
+    return task.parse(json.dumps(numbers), example) if len(numbers) == 2 else None
+
+
+def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
+    found = re.match(r"[(\s]*([A-Za-z])", unwrap(text))
+    letters = ascii_uppercase[: len(example.answer.get("options", ()))]
+    return task.parse(found[1], example) if found and found[1].upper() in letters else None
+
+
 READERS: dict[str, Reader] = {
     "full_text": Reader(
         lambda text, example, task: text,
@@ -179,6 +198,15 @@ READERS: dict[str, Reader] = {
         _read_last_integer_box,
         "the last [x1, y1, x2, y2] of integers inside braces in answer tags (VLM-R1, "
         "test_rec_r1.py)",
+    ),
+    "click": Reader(
+        _read_click,
+        "the only two numbers, or the center of the box that the only four are (SeeClick, "
+        "pretrain/process_utils.py)",
+    ),
+    "first_letter": Reader(
+        _read_first_letter,
+        "the first letter, after brackets at most (lmms-eval, cv_bench/utils.py)",
     ),
     "objects": Reader(
         _read_objects, "every object with a box and a label; those that cannot be read are left out"

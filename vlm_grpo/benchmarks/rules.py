@@ -109,6 +109,33 @@ def _build_error_rate(words: bool) -> CorpusRule:
     return rate
 
 
+def _build_choice_accuracy(*keys: str) -> CorpusRule:
+    """Return the rule of the mean of means over groups by the first key, each the mean of means
+    over groups by the next one, down to the share of right options."""
+
+    def accuracy(answers: Sequence[int | None], examples: Sequence[Example]) -> float:
+        if not keys:
+            golds = [e.answer["options"].index(e.answer["answer"]) for e in examples]
+            return float(np.mean([a == gold for a, gold in zip(answers, golds, strict=True)]))
+        groups: dict[Any, list] = {}
+        for pair in zip(answers, examples, strict=True):
+            groups.setdefault(pair[1].meta.get(keys[0]), []).append(pair)
+        within = _build_choice_accuracy(*keys[1:])
+        return float(np.mean([within(*zip(*pairs, strict=True)) for pairs in groups.values()]))
+
+    return accuracy
+
+
+def _circular(answers: Sequence[int | None], examples: Sequence[Example]) -> float:
+    """Compute the share of questions that are right in every rotation of their options."""
+    is_right: dict[Any, bool] = {}
+    for answer, example in zip(answers, examples, strict=True):
+        circle, options = example.meta.get("circle", example.id), example.answer["options"]
+        right = answer is not None and options[answer] == example.answer["answer"]
+        is_right[circle] = is_right.get(circle, True) and right
+    return float(np.mean(list(is_right.values())))
+
+
 RULES: dict[str, Rule] = {
     "ocrbench": lambda a, e: official.ocrbench(
         a or "", _get_golds(e), e.meta.get("dataset_name", "")
@@ -132,6 +159,9 @@ RULES: dict[str, Rule] = {
 error of a count, where an output without a count counts as 0."""
 
 CORPUS_RULES: dict[str, CorpusRule] = {
+    "cv_bench": _build_choice_accuracy("type", "source"),
+    "blink": _build_choice_accuracy("task"),
+    "circular": _circular,
     "nms_ap": _nms_ap,
     "rmse_all": _compute_rmse,
     "cer_micro": _build_error_rate(words=False),

@@ -1,0 +1,27 @@
+"""BLINK: questions about one to four images, in 14 subtasks; the test split has no answers.
+
+--source: a folder with the parquet files of all subtasks, a folder each; for one subtask,
+  hf:BLINK-Benchmark/BLINK:val:Counting (with --allow-partial).
+--images: a folder to write the images into.
+"""
+
+from __future__ import annotations
+
+from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
+from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
+from vlm_grpo.data_scripts.rows import to_choice
+
+
+@converter(tasks=("choice",), splits={"val": 1_901})
+def convert(request: Request) -> Rows:
+    """Yield one row per question."""
+    columns = ("idx", "question", "sub_task", "image_1", "choices", "answer")
+    for row in read_table(request.source, request.split, columns):
+        found = (get_image_bytes(row.get(f"image_{number}")) for number in range(1, 5))
+        images = tuple(image for image in found if image is not None)
+        answer = to_choice(row["choices"], row["answer"])
+        yield ConvertedRow(row["idx"], images, row["question"], answer, {"task": row["sub_task"]})
+
+
+if __name__ == "__main__":
+    raise SystemExit(convert.main())
