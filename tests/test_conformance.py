@@ -9,7 +9,7 @@ import pytest
 
 from vlm_grpo.coordinates import FRAMES, ORIGINAL
 from vlm_grpo.registry import load_task
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example, ImageRef, VideoRef
 
 CASES = [
     json.loads(line)
@@ -30,6 +30,8 @@ def test_a_case_has_the_expected_scores(case):
     size = tuple(case.get("image_size", (640, 480)))
     resized_size = tuple(case.get("seen", size))
     image = ImageRef(name="image", size=size, resized_size=resized_size)
+    if "seconds" in case:
+        image = VideoRef("video", size, resized_size, times=(0.0,), seconds=case["seconds"])
     example = Example(case["id"], (image,), case.get("question", "?"), case["gold"])
 
     task.check(example)

@@ -15,11 +15,12 @@ from PIL import Image, ImageChops
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example, ImageRef, VideoRef
 
 SHARED = {"format": 0.1, "thought": 0.1, "length": 0.1, "repetition": 0.1}
 PENALTIES = ("length", "repetition")
 IMAGE = ImageRef("image", size=(640, 480), resized_size=(644, 476))
+CLIP = VideoRef("clip", size=(64, 48), resized_size=(56, 56), times=(0.0, 10.0), seconds=20.0)
 SEVERAL = {"boxes": [[10, 20, 200, 210], [300, 5, 500, 300]], "labels": ["Cat", "dog"]}
 ONE = {"boxes": [[10, 20, 200, 210]], "labels": ["cat"]}
 TABLE = "<table><tr><td>a</td><td>b</td></tr><tr><td colspan='2'>1</td></tr></table>"
@@ -48,6 +49,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("gui", {"weights": {"gaussian": 0.5, "action_type": 0.1}}, ONE),
     ("gui", {"box": True, "weights": {"gaussian": 0.5, "coverage": 0.5}}, SEVERAL),
     ("gui", {"actions": ("type", "back")}, {"action": "type", "text": "No EXIT"}),
+    ("temporal", {"weights": {"bounded": 0.5}}, [2.5, 7]),
     ("choice", {}, {"options": ["No EXIT", "3", "[1, 2]", "NaN"], "answer": "3"}),
     ("choice", {"shuffle": False}, {"options": ["A", "B"], "answer": "B"}),
 ]
@@ -58,7 +60,8 @@ def load_case(case: tuple[str, dict[str, Any], Any], **more: Any) -> tuple[Task,
     name, options, answer = case
     weights = {**SHARED, **options.get("weights", {})}
     task = load_task(name, **{**options, "weights": weights}, **more)
-    return task, Example("1", (IMAGE,), "the cat", answer)
+    image = CLIP if name == "temporal" else IMAGE
+    return task, Example("1", (image,), "the cat", answer)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -147,7 +150,7 @@ def test_answers_are_drawn_on_a_copy(case):
     marked = ImageChops.difference(drawn, image).getbbox() is not None
     # Texts and counts have no position; an empty list of boxes draws nothing.
     has_boxes = isinstance(case[2], dict) and bool(case[2].get("boxes"))
-    assert marked == (case[0] == "table" or has_boxes)
+    assert marked == (case[0] in ("table", "temporal") or has_boxes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -185,6 +188,11 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
     ("ocr", {}, ["EXIT", 3], "must be a non-empty string"),
     ("ocr", {"normalize": ("punctuation",)}, "...", "non-empty"),
     ("ocr", {}, "x" * 20_001, "longer than"),
+    ("temporal", {}, [7, 2.5], "start within the video of 20.0 seconds"),
+    ("temporal", {}, [20, 21], "start within the video of 20.0 seconds"),
+    ("temporal", {}, [1, 1.001], "end at least 0.01 seconds later"),
+    ("temporal", {}, [1], "must be \\[start, end\\] in seconds"),
+    ("temporal", {}, ["1", "2"], "must be \\[start, end\\] in seconds"),
     ("choice", {}, "A", "2 to 26 options"),
     ("choice", {}, {"options": ["a"], "answer": "a"}, "2 to 26 options"),
     ("choice", {}, {"options": ["a", 2], "answer": "a"}, "option 2 must be"),
@@ -199,13 +207,15 @@ BAD: list[tuple[str, dict[str, Any], Any, str]] = [
 def test_an_invalid_gold_answer_is_an_error(name, options, answer, reason):
     task = load_task(name, **options)
     with pytest.raises(ValueError, match=reason):
-        task.check(Example("1", (IMAGE,), "the cat", answer))
+        task.check(Example("1", (CLIP if name == "temporal" else IMAGE,), "the cat", answer))
 
 
 @pytest.mark.parametrize("name", ["grounding", "detection", "pointing", "gui"])
 def test_an_example_without_an_image_is_an_error(name: str):
     with pytest.raises(ValueError, match="no image"):
         load_task(name).check(Example("1", (), "the cat", ONE))
+    with pytest.raises(ValueError, match="no video"):
+        load_task("temporal").check(Example("1", (IMAGE,), "the cat", [1, 2]))
     with pytest.raises(ValueError, match="no image"):
         load_task("counting", points=True).check(Example("1", (), "the cat", 1))
 

@@ -1,0 +1,135 @@
+"""Temporal grounding: when in the video does the described event happen?"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from PIL import Image
+
+from vlm_grpo.drawing import draw_boxes
+from vlm_grpo.parsing import parse_points
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.types import Example, VideoRef
+
+Interval = tuple[float, float]
+"""Start and end in seconds."""
+_TOLERANCE = 1e-9
+"""For floating-point rounding of an IoU that equals a threshold."""
+_MAX_CHARACTERS = 1_000
+_SHORTEST = 0.01
+"""Least length of a gold interval in seconds: answers are written with two decimals."""
+_SECONDS = r"(\d{1,6}(?:\.\d{1,6})?) ?(?:s|secs?|seconds?)?"
+_JOIN = r"(?: ?(?:to|until|and|through|[-–—,]) ?|, ?\"end(?:_time)?\" ?: ?)"
+_INTERVAL = re.compile(rf"(?<![\w.,:+-]){_SECONDS}{_JOIN}{_SECONDS}(?![\w%:°]|[.,]\d)")
+_CHOICE = re.compile(
+    r"\b(?:or|nor|not|no|either|maybe|perhaps|possibly|probably|minutes?|hours?)\b"
+)
+
+
+class Temporal(Task):
+    """State when an event happens; answers and gold answers are ``[start, end]`` in seconds."""
+
+    primary_metric = "recall_50"
+
+    def question(self, example: Example) -> str:
+        return (
+            f"When does this happen in the video: {example.question}? Answer with its start and "
+            "end in seconds, as START to END."
+        )
+
+    def parse(self, text: str, example: Example) -> Interval | None:
+        """Return the only interval of a text without other numbers; None for a choice of several.
+
+        Accepted forms are "2.5 to 7", with units, other words around it and other words or a dash
+        between the numbers, ``[2.5, 7]``, and ``{"start": 2.5, "end": 7}``.
+        """
+        if len(text) > _MAX_CHARACTERS:
+            return None
+        points = parse_points(text)
+        if points is not None:
+            return _check(*points[0]) if len(points) == 1 else None
+        words = " ".join(text.lower().split())
+        found = _INTERVAL.search(words)
+        if found is None or _CHOICE.search(words):
+            return None
+        rest = words[: found.start()] + words[found.end() :]
+        is_alone = not any(map(str.isnumeric, rest))
+        return _check(float(found[1]), float(found[2])) if is_alone else None
+
+    def write(self, answer: Interval, example: Example) -> str:
+        start, end = (f"{seconds:.2f}".rstrip("0").rstrip(".") for seconds in answer)
+        return f"{start} to {end}"
+
+    def gold_answer(self, example: Example) -> Interval:
+        start, end = example.answer
+        return float(start), float(end)
+
+    def gold_reward(self, example: Example) -> float:
+        written = self.parse(self.write(self.gold_answer(example), example), example)
+        return 0.0 if written is None else self.bounded(written, example)
+
+    def check(self, example: Example) -> None:
+        video = self.target_image(example)
+        answer: Any = example.answer
+        is_pair = isinstance(answer, list | tuple) and len(answer) == 2
+        if not is_pair or not all(type(value) in (int, float) for value in answer):
+            raise ValueError(f"the answer must be [start, end] in seconds, not {answer!r}")
+        start, end = answer
+        if not 0 <= start <= end - _SHORTEST or start >= video.seconds:
+            raise ValueError(
+                f"the answer {answer!r} must start within the video of {video.seconds:.1f} seconds "
+                f"and end at least {_SHORTEST} seconds later"
+            )
+
+    def target_image(self, example: Example) -> VideoRef:
+        """Return the first video of an example.
+
+        Raises:
+            ValueError: it has none.
+        """
+        for image in example.images:
+            if isinstance(image, VideoRef):
+                return image
+        raise ValueError("there is no video in which anything could happen")
+
+    def draw(
+        self, image: Image.Image, answer: Interval, example: Example, color: str
+    ) -> Image.Image:
+        """Return a copy of the strip of frames with the interval as a box over them."""
+        scale = image.width / self.target_image(example).seconds
+        return draw_boxes(image, [(answer[0] * scale, 0, answer[1] * scale, image.height)], color)
+
+    @reward(weight=1.0)
+    def iou(self, answer: Interval, example: Example) -> float:
+        """Temporal IoU: the length of the intersection over that of the union."""
+        (start, end), (first, last) = answer, self.gold_answer(example)
+        return max(0.0, min(end, last) - max(start, first)) / (max(end, last) - min(start, first))
+
+    @reward(weight=0.0, optional=True)
+    def bounded(self, answer: Interval, example: Example) -> float:
+        """IoU · (1 − |Δstart| / T) · (1 − |Δend| / T) in a video of T seconds (Time-R1,
+        arXiv:2503.13377), at least 0; it tells apart answers of equal IoU by their bounds."""
+        seconds, value = self.target_image(example).seconds, self.iou(answer, example)
+        for stated, gold in zip(answer, self.gold_answer(example), strict=True):
+            value *= max(0.0, 1.0 - abs(stated - gold) / seconds)
+        return value
+
+    @metric()
+    def recall_30(self, answer: Interval, example: Example) -> float:
+        """1 if the IoU is at least 0.3 (R1@0.3)."""
+        return float(self.iou(answer, example) >= 0.3 - _TOLERANCE)
+
+    @metric()
+    def recall_50(self, answer: Interval, example: Example) -> float:
+        """1 if the IoU is at least 0.5 (R1@0.5)."""
+        return float(self.iou(answer, example) >= 0.5 - _TOLERANCE)
+
+    @metric()
+    def recall_70(self, answer: Interval, example: Example) -> float:
+        """1 if the IoU is at least 0.7 (R1@0.7)."""
+        return float(self.iou(answer, example) >= 0.7 - _TOLERANCE)
+
+
+def _check(start: float, end: float) -> Interval | None:
+    return (start, end) if 0 <= start < end else None
