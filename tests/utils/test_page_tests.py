@@ -74,6 +74,8 @@ def test_normalization(text, plain):
         (r"x^{2}_i", "x_{i}^2", True),
         (r"\left( a \right)", "(a)", True),
         (r"\mathbf{x}\,y", "xy", True),
+        (r"\left(R / x_i\right)^{\times}", r"(R/x_i)^\times", True),
+        ("(ab)^2", "a(b)^2", False),
         (r"\sum_{i=1}^n i", r"\sum\limits_{i=1}^{n}{i}", True),
         (r"\sin x", r"\operatorname{sin}x", True),
         (r"\begin{aligned}a&=b\end{aligned}", r"\begin{align*}a&=b\end{align*}", True),

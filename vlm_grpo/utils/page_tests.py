@@ -253,6 +253,7 @@ def _write_table(test: Test) -> str:
 _ENVIRONMENT = re.compile(r"\{(?:aligned|gather|gathered|split|eqnarray|multline|equation)\*?\}")
 _WRAPPERS = ("math", "mrow", "mstyle", "mpadded", "semantics")
 _SEQUENCES = (*_WRAPPERS, "msqrt", "mtd")
+_SCRIPTS, _CLOSING = ("msub", "msup", "msubsup"), frozenset(")]}|")
 _ALIASES = {"munder": "msub", "munderover": "msubsup"}
 
 
@@ -282,8 +283,12 @@ def _list_parts(node: Any) -> list[str]:
         text = unicodedata.normalize("NFKC", node.text or "")
         return [text] if (text := "".join(text.split())) else []
     children = [_list_parts(child) for child in node]
+    before: list[str] = []
+    if tag in _SCRIPTS and children[0] and children[0][-1] in _CLOSING:
+        # A script of a group in brackets stands at the closing one: \left( a \right)^2 is (a)^2.
+        before, children[0] = children[0][:-1], children[0][-1:]
     if tag in _SEQUENCES:
         parts = [part for child in children for part in child]
     else:  # the place of a child matters
         parts = [f"\x01{''.join(child)}\x02" for child in children]
-    return parts if tag in _WRAPPERS else [f"\x01{tag}:{''.join(parts)}\x02"]
+    return parts if tag in _WRAPPERS else [*before, f"\x01{tag}:{''.join(parts)}\x02"]
