@@ -18,7 +18,7 @@ from pydantic import Field
 
 from vlm_grpo.config.base import Frozen
 from vlm_grpo.errors import UserError
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example, ImageRef, VideoRef
 from vlm_grpo.utils.atomic_io import create_whole_folder
 from vlm_grpo.utils.image_decode import encode_png
 
@@ -211,14 +211,19 @@ def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Pa
 
 def _write_images(example: Example, root: Path) -> dict[str, object]:
     """Write the images of an example below ``root`` and return its row."""
-    paths = []
+    media: dict[str, list[object]] = {"images": []}
     for image in example.images:
-        path = f"images/{image.name}.png"
-        (root / path).write_bytes(image.read_bytes())
-        paths.append(path)
+        frames = image.frames if isinstance(image, VideoRef) else (image,)
+        paths = [f"images/{frame.name}.png" for frame in frames]
+        for frame, path in zip(frames, paths, strict=True):
+            (root / path).write_bytes(frame.read_bytes())
+        if isinstance(image, VideoRef):
+            media.setdefault("videos", []).append({"frames": paths, "times": image.times})
+        else:
+            media["images"] += paths
     return {
         "id": example.id,
-        "images": paths,
+        **media,
         "question": example.question,
         "answer": example.answer,
         "meta": dict(example.meta),

@@ -247,6 +247,7 @@ def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> 
     """Generate the examples of an embedded dataset; the two splits share no random stream."""
     from vlm_grpo.data_scripts import (
         make_charts,
+        make_clips,
         make_screens,
         make_shapes,
         make_tables,
@@ -257,7 +258,10 @@ def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> 
     kind, _, _ = task_name.partition(":")
     generators = {
         known: module.draw_examples
-        for module in (make_charts, make_screens, make_shapes, make_tables, make_words)
+        for module in (
+            *(make_charts, make_clips, make_screens, make_shapes),
+            *(make_tables, make_words),
+        )
         for known in module.draw_examples.kinds
     }
     if kind not in generators:
