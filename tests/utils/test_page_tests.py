@@ -32,6 +32,8 @@ def test_a_page_written_for_tests_passes_them(test):
     check_test(test)
     assert Page(write_page([test]) + "\n\nmore text").passes(test)
     assert all(map(Page(write_page(TESTS)).passes, TESTS))
+    for alone in (TESTS[1], {"type": "baseline"}, {"type": "baseline", "max_length": 0}):
+        assert Page(write_page([alone])).passes(alone)
 
 
 @pytest.mark.parametrize(

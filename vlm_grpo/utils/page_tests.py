@@ -231,7 +231,8 @@ def write_page(tests: Sequence[Test]) -> str:
             parts.append(rf"\[{test['math']}\]")
         elif test["type"] == "table":
             parts.append(_write_table(test))
-    return "\n\n".join(parts) or "…"
+    is_blank = any(test.get("max_length") is not None for test in tests)
+    return "\n\n".join(parts) or ("…" if is_blank else "Text")
 
 
 def _write_table(test: Test) -> str:
