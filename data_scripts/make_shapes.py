@@ -185,7 +185,8 @@ class Choices(Scene):
         right = color if asks_color else kind
         options = list(dict.fromkeys([right, *shown, *rest]))[: self.options]
         answer = {"options": sorted(options), "answer": right}
-        return _build_example(name, drawn, question, answer)
+        # Supervised steps train on the text: the letter of an option is harder for a tiny model.
+        return _build_example(name, drawn, question, answer, completion=right)
 
 
 def _draw_counting(name: str, rng: random.Random) -> Example:
