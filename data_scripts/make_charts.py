@@ -85,7 +85,8 @@ class Charts(World):
         )
 
     def paint(self, bars: dict[str, int], rng: random.Random) -> Image.Image:
-        """Paint bars from left to right; a unit has the same height in every chart of a world."""
+        """Paint bars from left to right, of random widths, so that few charts are equal; a unit has the
+        same height in every chart of a world."""
         gray = rng.randint(*BACKGROUND_GRAYS)
         image = Image.new("RGB", (SIDE, SIDE), (gray, gray, gray))
         self.draw_clutter(image, gray, rng)
@@ -96,8 +97,9 @@ class Charts(World):
         for value in range(1, self.top + 1):
             pen.line((2, floor - value * unit, 5, floor - value * unit), fill=(255, 255, 255))
         for place, (color, value) in enumerate(bars.items()):
-            left = 8 + place * width
-            box = (left, floor - value * unit, left + width - 5, floor - 1)
+            left = 8 + place * width + rng.randint(0, 4)
+            right = left + rng.randint(width // 2, width - 6)
+            box = (left, floor - value * unit, right, floor - 1)
             pen.rectangle(box, fill=self.fade(COLORS[color], gray))
         return self.add_noise(image, rng)
 
