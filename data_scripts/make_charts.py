@@ -85,8 +85,8 @@ class Charts(World):
         )
 
     def paint(self, bars: dict[str, int], rng: random.Random) -> Image.Image:
-        """Paint bars from left to right, of random widths, so that few charts are equal; a unit has the
-        same height in every chart of a world."""
+        """Paint bars of random widths, so that few charts are equal, from left to right; a unit has
+        the same height in every chart of a world."""
         gray = rng.randint(*BACKGROUND_GRAYS)
         image = Image.new("RGB", (SIDE, SIDE), (gray, gray, gray))
         self.draw_clutter(image, gray, rng)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from string import ascii_uppercase
 from typing import Any, Literal
 
+from vlm_grpo.tasks.math import read_answer
+
 RawRecord = dict[str, Any]
 """One row, annotation or entry in the form of its source."""
 Image = str | bytes | None
@@ -69,6 +71,19 @@ def accept_texts(
     if not answers:
         return RefusedRow(name, "it has no answers")
     return ConvertedRow(name, (image,), row["question"], answers, meta)
+
+
+def pose_problem(
+    name: str, images: Sequence[Image], question: str, answer: str, meta: Mapping[str, Any]
+) -> ConvertedRow | RefusedRow:
+    """Build the row of a problem for the task ``math``; a gold answer of several parts is left out.
+
+    ``<image>``, which marks the place of the image in the question, is removed.
+    """
+    if read_answer(answer) is None:
+        reason = "its answer is not one formula"
+        return RefusedRow(name, reason, f"{answer!r:.80}", kind="excluded")
+    return ConvertedRow(name, tuple(images), question.replace("<image>", "").strip(), answer, meta)
 
 
 def list_texts(answers: Any) -> list[str]:

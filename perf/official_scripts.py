@@ -242,3 +242,34 @@ def load_words(checkout: Checkout, file: str) -> Score:
         return code.validation(*arguments, loader, converter, options)[1] / 100.0
 
     return score
+
+
+def load_lmms_eval_chartqa(checkout: Checkout, file: str) -> Score:
+    code = checkout.load(file, "relaxed_correctness")
+    return lambda text, example: float(code.relaxed_correctness(text, example.answer))
+
+
+def load_pix2struct(checkout: Checkout, file: str) -> Score:
+    names = ("aggregate_metrics", "relaxed_correctness")
+    code = checkout.load(file, *names, header="from typing import *")
+
+    def score(text: str, example: Example) -> float:
+        golds = [[example.answer]]
+        return code.aggregate_metrics(golds, [text], code.relaxed_correctness) / 100
+
+    return score
+
+
+def load_mathvista(checkout: Checkout, file: str) -> Score:
+    names = ("get_most_similar", "normalize_extracted_answer", "safe_equal")
+    header = "import re\nfrom rapidfuzz.distance.Levenshtein import distance"
+    code = checkout.load(file, *names, header=header)
+
+    def score(text: str, example: Example) -> float:
+        meta = example.meta
+        kind = "multi_choice" if meta["choices"] else "free_form"
+        more = (kind, meta["answer_type"], meta["precision"])
+        found = code.normalize_extracted_answer(text, meta["choices"], *more)
+        return float(code.safe_equal(found, example.answer))
+
+    return score

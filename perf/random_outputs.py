@@ -244,3 +244,42 @@ def draw_scene(rng: random.Random, crowds: bool, most: int) -> tuple[Example, st
 
 def to_answer(objects: Sequence[tuple[Sequence[float], str]]) -> dict[str, list]:
     return {"boxes": [list(b) for b, _ in objects], "labels": [label for _, label in objects]}
+
+
+_NUMBERS = (
+    "{n}|{n}|{n}%|{n} %|{n}%%| {n}|{n}\n|{n}.|+{n}|-{n}|{n}.0|{n}e0|{n}e2|{n}00|$|${n}|{n},000"
+    "|1_{n}|{n} or {m}|about {n}|{n} years|nan|inf|-inf|1e999|Infinity|٣|½|YES|yes|No|%|A|(b)"
+    "|(A) (B)|B)|the value is {n}|[{n}, {m}]|**{n}**|"
+)
+
+
+def draw_numeric(rng: random.Random) -> tuple[Example, str]:
+    """Draw a number near a gold one, also at the tolerance, or a text."""
+    gold = rng.choice([0, 1, 2, 20, 100, -4, 0.5, 0.57, 2015, 1234567])
+    answer = rng.choice([*[f"{gold}"] * 12, f"{gold}%", "0.0", "Yes", "nan", "inf", "(b)"])
+    return make_example(answer), wrap(rng, _write_number(rng, gold))
+
+
+def _write_number(rng: random.Random, gold: float) -> str:
+    near = gold * rng.choice([1, 1, 0.95, 1.05, 1.0500001, 0.9499, 1.02, 1.5, 0.01])
+    number = rng.choice([gold, gold, round(near, rng.choice([0, 1, 2, 9]))])
+    form = rng.choice([*_NUMBERS.split("|"), *["{n}"] * 20])
+    return form.replace("{n}", str(number)).replace("{m}", str(number + 1))
+
+
+def draw_mathvista(rng: random.Random) -> tuple[Example, str]:
+    """Draw a number, or one of two to five choices by its letter, its text or a part of it."""
+    gold = rng.choice([3, 12, 0.5, 1.25, 1000])
+    kind = rng.choice(["text", "integer", "float", "list"])
+    if kind != "text":
+        precision = rng.choice([1, 2]) if kind == "float" else None
+        meta = {"choices": None, "answer_type": kind, "precision": precision}
+        answer = {"integer": str(int(gold)), "float": str(gold), "list": f"[{gold}, {gold + 1}]"}
+        return make_example(answer[kind], **meta), _write_number(rng, gold).strip()
+    choices = rng.sample(["3", "12", "Yes", "No", "A", "B", "1/2", "145°", "circle"], 4)
+    answer = rng.choice(choices)
+    letter = "ABCD"[choices.index(answer)]
+    forms = [letter, f"({letter})", f"({letter.lower()}) {answer}", f"{letter}.", answer]
+    forms += [answer.lower(), answer[1:], "E", "", "?", "(Z)", "none", f"({letter}) or (A)"]
+    meta = {"choices": choices, "answer_type": "text", "precision": None}
+    return make_example(answer, **meta), rng.choice(forms)

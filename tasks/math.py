@@ -22,6 +22,7 @@ _SECONDS = 3.0
 _MEMORY = 8 << 30
 """Maximum number of bytes that a comparison may allocate, where the system can limit them."""
 _WRAPPERS = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*")
+_ONE_FORMULA = re.compile(r"[^$\d]*\$([^$]+)\$[^$\d]*")
 _WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm)\{ *)?([A-Za-z][A-Za-z ,'-]*?) *\}?")
 _OPTION = re.compile(r"\(?([A-J])(?:\)|[.:)] [^A-J]*(?:[A-J]\w[^A-J]*)*)?\.?")
 _UNITS = re.compile(
@@ -51,22 +52,19 @@ class Math(Task):
             raise ValueError("it needs math-verify: pip install 'vlm-grpo[math]'")
 
     def parse(self, text: str, example: Example) -> str | None:
-        boxed = find_boxed(text)
-        if boxed is None or len({*boxed}) > 1:
-            return None
-        return clean(boxed[0] if boxed else text)
+        return read_answer(text)
 
     def write(self, answer: Any, example: Example) -> str:
         return f"\\boxed{{{answer}}}"
 
     def gold_answer(self, example: Example) -> str:
-        return clean(str(example.answer)) or ""
+        return read_answer(str(example.answer)) or ""
 
     def check(self, example: Example) -> None:
         answer = example.answer
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise ValueError(f"the answer {answer!r:.80} must be a text or a number")
-        if self.parse(str(answer), example) is None:
+        if read_answer(str(answer)) is None:
             raise ValueError(
                 f"the answer {answer!r:.80} must be one formula of 1 to {_LONGEST} characters"
             )
@@ -74,12 +72,20 @@ class Math(Task):
     @reward(weight=1.0)
     def correct(self, answer: str, example: Example) -> float:
         """1 if the answer is equal to the gold answer, else 0."""
-        gold = self.parse(str(example.answer), example) or ""
+        gold = self.gold_answer(example)
         if (words := _WORDS.fullmatch(gold)) is not None:
             option = _OPTION.fullmatch(answer) if len(words[1]) == 1 else None
             found = option or _WORDS.fullmatch(answer)
             return float(found is not None and found[1].casefold() == words[1].casefold())
         return float(_compare_limited(_get_value(gold, gold), _get_value(answer, gold)))
+
+
+def read_answer(text: str) -> str | None:
+    """Return the only boxed answer in a text, or all of a text without a box; None: not one."""
+    boxed = find_boxed(text)
+    if boxed is None or len({*boxed}) > 1:
+        return None
+    return clean(boxed[0] if boxed else text)
 
 
 def find_boxed(text: str) -> list[str] | None:
@@ -104,12 +110,16 @@ def find_boxed(text: str) -> list[str] | None:
 def clean(text: str) -> str | None:
     """Return an answer in one line, without delimiters; None if it is empty, too long or several.
 
+    Of a text with one formula in dollar signs and no other number it is the formula.
+
     >>> clean("$ x = 4 $."), clean("$4$ or $5$")
     ('x = 4', None)
     """
     text = " ".join(text.split()).removesuffix(".")
     if len(text) <= _LONGEST and (wrapped := _WRAPPERS.fullmatch(text)) is not None:
         text = next(inner for inner in wrapped.groups() if inner is not None).strip()
+    elif (one := _ONE_FORMULA.fullmatch(text)) and not re.search(r"\b(?:or|not)\b", text):
+        text = one[1].strip()
     is_one = "$" not in text.replace("\\$", "") and not re.search(r"\\[][()]|\\f?boxed", text)
     return text if is_one and 0 < len(text) <= _LONGEST else None
 

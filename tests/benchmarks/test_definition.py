@@ -40,6 +40,8 @@ def test_every_kind_of_task_has_a_benchmark():
         "table",
         "gui",
         "choice",
+        "numeric",
+        "math",
     }
 
 

@@ -69,6 +69,7 @@ def test_a_missing_source_is_one_message(name, tmp_path, capsys):
 
 FILES = {
     "blink": ["Counting/val-0.parquet"],
+    "chartqa": ["test/test_human.json", "test/test_augmented.json"],
     "clevr": ["CLEVR_val_questions.json"],
     "coco_detection": ["instances_val2017.json"],
     "countbenchqa": ["test-0.parquet"],
@@ -84,6 +85,10 @@ FILES = {
     "icdar2015": ["Challenge4_Test_Task3_GT.txt"],
     "iiit5k": ["testdata.mat"],
     "mmbench": ["source.tsv"],
+    "geometry3k": ["test-0.parquet"],
+    "mathverse": ["testmini.json"],
+    "mathvista": ["source.json"],
+    "mmk12": ["train-0.parquet"],
     "ocrbench": ["source.json"],
     "ocrbench_v2": ["source.json"],
     "olmocr_bench": ["tests.jsonl"],
@@ -103,6 +108,7 @@ FILES = {
     "super_clevr": ["superCLEVR_questions_30k.json"],
     "tallyqa": ["test.json"],
     "textvqa": ["TextVQA_0.5.1_val.json"],
+    "virl39k": ["train-0.parquet"],
     "visual_genome": ["region_descriptions.json"],
     "vlm_r1": ["source.json"],
 }

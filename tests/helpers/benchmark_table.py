@@ -34,8 +34,12 @@ ORDER = [
     "iiit5k",
     "icdar2015",
     "sroie",
+    "chartqa",
+    "mathvista",
+    "mathverse",
+    "geometry3k",
 ]
-"""Grounding, detection, counting, OCR; all others follow in alphabetical order."""
+"""Grounding, detection, counting, OCR, charts and math; all others follow in alphabetical order."""
 OVERVIEW = ("benchmark", "name", "converter", "task", "metric", "reader", "n")
 PUBLISHED = ("benchmark", "published numbers")
 

@@ -46,6 +46,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
     ("numeric", {"units": True}, ["$1.2 million", "Yes"]),
     ("math", {}, "\\frac{1}{2}"),
     ("math", {}, 4),
+    ("math", {}, "\\boxed{B}"),
     ("gui", {"weights": {"gaussian": 0.5, "action_type": 0.1}}, ONE),
     ("gui", {"box": True, "weights": {"gaussian": 0.5, "coverage": 0.5}}, SEVERAL),
     ("gui", {"actions": ("type", "back")}, {"action": "type", "text": "No EXIT"}),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rapidfuzz.distance import Levenshtein
 
@@ -252,3 +253,66 @@ def _build_contractions() -> dict[str, str]:
 
 
 _CONTRACTIONS = _build_contractions()
+
+
+def relaxed_accuracy(text: str, answers: Sequence[str]) -> float:
+    """Compute ChartQA's relaxed accuracy: a relative error of at most 5 %, else equal texts.
+
+    A text that ends in a percent sign is a hundredth of its number. Case is ignored.
+
+    Source: Masry et al. 2022, ChartQA, section 5.1; pix2struct's metrics.py, of which Qwen-VL's and
+    lmms-eval's function is a copy for one accepted answer.
+
+    >>> relaxed_accuracy("0.44", ["43%"]), relaxed_accuracy("43%", ["43"])
+    (1.0, 0.0)
+    """
+    return float(any(_is_near(text, answer) for answer in answers))
+
+
+def _is_near(text: str, answer: str) -> bool:
+    found, right = _read_percentage(text), _read_percentage(answer)
+    if found is None or not right:
+        return text.lower() == answer.lower()
+    return abs(found - right) / abs(right) <= 0.05
+
+
+def _read_percentage(text: str) -> float | None:
+    try:
+        return float(text.rstrip("%")) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return None
+
+
+def mathvista(text: str, answer: str, meta: Mapping[str, Any]) -> float:
+    """Compute MathVista's accuracy of an extracted answer.
+
+    Among choices the answer is a letter in brackets, a letter alone, or the choice with the least
+    edit distance. Integers are truncated, other numbers rounded to the question's precision.
+
+    Args:
+        text: the extracted answer.
+        answer: the gold answer, among choices one of them.
+        meta: ``choices``, ``answer_type`` and ``precision`` of the question.
+
+    Source: Lu et al. 2024, MathVista; the authors' calculate_score.py.
+
+    >>> mathvista("(b) 4", "4", {"choices": ["3", "4"]})
+    1.0
+    """
+    if choices := meta.get("choices"):
+        text = text.strip()
+        letters = re.findall(r"\(([a-zA-Z])\)", text)
+        letter = letters[0].upper() if letters else text
+        index = ord(letter) - ord("A") if len(letter) == 1 else -1
+        if not 0 <= index < len(choices):
+            distances = [Levenshtein.distance(letter, choice) for choice in choices]
+            index = distances.index(min(distances))
+        return float(choices[index] == answer)
+    try:
+        if meta.get("answer_type") == "integer":
+            text = str(int(float(text)))
+        elif meta.get("answer_type") == "float":
+            text = str(round(float(text), int(meta["precision"])))
+    except (ValueError, OverflowError):
+        return 0.0
+    return float(text == answer)

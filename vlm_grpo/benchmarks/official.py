@@ -137,6 +137,21 @@ def _convert(numbers: Sequence[str] | None, example: Example, task: Task) -> tup
     return (box,) if all(map(math.isfinite, box)) else None
 
 
+_QUOTED_ANSWER = re.compile(r'The answer is "(.*)"\.')
+
+
+def _read_last_boxed(text: str, example: Example, task: Task) -> str | None:
+    answer = unwrap(text)
+    _, boxed, rest = answer.rpartition("\\boxed{")
+    depth = 1
+    for place, character in enumerate(rest if boxed else ""):
+        depth += (character == "{") - (character == "}")
+        if not depth:
+            return rest[:place].strip()
+    quoted = _QUOTED_ANSWER.search(answer)
+    return quoted[1] if quoted else answer.strip()
+
+
 _OBJECT = re.compile(
     r"\{[^{}]*\}|<\|object_ref_start\|>[^<]*<\|object_ref_end\|>\s*<\|box_start\|>[^<]*<\|box_end\|>"
     r"|<ref>[^<]*</ref>\s*<box>[^<]*</box>|(?:<loc\d{4}>){4}[^<;]*"
@@ -207,6 +222,11 @@ READERS: dict[str, Reader] = {
     "first_letter": Reader(
         _read_first_letter,
         "the first letter, after brackets at most (lmms-eval, cv_bench/utils.py)",
+    ),
+    "last_boxed": Reader(
+        _read_last_boxed,
+        "the last \\boxed{}, or 'The answer is \"…\".', or the output without thinking and tags "
+        "(MathVista, extract_answer.py, without its language model)",
     ),
     "objects": Reader(
         _read_objects, "every object with a box and a label; those that cannot be read are left out"

@@ -146,6 +146,8 @@ RULES: dict[str, Rule] = {
     "vqa_accuracy": lambda a, e: official.vqa_accuracy(a or "", _get_annotations(e)),
     "anls": lambda a, e: anls(a or "", _get_golds(e)),
     "anls_rrc": lambda a, e: official.anls_rrc(a or "", _get_golds(e)),
+    "relaxed_accuracy": lambda a, e: official.relaxed_accuracy(a or "", _get_golds(e)),
+    "mathvista": lambda a, e: official.mathvista(a or "", e.answer, e.meta),
     "word_recognition": lambda a, e: official.word_recognition(a or "", _get_golds(e)),
     "accuracy_above_50": lambda a, e: _compute_iou(a, e) > 0.5 + _ROUNDING,
     "accuracy_above_75": lambda a, e: _compute_iou(a, e) > 0.75 + _ROUNDING,
@@ -155,8 +157,8 @@ RULES: dict[str, Rule] = {
     ),
     "mae": lambda a, e: abs((len(a) if isinstance(a, tuple) else a or 0) - e.answer),
 }
-"""Rules for single answers: OCR; IoU > t, whereas the accuracy of the tasks is IoU ≥ t; and the
-error of a count, where an output without a count counts as 0."""
+"""Rules for single answers: OCR; charts; IoU > t, whereas the accuracy of the tasks is IoU ≥ t; and
+the error of a count, where an output without a count counts as 0."""
 
 CORPUS_RULES: dict[str, CorpusRule] = {
     "cv_bench": _build_choice_accuracy("type", "source"),
