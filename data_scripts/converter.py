@@ -21,9 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vlm_grpo.config.data import PILLOW_WARNS_AT
+from vlm_grpo.config.data import PILLOW_WARNS_AT, VideoSettings
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
+from vlm_grpo.data.videos import VideoReader
 from vlm_grpo.data_scripts.readers import Request
 from vlm_grpo.data_scripts.rows import ConvertedRow, Image, RefusedRow, Rows
 from vlm_grpo.data_scripts.summary import ExpectedCounts, Summary, select_counts
@@ -195,7 +196,7 @@ class _Conversion:
         A row that an interrupted run has written has an empty line. In a terminal, a progress bar
         is shown.
         """
-        reader = ImageReader(self.request.images, PILLOW_WARNS_AT)
+        reader = VideoReader(self.request.images, PILLOW_WARNS_AT, VideoSettings())
         console = Console(stderr=True)
         columns = (TextColumn("rows"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -261,6 +262,7 @@ class _Conversion:
             row = {
                 "id": item.id,
                 "images": [self._store_image(image, reader) for image in item.images],
+                **({"videos": item.videos} if item.videos else {}),
                 "question": item.question,
                 "answer": item.answer,
                 "meta": dict(item.meta),

@@ -25,6 +25,7 @@ class ConvertedRow:
         question: as in ``Example``.
         answer: in the task's form; boxes are xyxy in pixels.
         meta: fields to group scores by, and other fields worth keeping.
+        videos: paths of its videos in the image folder.
     """
 
     id: str
@@ -32,6 +33,7 @@ class ConvertedRow:
     question: str
     answer: Any
     meta: Mapping[str, Any] = field(default_factory=dict)
+    videos: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ def test_a_missing_source_is_one_message(name, tmp_path, capsys):
 
 
 FILES = {
+    "charades_sta": ["charades_sta_test.txt"],
     "blink": ["Counting/val-0.parquet"],
     "chartqa": ["test/test_human.json", "test/test_augmented.json"],
     "clevr": ["CLEVR_val_questions.json"],

@@ -25,6 +25,7 @@ ORDER = [
     "countbenchqa",
     "pixmo_count",
     "fsc147",
+    "charades_sta",
     "ocrbench",
     "ocrbench_v2",
     "textvqa",

@@ -188,6 +188,15 @@ def _read_first_letter(text: str, example: Example, task: Task) -> Any | None:
     return task.parse(found[1], example) if found and found[1].upper() in letters else None
 
 
+_SPAN = re.compile(r"(?<!\d)(\d++\.?+\d*+) (?:to|and) (\d++\.?+\d*+)")
+
+
+def _read_last_interval(text: str, example: Example, task: Task) -> tuple[float, float] | None:
+    found = [*_SPAN.finditer(text)]
+    start, end = map(float, found[-1].groups()) if found else (math.inf, math.inf)
+    return (start, end) if math.isfinite(start + end) else None
+
+
 READERS: dict[str, Reader] = {
     "full_text": Reader(
         lambda text, example, task: text,
@@ -227,6 +236,10 @@ READERS: dict[str, Reader] = {
         _read_last_boxed,
         "the last \\boxed{}, or 'The answer is \"…\".', or the output without thinking and tags "
         "(MathVista, extract_answer.py, without its language model)",
+    ),
+    "last_interval": Reader(
+        _read_last_interval,
+        "the last two numbers joined by to or and, anywhere (Time-R1, evaluate.py)",
     ),
     "objects": Reader(
         _read_objects, "every object with a box and a label; those that cannot be read are left out"
