@@ -89,7 +89,7 @@ def gaussian_overlap(place: Box, gold: Box, spread: float) -> float:
     Per axis, with centers d apart, exp(−d² / 4(s² + t²)) · √(2st / (s² + t²)), or exp(−d² / 2t²).
 
     >>> round(gaussian_overlap((0, 0, 2, 2), (0, 0, 1, 1), 0.5), 3)
-    0.64
+    0.724
     """
     result = 1.0
     for low, high in ((0, 2), (1, 3)):
