@@ -129,23 +129,29 @@ class VideoRef(ImageRef):
         except OSError as error:
             raise ValueError(f"a frame of {self.name} cannot be read: {error}") from error
 
-    def load_frames(self) -> list[Image.Image]:
+    def load_frames(
+        self, fit: Callable[[Image.Image], Image.Image] = lambda frame: frame
+    ) -> list[Image.Image]:
         """Decode the frames to RGB.
+
+        Args:
+            fit: resizes each frame as soon as it is decoded: all together may fill the memory.
 
         Raises:
             ValueError: the clip is missing or corrupt, or has changed; the message names it.
         """
         if self.frames:
-            return [frame.load() for frame in self.frames]
+            return [fit(frame.load()) for frame in self.frames]
         try:
             source = self.path or io.BytesIO(self.read_bytes())
-            return decode_frames(source, self.times, self.size)
+            return decode_frames(source, self.times, self.size, fit)
         except ValueError as error:
             raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def load(self) -> Image.Image:
         """Return some of the frames side by side, for people; errors as for ``load_frames``."""
-        return build_strip(self.load_frames())
+        shown = fit_strip(self.size, self.num_frames)[1]
+        return build_strip(self.load_frames(lambda frame: frame.resize(shown)))
 
 
 @dataclass(frozen=True)

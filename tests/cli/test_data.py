@@ -21,6 +21,16 @@ def test_sound_data_exit_with_status_0_and_count_image_tokens(capsys):
     assert "9 to 9" in out
 
 
+def test_tokens_of_a_clip_are_bounded_by_its_own_budget(capsys, tmp_path: Path):
+    frame = encode_image(Image.new("RGB", (560, 560)), "JPEG")
+    row = {"question": "?", "answer": 1, "videos": [{"frames": ["a.jpg"] * 32}]}
+    write_files(tmp_path, {"a.jpg": frame, "train.jsonl": [row]})
+    given = [tmp_path / "train.jsonl", "--task", "counting", "--token-side", "28"]
+
+    # 3584 tokens of 28 pixels over 32 frames are 112 for each, 10 x 10 in a square, for two frames.
+    assert "1600 to 1600" in run(capsys, "data", "check", *given)[1]
+
+
 def test_a_source_that_shares_images_with_itself_exits_with_status_2(capsys):
     given = ["embedded:counting", "--task", "counting", "--limit", "3"]
 

@@ -21,7 +21,7 @@ from vlm_grpo.data.checks import (
 )
 from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example, ImageRef, VideoRef
 
 
 def rows(*images: str, answer: object = 1) -> list[dict]:
@@ -88,7 +88,7 @@ def test_image_tokens_are_counted():
         "embedded:counting",
         load_task("counting"),
         data,
-        Measures(lambda size: size[0] // 28),
+        Measures(lambda image: image.size[0] // 28),
     )
     assert list(report.image_tokens) == [3] * 4  # scenes are 84 pixels wide
 
@@ -153,6 +153,31 @@ def test_prompts_that_cannot_be_built_are_problems(folder):
     assert (report.prompt_tokens, report.bad_prompts) == ([10, 10], ["r0 is bad"])
     assert "tokens per prompt            10 to 10" in "\n".join(format_report(report))
     assert "not checked without --model" in "\n".join(format_report(check_source(source, task)))
+
+
+def test_answers_that_are_lists_of_numbers_are_no_texts(folder: Path) -> None:
+    source = {"t.jsonl": [{**rows("a.png")[0], "images": [], "videos": ["clip"], "answer": [0, 1]}]}
+    (folder / "clip").mkdir()
+    for number in range(8):
+        (folder / "clip" / f"{number}.png").write_bytes(encode_image(photo(0)))
+    write_files(folder, source)
+    report = check_source(str(folder / "t.jsonl"), load_task("temporal"))
+    assert report.passed
+    assert not any("characters" in line for line in report.answers)
+
+
+def test_clips_of_frames_are_compared_without_reading_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def clip(*names: str) -> Example:
+        frames = tuple(ImageRef(n, (8, 8), (8, 8), path=tmp_path / n) for n in names)
+        return Example("1", (VideoRef("", (8, 8), (8, 8), times=(0, 1), frames=frames),), "?", 1)
+
+    trained = [clip("gone", "lost")]
+    warn_about_shared_images(trained, [clip("gone", "other")])
+    assert not caplog.records
+    warn_about_shared_images(trained, [clip("gone", "lost")])
+    assert "1 of 1 held-out examples" in caplog.text
 
 
 def test_held_out_images_in_the_training_data_are_warned_about(

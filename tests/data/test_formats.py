@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from dataset_files import get_load_error, make_row, png, write_files, write_rows
 from published_formats import BOXES, COCO, IMAGES, SAMPLES, make_tar, voc_xml, write_format
+from video_files import make_video
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
@@ -206,6 +207,15 @@ def test_a_sample_without_json_is_answered_by_its_text(tmp_path: Path):
     caption, label = load(str(tmp_path / "s-00.tar"), OCR)
     assert (caption.question, caption.answer) == (CAPTION_QUESTION, "two books")
     assert (label.answer, [image.size for image in label.images]) == ("7", [(64, 48), (40, 30)])
+
+
+def test_clips_of_a_sample_are_its_videos(tmp_path: Path) -> None:
+    row = b'{"question": "How many?", "answer": 2, "video": "elsewhere.mp4"}'
+    write_files(tmp_path, {"s.tar": make_tar({"x.mp4": make_video(), "x.json": row})})
+    (example,) = load(str(tmp_path / "s.tar"), COUNTING)
+    (clip,) = example.images
+    assert (clip.kind, clip.num_frames, clip.load().size) == ("video", 4, (4 * 64, 48))
+    assert not isinstance(clip.data, bytes)
 
 
 @pytest.mark.parametrize("pattern", ["s-{00..02}.tar", "s-0[012].tar", "{s-00,s-01,s-02}.tar", "."])

@@ -271,6 +271,14 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": turns("?", "x"), "img": "a.png"},
         "it has no images, but a column img that seems to hold them",
     ),
+    "a misnamed column of videos": (
+        {"question": "?", "answer": "x", "vidoes": ["a.mp4"]},
+        "it has no videos, but a column vidoes that seems to hold them",
+    ),
+    "a column of videos by its values": (
+        {"question": "?", "answer": "x", "path": "a.MP4"},
+        "it has no videos, but a column path that seems to hold them",
+    ),
     "a question with more places than images": (
         {"question": "<image><image>?", "answer": 3, "images": ["a.png"]},
         "it has 2 <image> in its texts and 1 images: each <image> stands for one image",

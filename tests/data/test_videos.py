@@ -85,6 +85,9 @@ def test_a_clip_is_read_from_every_form_of_reference(
         ([*FRAMES, "gone.png"], {}, r"image gone\.png is missing"),
         ({"frames": FRAMES, "times": [0, 1]}, {}, "an ascending time in seconds for each frame"),
         ({"frames": FRAMES, "times": [0, 1, 1, 2, 3]}, {}, "an ascending time in seconds"),
+        ({"frames": FRAMES, "times": [0, 1, float("nan"), 2, 3]}, {}, "an ascending time in sec"),
+        ({"frames": FRAMES[:2], "times": [float("nan"), 1]}, {}, "an ascending time in seconds"),
+        ({"frames": FRAMES, "fps": 0}, {}, "a positive number as fps, not 0"),
         ({"frames": FRAMES, "times": "01234"}, {}, "an ascending time in seconds"),
         ({"frames": FRAMES, "fps": -2}, {}, "a positive number as fps, not -2"),
         ({"frames": 3}, {}, "a list of frames or an object with frames, not int"),
@@ -95,6 +98,13 @@ def test_a_clip_is_read_from_every_form_of_reference(
 def test_bad_clips_are_refused(clips: Path, value: Any, settings: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read(clips, value, **settings)
+
+
+def test_frames_of_a_folder_are_sorted_by_their_numbers(clips: Path) -> None:
+    for number in range(5, 12):
+        (clips / "frames" / f"{number}.png").write_bytes(png(8, 6))
+    clip = read(clips, "frames")
+    assert [int(Path(frame.name).stem) for frame in clip.frames] == list(range(12))
 
 
 def test_each_file_is_opened_once(clips: Path) -> None:

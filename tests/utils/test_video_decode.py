@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from video_files import level, make_video
+from video_files import TITLE, level, make_video
 
 from vlm_grpo.utils.video_decode import build_strip, decode_frames, fit_strip, read_shape
 
@@ -24,12 +24,43 @@ def test_frames_are_those_shown_at_the_times(container: str) -> None:
     assert [level(frame) for frame in frames] == [0, 3, 9, 10, 19]
 
 
+def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven() -> None:
+    data = make_video(count=4, places=[0, 1, 2, 60])
+    times = [0.0, 0.1, 0.7, 3.0, 5.9, 6.0]
+    shown = [0, 1, 2, 2, 2, 3]
+    assert [level(frame) for frame in decode_frames(io.BytesIO(data), times, SIZE)] == shown
+
+
+def test_a_title_need_not_be_utf_8() -> None:
+    data = make_video().replace(TITLE.encode(), b"\xe9" * len(TITLE))
+    assert read_shape(io.BytesIO(data)).count == 20
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    data = make_video(container="avi").replace(b"FMP4", b"zzzz")
+    with pytest.raises(ValueError, match="its pictures are encoded in an unknown way"):
+        read_shape(io.BytesIO(data))
+
+
+def test_frames_are_resized_one_at_a_time() -> None:
+    def fit(frame: Image.Image) -> Image.Image:
+        return frame.resize((8, 6))
+
+    # also the last frame, which is repeated where the stream is a little short
+    frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.0, 2.5], SIZE, fit)
+    assert [(frame.size, level(frame)) for frame in frames] == [
+        ((8, 6), 0),
+        ((8, 6), 10),
+        ((8, 6), 19),
+    ]
+
+
 def test_a_stream_that_is_a_little_short_ends_with_its_last_frame(tmp_path: Path) -> None:
     path = tmp_path / "a.mp4"
     path.write_bytes(make_video())
     assert [level(f) for f in decode_frames(path, [1.0, 2.8], SIZE)] == [10, 19]
-    with pytest.raises(ValueError, match=r"ends before 3\.0 seconds: it is incomplete or corrupt"):
-        decode_frames(path, [1.0, 3.0], SIZE)
+    with pytest.raises(ValueError, match=r"ends before 3\.1 seconds: it is incomplete or corrupt"):
+        decode_frames(path, [1.0, 3.1], SIZE)
 
 
 @pytest.mark.parametrize(

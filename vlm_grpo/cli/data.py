@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ from vlm_grpo.errors import UserError, bullets
 
 if TYPE_CHECKING:
     from vlm_grpo.config.data import Split
+    from vlm_grpo.types import ImageRef
 
 app = typer.Typer(
     help="Inspect a dataset before it is used for training or evaluation.",
@@ -179,15 +181,20 @@ def _check_split(split: str) -> Split:
     return split
 
 
-def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[tuple[int, int]], int]:
-    """Build a function from an image's size to its number of tokens under Qwen-VL's resize."""
+def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[ImageRef], int]:
+    """Build a function that counts an image's or a clip's tokens under Qwen-VL's resize."""
     most = max_pixels or _QWEN_MAX_PIXELS
     from qwen_vl_utils.vision_process import smart_resize
 
-    def count(size: tuple[int, int]) -> int:
-        width, height = size
+    from vlm_grpo.config.policy import PolicySettings
+
+    of_clip = PolicySettings.model_fields["max_video_pixels"].default
+
+    def count(image: ImageRef) -> int:
+        (width, height), frames = image.size, max(1, image.num_frames)
         smallest = 4 * side * side
-        rows, columns = smart_resize(height, width, side, smallest, max(most, smallest))
-        return rows * columns // (side * side)
+        share = min(most, of_clip // frames) if image.num_frames else most
+        rows, columns = smart_resize(height, width, side, smallest, max(share, smallest))
+        return rows * columns // (side * side) * math.ceil(frames / 2)
 
     return count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from vlm_grpo.data.loading import read_examples
 from vlm_grpo.data.splits import Split
 from vlm_grpo.errors import bullets
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example, FileSlice, ImageRef
+from vlm_grpo.types import Example, FileSlice, ImageRef, VideoRef
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +104,12 @@ class Measures(NamedTuple):
     """How to count tokens.
 
     Attributes:
-        count_tokens: returns the number of image tokens for an image's width and height in pixels,
-            or for two frames of a clip.
+        count_tokens: returns the number of tokens of an image or a clip.
         measure_prompts: returns the numbers of tokens of the prompts of some examples, and the
             problems of those that cannot be built.
     """
 
-    count_tokens: Callable[[tuple[int, int]], int] | None = None
+    count_tokens: Callable[[ImageRef], int] | None = None
     measure_prompts: Callable[[Sequence[Example], Task], tuple[list[int], list[str]]] | None = None
 
 
@@ -163,10 +161,7 @@ def check_source(
         answers=list(_describe_answers(examples)),
         image_tokens=[]
         if count_tokens is None
-        else [
-            sum(count_tokens(i.size) * max(1, math.ceil(i.num_frames / 2)) for i in e.images)
-            for e in examples
-        ],
+        else [sum(map(count_tokens, e.images)) for e in examples],
         prompt_tokens=lengths,
         bad_prompts=bad_prompts,
         hashes=hashes,
@@ -215,9 +210,13 @@ def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Exampl
 
 
 def _get_identity(image: ImageRef) -> Path | bytes:
-    """Return the image's path, or a digest of the length and both ends of its encoded bytes."""
+    """Return the image's path, or a digest of the length and both ends of its encoded bytes; of a
+    clip given by its frames, one of theirs."""
     if image.path is not None:
         return image.path
+    if isinstance(image, VideoRef) and image.frames:
+        parts = repr([_get_identity(frame) for frame in image.frames])
+        return hashlib.blake2b(parts.encode("utf-8", "surrogateescape"), digest_size=16).digest()
     if isinstance(data := image.data, FileSlice) and data.size > 2 * _END_BYTES:
         last = data.start + data.size - _END_BYTES
         ends = [FileSlice(data.path, start, _END_BYTES).read() for start in (data.start, last)]
@@ -326,4 +325,5 @@ def _describe_answers(examples: Sequence[Example]) -> Iterator[str]:
 
 
 def _is_text(answer: Any) -> bool:
-    return isinstance(answer, str) or (isinstance(answer, list | tuple) and len(answer) > 0)
+    texts = [answer] if isinstance(answer, str) else answer
+    return isinstance(texts, list | tuple) and bool(texts) and isinstance(texts[0], str)

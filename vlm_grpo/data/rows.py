@@ -18,7 +18,7 @@ from PIL import Image
 from vlm_grpo.config.data import Column
 from vlm_grpo.data.images import IMAGE_SUFFIXES, ImageReader
 from vlm_grpo.data.messages import Chat, read_chat, read_question
-from vlm_grpo.data.videos import Clip
+from vlm_grpo.data.videos import VIDEO_SUFFIXES, Clip
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
 from vlm_grpo.types import Example, ImageRef, TableCell
@@ -243,19 +243,21 @@ def _pop(
 def _refuse_misnamed_images(values: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a row without images has a column that seems to hold them."""
     for column, value in values.items():
-        likeness = max(SequenceMatcher(None, str(column), n).ratio() for n in _NAMES["images"])
-        if likeness >= _SIMILAR or _seems_image(value):
-            raise ValueError(
-                f"it has no images, but a column {column} that seems to hold them: rename it to "
-                f"images, set data.columns.images={column}, or give images: [] for a row of text"
-            )
+        for kind, suffixes in (("images", IMAGE_SUFFIXES), ("videos", VIDEO_SUFFIXES)):
+            likeness = max(SequenceMatcher(None, str(column), n).ratio() for n in _NAMES[kind])
+            if likeness >= _SIMILAR or _seems_image(value, suffixes):
+                raise ValueError(
+                    f"it has no {kind}, but a column {column} that seems to hold them: rename it "
+                    f"to {kind}, set data.columns.{kind}={column}, or give images: [] for a row "
+                    "of text"
+                )
 
 
-def _seems_image(value: Any) -> bool:
+def _seems_image(value: Any, suffixes: tuple[str, ...]) -> bool:
     if isinstance(value, list | tuple) and value:
         value = value[0]
     if isinstance(value, str):
-        return value.lower().endswith(IMAGE_SUFFIXES)
+        return value.lower().endswith(suffixes)
     is_encoded = isinstance(value, Mapping) and isinstance(value.get("bytes"), bytes)
     return is_encoded or isinstance(value, bytes | Image.Image)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,13 @@ from vlm_grpo.data.images import IMAGE_SUFFIXES, ImageReader
 from vlm_grpo.types import FileSlice, ImageRef, VideoRef
 from vlm_grpo.utils.video_decode import read_shape
 
+VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv"),
+    *(".asf", ".wmv"),
+)
+"""Suffixes by which files and columns of clips are recognized."""
+_MAX_CACHED = 10_000
+"""Number of clips whose headers are kept for other rows of the same clips."""
 _MIN_FRAMES = 4
 """Frames of a short video file, as in qwen-vl-utils."""
 
@@ -78,6 +86,8 @@ class VideoReader(ImageReader):
 
     def _read_clip_path(self, name: str) -> VideoRef:
         if name not in self._clips:
+            if len(self._clips) >= _MAX_CACHED:
+                self._clips.clear()
             try:
                 self._clips[name] = self._read_located(name)
             except ValueError as error:
@@ -91,7 +101,11 @@ class VideoReader(ImageReader):
         path = self.locate(name, "video")
         if path.is_file():
             return self._read_stream(path, name)
-        frames = [str(f) for f in sorted(path.iterdir()) if f.suffix.lower() in IMAGE_SUFFIXES]
+        try:
+            files = [file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
+        except OSError as error:
+            raise ValueError(f"video {name} cannot be read: {error}") from error
+        frames = [str(file) for file in sorted(files, key=_get_place)]
         return self._read_frames({"frames": frames}, name)
 
     def _read_stream(self, source: Path | bytes | FileSlice, name: str) -> VideoRef:
@@ -141,17 +155,23 @@ class VideoReader(ImageReader):
             )
 
 
+def _get_place(file: Path) -> tuple[Any, ...]:
+    """Return the key by which frames are sorted: "2.jpg" comes before "10.jpg"."""
+    parts = re.split(r"([0-9]+)", file.name)  # texts and numbers in turn
+    return (*(int(part) if index % 2 else part for index, part in enumerate(parts)), file.name)
+
+
 def _read_times(
     given: Mapping[str, Any], count: int, fps: float, name: str
 ) -> tuple[Sequence[float], float]:
     """Return the times of a clip's frames and its length, in seconds."""
     times = given.get("times")
     if times is None:
-        fps = given.get("fps") or fps
+        fps = fps if given.get("fps") is None else given["fps"]
         if not isinstance(fps, int | float) or not 0 < fps < 1e4:
             raise ValueError(f"video {name} must have a positive number as fps, not {fps!r}")
         return [index / fps for index in range(count)], count / fps
     numbers = isinstance(times, Sequence) and all(isinstance(t, int | float) for t in times)
-    if not numbers or len(times) != count or times[0] < 0 or np.any(np.diff(times) <= 0):
+    if not numbers or len(times) != count or not (times[0] >= 0 and np.all(np.diff(times) > 0)):
         raise ValueError(f"video {name} must have an ascending time in seconds for each frame")
     return times, times[-1] + (times[-1] - times[0]) / (count - 1)

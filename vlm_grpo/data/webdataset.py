@@ -13,6 +13,7 @@ from vlm_grpo.data.coco import CAPTION_QUESTION
 from vlm_grpo.data.images import IMAGE_SUFFIXES
 from vlm_grpo.data.jsonl import MAX_LINE_BYTES, parse_object
 from vlm_grpo.data.rows import Row
+from vlm_grpo.data.videos import VIDEO_SUFFIXES
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import FileSlice
 
@@ -34,8 +35,8 @@ def read_tar(path: Path) -> Iterator[Row]:
     """Yield a row for each sample of a tar file, without reading its images.
 
     The object in a sample's ``.json`` holds the columns, and its images are its column ``images``
-    (``.jpg``, ``0.png``, …). Its other texts are columns named by their suffix; without a
-    ``.json``, one of them is the answer.
+    (``.jpg``, ``0.png``, …) and its clips its column ``videos``. Its other texts are columns named
+    by their suffix; without a ``.json``, one of them is the answer.
 
     Raises:
         UserError: the file cannot be read, is compressed, or is truncated.
@@ -89,6 +90,7 @@ def _read_sample(members: list[_Member]) -> tuple[dict[str, Any], str | None]:
     """Return a sample's columns, and its question if its answer is a class or a caption."""
     values: dict[str, Any] = {}
     images: list[FileSlice] = []
+    videos: list[FileSlice] = []
     texts: dict[str, str] = {}
     seen: set[str] = set()
     has_json = False
@@ -101,6 +103,8 @@ def _read_sample(members: list[_Member]) -> tuple[dict[str, Any], str | None]:
         seen.add(member.suffix)
         if last in IMAGE_SUFFIXES:
             images.append(member.content)
+        elif last in VIDEO_SUFFIXES:
+            videos.append(member.content)
         elif last == ".json":
             values |= parse_object(_read_text(member))
             has_json = True
@@ -114,6 +118,9 @@ def _read_sample(members: list[_Member]) -> tuple[dict[str, Any], str | None]:
     if images:
         values.pop("image", None)  # the name that the image had elsewhere
         values["images"] = images
+    if videos:
+        values.pop("video", None)
+        values["videos"] = videos
     return values, question
 
 

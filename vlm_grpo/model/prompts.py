@@ -8,6 +8,7 @@ import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import dropwhile
 from typing import Any
 
@@ -109,7 +110,7 @@ class PromptWriter:
         """
         videos = [image for image in example.images if isinstance(image, VideoRef)]
         try:
-            return [(v, [self._fit(f, v) for f in v.load_frames()]) for v in videos]
+            return [(v, v.load_frames(partial(self._fit, reference=v))) for v in videos]
         except ValueError as error:
             raise UserError(f"{example.name}: {error}") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -47,6 +47,8 @@ def read_shape(source: Path | BinaryIO) -> VideoShape:
         seconds = float((stream.duration or 0) * (stream.time_base or 0))
         seconds = seconds or (container.duration or 0) / 1e6  # in microseconds
         count = stream.frames or round(seconds * fps)
+        if stream.codec_context is None:
+            raise ValueError("its pictures are encoded in an unknown way: encode it again")
         size = stream.codec_context.width, stream.codec_context.height
         if not (fps > 0 and count > 0 and min(size) > 0):
             raise ValueError("its header gives no frame rate, length or size: encode it again")
@@ -54,9 +56,18 @@ def read_shape(source: Path | BinaryIO) -> VideoShape:
 
 
 def decode_frames(
-    source: Path | BinaryIO, times: Sequence[float], size: tuple[int, int]
+    source: Path | BinaryIO,
+    times: Sequence[float],
+    size: tuple[int, int],
+    fit: Callable[[Image.Image], Image.Image] = lambda frame: frame,
 ) -> list[Image.Image]:
     """Decode the frames that are shown at the given times, which ascend, as RGB.
+
+    Args:
+        source: the video file.
+        times: the times in seconds from its first frame.
+        size: width and height of a frame.
+        fit: resizes each frame as soon as it is decoded: all together may fill the memory.
 
     Raises:
         ValueError: the file is corrupt, ends before the last time, or its frames have another
@@ -64,22 +75,29 @@ def decode_frames(
     """
     frames: list[Image.Image] = []
     with _open(source) as (container, stream):
-        last, start, half = None, None, 0.5 / float(stream.average_rate or 1)
+        last, start, time = None, None, 0.0
+        # Half the time between frames where they are even, and less where they are not.
+        half = 0.5 / float(max(stream.average_rate or 1, stream.base_rate or 0))
         for frame in container.decode(stream):
+            if frame.time is None:
+                raise ValueError("its frames have no times: encode it again")
             start = frame.time if start is None else start
-            last = frame, frame.time - start
+            time = frame.time - start
             if (frame.width, frame.height) != size:
                 raise ValueError(
                     f"it has a frame of {frame.width}x{frame.height} pixels instead of "
                     f"{size[0]}x{size[1]}"
                 )
-            while len(frames) < len(times) and last[1] + half > times[len(frames)]:
-                frames.append(frame.to_image())
+            while len(frames) < len(times) and time + half > times[len(frames)]:
+                shown = frame if last is None or time - half <= times[len(frames)] else last
+                frames.append(fit(shown.to_image()))
             if len(frames) == len(times):
                 return frames
-        if last is None or last[1] + _SHORT < times[-1]:
+            last = frame
+        end = 0.0 if last is None else time + float((last.duration or 0) * last.time_base)
+        if last is None or end + _SHORT < times[-1]:
             raise ValueError(f"it ends before {times[-1]:.1f} seconds: it is incomplete or corrupt")
-        return frames + [last[0].to_image()] * (len(times) - len(frames))
+        return frames + [fit(last.to_image())] * (len(times) - len(frames))
 
 
 @contextmanager
@@ -88,15 +106,14 @@ def _open(source: Path | BinaryIO) -> Iterator[tuple[Any, Any]]:
     av: Any = import_module("av")  # slow to import: only runs with video files wait for it
     try:
         path = str(source) if isinstance(source, Path) else source
-        with av.open(path, options={"format_whitelist": CONTAINERS}) as container:
+        options = {"format_whitelist": CONTAINERS}
+        with av.open(path, options=options, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise ValueError("it has no pictures")
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             yield container, stream
-    except MemoryError:
-        raise
-    except (av.FFmpegError, OSError) as error:
+    except (av.FFmpegError, OSError) as error:  # also for lack of memory: a header may lie
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"it is corrupt or no video: {reason}") from error
 
