@@ -34,6 +34,8 @@ _NAMES: dict[Column, tuple[str, ...]] = {
 }
 """Column names of each field, the canonical one first."""
 
+_MEDIA: dict[Column, tuple[str, ...]] = {"images": IMAGE_SUFFIXES, "videos": VIDEO_SUFFIXES}
+"""Suffixes of the files in a column of each kind."""
 _SIMILAR = 0.8
 """Similarity from which a column's name counts as a misspelling ("imgae", but not "image_id")."""
 _NO_COLUMN = object()
@@ -243,7 +245,7 @@ def _pop(
 def _refuse_misnamed_images(values: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if a row without images has a column that seems to hold them."""
     for column, value in values.items():
-        for kind, suffixes in (("images", IMAGE_SUFFIXES), ("videos", VIDEO_SUFFIXES)):
+        for kind, suffixes in _MEDIA.items():
             likeness = max(SequenceMatcher(None, str(column), n).ratio() for n in _NAMES[kind])
             if likeness >= _SIMILAR or _seems_image(value, suffixes):
                 raise ValueError(
