@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,3 +105,30 @@ def test_the_guide_has_the_recorded_steps_of_other_families(
     for name in ("family_steps", "family_steps-64"):
         recorded = json.loads((ROOT / f"perf/results/{name}.json").read_text())["families"]
         assert program.format_table(recorded) in readme
+
+
+def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "perf")
+    study = load("study")
+
+    def run(method: str, seconds: float, values: list[float], right: str) -> dict[str, Any]:
+        curve = [[10 * index, value] for index, value in enumerate(values)]
+        given = {"task": "words", "method": method, "seed": 0, "held_out": curve, "right": right}
+        return {**given, "cpu_seconds": seconds}
+
+    plain = run("grpo", 20.0, [0.25, 0.5, 0.5], "1100")
+    slow = run("papo", 40.0, [0.25, 0.5, 1.0], "1111")
+    # After the 20 s of the plain run, the slow one is in the middle of its steps.
+    assert study.value_at(slow, 20.0) == 0.5
+    assert study.value_at(slow, 30.0) == 0.75
+    assert study.value_at(plain, 40.0) == 0.5
+    table = study.format_table([plain, slow]).splitlines()
+    assert table[2] == "| words | grpo | 25.0 → 50.0 | – | – | 20 s |"
+    # Two of four examples more are right; the bounds are quantiles of means of four values.
+    change = re.escape("| words | papo | 25.0 → 100.0 | +50.0 [")
+    assert re.fullmatch(change + r"\+0\.0, \+100\.0\] \| \+0\.0 \| × 2\.00 \|", table[3])
+    assert study.format_table([slow]).count("\n") == 1  # nothing to compare it with
+    recorded = json.loads((ROOT / "perf/results/study.json").read_text())
+    assert study.format_table(recorded) in (ROOT / "docs/study.md").read_text("utf-8")
