@@ -16,8 +16,12 @@ MAX_CHARACTERS = 2_000
 """Maximum length of an answer and of an option."""
 # Words that may stand before an answer: "The correct answer is B", "Option B", "Answer: B".
 _LEAD = re.compile(
-    r"(?:the |my )?(?:(?:correct|right|best|final) )?(?:answer|option|choice)(?: is)?:? ",
+    r"(?:the |my )?(?:(?:correct|right|best|final) )?(?:answer|option|choice)(?: is)?(?:: ?| )",
     re.IGNORECASE,
+)
+# What models write around an answer.
+_WRAPPERS = re.compile(
+    r"\*\*([^*]*)\*\*|\$?\\boxed\{([^{}]*)\}\$?|```(?:\w+ )?([^`]*)```|`([^`]*)`|\"([A-Za-z])\""
 )
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _LETTER_AND_TEXT = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.:)]) ?(.+)")
@@ -73,7 +77,10 @@ class Choice(Task):
             return None
         options = [_normalize(option) for option in example.answer["options"]]
         order = self.order(example)
-        text = _LEAD.sub("", " ".join(text.split()).strip("*"), count=1).strip("* ")
+        text = " ".join(text.split())
+        if _normalize(text) not in options:
+            text = _WRAPPERS.sub(lambda found: found[found.lastindex or 0].strip(), text)
+            text = _LEAD.sub("", text.strip("* "), count=1).strip("* ")
         if letter := _LETTER.fullmatch(text):
             place = ascii_uppercase.index(letter[1].upper())
             if place < len(order):

@@ -23,7 +23,8 @@ _MEMORY = 8 << 30
 """Maximum number of bytes that a comparison may allocate, where the system can limit them."""
 _WRAPPERS = re.compile(r"\$\$?([^$]*)\$\$?|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*")
 _ONE_FORMULA = re.compile(r"[^$\d]*\$([^$]+)\$[^$\d]*")
-_WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm)\{ *)?([A-Za-z][A-Za-z ,'-]*?) *\}?")
+_WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{ *)?([A-Za-z][A-Za-z ,'-]*?) *\}?")
+_OPTION_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf) *\{ *(\([A-J]\)) *\}")
 _OPTION = re.compile(r"\(?([A-J])(?:\)|[.:)] [^A-J]*(?:[A-J]\w[^A-J]*)*)?\.?")
 _UNITS = re.compile(
     r"(?:\\(?:text|mathrm|mbox) *\{[^{}]*\}(?:\^\{?[23]\}?)?|\\?%|\^\{?\\circ\}?)+$"
@@ -74,7 +75,8 @@ class Math(Task):
         """1 if the answer is equal to the gold answer, else 0."""
         gold = self.gold_answer(example)
         if (words := _WORDS.fullmatch(gold)) is not None:
-            option = _OPTION.fullmatch(answer) if len(words[1]) == 1 else None
+            option = _OPTION_IN_TEXT.sub(r"\1", answer) if len(words[1]) == 1 else ""
+            option = _OPTION.fullmatch(option)
             found = option or _WORDS.fullmatch(answer)
             return float(found is not None and found[1].casefold() == words[1].casefold())
         return float(_compare_limited(_get_value(gold, gold), _get_value(answer, gold)))

@@ -13,7 +13,11 @@ from vlm_grpo.types import Example
 
 _LONGEST = 200
 """Maximum number of characters of an answer."""
-_WRAPPERS = re.compile(r"\$([^$]*)\$|\\boxed\{(.*)\}|\*\*(.*)\*\*|\"(.*)\"|“(.*)”|`(.*)`")
+_WRAPPERS = re.compile(
+    r"\$([^$]*)\$|\\boxed\{(.*)\}|\*\*(.*)\*\*|\"(.*)\"|“(.*)”|'(.*)'"
+    r"|```(?:\w+ )?(.*)```|`(.*)`"
+)
+_BOLD_LEAD = re.compile(r"\*\*([^*]*[:=])\*\* ")  # "**Answer:** 12"
 _LEAD = re.compile(
     r"(?:the )?(?:final |correct )?(?:answer|value)(?: is:?| ?[:=]) ?", re.IGNORECASE
 )
@@ -153,6 +157,7 @@ def clean(text: str) -> str | None:
     text = " ".join(unicodedata.normalize("NFC", text).replace("−", "-").split())
     if len(text) > _LONGEST:
         return None
+    text = _BOLD_LEAD.sub(r"\1 ", text.replace("\\%", "%"), count=1)
     text = _LEAD.sub("", text, count=1) if _LEAD.match(text) else text
     if (wrapped := _WRAPPERS.fullmatch(text.removesuffix("."))) is not None:
         text = next(inner for inner in wrapped.groups() if inner is not None)

@@ -57,7 +57,7 @@ class Table(Task):
             one = len(found) == 1 and len(_TAG.findall(text)) <= 2
             return found[0] if one and read_html_tree(found[0]) else None
         found = read_markdown_rows(text)
-        return "\n".join(map("|".join, found[0])) if len(found) == 1 else None
+        return "\n".join(f"|{'|'.join(row)}|" for row in found[0]) if len(found) == 1 else None
 
     def write(self, answer: str, example: Example) -> str:
         return answer

@@ -11,6 +11,7 @@ from vlm_grpo.utils.page_tests import (
     MAX_FORMULA,
     Page,
     check_test,
+    find_near,
     normalize,
     normalize_formula,
     write_page,
@@ -43,6 +44,7 @@ def test_a_page_written_for_tests_passes_them(test):
         ({"type": "format", "text": "a"}, "must have a type of present, absent"),
         ({"type": "present"}, "needs a non-empty text"),
         ({"type": "order", "before": "a", "after": " "}, "needs a non-empty after"),
+        ({"type": "absent", "text": "a", "category": ["x"]}, "category of a test must be text"),
         ({"type": "table", "cell": "a", "up": 3}, "up of a test must be text"),
         (
             {"type": "absent", "text": "a", "max_diffs": -1},
@@ -133,7 +135,13 @@ def test_hostile_pages_are_bounded():
             "| " * 25_000,
             "a|\n" * 16_000,
         ),
-        *("First about rivers " * 2_500, "First abou" * 5_000, "<b>" * 16_000, "![" * 25_000),
+        *(
+            "First about river " * 2_700,
+            "First about rivers " * 2_500,
+            "First abou" * 5_000,
+            "<b>" * 16_000,
+            "![" * 25_000,
+        ),
         "".join(f"${chr(rng.randrange(33, 127)) * 9}$" for _ in range(4_000)),
         "$" + "{" * (MAX_FORMULA + 1) + "$",
         "$" + r"\sqrt{" * 600 + "$",
@@ -143,3 +151,21 @@ def test_hostile_pages_are_bounded():
         results = [page.passes(test) for test in TESTS]
         assert not all(results)
     assert time.perf_counter() - started < 120  # each page takes less than three seconds
+
+
+def test_order_finds_the_near_matches_of_fuzzysearch_in_linear_time():
+    fuzzysearch = pytest.importorskip("fuzzysearch")
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices("ab ", k=rng.randint(5, 60)))
+        query = "".join(rng.choices("ab", k=rng.randint(1, 8)))
+        most = rng.randint(0, 3)
+        expected = fuzzysearch.find_near_matches(query, text, max_l_dist=most)
+        assert len(find_near(query, text, most)) == len(expected)
+    durations = []
+    for count in (2_000, 8_000):
+        test = {"type": "order", "before": "Hello", "after": "Jello", "max_diffs": 1}
+        started = time.process_time()
+        assert Page("Hello" * count).passes(test)
+        durations.append(time.process_time() - started)
+    assert durations[1] < 10 * durations[0]  # 16 would be quadratic

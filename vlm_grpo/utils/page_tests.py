@@ -114,12 +114,31 @@ def _is_present(page: Page, test: Test) -> bool:
 
 
 def _is_ordered(page: Page, test: Test) -> bool:
-    find = import_extra("fuzzysearch").find_near_matches
     before, after = (
-        [m.start for m in find(normalize(test[key]), page.normalized, max_l_dist=_get_diffs(test))]
+        find_near(normalize(test[key]), page.normalized, _get_diffs(test))
         for key in ("before", "after")
     )
     return bool(before and after) and min(before) < max(after)
+
+
+def find_near(query: str, text: str, most: int) -> list[int]:
+    """Return the starts of the best of each run of overlapping near matches.
+
+    They are those of ``fuzzysearch.find_near_matches``, whose time grows with the square of their
+    number.
+    """
+    find = import_extra("fuzzysearch.levenshtein").find_near_matches_levenshtein
+    starts: list[int] = []
+    best, end = (0, 0), -1
+    for match in sorted(find(query, text, most)):
+        rank = (match.dist, match.start - match.end)
+        if match.start >= end or not most:  # exact matches may overlap
+            starts.append(match.start)
+            best = rank
+        elif rank < best:
+            starts[-1], best = match.start, rank
+        end = max(end, match.end)
+    return starts
 
 
 def _get_diffs(test: Test) -> int:
@@ -207,7 +226,7 @@ def check_test(test: Any) -> None:
     kind = test.get("type") if isinstance(test, Mapping) else None
     if kind not in _RUNNERS:
         raise ValueError(f"a test must have a type of {', '.join(_RUNNERS)}: {test!r:.120}")
-    for name in (*_TEXTS[kind], *_NEIGHBORS, *_HEADINGS):
+    for name in (*_TEXTS[kind], *_NEIGHBORS, *_HEADINGS, "category"):
         text = test.get(name)
         if name in _TEXTS[kind] and not (isinstance(text, str) and normalize(text).strip()):
             raise ValueError(f"a test of type {kind} needs a non-empty {name}: {test!r:.120}")
