@@ -16,7 +16,8 @@ MAX_CHARACTERS = 2_000
 """Maximum length of an answer and of an option."""
 # Words that may stand before an answer: "The correct answer is B", "Option B", "Answer: B".
 _LEAD = re.compile(
-    r"(?:the |my )?(?:(?:correct|right|best|final) )?(?:answer|option|choice)(?: is)?(?:: ?| )",
+    r"(?:(?:so|thus|therefore|hence),? )?(?:the |my )?(?:(?:correct|right|best|final) )?"
+    r"(?:answer|option|choice)(?: is)?(?:: ?| )",
     re.IGNORECASE,
 )
 # What models write around an answer.
@@ -24,7 +25,7 @@ _WRAPPERS = re.compile(
     r"\*\*([^*]*)\*\*|\$?\\boxed\{([^{}]*)\}\$?|```(?:\w+ )?([^`]*)```|`([^`]*)`|\"([A-Za-z])\""
 )
 _LETTER = re.compile(r"\(?([A-Za-z])\)?[.:]?")
-_LETTER_AND_TEXT = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.:)]) ?(.+)")
+_LETTER_AND_TEXT = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])(?:[.:),]| [-–—])) ?(.+)")
 # Options that refer to the letters or the places of others, or to letters in the image.
 _REFERS = re.compile(
     r"\W*[A-Z]\W*|all of .*|none of .*|.*\bthe above\b.*"

@@ -27,7 +27,7 @@ _WORDS = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf)\{ *)?([A-Za-z][A-Za-z ,
 _OPTION_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf) *\{ *(\([A-J]\)) *\}")
 _OPTION = re.compile(r"\(?([A-J])(?:\)|[.:)] [^A-J]*(?:[A-J]\w[^A-J]*)*)?\.?")
 _UNITS = re.compile(
-    r"(?:\\(?:text|mathrm|mbox) *\{[^{}]*\}(?:\^\{?[23]\}?)?|\\?%|\^\{?\\circ\}?)+$"
+    r"(?:\\(?:text|mathrm|mbox) *\{[^{}]*\}(?:\^\{?[23]\}?)?|\\ |°|\\degree|\\?%|\^\{?\\circ\}?)+$"
 )
 
 

@@ -201,7 +201,8 @@ def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Poin
     """Parse all points in an answer.
 
     The accepted form is JSON: an object with ``point_2d``, a list of two numbers, or a list of
-    either. The rule for the rest of the text is that of ``parse_boxes``.
+    either, with round brackets around two numbers, also within Qwen2-VL's tokens of a box. The rule
+    for the rest of the text is that of ``parse_boxes``.
 
     Args:
         text: the answer.
@@ -215,6 +216,9 @@ def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Poin
     >>> parse_points('[{"point_2d": [10, 20.5]}, [3, 4]]')
     [(10.0, 20.5), (3.0, 4.0)]
     """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = _ROUND_POINT.sub(r"[\1]", " ".join(text.split()))  # as in parse_boxes
     rows = _parse_json_rows(text, _POINT_KEYS[y_first], units, y_first)
     if rows is None or not all(len(row) == 2 and _in_range(row) for row, _ in rows):
         return None
@@ -342,6 +346,7 @@ def _are_numbers(*values: Any) -> bool:
 _N = r"(-?\d{1,9}(?:\.\d{0,9})?)"
 _POINT_TOKEN = rf"\( ?{_N} ?, ?{_N} ?\)"
 _ROUND_BOX = re.compile(rf"\(( ?{_N} ?, ?{_N} ?, ?{_N} ?, ?{_N} ?)\)")
+_ROUND_POINT = re.compile(rf"(?:<\|box_start\|> ?)?\(( ?{_N} ?, ?{_N} ?)\)(?: ?<\|box_end\|>)?")
 _TOKEN_BOX = re.compile(
     r"(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)? ?(<\|box_start\|>)? ?"
     rf"{_POINT_TOKEN} ?, ?{_POINT_TOKEN} ?(<\|box_end\|>)? ?[,;.]? ?"
