@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -121,7 +122,26 @@ def test_a_checkpoint_records_versions_settings_and_pixel_budget(tmp_path: Path)
     assert numbers["versions"] == get_versions()
     assert set(get_versions()) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
     assert numbers["settings"]["optim.lr"] == 1e-2
-    assert numbers["pixel_budget"] == {"min_pixels": 28 * 28, "max_pixels": 64 * 28 * 28}
+    budget = numbers["pixel_budget"]
+    assert budget.keys() == {"min_pixels", "max_pixels", "video_pixels"}
+    assert (budget["min_pixels"], budget["max_pixels"]) == (28 * 28, 64 * 28 * 28)
+
+
+def test_a_checkpoint_without_a_budget_of_videos_is_resumed(tmp_path: Path) -> None:
+    """Version 0.1.0 wrote such; a run that it began must resume."""
+    run = small_run(tmp_path, save_tiny_model(tmp_path / "model"), **ONE_STEP)
+    checkpoint = train(run).checkpoint
+    assert checkpoint is not None
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["pixel_budget"]["video_pixels"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    update_manifest(checkpoint)
+    make_trainer(run).restore(checkpoint)
+    state["pixel_budget"]["max_pixels"] = 28 * 28
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    update_manifest(checkpoint)
+    with pytest.raises(UserError, match="was trained with the pixel budget"):
+        make_trainer(run).restore(checkpoint)
 
 
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])

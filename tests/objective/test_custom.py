@@ -128,7 +128,7 @@ def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path: Path) -> No
 def test_an_estimator_that_has_changed_is_read_again(tmp_path: Path) -> None:
     """As in a notebook, where one process starts several runs."""
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 1]))
-    for factor in (1.0, 2.0):
+    for factor in (1.0, 20.0):  # a file of another size is new even within the same second
         name = write_estimator(tmp_path, f"return {factor} * inputs.rewards")
         assert list(load_estimator(name)(inputs)) == [factor, 0.0]
 

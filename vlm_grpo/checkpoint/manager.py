@@ -215,10 +215,12 @@ class CheckpointManager:
             UserError: the checkpoint cannot be read, or does not fit the settings, data or model.
         """
         metadata = read_metadata(checkpoint)
-        budget = _get_pixel_budget(self.policy)
-        if budget != metadata["pixel_budget"]:
+        budget, saved = _get_pixel_budget(self.policy), metadata["pixel_budget"]
+        if saved is not None:  # older checkpoints have no budget of videos
+            saved = {**(budget or {}), **saved}
+        if budget != saved:
             raise UserError(
-                f"{checkpoint} was trained with the pixel budget {metadata['pixel_budget']}, the "
+                f"{checkpoint} was trained with the pixel budget {saved}, the "
                 f"model now has {budget}: restore the files of its processor"
             )
         self._restore_updater(checkpoint, metadata)
