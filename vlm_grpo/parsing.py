@@ -63,10 +63,9 @@ def extract_answer(text: str, tags: bool) -> str | None:
     if tags:
         if text.count("<answer>") != 1 or text.count("</answer>") != 1:
             return None
-        text = text.partition("<answer>")[2]
-        if "</answer>" not in text:
+        text, closed, _ = text.partition("<answer>")[2].partition("</answer>")
+        if not closed:
             return None
-        text = text.partition("</answer>")[0]
     if text.count("<|begin_of_box|>") == text.count("<|end_of_box|>") == 1:
         text = text.replace("<|begin_of_box|>", " ").replace("<|end_of_box|>", " ")
     return text.strip() or None
@@ -200,9 +199,8 @@ def parse_boxes(text: str, units: str = "", y_first: bool = False) -> list[Label
 def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Point] | None:
     """Parse all points in an answer.
 
-    The accepted form is JSON: an object with ``point_2d``, a list of two numbers, or a list of
-    either, with round brackets around two numbers, also within Qwen2-VL's tokens of a box. The rule
-    for the rest of the text is that of ``parse_boxes``.
+    The accepted forms are JSON (an object with ``point_2d``, a list of two numbers, or a list of
+    either) and (x, y), also in Qwen2-VL's box tokens; other text is as for ``parse_boxes``.
 
     Args:
         text: the answer.
@@ -210,14 +208,11 @@ def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Poin
         y_first: whether points are (y, x), under ``point``.
 
     Returns:
-        Points (x, y) in the units that the model wrote; None if any part of the answer is
-        malformed.
+        Points (x, y) in the model's units; None if any part of the answer is malformed.
 
     >>> parse_points('[{"point_2d": [10, 20.5]}, [3, 4]]')
     [(10.0, 20.5), (3.0, 4.0)]
     """
-    if len(text) > MAX_CHARACTERS:
-        return None
     text = _ROUND_POINT.sub(r"[\1]", " ".join(text.split()))  # as in parse_boxes
     rows = _parse_json_rows(text, _POINT_KEYS[y_first], units, y_first)
     if rows is None or not all(len(row) == 2 and _in_range(row) for row, _ in rows):
