@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from PIL import Image, ImageDraw
 from pydantic import Field
 
+from vlm_grpo.data_scripts.make_shapes import COLORS, SIDE
 from vlm_grpo.data_scripts.synthetic import (
     BACKGROUND_GRAYS,
     Generator,
@@ -24,14 +25,6 @@ from vlm_grpo.data_scripts.synthetic import (
 )
 from vlm_grpo.types import Example
 
-SIDE = 84
-"""Width and height of a chart in pixels: 3 × 3 image tokens of a Qwen-VL (28 pixels each)."""
-COLORS = {
-    "red": (214, 40, 40),
-    "green": (40, 160, 60),
-    "blue": (40, 80, 220),
-    "yellow": (240, 200, 20),
-}
 Question = Literal["value", "difference", "highest"]
 QUESTIONS: tuple[Question, ...] = ("value", "difference", "highest")
 

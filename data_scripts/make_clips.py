@@ -14,13 +14,12 @@ from typing import ClassVar
 from PIL import Image
 from pydantic import Field
 
-from vlm_grpo.data_scripts.make_shapes import COLORS, KINDS, PAIRS, draw_mask
+from vlm_grpo.data_scripts.make_shapes import COLORS, draw_mask, list_similar, sample_pair
 from vlm_grpo.data_scripts.synthetic import (
     BACKGROUND_GRAYS,
     Generator,
     World,
     hold_image,
-    is_held_out,
 )
 from vlm_grpo.types import Example, VideoRef
 
@@ -46,9 +45,8 @@ class Clips(World):
     """Number of other shapes, each visible in an interval of its own."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        pairs = [pair for pair in PAIRS if is_new or not _is_held_out(*pair)]
-        kind, color = rng.choice([pair for pair in pairs if _is_held_out(*pair) == is_new])
-        similar = [pair for pair in pairs if (pair[0] == kind) != (pair[1] == color)]
+        (kind, color), pairs = sample_pair(is_new, rng)
+        similar = list_similar((kind, color), pairs)
         shown = [(kind, color), *rng.sample(similar, self.distractors)]
         places = rng.sample(QUADRANTS, len(shown))
         intervals = [rng.choice(INTERVALS) for _ in shown]
@@ -68,10 +66,6 @@ class Clips(World):
             name, (SIDE, SIDE), (SIDE, SIDE), times=times, seconds=FRAMES, frames=tuple(frames)
         )
         return Example(name, (clip,), f"the {color} {kind} is visible", list(intervals[0]))
-
-
-def _is_held_out(kind: str, color: str) -> bool:
-    return is_held_out(tuple(COLORS).index(color), KINDS.index(kind))
 
 
 def _fit_mask(kind: str, box: tuple[int, int, int, int]) -> Image.Image:

@@ -13,13 +13,12 @@ from typing import ClassVar
 from PIL import Image, ImageDraw
 from pydantic import Field
 
-from vlm_grpo.data_scripts.make_shapes import COLORS, KINDS, PAIRS, SIDE, draw_mask
+from vlm_grpo.data_scripts.make_shapes import COLORS, SIDE, draw_mask, list_similar, sample_pair
 from vlm_grpo.data_scripts.synthetic import (
     BACKGROUND_GRAYS,
     Generator,
     World,
     hold_image,
-    is_held_out,
 )
 from vlm_grpo.types import Example
 
@@ -32,8 +31,8 @@ Box = tuple[int, int, int, int]
 
 
 class Screens(World):
-    """Click the button with an icon among others, of which each shares its color or its kind; the
-    evaluation asks about other pairs, which no screen of training contains."""
+    """Click the button with an icon; each other icon shares its color or its kind. The evaluation
+    asks about pairs that no screen of training contains."""
 
     levels: ClassVar = {
         "easy": {"columns": 2, "rows": 2, "distractors": 1},
@@ -48,9 +47,8 @@ class Screens(World):
     """Largest number of other buttons; the smallest is half of it."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        pairs = [pair for pair in PAIRS if is_new or not _is_held_out(*pair)]
-        target = rng.choice([pair for pair in pairs if _is_held_out(*pair) == is_new])
-        similar = [pair for pair in pairs if (pair[0] == target[0]) != (pair[1] == target[1])]
+        target, pairs = sample_pair(is_new, rng)
+        similar = list_similar(target, pairs)
         rng.shuffle(similar)
         count = rng.randint((self.distractors + 1) // 2, self.distractors)
         cells = self._list_cells()
@@ -88,10 +86,6 @@ class Screens(World):
             )
             for x, y in product(range(self.columns), range(self.rows))
         ]
-
-
-def _is_held_out(kind: str, color: str) -> bool:
-    return is_held_out(tuple(COLORS).index(color), KINDS.index(kind))
 
 
 def _draw_window(screen: Image.Image, gray: int) -> None:

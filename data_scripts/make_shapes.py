@@ -3,7 +3,7 @@
 Tasks: "counting" or the harder "cluttered" (answer: an integer from 1 to 6), "grounding" or the
 harder "crowded" (answer: ``{"boxes": [[x1, y1, x2, y2]], "labels": [expression]}`` in pixels).
 Worlds, whose difficulty is set by dials: "attributes" (count the red circles), "relations"
-(locate the shape left of the red square) and "choices" (which color has the circle?).
+(locate the shape left of the red square) and "choices" (what color is the circle?).
 
 Example ``i`` depends on (task, dials, seed, split, i) only, so any prefix can be drawn anywhere:
 ``python -m vlm_grpo.data_scripts.make_shapes --task counting --count 1000 --out DIR``.
@@ -40,7 +40,8 @@ COLORS = {
     "blue": (40, 80, 220),
     "yellow": (240, 200, 20),
 }
-PAIRS = [(kind, color) for kind in KINDS for color in COLORS]
+Pair = tuple[str, str]
+PAIRS: list[Pair] = [(kind, color) for kind in KINDS for color in COLORS]
 GAP = 2
 """Smallest distance between two shapes in pixels, so that none touch."""
 
@@ -102,10 +103,8 @@ class Attributes(Scene):
     """Largest answer."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        # A scene of training contains no held-out pair at all.
-        pairs = [pair for pair in PAIRS if is_new or not _is_held_out(*pair)]
-        kind, color = rng.choice([pair for pair in pairs if _is_held_out(*pair) == is_new])
-        similar = [pair for pair in pairs if (pair[0] == kind) != (pair[1] == color)]
+        (kind, color), pairs = sample_pair(is_new, rng)
+        similar = list_similar((kind, color), pairs)
         answer = rng.randint(1, self.count)
         colored = [(kind, color)] * answer + rng.choices(similar, k=self.sample_distractors(rng))
         rng.shuffle(colored)
@@ -171,8 +170,7 @@ class Choices(Scene):
     """Largest number of options; there are three kinds."""
 
     def draw(self, name: str, rng: random.Random, is_new: bool) -> Example:
-        pairs = [pair for pair in PAIRS if is_new or not _is_held_out(*pair)]
-        kind, color = rng.choice([pair for pair in pairs if _is_held_out(*pair) == is_new])
+        (kind, color), pairs = sample_pair(is_new, rng)
         others = [pair for pair in pairs if pair[0] != kind and pair[1] != color]
         colored = [(kind, color), *rng.choices(others, k=self.sample_distractors(rng))]
         drawn = _draw_scene(colored, self, rng)
@@ -242,6 +240,18 @@ def _build_example(
         answer=answer,
         meta={**meta, "shapes": [asdict(shape) for shape in shapes]},
     )
+
+
+def sample_pair(is_new: bool, rng: random.Random) -> tuple[Pair, list[Pair]]:
+    """Sample the kind and color that an example asks about, a held-out pair if ``is_new``, and
+    return it with all pairs that the example may show: in training, no held-out pair."""
+    pairs = [pair for pair in PAIRS if is_new or not _is_held_out(*pair)]
+    return rng.choice([pair for pair in pairs if _is_held_out(*pair) == is_new]), pairs
+
+
+def list_similar(target: Pair, pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pairs that share either their kind or their color with a pair."""
+    return [pair for pair in pairs if (pair[0] == target[0]) != (pair[1] == target[1])]
 
 
 def _is_held_out(kind: str, color: str) -> bool:

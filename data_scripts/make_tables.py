@@ -15,6 +15,7 @@ from typing import ClassVar
 from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 
+from vlm_grpo.data_scripts.make_words import DIGITS, LETTERS
 from vlm_grpo.data_scripts.synthetic import (
     BACKGROUND_GRAYS,
     Generator,
@@ -27,8 +28,6 @@ from vlm_grpo.types import Example
 CELL = (56, 28)
 """Width and height of a cell in pixels: 2 × 1 image tokens of a Qwen-VL."""
 QUESTION = "What does the table say?"
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-DIGITS = "0123456789"
 POINTS = 20
 """Font size."""
 

@@ -34,7 +34,7 @@ _UNITS = re.compile(
 class Math(Task):
     """Solve a problem about a figure; the gold answer is a number, a formula or a word, as text.
 
-    The answer is the content of ``\\boxed{}``, of which there may be several if all are equal.
+    The answer is the content of ``\\boxed{}``; several boxes must be equal.
     Without it, all the text is the answer. Units and percent signs are ignored on both sides, and
     of an equation the right side counts unless the gold answer is an equation too. Words and the
     letters of options are compared as text.

@@ -195,7 +195,7 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def _read_unit(text: str, currency: str) -> str | None:
-    """Return the unit after a number; None if the text is no unit, or a second one."""
+    """Return the unit after a number; None if the text is no unit, or there are two."""
     if not (unit := text.strip()):
         return currency
     is_word = text.startswith(" ") and _UNIT.fullmatch(unit) and not _HEDGES.search(unit)

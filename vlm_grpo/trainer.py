@@ -133,8 +133,8 @@ class Trainer:
                 rollout = self._rollout()
                 self.updater.begin_step(rollout)
                 scores = self.updater.score_step(rollout)
-                given = self.sampler.task, self.estimator, ranks
-                advantages = compute_advantages(rollout, scores, *given)
+                task, estimator = self.sampler.task, self.estimator
+                advantages = compute_advantages(rollout, scores, task, estimator, ranks)
                 values = {**scores.values, **advantages.values}
                 batch = pack_step(rollout, advantages.own, values, settings, ranks)
                 metrics, updates = rollout_metrics(rollout, advantages), Updates(scores.old)

@@ -25,7 +25,7 @@ from small_runs import (
 from tiny_models import FAMILIES
 
 from vlm_grpo.checkpoint import manager
-from vlm_grpo.checkpoint.manager import CheckpointManager, get_versions
+from vlm_grpo.checkpoint.manager import CheckpointManager, check_resumable, get_versions
 from vlm_grpo.checkpoint.store import read_metadata
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
@@ -122,18 +122,17 @@ def test_a_checkpoint_records_versions_settings_and_pixel_budget(tmp_path: Path)
     assert numbers["versions"] == get_versions()
     assert set(get_versions()) >= {"python", "vlm-grpo", "torch", "transformers", "peft"}
     assert numbers["settings"]["optim.lr"] == 1e-2
-    budget = numbers["pixel_budget"]
-    assert budget.keys() == {"min_pixels", "max_pixels", "video_pixels"}
-    assert (budget["min_pixels"], budget["max_pixels"]) == (28 * 28, 64 * 28 * 28)
+    assert numbers["pixel_budget"] == {"min_pixels": 28 * 28, "max_pixels": 64 * 28 * 28}
 
 
-def test_a_checkpoint_without_a_budget_of_videos_is_resumed(tmp_path: Path) -> None:
-    """Version 0.1.0 wrote such; a run that it began must resume."""
+def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refused(
+    tmp_path: Path,
+) -> None:
     run = small_run(tmp_path, save_tiny_model(tmp_path / "model"), **ONE_STEP)
     checkpoint = train(run).checkpoint
     assert checkpoint is not None
     state = json.loads((checkpoint / "state.json").read_text())
-    del state["pixel_budget"]["video_pixels"]
+    state["pixel_budget"] = {"min_pixels": 28 * 28, "max_pixels": 64 * 28 * 28}
     (checkpoint / "state.json").write_text(json.dumps(state))
     update_manifest(checkpoint)
     make_trainer(run).restore(checkpoint)
@@ -142,6 +141,10 @@ def test_a_checkpoint_without_a_budget_of_videos_is_resumed(tmp_path: Path) -> N
     update_manifest(checkpoint)
     with pytest.raises(UserError, match="was trained with the pixel budget"):
         make_trainer(run).restore(checkpoint)
+    policy = run.policy.model_copy(update={"max_video_pixels": 28 * 28})
+    other = run.model_copy(update={"policy": policy})
+    with pytest.raises(UserError, match=r"policy\.max_video_pixels"):
+        check_resumable(checkpoint, other, ())
 
 
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])

@@ -170,7 +170,7 @@ def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family: str) ->
     policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
     clip = Example("large", (noise_clip("g", (300, 300), 12), IMAGE), "?", 0)
     resized = policy.with_resized_sizes(clip).images
-    assert resized[0].resized_size in [(56, 56), (64, 64)]  # the largest multiples of a token
+    assert resized[0].resized_size in [(56, 56), (64, 64)]  # whole tokens
     assert resized[1].resized_size in [(56, 84), (64, 96)]
     counted = PromptCounter([clip, *EXAMPLES], PlainQuestion(), policy.prompts)
     prompts = build_prompts(policy, clip)

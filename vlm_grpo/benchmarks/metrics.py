@@ -260,8 +260,8 @@ def relaxed_accuracy(text: str, answers: Sequence[str]) -> float:
 
     A text that ends in a percent sign is a hundredth of its number. Case is ignored.
 
-    Source: Masry et al. 2022, ChartQA, section 5.1; pix2struct's metrics.py, of which Qwen-VL's and
-    lmms-eval's function is a copy for one accepted answer.
+    Source: Masry et al. 2022, ChartQA, section 5.1; pix2struct's metrics.py. Qwen-VL and lmms-eval
+    copy its function for one accepted answer.
 
     >>> relaxed_accuracy("0.44", ["43%"]), relaxed_accuracy("43%", ["43"])
     (1.0, 0.0)

@@ -17,7 +17,7 @@ from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.types import TARGET_COLUMN, Example
+from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, VideoRef
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,11 @@ def _format(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _describe_image(image: ImageRef) -> tuple[Any, ...]:
+    times = image.times if isinstance(image, VideoRef) else ()
+    return image.name, image.size, *times
+
+
 def compute_digests(examples: Sequence[Example]) -> Tensor:
     """Return (rows, 8) bytes: a digest of each example's id, chat, answer, images and target."""
     digests = [
@@ -194,7 +199,7 @@ def compute_digests(examples: Sequence[Example]) -> Tensor:
                     example.id,
                     example.question,
                     example.answer,
-                    [(i.name, i.size, *getattr(i, "times", ())) for i in example.images],
+                    [_describe_image(image) for image in example.images],
                     *map(astuple, example.history),
                     *(value for name, value in example.meta.items() if name == TARGET_COLUMN),
                 ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -215,12 +214,10 @@ class CheckpointManager:
             UserError: the checkpoint cannot be read, or does not fit the settings, data or model.
         """
         metadata = read_metadata(checkpoint)
-        budget, saved = _get_pixel_budget(self.policy), metadata["pixel_budget"]
-        if saved is not None:  # older checkpoints have no budget of videos
-            saved = {**(budget or {}), **saved}
-        if budget != saved:
+        budget = _get_pixel_budget(self.policy)
+        if budget != metadata["pixel_budget"]:
             raise UserError(
-                f"{checkpoint} was trained with the pixel budget {saved}, the "
+                f"{checkpoint} was trained with the pixel budget {metadata['pixel_budget']}, the "
                 f"model now has {budget}: restore the files of its processor"
             )
         self._restore_updater(checkpoint, metadata)
@@ -315,7 +312,10 @@ def check_resumable(checkpoint: Path, settings: Settings, examples: Sequence[Exa
 
 
 def _get_pixel_budget(policy: Policy) -> dict[str, int] | None:
-    return None if policy.budget is None else dataclasses.asdict(policy.budget)
+    """Return the bounds that the processor's files may set; that of videos is a setting alone."""
+    budget = policy.budget
+    names = "min_pixels", "max_pixels"
+    return None if budget is None else {name: getattr(budget, name) for name in names}
 
 
 def get_versions() -> dict[str, str]:

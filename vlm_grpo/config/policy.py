@@ -149,8 +149,8 @@ class PolicySettings(Frozen):
     """Shrink images, and each frame of a video, to at most this many pixels; None: the processor's
     default."""
     max_video_pixels: int = Field(default=3584 * 28 * 28, ge=1)
-    """Shrink a video's frames so that all of them together have at most this many pixels, of which
-    two frames share a token; but no frame to less than ``min_pixels``."""
+    """Shrink a video's frames so that all of them together have at most this many pixels, but none
+    to less than ``min_pixels``. Two frames share their tokens."""
     freeze: tuple[ModelPart, ...] = ()
     """Parts whose weights are not trained (full-weight training only)."""
     lora: LoraSettings | None = None

@@ -256,13 +256,9 @@ def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> 
 
     task_name = source.removeprefix("embedded:")
     kind, _, _ = task_name.partition(":")
+    modules = make_charts, make_clips, make_screens, make_shapes, make_tables, make_words
     generators = {
-        known: module.draw_examples
-        for module in (
-            *(make_charts, make_clips, make_screens, make_shapes),
-            *(make_tables, make_words),
-        )
-        for known in module.draw_examples.kinds
+        known: module.draw_examples for module in modules for known in module.draw_examples.kinds
     }
     if kind not in generators:
         raise UserError(

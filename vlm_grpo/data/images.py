@@ -7,7 +7,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -19,7 +19,7 @@ from vlm_grpo.utils.image_decode import decode_image, read_size
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """Suffixes by which files and columns of images are recognized."""
 _MAX_CACHED = 10_000
-"""Number of images whose headers are kept for other rows of the same images."""
+"""Number of images and clips whose headers are kept for other rows of the same ones."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
@@ -37,7 +37,7 @@ class ImageReader:
         # Unlike resolve, realpath raises nothing for a symlink loop.
         self.roots = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
         self.max_pixels = max_pixels
-        self._cache: dict[str, ImageRef | str] = {}
+        self._cache: dict[tuple[str, str], ImageRef | str] = {}
 
     def read(self, value: Any, name: str) -> ImageRef:
         """Return a reference to an image after reading its header.
@@ -68,14 +68,19 @@ class ImageReader:
             raise ValueError(
                 f"an image must be a path, encoded bytes or a PIL image, not {_describe(value)}"
             )
-        if value not in self._cache:
+        return self._read_once("image", value, self._from_path)
+
+    def _read_once(self, kind: str, path: str, read: Callable[[str], ImageRef]) -> ImageRef:
+        """Return what ``read`` returns, or raise what it raised, for the first row of a path."""
+        key = kind, path
+        if key not in self._cache:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.clear()
             try:
-                self._cache[value] = self._from_path(value)
+                self._cache[key] = read(path)
             except ValueError as error:
-                self._cache[value] = str(error)
-        cached = self._cache[value]
+                self._cache[key] = str(error)
+        cached = self._cache[key]
         if isinstance(cached, str):
             raise ValueError(cached)
         return cached

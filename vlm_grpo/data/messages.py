@@ -187,7 +187,7 @@ def _get_image(part: Mapping[str, Any]) -> Any:
 
 
 def _place(images: Sequence[Any], beside: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the images and clips of a chat, of which some stand beside it."""
+    """Return the images and clips of a chat, with those beside it in their places."""
     if not images:
         return tuple(beside)
     clips = [value for value in beside if isinstance(value, Clip)]

@@ -22,8 +22,6 @@ VIDEO_SUFFIXES = (
     *(".asf", ".wmv"),
 )
 """Suffixes by which files and columns of clips are recognized."""
-_MAX_CACHED = 10_000
-"""Number of clips whose headers are kept for other rows of the same clips."""
 _MIN_FRAMES = 4
 """Frames of a short video file, as in qwen-vl-utils."""
 
@@ -53,7 +51,6 @@ class VideoReader(ImageReader):
     ) -> None:
         super().__init__(roots, max_pixels)
         self.settings = settings
-        self._clips: dict[str, VideoRef | str] = {}
 
     def read(self, value: Any, name: str) -> ImageRef:
         """Return a reference to an image or ``Clip`` after reading its header.
@@ -69,11 +66,11 @@ class VideoReader(ImageReader):
             return self._read_clip(value.value, name)
         return super().read(value, name)
 
-    def _read_clip(self, value: Any, name: str) -> VideoRef:
+    def _read_clip(self, value: Any, name: str) -> ImageRef:
         if isinstance(value, Mapping) and "frames" not in value:
             value = value.get("bytes") or value.get("path") or value.get("video")
         if isinstance(value, str | Path) and str(value):
-            return self._read_clip_path(str(value))
+            return self._read_once("video", str(value), self._read_located)
         if isinstance(value, bytes | FileSlice):
             return self._read_stream(value, name)
         given = value if isinstance(value, Mapping) else {"frames": value}
@@ -83,19 +80,6 @@ class VideoReader(ImageReader):
                 f"frames, not {type(given['frames']).__name__}"
             )
         return self._read_frames(given, name)
-
-    def _read_clip_path(self, name: str) -> VideoRef:
-        if name not in self._clips:
-            if len(self._clips) >= _MAX_CACHED:
-                self._clips.clear()
-            try:
-                self._clips[name] = self._read_located(name)
-            except ValueError as error:
-                self._clips[name] = str(error)
-        cached = self._clips[name]
-        if isinstance(cached, str):
-            raise ValueError(cached)
-        return cached
 
     def _read_located(self, name: str) -> VideoRef:
         path = self.locate(name, "video")

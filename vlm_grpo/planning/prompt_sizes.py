@@ -65,10 +65,13 @@ class PromptCounter:
         """
         sizes, problems = [], []
         for example, text_tokens in zip(self.examples, self._text_tokens, strict=True):
-            sizes_before = tuple(image.size for image in example.images)
+            images = example.images
             try:
-                known = self._resize(example.images, budget) if budget else None
-                size = known or self._process(sizes_before)
+                size = (
+                    self._resize(images, budget)
+                    if budget
+                    else self._process(tuple(image.size for image in images))
+                )
             except ValueError as error:
                 problems.append(f"{example.id}: {error}")
                 continue
