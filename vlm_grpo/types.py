@@ -122,12 +122,14 @@ class VideoRef(ImageRef):
         return fit_strip(self.size, self.num_frames)[0]
 
     def read_bytes(self) -> bytes:
-        """Return the bytes of a clip that has ``data``, or of its frames; errors as before."""
+        """Return the bytes of a clip's file, or of its frames; errors as before."""
         try:
             parts = (f.read_bytes() if f.path is None else f.path.read_bytes() for f in self.frames)
-            return b"".join(parts) if self.frames else super().read_bytes()
+            if self.frames or self.path is None:
+                return b"".join(parts) if self.frames else super().read_bytes()
+            return self.path.read_bytes()
         except OSError as error:
-            raise ValueError(f"a frame of {self.name} cannot be read: {error}") from error
+            raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def load_frames(
         self, fit: Callable[[Image.Image], Image.Image] = lambda frame: frame

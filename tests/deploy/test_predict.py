@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from chat_model import ChatModel, serve
+from dataset_files import write_rows
+from family_policies import build_family_policy
 from PIL import Image
+from video_files import level, make_video
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
+from vlm_grpo.data.videos import Clip
 from vlm_grpo.deploy.predict import Prediction, Predictor, predict
 from vlm_grpo.errors import UserError
 from vlm_grpo.evaluation.evaluate import evaluate_policy
+from vlm_grpo.evaluation.generate import LocalModel
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.registry import load_task
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
+from vlm_grpo.utils.video_decode import decode_frames
 
 
 @pytest.fixture(autouse=True)
@@ -134,3 +142,83 @@ def test_a_prediction_uses_the_task_and_pixel_budget_of_the_run(finished: Path) 
     assert prediction.has_task
     # The image has 84 x 84 pixels; the pixel budget of the run allows 56 x 56.
     assert prediction.resized_sizes == ((56, 56),)
+
+
+def write_clip() -> tuple[Example, list[Path]]:
+    """Write a clip as a file, as a folder of frames and as a row of a dataset; return its row."""
+    Path("a.mp4").write_bytes(make_video(count=4, size=(56, 56), fps=2))
+    frames = decode_frames(Path("a.mp4"), [0, 0.5, 1, 1.5], (56, 56))
+    Path("frames").mkdir()
+    for number, frame in enumerate(frames):
+        frame.save(f"frames/{number}.png")
+    row = {"question": "How many?", "answer": 1, "videos": ["a.mp4"]}
+    (example,) = load_examples(write_rows(Path.cwd(), row), load_task("counting"))
+    return example, [Path("a.mp4"), Path("frames")]
+
+
+def test_a_prediction_on_a_clip_equals_the_evaluation_of_the_row() -> None:
+    example, paths = write_clip()
+    settings = load_settings("counting", ["policy.dtype=float32"])
+    policy = load_policy(settings, training=False)
+    task = load_task("counting", frame=policy.frame)
+    (row,) = evaluate_policy(policy, task, [example], settings, RewardScorer()).rows
+    predictor = Predictor("embedded", "counting", ["policy.dtype=float32"])
+    frames = [Image.open(path) for path in sorted(paths[1].iterdir())]
+    given = (*paths, Clip(paths[0].read_bytes()), Clip("a.mp4"), Clip({"frames": frames, "fps": 2}))
+    for clip in given:
+        for question in ("How many?", "<video>How many?"):
+            prediction = predictor(clip, question)
+            assert prediction.text == row["output"]
+            assert prediction.resized_sizes == ((56, 56),)
+            # the strip of four frames, and the output below it
+            assert prediction.picture is not None
+            assert prediction.picture.width == 4 * 56
+
+
+@pytest.mark.parametrize(
+    ("given", "question", "message"),
+    [
+        ("gone.mp4", "?", r"^video .*gone\.mp4 is missing in"),
+        ("cut.mp4", "?", r"^video .*cut\.mp4 cannot be read: it is corrupt or no video"),
+        ("empty", "?", r"^video .*empty has 0 frames; it must have at least 2"),
+        ("a.mp4", "<image>?", "^the question cannot be used: it has 1 <image> in its turns and 0"),
+    ],
+)
+def test_a_clip_that_cannot_be_used_is_one_message(given: str, question: str, message: str) -> None:
+    Path("a.mp4").write_bytes(make_video())
+    Path("cut.mp4").write_bytes(make_video()[:300])
+    Path("empty").mkdir()
+    predictor = Predictor("embedded", "counting", ["data.video.max_frames=2"])
+    with pytest.raises(UserError, match=message):
+        predictor([given], question)
+    assert "model" not in vars(predictor)
+
+
+def test_a_family_without_videos_refuses_a_clip() -> None:
+    _, (path, _) = write_clip()
+    predictor = Predictor("embedded", "counting")
+    predictor.model = LocalModel(build_family_policy("internvl"), predictor.settings)
+    with pytest.raises(UserError, match="example question: it has a video, which only Qwen2-VL"):
+        predictor(path, "How many?")
+
+
+@pytest.mark.parametrize("model", ["none", "embedded"])
+def test_a_model_behind_an_address_gets_clips_and_images_in_their_order(model: str) -> None:
+    _, paths = write_clip()
+    image = Image.new("RGB", (56, 28), "red")
+    chat = ChatModel(lambda text, image: "3")
+    with serve(chat) as server:
+        for path in paths:
+            question = "<video> before <image>?"
+            prediction = predict(model, [image, path], question, "counting", (), server.address)
+            assert prediction.answer == 3
+    contents = [body["messages"][-1]["content"] for body in chat.bodies]
+    kinds = ["video_url", "text", "image_url", "text"]
+    assert [[part["type"] for part in parts] for parts in contents] == [kinds, kinds]
+    file, frames = (parts[0]["video_url"]["url"] for parts in contents)
+    kind, _, data = file.partition(",")
+    assert (kind, base64.b64decode(data)) == ("data:video/mp4;base64", paths[0].read_bytes())
+    kind, *encoded = frames.split(",")
+    assert kind == "data:video/jpeg;base64"
+    # JPEG keeps gray levels that are 10 apart
+    assert [level(Image.open(io.BytesIO(base64.b64decode(d)))) for d in encoded] == [0, 1, 2, 3]

@@ -27,7 +27,12 @@ def predict(
         str, typer.Option(help="The question; for grounding, the object's description.")
     ],
     image: Annotated[
-        list[Path] | None, typer.Option(help="An image; repeat it for several images.")
+        list[Path] | None,
+        typer.Option(
+            "--image",
+            "--video",
+            help="An image, a video file or a folder of a video's frames; repeat it for several.",
+        ),
     ] = None,
     overrides: Overrides = None,
     task: Annotated[
@@ -55,6 +60,8 @@ def predict(
     vlm-grpo predict runs/mine/checkpoints/step-300 evaluation.temperature=0.7 seed=1 \\
         --image a.jpg --question "How many cups?"
     vlm-grpo predict runs/mine --server http://localhost:8000 --image a.jpg --question "a cup"
+    vlm-grpo predict Qwen/Qwen2.5-VL-3B-Instruct --task temporal --video a.mp4 \\
+        --question "the person sits down"
     vlm-grpo predict none --server https://api.openai.com/v1 --served-model gpt-4o --image a.jpg \\
         --question "How many cups?"
     """

@@ -1,4 +1,4 @@
-"""Answer a question about images, and draw the answer."""
+"""Answer a question about images and clips, and draw the answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from typing import Any
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
+from vlm_grpo.config.data import DataSettings, VideoSettings
 from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.sources import get_task_name
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data.messages import read_question
 from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.videos import VIDEO_SUFFIXES, Clip, VideoReader
 from vlm_grpo.deploy.resolve import NO_TASK, resolve_model, resolve_unknown
 from vlm_grpo.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.errors import UserError
@@ -27,8 +30,9 @@ from vlm_grpo.server.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task
 from vlm_grpo.types import Completion, Example, ImageRef
 
-ImageInput = str | Path | bytes | Image.Image
-"""An image: its path, its encoded bytes, or a PIL image."""
+ImageInput = str | Path | bytes | Image.Image | Clip
+"""An image or a clip: the path of either (of a clip also a folder of frames), the encoded bytes of
+an image, a PIL image, or a ``Clip`` of other forms."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,10 @@ class Prediction:
         completion: the generated tokens and text, and why generation ended.
         has_task: a task parsed the answer; False: the text itself is the answer.
         answer: the parsed answer; None if the text contains none.
-        resized_sizes: width and height of each image after the model's resize.
-        picture: a copy of the first image with the answer drawn on it; None without an image.
+        resized_sizes: width and height of each image, or of a clip's frames, after the model's
+            resize.
+        picture: a copy of the first image, or of frames of a clip side by side, with the answer
+            drawn on it; None without an image.
     """
 
     completion: Completion
@@ -100,9 +106,11 @@ class Predictor:
         """Answer a question, sampled at ``evaluation.temperature``.
 
         Args:
-            images: one image, several, or ``()`` for text alone; the answer is drawn on the first.
-            question: the question, in which each ``<image>`` stands for an image; without any, they
-                stand before it. For grounding, only the object's description.
+            images: one image or clip, several, or ``()`` for text alone; the answer is drawn on the
+                first.
+            question: the question, in which each ``<image>`` stands for an image and each
+                ``<video>`` for a clip; without any, they stand before it. For grounding, only the
+                object's description.
 
         Raises:
             UserError: an image, the question or the model cannot be used, or the task's parser
@@ -112,8 +120,12 @@ class Predictor:
             raise UserError(f"question must be text, not {type(question).__name__}")
         if isinstance(images, str | bytes) or not isinstance(images, Sequence):
             images = [images]
-        limit = self.settings.data.max_image_pixels
-        references = tuple(read_image(image, limit) for image in images)
+        try:
+            chat = read_question(question, [_recognize_clip(image) for image in images])
+        except ValueError as error:
+            raise UserError(f"the question cannot be used: {error}") from error
+        question = chat.turns[0].text
+        references = tuple(_read(image, self.settings.data) for image in chat.images)
         try:
             example = self.model.prompts.with_resized_sizes(
                 Example("question", references, question, None)
@@ -190,6 +202,27 @@ def read_image(image: ImageInput, max_pixels: int) -> ImageRef:
         return ImageReader(None, max_pixels).read(data, name)
     except OSError as error:
         raise UserError(f"image {name} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _recognize_clip(value: Any) -> Any:
+    """Return what is given, or the clip at a path."""
+    if not isinstance(value, str | Path):
+        return value
+    path = Path(value)
+    is_clip = path.suffix.lower() in VIDEO_SUFFIXES or path.is_dir()
+    return Clip(path.absolute()) if is_clip else value
+
+
+def _read(value: Any, data: DataSettings) -> ImageRef:
+    """Read an image or a clip of a question; errors as for ``read_image``."""
+    if not isinstance(value, Clip):
+        return read_image(value, data.max_image_pixels)
+    roots = Path.cwd(), Path(Path.cwd().anchor)
+    reader = VideoReader(roots, data.max_image_pixels, data.video or VideoSettings())
+    try:
+        return reader.read(value, "of the question")
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -11,6 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from vlm_grpo.config.prompt import THINKING_SWITCHES
 from vlm_grpo.config.run import Settings
 from vlm_grpo.coordinates import ORIGINAL
@@ -20,9 +22,9 @@ from vlm_grpo.evaluation.generate import EvaluatedModel, LocalModel, Seed
 from vlm_grpo.families import PixelBudget
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter, load_prompt_builder
-from vlm_grpo.server.chat import Answer, ChatClient, Endpoint, build_messages
+from vlm_grpo.server.chat import Answer, ChatClient, Endpoint, build_messages, encode_clip
 from vlm_grpo.task import Task
-from vlm_grpo.types import Completion, Example
+from vlm_grpo.types import Completion, Example, VideoRef
 from vlm_grpo.utils.http_json import LONGEST_WAIT, ServiceError
 from vlm_grpo.utils.remote_calls import call_each
 
@@ -130,8 +132,7 @@ class ServedModel:
             raise UserError(_describe_failures(failures, examples, missing))
 
     def _ask(self, task: Task, example: Example, seed: Seed) -> Answer:
-        images = [image for image, _ in self.prompts.load_images(example)]
-        messages = build_messages(self.prompts.write(example, task), images)
+        messages = build_messages(self.prompts.write(example, task), self._load_media(example))
         options = dict(self._options)
         if options["temperature"]:
             digest = hashlib.blake2b(repr(seed).encode(), digest_size=4).digest()
@@ -140,6 +141,19 @@ class ServedModel:
         if not isinstance(self.prompts, PromptBuilder):
             return answer
         return answer.with_text(self.prompts.remove_control_tokens(answer.completion.text))
+
+    def _load_media(self, example: Example) -> list[Image.Image | str]:
+        """Return the example's resized images, and the URLs of its clips, in their order.
+
+        Raises:
+            UserError: one of them cannot be read.
+        """
+        images = (image for image, _ in self.prompts.load_images(example))
+        media = example.images
+        try:
+            return [encode_clip(m) if isinstance(m, VideoRef) else next(images) for m in media]
+        except ValueError as error:
+            raise UserError(f"{example.name}: {error}") from error
 
     def _build_options(self) -> dict[str, Any]:
         """Return the fields of every request; a policy in this process samples by the same."""
@@ -179,7 +193,8 @@ class ServedModel:
             self._unchecked = 0
             logger.warning(
                 "the server counts %d tokens in the prompt of %s, and the processor of %s %d: its "
-                "model, chat template or pixel budget differs, so its outputs may, too",
+                "model, chat template, pixel budget or choice of a clip's frames differs, so its "
+                "outputs may, too",
                 answer.prompt_tokens,
                 example.name,
                 self.settings.model,
@@ -252,12 +267,12 @@ def _load_prompts(endpoint: Endpoint, settings: Settings) -> PromptWriter:
             raise UserError(
                 f"--frame needs model={UNKNOWN}: the frame of {settings.model} is known"
             )
-        prompts = load_prompt_builder(settings)
-        prompts.takes_videos = False  # requests have images only
-        return prompts
+        return load_prompt_builder(settings)
     least, most = settings.policy.min_pixels, settings.policy.max_pixels
     budget = None if not (least or most) else PixelBudget(least or 1, most or sys.maxsize)
-    return PromptWriter(endpoint.frame or ORIGINAL, budget, settings.prompt)
+    prompts = PromptWriter(endpoint.frame or ORIGINAL, budget, settings.prompt)
+    prompts.takes_videos = True  # or the server refuses them
+    return prompts
 
 
 def _is_refusal(failure: Exception) -> bool:

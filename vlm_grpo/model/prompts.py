@@ -80,7 +80,7 @@ class PromptWriter:
         if not self.takes_videos and any(image.kind == "video" for image in example.images):
             raise UserError(
                 f"{example.name}: it has a video, which only Qwen2-VL, Qwen2.5-VL, Qwen3-VL and "
-                "Qwen3.5 take here, and only without a server: give its frames as images"
+                "Qwen3.5 take here: give its frames as images"
             )
         try:
             return self.settings.write_chat(example, task)

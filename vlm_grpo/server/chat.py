@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 import os
 import time
 import urllib.parse
@@ -13,10 +15,10 @@ from PIL import Image
 
 from vlm_grpo.coordinates import CoordinateFrame
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.types import Completion
+from vlm_grpo.types import Completion, VideoRef
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags, Turn
 from vlm_grpo.utils.http_json import ServiceError, build_authorization, get_json, post_json
-from vlm_grpo.utils.image_decode import encode_data_url
+from vlm_grpo.utils.image_decode import encode_data_url, encode_image
 
 DEFAULT_KEY = "OPENAI_API_KEY"
 """Environment variable whose API key is sent if it is set and no other one is named."""
@@ -198,11 +200,16 @@ class ChatClient:
         return error
 
 
-def build_messages(turns: Sequence[Turn], images: Sequence[Image.Image]) -> list[dict[str, Any]]:
-    """Build the messages of a chat, in which each of the images has its ``<image>``."""
-    # The least compression: it takes a quarter of the default's time for a sixth more bytes.
-    urls = (encode_data_url(image, compress_level=1) for image in images)
-    parts = ({"type": "image_url", "image_url": {"url": url}} for url in urls)
+def build_messages(
+    turns: Sequence[Turn], media: Sequence[Image.Image | str]
+) -> list[dict[str, Any]]:
+    """Build the messages of a chat.
+
+    Args:
+        turns: the turns.
+        media: for each ``<image>`` in them an image, or the URL of a clip.
+    """
+    parts = map(_build_part, media)
     return [
         {
             "role": turn.role,
@@ -210,6 +217,27 @@ def build_messages(turns: Sequence[Turn], images: Sequence[Image.Image]) -> list
         }
         for turn in turns
     ]
+
+
+def _build_part(medium: Image.Image | str) -> dict[str, Any]:
+    if isinstance(medium, str):
+        return {"type": "video_url", "video_url": {"url": medium}}
+    # The least compression: it takes a quarter of the default's time for a sixth more bytes.
+    url = encode_data_url(medium, compress_level=1)
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def encode_clip(clip: VideoRef) -> str:
+    """Return a clip as a ``data:`` URL: its file, or its frames as vLLM takes them.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not clip.frames:
+        kind = mimetypes.guess_type(clip.name)[0] or "video/mp4"
+        return f"data:{kind};base64,{base64.b64encode(clip.read_bytes()).decode()}"
+    frames = (encode_image(frame, "JPEG", quality=95) for frame in clip.load_frames())
+    return "data:video/jpeg;base64," + ",".join(base64.b64encode(f).decode() for f in frames)
 
 
 def _read_answer(response: Any, url: str, seconds: float, tags: ThinkingTags) -> Answer:

@@ -45,8 +45,9 @@ class ThumbnailStore:
     def add_image(self, image: ImageRef) -> str | None:
         """Write an image's thumbnail and return its name; None if it cannot be decoded."""
         try:
-            key = image.read_bytes()
-            if image.path is not None:
+            if image.path is None:
+                key = image.read_bytes()
+            else:
                 key = f"{image.path.resolve()}:{image.path.stat().st_mtime_ns}".encode()
             name = _file_name(key)
             if not (self.folder / name).exists():  # decoding is slow
