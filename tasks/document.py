@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ MAX_CHARACTERS = 50_000
 """Maximum length of a page's text."""
 MAX_BLOCKS = 400
 """Maximum number of paragraphs of a page that are matched."""
+
+
+_MOST_TIMES, _MOST_MORE = 3, 1_000
+"""An answer may have that many times the letters of the page's text, and that many more."""
 
 
 class Document(Task):
@@ -68,10 +73,14 @@ class Document(Task):
         """Share of the tests that pass; without tests, 1 − edit distance to the text.
 
         If the page has tests of what it must contain, one of them must pass: any letter passes
-        those of what is absent.
+        those of what is absent. If it has a text, an answer of many more letters passes none: a
+        table of all names and numbers has every cell.
         """
         if not _get_tests(example):
             return self.similarity(answer, example)
+        text = example.answer.get("text")
+        if text and _count_letters(answer) > _MOST_TIMES * _count_letters(text) + _MOST_MORE:
+            return 0.0
         pairs = list(zip(_get_tests(example), self._run(answer, example), strict=True))
         needed = [result for test, result in pairs if test["type"] not in ("absent", "baseline")]
         if needed and not any(needed):
@@ -119,6 +128,10 @@ class Document(Task):
     def _run(self, answer: str, example: Example) -> list[bool]:
         page = Page(answer)
         return [page.passes(test) for test in _get_tests(example)]
+
+
+def _count_letters(text: str) -> int:
+    return sum(map(str.isalnum, re.sub("<[^<>]*>", "", text)))
 
 
 def _get_tests(example: Example) -> Sequence[Test]:
