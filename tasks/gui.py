@@ -29,6 +29,10 @@ _FORMS = {"text": ', "text": "…"', "direction": f', "direction": "{"|".join(DI
 _TOOLS = ("computer_use", "mobile_use")
 # What may stand around the JSON of an action.
 _FRAME = re.compile(r"(?:\s|```(?:json)?|</?tool_call>)*")
+# What makes a sentence before it another answer.
+_OTHER = re.compile(
+    r"[{}\[\]\d]|\b(?:or|nor|not|never|instead|either|maybe|perhaps)\b|n['’]t\b", re.IGNORECASE
+)
 
 
 class Action(NamedTuple):
@@ -104,7 +108,9 @@ class GUI(Task):
         values, words = find_json(text)
         if any(isinstance(value, dict) and {"action", "name"} & value.keys() for value in values):
             is_alone = _FRAME.fullmatch(words) and all(value == values[0] for value in values)
-            return self._read_action(values[0], image) if is_alone else None
+            after = text[text.rindex("}") + 1 :]
+            is_last = len(values) == 1 and _FRAME.fullmatch(after) and not _OTHER.search(words)
+            return self._read_action(values[0], image) if is_alone or is_last else None
         units = self.frame.describe_units(image.size)
         points = parse_points(text, units, self.frame.y_first) or ()
         boxes = parse_boxes(text, units, self.frame.y_first) or ()

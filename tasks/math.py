@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import re
+from decimal import Decimal
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,6 +30,10 @@ _OPTION = re.compile(r"\(?([A-J])(?:\)|[.:)] [^A-J]*(?:[A-J]\w[^A-J]*)*)?\.?")
 _UNITS = re.compile(
     r"(?:\\(?:text|mathrm|mbox) *\{[^{}]*\}(?:\^\{?[23]\}?)?|\\ |°|\\degree|\\?%|\^\{?\\circ\}?)+$"
 )
+
+_ROOT = re.compile(r"√ ?(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_SCIENTIFIC = re.compile(r"[-+]?\d+(?:\.\d*)?[eE](?:[-+]\d\d|\d\d?)")
+_INFINITE = re.compile(r"[-+]?(?:[\d.]+e\+?\d{3,}|inf|infinity|nan)", re.IGNORECASE)
 
 
 class Math(Task):
@@ -65,9 +70,14 @@ class Math(Task):
         answer = example.answer
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
             raise ValueError(f"the answer {answer!r:.80} must be a text or a number")
-        if read_answer(str(answer)) is None:
+        if (read := read_answer(str(answer))) is None:
             raise ValueError(
                 f"the answer {answer!r:.80} must be one formula of 1 to {_LONGEST} characters"
+            )
+        value = _get_value(read, read)
+        if not any(map(str.isalnum, value)) or _INFINITE.fullmatch(value):
+            raise ValueError(
+                f"no answer can equal {answer!r:.80}: give a finite number, a formula or a word"
             )
 
     @reward(weight=1.0)
@@ -130,7 +140,9 @@ def _get_value(text: str, gold: str) -> str:
     """Return the side of an answer that is compared with the gold answer, without units."""
     if "=" not in gold and "," not in text:
         text = re.split(r"(?<![\\<>!])=", text)[-1]
-    return _UNITS.sub("", text.strip()).strip() or text
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
+    text = _UNITS.sub("", text.strip()).strip() or text
+    return f"{Decimal(text):f}" if _SCIENTIFIC.fullmatch(text) else text
 
 
 def _compare_limited(gold: str, answer: str) -> bool:

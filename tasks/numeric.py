@@ -43,10 +43,23 @@ _SIGNS = (
     ("¥", re.compile(r"jpy|yen")),
     ("₹", re.compile(r"inr|rupees?")),
     ("%", re.compile(r"percent|pct")),
+    ("°", re.compile(r"deg|degrees?")),
+    ("°c", re.compile(r"(?:degrees? )?celsius")),
+    ("°f", re.compile(r"(?:degrees? )?fahrenheit")),
+    ("mm", re.compile(r"millimet(?:er|re)s?")),
+    ("cm", re.compile(r"centimet(?:er|re)s?")),
+    ("km", re.compile(r"kilomet(?:er|re)s?")),
+    ("m", re.compile(r"met(?:er|re)s?")),
+    ("kg", re.compile(r"kgs|kilos?|kilograms?")),
+    ("g", re.compile(r"grams?")),
+    ("s", re.compile(r"s|secs?|seconds?")),
+    ("min", re.compile(r"mins?|minutes?")),
+    ("h", re.compile(r"hrs?|hours?")),
 )
 _ATTACHED = re.compile(r"[%°$€£¥₹]|°[CF]|[kcm]m|kg|[kMGT]Wh?|[KMGT]B|percent")
 """Units that may follow a number without a space; others would make "4G" and "1st" numbers."""
 _UNIT = re.compile(r"(?:[^\W\d_]|°)[^\W\d_]*[²³]?(?:[/ ][^\W\d_]+[²³]?)?")
+_POWER = re.compile(r"(?<=[a-zA-Z])\^\{?([23])\}?")
 _HEDGES = re.compile(
     r"\b(?:about|and|approx\w*|at|between|but|either|half|if|least|less|maybe|minus|more|most|n?or"
     r"|not|of|over|perhaps|plus|probably|than|to|under|up)\b",
@@ -176,7 +189,7 @@ def parse_quantity(text: str) -> Quantity | None:
     >>> parse_quantity("$1.2 million"), parse_quantity("-3,400 km/h"), parse_quantity("5 or 6")
     (Quantity(value=1200000.0, unit='$'), Quantity(value=-3400.0, unit='km/h'), None)
     """
-    text = clean(text) or ""
+    text = _POWER.sub(lambda power: "²³"[int(power[1]) - 2], clean(text) or "")
     found = _NUMBER.fullmatch(text)
     if found is None:
         word = None if " " in text or re.search(r"\d", text) else parse_integer(text)
@@ -206,6 +219,10 @@ def _read_unit(text: str, currency: str) -> str | None:
 
 
 def _normalize_unit(unit: str) -> str:
-    unit = unit.lower()
+    """Return a unit's sign, or its name in the singular, with its power."""
+    power = unit[-1:] if unit.endswith(("²", "³")) else ""
+    unit = unit.lower().removesuffix(power)
+    if unit.startswith("square "):
+        unit, power = unit.removeprefix("square "), "²"
     sign = next((sign for sign, words in _SIGNS if words.fullmatch(unit)), None)
-    return sign or unit.removesuffix("s")
+    return (sign or unit.removesuffix("s")) + power

@@ -38,6 +38,12 @@ def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module) -
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize("gold", ["=", "%", "1e999", "nan", float("inf"), "{}", r"\%", "°"])
+def test_a_gold_answer_that_nothing_can_equal_is_refused(gold) -> None:
+    with pytest.raises(ValueError, match=r"no answer can equal .*: give a finite number"):
+        load_task("math").check(example(gold))
+
+
 def test_other_threads_compare_too(module) -> None:
     task, totals = load_task("math"), []
     threads = [

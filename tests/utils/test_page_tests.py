@@ -51,6 +51,15 @@ def test_a_page_written_for_tests_passes_them(test):
             {"type": "absent", "text": "a", "max_diffs": -1},
             "max_diffs of a test must be an integer",
         ),
+        (
+            {"type": "present", "text": "**ab**", "max_diffs": 2},
+            "type present may be at most 1 for text of 2 characters",
+        ),
+        ({"type": "absent", "text": "ab", "max_diffs": 3}, "type absent may be at most 1"),
+        (
+            {"type": "order", "before": "abcde", "after": "abcdef", "max_diffs": 3},
+            "type order may be at most 2 for before of 5 characters",
+        ),
         ({"type": "present", "text": "a", "first_n": True}, "first_n of a test"),
     ],
 )

@@ -236,6 +236,14 @@ def check_test(test: Any) -> None:
         number = test.get(name)
         if number is not None and (type(number) is not int or number < 0):
             raise ValueError(f"{name} of a test must be an integer of at least 0: {test!r:.120}")
+    for name in _TEXTS[kind] if kind in ("present", "absent", "order") else ():
+        length = len(normalize(test[name]))
+        most = length // 2 if kind == "order" else length - 1
+        if _get_diffs(test) > most:
+            raise ValueError(
+                f"max_diffs of a test of type {kind} may be at most {most} for {name} of {length} "
+                f"characters, or other texts pass: {test!r:.120}"
+            )
 
 
 def write_page(tests: Sequence[Test]) -> str:
