@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import official_scripts as scripts
 import random_outputs as outputs
+import random_pages as pages
 from official_scripts import Checkout, Score
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -49,6 +51,7 @@ class Comparison:
         load: maps a checkout to the official score of an output.
         draw: draws an example and an output.
         metric: the benchmark's metric; None: the headline.
+        what: what is drawn, if it is a part of the benchmark.
     """
 
     benchmark: str
@@ -57,6 +60,7 @@ class Comparison:
     load: Callable[[Checkout, str], Score]
     draw: Callable[[random.Random], tuple[Example, str]]
     metric: str | None = None
+    what: str = ""
 
 
 _PALIGEMMA = "big_vision/evaluators/proj/paligemma/transfers/tallyqa.py"
@@ -99,6 +103,14 @@ COMPARISONS = [
         ("iiit5k", "deep-text-recognition", "test.py", scripts.load_words, outputs.draw_word_image),
         ("icdar2015", "deep-text-recognition", "test.py", scripts.load_words,
          outputs.draw_word_image),
+        ("pubtabnet", "PubTabNet", "src/metric.py", scripts.load_teds, pages.draw_table),
+        *(
+            ("olmocr_bench", "olmocr", "olmocr/bench/tests.py", scripts.load_olmocr,
+             partial(pages.draw_page, kind=kind), "passed", f"tests `{kind}`")
+            for kind in ("present", "order", "table", "baseline")
+        ),
+        ("charades_sta", "Time-R1", "evaluate.py", scripts.load_charades, pages.draw_interval,
+         "iou"),
     )
 ]  # fmt: skip
 
@@ -121,7 +133,8 @@ def compare(
             theirs = official(text, example)
         total += theirs
         if ours is None or abs(ours - theirs) > 1e-9:
-            found["other" if task.tags else classify(text)] += 1
+            kind = example.meta.get("kind") or classify(text)
+            found["other" if task.tags else kind] += 1
             logging.info("%s", (comparison.benchmark, text[-90:], example.answer, ours, theirs))
     return found, total / count
 
@@ -275,6 +288,7 @@ def list_results(
         found, mean = compare(comparison, checkout, count, seed)
         source = f"{comparison.repository} {checkout.commit}, `{comparison.file}`"
         name = comparison.benchmark + (f", `{comparison.metric}`" if comparison.metric else "")
+        name += comparison.what and f", {comparison.what}"
         yield name, source, f"{count:,} ({mean:.2f})", format_classes(found)
     rows: list[tuple[str, str, tuple[int, Counter]]] = []
     if checkout := checkouts.get("R1-V"):

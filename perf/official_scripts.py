@@ -273,3 +273,60 @@ def load_mathvista(checkout: Checkout, file: str) -> Score:
         return float(code.safe_equal(found, example.answer))
 
     return score
+
+
+def load_teds(checkout: Checkout, file: str) -> Score:
+    """Load PubTabNet's TEDS, which needs ``apted``; a table that it raises on scores 0."""
+    header = (
+        "from apted import APTED, Config\nfrom apted.helpers import Tree\n"
+        "from lxml import etree, html\nfrom collections import deque\n"
+        "from types import SimpleNamespace\nfrom rapidfuzz.distance import Levenshtein\n"
+        "distance = SimpleNamespace(levenshtein=Levenshtein.distance)"
+    )
+    teds = checkout.load(file, "TableTree", "CustomConfig", "TEDS", header=header).TEDS()
+
+    def score(text: str, example: Example) -> float:
+        pages = (f"<html><body>{table}</body></html>" for table in (text, example.answer))
+        try:
+            return max(0.0, teds.evaluate(*pages))
+        except ValueError:  # a span that is no number
+            return 0.0
+
+    return score
+
+
+def load_olmocr(checkout: Checkout, file: str) -> Score:
+    """Load olmOCR's unit tests, which need ``beautifulsoup4``, but not those of formulas."""
+    names = ("TestType", "TestChecked", "ValidationError", "normalize_text", "BasePDFTest")
+    tests = ("TextPresenceTest", "TextOrderTest", "TableTest", "BaselineTest", "load_single_test")
+    header = (
+        "import json, re, unicodedata\nfrom dataclasses import dataclass\nfrom enum import Enum\n"
+        "from typing import *\nfrom rapidfuzz import fuzz\nfrom fuzzysearch import *"
+    )
+    code = checkout.load(file, *names, *tests, header=header)
+    code.RepeatDetector = checkout.load("olmocr/repeatdetect.py").RepeatDetector
+    tables = checkout.load(str(Path(file).with_name("table_parsing.py")))
+    code.parse_html_tables = tables.parse_html_tables
+    code.parse_markdown_tables = tables.parse_markdown_tables
+
+    def score(text: str, example: Example) -> float:
+        (row,) = example.answer["tests"]
+        test = code.load_single_test({"pdf": "a.pdf", "page": 1, "id": "a", **row})
+        return float(test.run(text)[0])
+
+    return score
+
+
+def load_charades(checkout: Checkout, file: str) -> Score:
+    """Load Time-R1's parser, and the IoU that its loop computes."""
+    code = checkout.load(file, "parse_timestamp_output", header="import re")
+    loop = checkout.find_loop(file, "iou_ = ")
+    line = next(line for line in ast.unparse(loop).split("\n") if "iou_ = " in line)
+    body = f"{line.strip()}\n    return iou_"
+    iou = checkout.import_source(f"def compute(s, e, sp, ep):\n    {body}")
+
+    def score(text: str, example: Example) -> float:
+        start, end = code.parse_timestamp_output(text)
+        return 0.0 if start is None else max(0.0, iou.compute(*example.answer, start, end))
+
+    return score
