@@ -19,19 +19,24 @@ def make_video(
     fps: int = 10,
     container: str = "mp4",
     places: Sequence[int] | None = None,
+    codec: str = "mpeg4",
+    gop: tuple[int, int] | None = None,
 ) -> bytes:
-    """Encode a video whose frame number n has a gray level of 10 · n.
+    """Encode a video whose frame number n has a gray level of 10 · (n modulo 25).
 
-    Its frames are shown one after the other, or from ``places[n] / fps`` seconds.
+    Its frames are shown one after the other, or from ``places[n] / fps`` seconds. ``gop`` are the
+    largest numbers of frames from one key frame to the next, and of B-frames in a row.
     """
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
-        stream: Any = output.add_stream("mpeg4", rate=fps)
+        stream: Any = output.add_stream(codec, rate=fps)
+        if gop is not None:
+            stream.codec_context.gop_size, stream.codec_context.max_b_frames = gop
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
         output.metadata["title"] = TITLE
         for number in range(count):
-            pixels = np.full((size[1], size[0], 3), 10 * number, dtype=np.uint8)
+            pixels = np.full((size[1], size[0], 3), 10 * (number % 25), dtype=np.uint8)
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             if places is not None:
                 frame.pts, frame.time_base = places[number], Fraction(1, fps)
