@@ -105,9 +105,10 @@ def _decode_frames(
         # Half the time between frames where they are even, and less where they are not.
         half = 0.5 / float(max(stream.average_rate or 1, stream.base_rate or 0))
 
+        can_skip = skips and container.format.name in _TIMED
+
         def get_needed() -> float:
-            can_skip = skips and container.format.name in _TIMED and start is not None
-            if not can_skip or len(frames) == len(times):
+            if start is None or not can_skip or len(frames) == len(times):
                 return -math.inf
             return start + times[len(frames)] - half
 
