@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 
-from dataset_files import encode_image, png, write_files
+import pytest
+from dataset_files import encode_image, png, write_files, write_table
 from PIL import Image
 
 from vlm_grpo.data_scripts.olmocr_bench import LONGEST_SIDE
@@ -31,6 +33,48 @@ def test_pubtabnet_puts_the_cells_into_the_structure(convert, tmp_path):
     assert result.rows[0]["images"] == ["val/a.png"]
     assert result.rows[0]["meta"] == {"type": "complex"}
     assert result.reasons == {"its tags and its cells have different numbers": 1}
+
+
+def test_fintabnet_reads_the_tables_of_docling(convert, tmp_path):
+    cells = [[{"tokens": ["<b>", "p", "</b>"], "bbox": [0, 0, 4, 4]}], [{"tokens": ["5"]}]]
+    row = {
+        "image": {"bytes": png(), "path": None},
+        "html": ["<tr>", "<td>", "</td>", "<td", ' rowspan="2"', ">", "</td>", "</tr>"],
+        "cells": cells,
+        "otsl": ["fcel", "fcel", "nl"],
+    }
+    write_table(tmp_path / "data/test-00000-of-00001-7d6f.parquet", [row, row | {"cells": []}])
+    result = convert("fintabnet", tmp_path, tmp_path / "images")
+    assert result.answers == {
+        "test-0": '<table><tr><td><b>p</b></td><td rowspan="2">5</td></tr></table>'
+    }
+    assert result.rows[0]["meta"] == {"type": "complex"}
+    assert result.reasons == {"its tags and its cells have different numbers": 1}
+
+
+PAGE = {"primary_language": "en", "is_rotation_valid": True, "natural_text": "# Title\n\nText."}
+
+
+@pytest.mark.parametrize("is_json", [True, False])  # olmOCR-mix-0225, olmOCR-mix-1025
+def test_olmocr_mix_renders_pages_with_text(convert, tmp_path, is_json):
+    changes = [{}, {"natural_text": None}, {"is_rotation_valid": False}, {}]
+    pages = [PAGE | change for change in changes]
+    rows = [{"response": json.dumps(page)} if is_json else page for page in pages]
+    keys = ["id", "__index_level_0__"]
+    rows = [row | {keys[is_json]: f"page{n}", "url": "x"} for n, row in enumerate(rows)]
+    pdf = encode_image(Image.new("RGB", (200, 100), "white"), "PDF")
+    write_files(tmp_path, {"pdf_tarballs/extracted/page0.pdf": pdf})
+    write_table(tmp_path / "eval-s2pdf.parquet", rows)
+    for source in (tmp_path, tmp_path / "eval-s2pdf.parquet"):
+        (tmp_path / "out" / "olmocr_mix.jsonl").unlink(missing_ok=True)
+        result = convert("olmocr_mix", source, tmp_path / "images")
+        assert result.answers == {"page0": {"text": "# Title\n\nText."}}
+        assert result.rows[0]["meta"] == {"language": "en"}
+        assert result.reasons == {
+            "it has no text": 1,
+            "it is not upright": 1,
+            "its image is missing in the source": 1,  # page3.pdf
+        }
 
 
 def test_olmocr_bench_groups_tests_by_page(convert, tmp_path):

@@ -28,6 +28,20 @@ def test_chartqa_table(convert, tmp_path):
     assert result.rows[0]["meta"] == {"type": "augmented"}
 
 
+def test_cosyn_has_a_row_for_each_question(convert, tmp_path):
+    texts = {
+        "question": ["How many?", "Why?", "x?"],
+        "answer": ["$1,200", "a " * 101, "\\frac{1}{2}"],
+    }
+    row = {"id": "t1", "image": IMAGE, "metadata": {"figure_type": "bar", "topic": "x"}}
+    row["qa_pairs"] = texts | {"explanation": ["", "", ""]}
+    write_table(tmp_path / "chart/validation-00000-of-00001.parquet", [row])
+    result = convert("cosyn", tmp_path / "chart", tmp_path / "images")
+    assert result.answers == {"t1-0": "$1,200", "t1-2": "\\frac{1}{2}"}
+    assert result.rows[0]["meta"] == {"type": "bar"}
+    assert result.reasons == {"its answer is no short text": 1}
+
+
 MATHVISTA = {
     "pid": "7",
     "question": "what is the volume? ",

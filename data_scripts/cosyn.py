@@ -1,0 +1,34 @@
+"""CoSyn-400K: questions about images that programs drew: charts, tables, documents, formulas, ….
+
+--source: hf:allenai/CoSyn-400K:validation:chart, with chart, chemical, circuit, diagram, document,
+graphic, math, music, nutrition or table as the kind; or the folder of one kind.
+--images: a folder to write the images into.
+"""
+
+from __future__ import annotations
+
+from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
+from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
+from vlm_grpo.tasks.numeric import clean
+
+
+@converter(tasks=("numeric",), splits={"validation": None, "train": None})
+def convert(request: Request) -> Rows:
+    """Yield one row per question; meta.type is the kind of figure. Answers that are no number and
+    no short text are left out."""
+    columns = ("id", "image", "qa_pairs")
+    for row in read_table(request.source, request.split, columns):
+        image, pairs = get_image_bytes(row["image"]), row["qa_pairs"]
+        meta = {"type": (row.get("metadata") or {}).get("figure_type")}
+        texts = zip(pairs["question"], pairs["answer"], strict=True)
+        for number, (question, answer) in enumerate(texts):
+            name = f"{row['id']}-{number}"
+            if clean(answer) is None:
+                reason = "its answer is no short text"
+                yield RefusedRow(name, reason, f"{answer!r:.80}", kind="excluded")
+            else:
+                yield ConvertedRow(name, (image,), question, answer, meta)
+
+
+if __name__ == "__main__":
+    raise SystemExit(convert.main())
