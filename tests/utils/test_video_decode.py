@@ -58,6 +58,14 @@ def test_skipping_groups_of_frames_changes_no_frame(
         assert read == num_frames if container == "avi" else read <= 24 * (count + 1)
 
 
+def test_an_index_that_leads_back_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_video(480, gop=(400, 0))
+    monkeypatch.setattr(video_decode, "_FAR", 0.1)
+    monkeypatch.setattr(video_decode, "_MAX_GROUP", 1)
+    frames = decode_frames(io.BytesIO(data), [0.0, 20.0, 47.0], SIZE)
+    assert [level(frame) for frame in frames] == [0, 0, 20]  # 200 and 470 modulo 25
+
+
 def decode_and_count(
     data: bytes, times: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[bytes], int]:

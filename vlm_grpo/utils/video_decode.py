@@ -147,10 +147,12 @@ def _read_frames(container: Any, stream: Any, get_needed: Callable[[], float]) -
     unit, is_indexed = float(stream.time_base), container.format.name in _INDEXED
     group: list[Any] = []  # packets that are not decoded yet
     has_skipped, key, expected = False, None, None
-    first = -math.inf
+    first = read = -math.inf
     for packet in container.demux(stream):
         has_time = packet.pts is not None
         if packet.is_keyframe and has_time and packet.pts * unit <= get_needed():
+            if has_skipped and not group:  # Where key frames are rare, the index leads back.
+                is_indexed = packet.pts * unit > read
             has_skipped, key, group = has_skipped or bool(group), packet.pts, []
         elif has_skipped and not group:
             raise ValueError("its index is wrong")
