@@ -20,9 +20,11 @@ from vlm_grpo.utils.video_decode import build_strip, decode_frames, fit_strip, r
 SIZE = (64, 48)
 
 
-@pytest.mark.parametrize("container", ["mp4", "matroska", "avi"])
-def test_frames_are_those_shown_at_the_times(container: str) -> None:
-    data = make_video(container=container)
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
+@pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts"])
+def test_frames_are_those_shown_at_the_times(container: str, codec: str) -> None:
+    gop = (12, 2) if codec == "libx264" else None
+    data = make_video(container=container, codec=codec, gop=gop)
     shape = read_shape(io.BytesIO(data))
     assert (shape.size, shape.fps, shape.count) == (SIZE, 10, 20)
     frames = decode_frames(io.BytesIO(data), [0.0, 0.3, 0.94, 0.96, 1.9], SIZE)

@@ -101,7 +101,7 @@ def _decode_frames(
 ) -> list[Image.Image]:
     frames: list[Image.Image] = []
     with _open(source) as (container, stream):
-        last, start, time = None, None, 0.0
+        last, start, time, unit = None, None, 0.0, float(stream.time_base)
         # Half the time between frames where they are even, and less where they are not.
         half = 0.5 / float(max(stream.average_rate or 1, stream.base_rate or 0))
 
@@ -113,10 +113,14 @@ def _decode_frames(
             return start + times[len(frames)] - half
 
         for frame in _read_frames(container, stream, get_needed):
-            if frame.time is None:
+            seconds = frame.time
+            if container.format.name == "avi":  # It has the times of decoding, which are as even.
+                known = frame.dts is not None
+                seconds = frame.dts * unit if known else (start or 0.0) + time + 2 * half
+            if seconds is None:
                 raise ValueError("its frames have no times: encode it again")
-            start = frame.time if start is None else start
-            time = frame.time - start
+            start = seconds if start is None else start
+            time = seconds - start
             if (frame.width, frame.height) != size:
                 raise ValueError(
                     f"it has a frame of {frame.width}x{frame.height} pixels instead of "
