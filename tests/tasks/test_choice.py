@@ -76,3 +76,9 @@ def test_corpus_metrics_show_a_bias_of_position():
     assert task.corpus_metrics([], []) == {}
     scores = [task.score("A", example).metrics["first"] for example in examples]
     assert scores == [1, 1, 1]
+
+
+def test_corpus_metrics_name_the_letter_that_is_shown():
+    task = load_task("choice")
+    example = next(e for e in map(make_example, "abcdef") if task.gold(e) == "C")
+    assert task.corpus_metrics([0], [example]) == {"majority_baseline": 1.0, "exact_of_C": 1.0}
