@@ -104,7 +104,6 @@ def _decode_frames(
         last, start, time, unit = None, None, 0.0, float(stream.time_base)
         # Half the time between frames where they are even, and less where they are not.
         half = 0.5 / float(max(stream.average_rate or 1, stream.base_rate or 0))
-
         can_skip = skips and container.format.name in _TIMED
 
         def get_needed() -> float:
@@ -114,7 +113,7 @@ def _decode_frames(
 
         for frame in _read_frames(container, stream, get_needed):
             seconds = frame.time
-            if container.format.name == "avi":  # It has the times of decoding, which are as even.
+            if container.format.name == "avi":  # It stores decoding times; others are guesses.
                 known = frame.dts is not None
                 seconds = frame.dts * unit if known else (start or 0.0) + time + 2 * half
             if seconds is None:
