@@ -2,10 +2,13 @@
 
 The model is a Qwen2.5-VL of 1.2 million parameters that counts shapes, locates a shape and reads
 words with an accuracy of about one half, so that most groups in GRPO contain both right and wrong
-completions. The warm-up is supervised learning on random examples. The three tasks are learned at
-different speeds, one after the other: a task that has reached its target accuracy is held there by
-a share of each batch in proportion to what it lacks, while the others catch up, and training stops
-once all three are inside the range ``stop``.
+completions. The warm-up is supervised learning on random examples. After two lessons that teach it
+to see (``tiny_vlm_lessons``), the language model learns the three tasks well, and then takes a step
+back: its weights become a point on the line from those before the tasks to those after them
+(linear interpolation, as in Wortsman et al. 2022, https://arxiv.org/abs/2109.01903), which lowers
+all accuracies to about one half. Such a model has learned what the tasks need and does not use it
+reliably, as large models before reinforcement learning; a model that merely stopped early has not
+learned it, and does not by rewards.
 
 The command reproduces accuracies, not bits: threads, processors and versions of torch change the
 order of additions, and a thousand steps amplify the difference. The finished model is tested on new
@@ -18,9 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,13 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes, make_words
 from vlm_grpo.data_scripts.tiny_vlm import build_model, build_processor, render_model_card
+from vlm_grpo.data_scripts.tiny_vlm_lessons import (
+    Schedule,
+    VisionHeads,
+    compute_vision_loss,
+    draw_place_questions,
+    train,
+)
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.registry import load_task
@@ -46,8 +55,12 @@ MAKERS = {
     "counting": (make_shapes.draw_examples, "cluttered"),
     "grounding": (make_shapes.draw_examples, "crowded"),
 }
-"""Each task's generator and kind of data, in the order in which the tasks are learned. Counting and
-grounding use scenes other than those of the recipes, which leaves more room for improvement."""
+"""Each task's generator and kind of data. Counting and grounding use scenes other than those of the
+recipes, which leaves more room for improvement."""
+SHARES = {"ocr": 16, "counting": 32, "grounding": 48}
+"""Examples of each task in a batch: more of those that are harder to learn."""
+REMAINING = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8)
+"""Shares of the way from the weights before the tasks to those after them that are tried."""
 BAND = (0.25, 0.65)
 """Range of held-out accuracies in which most groups contain right and wrong completions; the
 finished model's must lie in it."""
@@ -61,32 +74,18 @@ class WarmUpSettings:
 
     Attributes:
         seed: seed of the weights and of all examples.
-        max_steps: largest number of optimizer steps, and length of the learning-rate schedule.
-        peak: highest learning rate, reached after ``warmup`` steps; a cosine decay to zero follows.
-        enough: two accuracies: a task has been learned once it reaches the first, and is then held
-            below the second.
-        focus: examples per batch of the first task that has not been learned.
-        other: examples per batch of each other task that has not been learned.
-        keep: examples per batch of a learned task with accuracy 0; fewer the nearer its accuracy
-            is to the second of ``enough``.
-        stop: training stops when the held-out accuracy of every task is in this range.
-        check_every: steps between two held-out checks, starting at step ``first_check``.
-        held_out: examples per task in a held-out check.
+        see: schedule of the vision tower's lesson, on 64 scenes and 64 words per step.
+        place: schedule of the language model's lesson, on 96 questions per step.
+        tasks: schedule of the tasks, on ``SHARES`` examples per step.
+        held_out: examples per task for choosing the step back.
         test_size: examples per task in the test of the finished model.
         band: range of the finished model's accuracies, in both tests.
     """
 
     seed: int = 0
-    max_steps: int = 2400
-    peak: float = 1.5e-3
-    warmup: int = 100
-    enough: tuple[float, float] = (0.42, 0.5)
-    focus: int = 36
-    other: int = 8
-    keep: int = 20
-    stop: tuple[float, float] = (0.38, 0.58)
-    check_every: int = 25
-    first_check: int = 200
+    see: Schedule = field(default_factory=lambda: Schedule(steps=2400, peak=2e-3))
+    place: Schedule = field(default_factory=lambda: Schedule(steps=600, peak=2e-3))
+    tasks: Schedule = field(default_factory=lambda: Schedule(steps=800, peak=1.5e-3))
     held_out: int = 200
     test_size: int = 500
     band: tuple[float, float] = BAND
@@ -188,87 +187,89 @@ def measure_accuracy(
     return right / len(examples)
 
 
-def mix_tasks(
-    accuracies: Mapping[str, float], learned: Container[str], settings: WarmUpSettings
-) -> dict[str, int]:
-    """Return the number of examples of each task in a batch, given held-out accuracies.
-
-    The first task that has not been learned gets most of the batch. With equal shares each task's
-    gradient is so noisy that the hardest task, reading, makes no progress. A learned task would
-    soon be forgotten without examples, and overshoot with many: between two checks its accuracy
-    moves by up to 0.4.
-    """
-    waiting = [name for name in accuracies if name not in learned]
-    shares = dict.fromkeys(waiting, settings.other)
-    if waiting:
-        shares[waiting[0]] = settings.focus
-    for name, value in accuracies.items():
-        if name in learned:
-            shares[name] = round(settings.keep * max(0.0, 1.0 - value / settings.enough[1]))
-    return shares if any(shares.values()) else dict.fromkeys(accuracies, 1)
-
-
-def compute_learning_rate(step: int, settings: WarmUpSettings) -> float:
-    """Return the learning rate: a linear warm-up to the peak, then a cosine decay to zero."""
-    if step < settings.warmup:
-        return settings.peak * (step + 1) / settings.warmup
-    progress = (step - settings.warmup) / max(1, settings.max_steps - settings.warmup)
-    return settings.peak * 0.5 * (1.0 + float(torch.cos(torch.tensor(progress * torch.pi))))
-
-
 def warm_up(
     model: Qwen2_5_VLForConditionalGeneration,
     processor: Qwen2_5_VLProcessor,
     tasks: Mapping[str, Task],
     settings: WarmUpSettings,
 ) -> dict[str, Any]:
-    """Train until every task is inside the band, or for ``max_steps``.
+    """Give the two lessons, teach the tasks and take the step back.
 
     Returns:
-        The number of steps, the seconds per step, and the last held-out accuracies.
+        The seconds per step of each part, and the accuracies that ``step_back`` returns.
     """
-    held_out = {
+    tower = model.model.visual
+    heads = VisionHeads(model.config.get_text_config().hidden_size)
+    reader = load_embedded_task("ocr")  # its answers are texts
+
+    def see(split: str) -> Tensor:
+        drawn = {
+            name: draw_examples(name, count, settings.seed, split)
+            for name, count in {"ocr": 64, "counting": 32, "grounding": 32}.items()
+        }
+        scenes = [*drawn["counting"], *drawn["grounding"]]
+        return compute_vision_loss(model, processor, heads, scenes, drawn["ocr"])
+
+    def place(split: str) -> Tensor:
+        questions = draw_place_questions(96, settings.seed, split)
+        return supervised_loss(model, processor, [(reader, example) for example in questions])
+
+    def answer(split: str) -> Tensor:
+        losses = []  # means of their own: a count has 2 tokens, a box about 25
+        for name, share in SHARES.items():
+            drawn = draw_examples(name, share, settings.seed, split)
+            batch = [(tasks[name], example) for example in drawn]
+            losses.append(supervised_loss(model, processor, batch))
+        return torch.stack(losses).mean()
+
+    seconds = {"see": train([*tower.parameters(), *heads.parameters()], settings.see, see, "see")}
+    tower.requires_grad_(False)  # it sees as well as it can
+    language = [weight for weight in model.parameters() if weight.requires_grad]
+    seconds["place"] = train(language, settings.place, place, "place")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    seconds["tasks"] = train(language, settings.tasks, answer, "tasks")
+    return {"seconds_per_step": seconds, **step_back(model, processor, before, tasks, settings)}
+
+
+def step_back(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    before: Mapping[str, Tensor],
+    tasks: Mapping[str, Task],
+    settings: WarmUpSettings,
+) -> dict[str, Any]:
+    """Move the weights back toward ``before``, to where the accuracies are nearest to the middle
+    of the band.
+
+    Returns:
+        The share of the way that remains, and the accuracies by share, 1.0 being the weights after
+        the tasks.
+    """
+    after = {name: weight.clone() for name, weight in model.state_dict().items()}
+    examples = {
         name: draw_examples(name, settings.held_out, settings.seed, "warmup-check")
         for name in tasks
     }
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    accuracies, learned = dict.fromkeys(tasks, 0.0), set[str]()
-    step, seconds = 0, 0.0
-    for step in range(1, settings.max_steps + 1):
-        start = time.perf_counter()
-        batch = [
-            (tasks[name], example)
-            for name, share in mix_tasks(accuracies, learned, settings).items()
-            if share
-            for example in draw_examples(name, share, settings.seed, f"warmup-{step}")
-        ]
-        for group in optimizer.param_groups:
-            group["lr"] = compute_learning_rate(step - 1, settings)
-        loss = supervised_loss(model, processor, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds += time.perf_counter() - start
-        if step >= settings.first_check and step % settings.check_every == 0:
-            accuracies = {
-                name: measure_accuracy(model, processor, task, held_out[name])
-                for name, task in tasks.items()
-            }
-            learned |= {name for name in tasks if accuracies[name] >= settings.enough[0]}
-            shares = mix_tasks(accuracies, learned, settings)
-            print(
-                f"step {step} loss {loss.item():.3f} {seconds / step:.2f} s/step",
-                *(f"{name} {value:.2f} ({shares[name]})" for name, value in accuracies.items()),
-                flush=True,
-            )
-            if all(settings.stop[0] <= value <= settings.stop[1] for value in accuracies.values()):
-                break
-    return {
-        "steps": step,
-        "seconds_per_step": round(seconds / max(1, step), 3),
-        "check": accuracies,
-    }
+
+    def move(share: float) -> None:
+        for name, weight in model.state_dict().items():
+            weight.copy_(torch.lerp(before[name], after[name], share))
+
+    accuracies: dict[float, dict[str, float]] = {}
+    for share in (*REMAINING, 1.0):
+        move(share)
+        accuracies[share] = {
+            name: measure_accuracy(model, processor, task, examples[name])
+            for name, task in tasks.items()
+        }
+        print(f"{share:.0%} of the way:", accuracies[share], flush=True)
+    middle = sum(settings.band) / 2
+    share = min(
+        REMAINING,
+        key=lambda share: max(abs(value - middle) for value in accuracies[share].values()),
+    )
+    move(share)
+    return {"remaining": share, "accuracies": accuracies}
 
 
 def build_tiny_vlm(settings: WarmUpSettings, out: Path) -> dict[str, Any]:
@@ -349,7 +350,7 @@ def check_band(tests: Sequence[Mapping[str, Any]], band: tuple[float, float]) ->
     if wrong:
         raise OutOfBand(
             f"held-out accuracies outside of {band[0]} to {band[1]}: {', '.join(wrong)}; nothing "
-            "was written: give another --seed, or more --max-steps if a task is below"
+            "was written: give another --seed"
         )
 
 
@@ -358,17 +359,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build and warm up the embedded tiny VLM.")
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and examples")
-    parser.add_argument("--max-steps", type=int, default=WarmUpSettings.max_steps)
     arguments = parser.parse_args(argv)
     try:
-        settings = WarmUpSettings(seed=arguments.seed, max_steps=arguments.max_steps)
+        settings = WarmUpSettings(seed=arguments.seed)
         report = build_tiny_vlm(settings, arguments.out)
     except (UserError, OSError, OutOfBand) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(
-        f"wrote {arguments.out} after {report['steps']} steps; every greedy accuracy is in {BAND}:"
-    )
+    print(f"wrote {arguments.out}; every greedy accuracy is in {BAND}:")
     for test in report["tests"]:
         print(f"  seed {test['seed']}: greedy {test['greedy']}, sampled {test['sampled']}")
     return 0

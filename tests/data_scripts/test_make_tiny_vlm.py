@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from importlib.resources import files as package_files
 from pathlib import Path
 
@@ -19,12 +21,12 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
     WarmUpSettings,
     build_prompts,
     build_tiny_vlm,
-    compute_learning_rate,
     draw_examples,
     load_embedded_task,
     measure_accuracy,
-    mix_tasks,
+    step_back,
 )
+from vlm_grpo.data_scripts.tiny_vlm_lessons import Schedule
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
 
@@ -137,24 +139,8 @@ def test_samples_of_one_prompt_differ_in_reward(processor, model, name):
     assert spread >= 8, "GRPO learns only from groups whose rewards differ: most must"
 
 
-def test_the_mixture_favors_the_first_unlearned_task_and_holds_the_learned_ones():
-    settings = WarmUpSettings(enough=(0.4, 0.5), focus=36, other=8, keep=20)
-    start = dict.fromkeys(MAKERS, 0.0)
-    assert mix_tasks(start, set(), settings) == {"ocr": 36, "counting": 8, "grounding": 8}
-    later = {"ocr": 0.3, "counting": 0.6, "grounding": 0.2}
-    shares = mix_tasks(later, {"ocr", "counting"}, settings)
-    assert shares == {"ocr": 8, "counting": 0, "grounding": 36}  # 20 × (1 − 0.3 / 0.5)
-    done = mix_tasks(dict.fromkeys(MAKERS, 0.9), set(MAKERS), settings)
-    assert sum(done.values()) > 0  # never an empty batch
-
-
-def test_the_learning_rate_rises_to_the_peak_and_falls_to_zero():
-    settings = WarmUpSettings(max_steps=100, warmup=10, peak=1.0)
-    rates = [compute_learning_rate(step, settings) for step in range(101)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == 1.0
-    assert rates[100] == pytest.approx(0.0, abs=1e-6)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
+NOTHING = Schedule(steps=0, peak=0.0)
+BRIEF = WarmUpSettings(see=NOTHING, place=NOTHING, tasks=NOTHING, held_out=4, test_size=4)
 
 
 @pytest.fixture
@@ -166,7 +152,7 @@ def short_answers(monkeypatch):
 @pytest.mark.usefixtures("short_answers")
 def test_a_model_outside_of_the_band_is_not_written(tmp_path, monkeypatch, capsys):
     with pytest.raises(OutOfBand, match=r"ocr 0\.000 \(seed 1\)"):
-        build_tiny_vlm(WarmUpSettings(max_steps=1, test_size=4), tmp_path / "tiny")
+        build_tiny_vlm(BRIEF, tmp_path / "tiny")
     monkeypatch.setattr(make_tiny_vlm, "build_tiny_vlm", build_too_good)
     assert make_tiny_vlm.main(["--out", str(tmp_path / "tiny")]) == 1
     assert "outside of 0.25 to 0.65: ocr 0.660 (seed 3)" in capsys.readouterr().err
@@ -179,16 +165,39 @@ def build_too_good(settings, out):
 
 
 @pytest.mark.usefixtures("short_answers")
-def test_three_steps_write_a_folder_that_loads(tmp_path):
-    out = tmp_path / "tiny"
-    build_tiny_vlm(WarmUpSettings(seed=5, max_steps=3, test_size=4, band=(0.0, 1.0)), out)
+def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path):
+    out, one = tmp_path / "tiny", Schedule(steps=1, peak=1e-3)
+    settings = replace(BRIEF, seed=5, see=one, place=one, tasks=one, band=(0.0, 1.0))
+    build_tiny_vlm(settings, out)
     report = json.loads((out / "warmup.json").read_text())
-    assert (report["steps"], report["settings"]["seed"]) == (3, 5)
+    assert report["settings"]["seed"] == 5
+    assert report["seconds_per_step"].keys() == {"see", "place", "tasks"}
     AutoProcessor.from_pretrained(out, local_files_only=True)
     model = AutoModelForImageTextToText.from_pretrained(out, local_files_only=True)
     assert model.num_parameters() == report["parameters"]
     assert "| ocr |" in (out / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_the_step_back_ends_where_all_accuracies_are_nearest_to_the_middle(
+    model, processor, monkeypatch
+):
+    """A model whose accuracy is the share of the way, or its square."""
+    model = copy.deepcopy(model)
+    weight = model.lm_head.weight.detach()
+    before = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    after = weight[0, 0].item()
+
+    def measure(model, processor, task, examples):
+        share = model.lm_head.weight[0, 0].item() / after
+        return share ** (2 if task.primary_metric == "accuracy_50" else 1)
+
+    monkeypatch.setattr(make_tiny_vlm, "measure_accuracy", measure)
+    tasks = {name: load_embedded_task(name) for name in ("ocr", "grounding")}
+    result = step_back(model, processor, before, tasks, replace(BRIEF, band=(0.25, 0.65)))
+    assert result["remaining"] == 0.55  # 0.55 and 0.3025: 0.1 and 0.1475 from 0.45
+    assert weight[0, 0].item() == pytest.approx(0.55 * after)
+    assert result["accuracies"][1.0] == pytest.approx({"ocr": 1.0, "grounding": 1.0})
 
 
 def test_a_folder_in_use_is_an_error_before_any_training(tmp_path, capsys):

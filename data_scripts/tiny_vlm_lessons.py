@@ -1,0 +1,215 @@
+"""What the embedded model learns before its tasks: to see, and to connect a name with a place.
+
+An answer of a few tokens says little about an image: a thousand steps on answers alone leave a
+vision tower that tells two shapes apart badly. In the first lesson, heads on every image token,
+which are thrown away afterwards, name the shapes in it and their boxes, count their centers and
+read the letters, so that each image supervises every token. In the second one, the language model
+says which of nine cells a shape is in. It repeats the names of several shapes before their cells,
+which leads it to look for the shape that it has just named.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+
+from vlm_grpo.data_scripts import make_shapes
+from vlm_grpo.data_scripts.make_shapes import KINDS, PAIRS, SIDE
+from vlm_grpo.data_scripts.make_words import LETTERS
+from vlm_grpo.types import Example
+
+CELLS = 3
+"""Image tokens per row and column of a scene."""
+QUARTERS = 2
+"""Parts of a token per axis; each names the shape that covers most of it, and that shape's box."""
+LEAST_AREA = 12
+"""A part names a shape that covers at least so many of its 196 pixels."""
+COLUMNS = 9
+"""Parts of a word's token from left to right; each names a letter or none."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A number of optimizer steps with a learning rate that rises to ``peak`` in the first 50 and
+    then falls to zero as a cosine."""
+
+    steps: int
+    peak: float
+    warmup: int = 50
+
+    def compute_rate(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.peak * 0.5 * (1.0 + math.cos(progress * math.pi))
+
+
+def train(
+    parameters: Iterable[nn.Parameter],
+    schedule: Schedule,
+    compute_loss: Callable[[str], Tensor],
+    name: str,
+) -> float:
+    """Take the optimizer steps of a schedule and return the mean seconds of one.
+
+    Args:
+        compute_loss: returns the loss on the examples of a split, one for each step.
+        name: what is learned; the splits' names begin with it.
+    """
+    weights = list(parameters)
+    optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.98), weight_decay=0.01)
+    start = time.perf_counter()
+    for step in range(schedule.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.compute_rate(step)
+        loss = compute_loss(f"warmup-{name}-{step}")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 49:
+            print(f"{name}: step {step + 1}/{schedule.steps}, loss {loss.item():.3f}", flush=True)
+    return round((time.perf_counter() - start) / max(1, schedule.steps), 3)
+
+
+class VisionHeads(nn.Module):
+    """Linear heads on the image tokens; ``width`` is the size of a token's features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        parts = QUARTERS**2
+        self.names = nn.Linear(width, parts * (1 + len(PAIRS)))
+        self.boxes = nn.Linear(width, parts * 4)
+        self.counts = nn.Linear(width, len(KINDS))
+        self.letters = nn.Linear(width, COLUMNS * (1 + len(LETTERS)))
+
+    def compute_scene_loss(self, tokens: Tensor, scenes: Sequence[Example]) -> Tensor:
+        """Return the loss of scenes: the cross-entropy of the names, the distance of the boxes of
+        shapes in sides of the scene, and the squared error of the number of centers by kind.
+
+        Args:
+            tokens: (scenes, 9, width).
+        """
+        labels = [label_scene(scene.meta["shapes"]) for scene in scenes]
+        names, boxes, counts = (torch.stack(part) for part in zip(*labels, strict=True))
+        scores = self.names(tokens).unflatten(-1, (-1, 1 + len(PAIRS)))
+        distances = (self.boxes(tokens).unflatten(-1, (-1, 4)) - boxes).abs()
+        return (
+            functional.cross_entropy(scores.flatten(0, -2), names.flatten())
+            + 5 * distances[names > 0].mean()
+            + 2 * functional.mse_loss(self.counts(tokens), counts)
+        )
+
+    def compute_word_loss(self, tokens: Tensor, words: Sequence[str]) -> Tensor:
+        """Return the connectionist temporal classification loss of the letters, which needs no
+        places of theirs (Graves et al. 2006, https://doi.org/10.1145/1143844.1143891).
+
+        Args:
+            tokens: (words, 3, width).
+        """
+        scores = self.letters(tokens).unflatten(-1, (COLUMNS, -1)).flatten(1, 2)
+        return functional.ctc_loss(
+            scores.log_softmax(-1).transpose(0, 1),
+            torch.tensor([1 + LETTERS.index(letter) for word in words for letter in word]),
+            torch.full((len(words),), scores.shape[1]),
+            torch.tensor([len(word) for word in words]),
+        )
+
+
+def label_scene(shapes: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a scene's tokens show.
+
+    Args:
+        shapes: kind, color and box of each shape.
+
+    Returns:
+        The number of the pair of kind and color in each part of a token, from 1 on, or 0 for none,
+        (9, 4); the box of its shape in sides of the scene, (9, 4, 4); the centers of shapes in each
+        token by kind, (9, 3).
+    """
+    boxes = torch.tensor([shape["box"] for shape in shapes])
+    starts = torch.arange(0, SIDE, SIDE // (CELLS * QUARTERS))
+    ends = starts + SIDE // (CELLS * QUARTERS)
+    covered = [
+        (
+            torch.minimum(boxes[:, axis + 2, None], ends)
+            - torch.maximum(boxes[:, axis, None], starts)
+        )
+        for axis in (0, 1)
+    ]
+    areas = covered[1].clamp(min=0)[:, :, None] * covered[0].clamp(min=0)[:, None]
+    most, who = (_split_into_tokens(part) for part in areas.max(dim=0))
+    pairs = torch.tensor([1 + PAIRS.index((shape["kind"], shape["color"])) for shape in shapes])
+    counts = torch.zeros(CELLS**2, len(KINDS))
+    for shape in shapes:
+        counts[find_cell(shape["box"]), KINDS.index(shape["kind"])] += 1
+    return torch.where(most >= LEAST_AREA, pairs[who], 0), boxes[who] / SIDE, counts
+
+
+def find_cell(box: Sequence[int]) -> int:
+    """Return the number of the token with a box's center, 0 to 8 in reading order."""
+    column, row = ((box[axis] + box[axis + 2]) // 2 * CELLS // SIDE for axis in (0, 1))
+    return row * CELLS + column
+
+
+def _split_into_tokens(grid: Tensor) -> Tensor:
+    """Regroup (rows, columns) of all parts of a scene by token: (9, 4)."""
+    return (
+        grid.view(CELLS, QUARTERS, CELLS, QUARTERS).transpose(1, 2).reshape(CELLS**2, QUARTERS**2)
+    )
+
+
+def encode_images(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    examples: Sequence[Example],
+) -> Tensor:
+    """Return the features of images of one size, (images, tokens, width)."""
+    images = [image.load() for example in examples for image in example.images]
+    inputs = processor.image_processor(images=images, return_tensors="pt")
+    with torch.autocast("cpu", torch.bfloat16):
+        features = model.model.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    return features.pooler_output.float().unflatten(0, (len(images), -1))
+
+
+def compute_vision_loss(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    heads: VisionHeads,
+    scenes: Sequence[Example],
+    words: Sequence[Example],
+) -> Tensor:
+    """Return the loss of scenes and of images of words."""
+    return heads.compute_scene_loss(
+        encode_images(model, processor, scenes), scenes
+    ) + heads.compute_word_loss(
+        encode_images(model, processor, words), [str(word.answer) for word in words]
+    )
+
+
+def draw_place_questions(count: int, seed: int, split: str) -> list[Example]:
+    """Draw scenes of one to three shapes with questions for their cells, 1 to 9: every other one
+    asks for one shape, the others for all, with their names in the answer."""
+    examples = make_shapes.draw_examples("crowded", count, seed, split)
+    return [_ask_for_places(example, number % 2 == 0) for number, example in enumerate(examples)]
+
+
+def _ask_for_places(example: Example, one: bool) -> Example:
+    cells = {
+        f"{shape['color']} {shape['kind']}": str(1 + find_cell(shape["box"]))
+        for shape in example.meta["shapes"]
+    }
+    if one:
+        name, cell = next(iter(cells.items()))
+        return replace(example, question=f"Where is the {name}?", answer=cell)
+    answer = "; ".join(f"{name} {cell}" for name, cell in cells.items())
+    return replace(example, question=f"Where are {', '.join(cells)}?", answer=answer)
