@@ -140,7 +140,9 @@ def test_samples_of_one_prompt_differ_in_reward(processor, model, name):
 
 
 NOTHING = Schedule(steps=0, peak=0.0)
-BRIEF = WarmUpSettings(see=NOTHING, place=NOTHING, tasks=NOTHING, held_out=4, test_size=4)
+BRIEF = WarmUpSettings(
+    see=NOTHING, place=NOTHING, locate=NOTHING, tasks=NOTHING, held_out=4, test_size=4
+)
 
 
 @pytest.fixture
@@ -171,7 +173,7 @@ def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path):
     build_tiny_vlm(settings, out)
     report = json.loads((out / "warmup.json").read_text())
     assert report["settings"]["seed"] == 5
-    assert report["seconds_per_step"].keys() == {"see", "place", "tasks"}
+    assert report["seconds_per_step"].keys() == {"see", "place", "locate", "tasks"}
     AutoProcessor.from_pretrained(out, local_files_only=True)
     model = AutoModelForImageTextToText.from_pretrained(out, local_files_only=True)
     assert model.num_parameters() == report["parameters"]

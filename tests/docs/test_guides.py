@@ -30,7 +30,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "only changes the reader's shell",
     "pip install --constraint constraints.txt .": "tests/test_package.py installs the wheel",
     "python -m pytest tests/tasks/test_reward_hacking.py -s": "run as one of the tests",
-    "python -m vlm_grpo.data_scripts.make_tiny_vlm --out tiny-vlm": "trains for ten minutes",
+    "python -m vlm_grpo.data_scripts.make_tiny_vlm --out tiny-vlm": "trains for half an hour",
     "vlm-grpo train judged data.train=train.jsonl data.eval=test.jsonl "
     "task_options.address=http://localhost:8000/v1 "
     "task_options.judge_model=Qwen/Qwen2.5-VL-72B-Instruct": "tests/tasks/test_judged.py trains",
