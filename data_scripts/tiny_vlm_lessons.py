@@ -1,16 +1,15 @@
-"""What the embedded model learns before its tasks: to see, and to connect a name with a place.
+"""Lessons that the embedded model gets before its tasks.
 
-An answer of a few tokens says little about an image: a thousand steps on answers alone leave a
-vision tower that tells two shapes apart badly. In the first lesson, heads on every image token,
-which are thrown away afterwards, name the shapes in it and their boxes, count their centers and
-read the letters, so that each image supervises every token. In the second one, the language model
-says which of nine cells a shape is in. It repeats the names of several shapes before their cells,
-which leads it to look for the shape that it has just named.
+An answer of a few tokens says little about an image: after a thousand steps on answers alone, the
+vision tower hardly distinguishes two shapes. In the first lesson, every image token has linear
+heads, which are dropped afterwards. They predict the names and boxes of shapes, the number of shape
+centers, and letters, so that each image supervises all of its tokens. In the second lesson, the
+language model names the cell, one of nine, that contains a shape. If it is asked for several
+shapes, it writes each name before its cell, which teaches it to attend to the shape just named.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
+from transformers import (
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    get_cosine_schedule_with_warmup,
+)
 
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.make_shapes import KINDS, PAIRS, SIDE
@@ -29,28 +32,23 @@ from vlm_grpo.types import Example
 CELLS = 3
 """Image tokens per row and column of a scene."""
 QUARTERS = 2
-"""Parts of a token per axis; each names the shape that covers most of it, and that shape's box."""
+"""Parts per axis into which a token is divided; the label of a part is the shape with the largest
+overlap."""
 LEAST_AREA = 12
-"""A part names a shape that covers at least so many of its 196 pixels."""
+"""Smallest overlap of a shape with a part that counts, in pixels; a part has 196."""
 COLUMNS = 9
-"""Parts of a word's token from left to right; each names a letter or none."""
+"""Parts into which the token of a word is divided, from left to right; each shows one letter or
+none."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number of optimizer steps with a learning rate that rises to ``peak`` in the first 50 and
-    then falls to zero as a cosine."""
+    """The number of optimizer steps and the highest learning rate, which is reached after
+    ``warmup`` steps and decays to zero as a cosine."""
 
     steps: int
     peak: float
     warmup: int = 50
-
-    def compute_rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.peak * 0.5 * (1.0 + math.cos(progress * math.pi))
 
 
 def train(
@@ -66,15 +64,15 @@ def train(
         name: what is learned; the splits' names begin with it.
     """
     weights = list(parameters)
-    optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(weights, lr=schedule.peak, betas=(0.9, 0.98), weight_decay=0.01)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, schedule.warmup, schedule.steps)
     start = time.perf_counter()
     for step in range(schedule.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.compute_rate(step)
         loss = compute_loss(f"warmup-{name}-{step}")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         if step % 50 == 49:
             print(f"{name}: step {step + 1}/{schedule.steps}, loss {loss.item():.3f}", flush=True)
@@ -82,7 +80,7 @@ def train(
 
 
 class VisionHeads(nn.Module):
-    """Linear heads on the image tokens; ``width`` is the size of a token's features."""
+    """Linear heads that predict what an image token shows from its ``width`` features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -132,9 +130,9 @@ def label_scene(shapes: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor, Tenso
         shapes: kind, color and box of each shape.
 
     Returns:
-        The number of the pair of kind and color in each part of a token, from 1 on, or 0 for none,
-        (9, 4); the box of its shape in sides of the scene, (9, 4, 4); the centers of shapes in each
-        token by kind, (9, 3).
+        For each part of a token, the index of the shape's kind and color in ``PAIRS`` plus 1, or 0
+        without a shape, (9, 4); for each part, the shape's box as shares of the scene's side,
+        (9, 4, 4); for each token, the number of shape centers of each kind, (9, 3).
     """
     boxes = torch.tensor([shape["box"] for shape in shapes])
     starts = torch.arange(0, SIDE, SIDE // (CELLS * QUARTERS))

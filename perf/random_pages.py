@@ -42,7 +42,7 @@ def write_table(rng: random.Random, tag: str = "td") -> str:
 
 
 def break_table(rng: random.Random, table: str) -> str:
-    """Return a table with a random change, most of which leave it malformed."""
+    """Apply a random change to a table; most changes make it malformed."""
     place = rng.randrange(7, len(table))
     kinds: list[Callable[[], str]] = [
         lambda: table,

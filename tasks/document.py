@@ -19,10 +19,8 @@ MAX_CHARACTERS = 50_000
 """Maximum length of a page's text."""
 MAX_BLOCKS = 400
 """Maximum number of paragraphs of a page that are matched."""
-
-
 _MOST_TIMES, _MOST_MORE = 3, 1_000
-"""An answer may have that many times the letters of the page's text, and that many more."""
+"""Most letters of an answer: the first number times those of the gold text, plus the second."""
 
 
 class Document(Task):

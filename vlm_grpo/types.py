@@ -69,13 +69,18 @@ class ImageRef:
         return self if self.noise is None else replace(self, noise=None)
 
     def read_bytes(self) -> bytes:
-        """Return the bytes of an image that has ``data``.
+        """Return the encoded bytes.
 
         Raises:
             ValueError: they cannot be read from their file.
         """
-        data = self.data or b""
-        return data if isinstance(data, bytes) else data.read()
+        if self.path is None:
+            data = self.data or b""
+            return data if isinstance(data, bytes) else data.read()
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{self.kind} {self.name} cannot be read: {error}") from error
 
     def load(self) -> Image.Image:
         """Decode the image to RGB, as ``vlm_grpo.utils.image_decode.decode_image``.
@@ -122,14 +127,10 @@ class VideoRef(ImageRef):
         return fit_strip(self.size, self.num_frames)[0]
 
     def read_bytes(self) -> bytes:
-        """Return the bytes of a clip's file, or of its frames; errors as before."""
-        try:
-            parts = (f.read_bytes() if f.path is None else f.path.read_bytes() for f in self.frames)
-            if self.frames or self.path is None:
-                return b"".join(parts) if self.frames else super().read_bytes()
-            return self.path.read_bytes()
-        except OSError as error:
-            raise ValueError(f"video {self.name} cannot be read: {error}") from error
+        """Return the bytes of the video file, or of all frames; errors as for images."""
+        return (
+            b"".join(f.read_bytes() for f in self.frames) if self.frames else super().read_bytes()
+        )
 
     def load_frames(
         self, fit: Callable[[Image.Image], Image.Image] = lambda frame: frame

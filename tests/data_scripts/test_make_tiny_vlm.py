@@ -25,7 +25,9 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
     load_embedded_task,
     measure_accuracy,
     step_back,
+    warm_up,
 )
+from vlm_grpo.data_scripts.tiny_vlm import build_model
 from vlm_grpo.data_scripts.tiny_vlm_lessons import Schedule
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
@@ -179,6 +181,19 @@ def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path):
     assert model.num_parameters() == report["parameters"]
     assert "| ocr |" in (out / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+@pytest.mark.usefixtures("short_answers")
+@pytest.mark.parametrize("part", ["see", "place", "tasks"])
+def test_the_vision_tower_learns_in_its_lesson_only(processor, monkeypatch, part):
+    monkeypatch.setattr(make_tiny_vlm, "SHARES", {"ocr": 4})
+    model = build_model(processor, 0)
+    weights = next(model.model.visual.parameters()), next(model.model.language_model.parameters())
+    starts = [weight.detach().clone() for weight in weights]
+    settings = replace(BRIEF, **{part: Schedule(steps=1, peak=1e-2, warmup=0)})
+    warm_up(model, processor, {"ocr": load_embedded_task("ocr")}, settings)
+    moved = [not torch.equal(*pair) for pair in zip(weights, starts, strict=True)]
+    assert moved == [part == "see", part != "see"]
 
 
 def test_the_step_back_ends_where_all_accuracies_are_nearest_to_the_middle(

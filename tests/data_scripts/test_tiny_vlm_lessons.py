@@ -110,22 +110,19 @@ def test_questions_ask_for_the_cells_of_one_shape_or_of_all():
     assert second.answer == "; ".join(f"{name} {cell}" for name, cell in pairs)
 
 
-def test_the_learning_rate_rises_to_the_peak_and_falls_to_zero():
-    schedule = Schedule(steps=100, peak=1.0, warmup=10)
-    rates = [schedule.compute_rate(step) for step in range(101)]
-    assert rates[0] == pytest.approx(0.1)
-    assert max(rates) == rates[9] == 1.0
-    assert rates[100] == pytest.approx(0.0, abs=1e-6)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
-
-
-def test_training_draws_new_examples_for_each_step():
-    weight, splits = nn.Parameter(torch.tensor(1.0)), []
+def test_training_draws_new_examples_and_its_rate_rises_to_the_peak_and_falls_to_zero():
+    weight, splits, values = nn.Parameter(torch.tensor(100.0)), [], []
 
     def compute_loss(split):
         splits.append(split)
-        return weight**2
+        values.append(weight.item())
+        return weight.sum()
 
-    train([weight], Schedule(steps=3, peak=0.1, warmup=1), compute_loss, "squares")
-    assert splits == ["warmup-squares-0", "warmup-squares-1", "warmup-squares-2"]
-    assert weight.item() < 1
+    train([weight], Schedule(steps=20, peak=0.1, warmup=5), compute_loss, "sum")
+    assert splits == [f"warmup-sum-{step}" for step in range(20)]
+    values.append(weight.item())
+    # Under a constant gradient AdamW moves by the rate, and decays the weight by 0.01 of it.
+    rates = [(b - a) / (1 + 0.01 * b) for a, b in zip(values[1:], values, strict=False)]
+    assert rates[:6] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08, 0.1], abs=1e-4)
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert 0 < rates[-1] < 0.005

@@ -287,7 +287,7 @@ def test_multiple_images_have_noise_of_their_own(settings: Any) -> None:
     [
         (
             {"objective": {"top_entropy_quantile": 0.2}},
-            "rollout.noise changes those of a part of each group",
+            "rollout.noise raises them for some completions only",
         ),
         ({"objective": {"beta": 0.1}}, "rollout.noise needs objective.beta=0, and no replay"),
         ({"objective": {"replay": {}}}, "and no replay, distillation or perception"),

@@ -268,8 +268,8 @@ class Settings(Frozen):
             )
         if self.rollout.noise is not None and own.top_entropy_quantile < 1:
             problems.append(
-                "objective.top_entropy_quantile compares all entropies of a step, and "
-                "rollout.noise changes those of a part of each group: remove one of them"
+                "objective.top_entropy_quantile ranks the entropies of all tokens, and "
+                "rollout.noise raises them for some completions only: remove one of them"
             )
         weighs = own.perception is not None and own.perception.weighs_tokens
         if weighs and (self.rollout.top_p < 1 or self.rollout.top_k or self.rollout.min_p):
