@@ -26,6 +26,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.trainer import train
+from vlm_grpo.types import VideoRef
 from vlm_grpo.utils.chat import Turn
 
 EXAMPLES = make_shapes.draw_examples("counting", 6)
@@ -145,6 +146,20 @@ def test_the_first_training_example_that_differs_is_named(now: list, message: st
         check_same_data(compute_digests(EXAMPLES), "d.jsonl", now, settings, "step-7")
     assert message in str(caught.value)
     check_same_data(compute_digests(EXAMPLES), "d.jsonl", list(EXAMPLES), settings, "step-7")
+
+
+def test_an_image_is_compared_by_its_name_and_size_and_a_clip_by_its_times_too() -> None:
+    image = EXAMPLES[0].images[0]
+    clip = VideoRef(image.name, image.size, image.resized_size, path=Path("a.mp4"), times=(0, 1))
+    images = [
+        image,
+        dataclasses.replace(image, name="other"),
+        dataclasses.replace(image, size=(1, 1)),
+        clip,
+        dataclasses.replace(clip, times=(0, 2)),
+    ]
+    digests = compute_digests([dataclasses.replace(EXAMPLES[0], images=(i,)) for i in images])
+    assert len(digests.unique(dim=0)) == 5
 
 
 def test_other_versions_of_libraries_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:

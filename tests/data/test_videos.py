@@ -116,6 +116,13 @@ def test_each_file_is_opened_once(clips: Path) -> None:
         first.load()
 
 
+def test_a_file_read_as_a_clip_is_no_image(clips: Path) -> None:
+    reader = VideoReader(clips, 10_000, VideoSettings())
+    reader.read(Clip("a.mp4"), "row 1")
+    with pytest.raises(ValueError, match=r"image a\.mp4 cannot be read"):
+        reader.read("a.mp4", "row 2")
+
+
 def load(folder: Path, *rows: dict[str, Any]) -> list[Example]:
     return [*load_examples(write_rows(folder, *rows), COUNTING)]
 

@@ -114,6 +114,7 @@ def test_training_draws_new_examples_and_its_rate_rises_to_the_peak_and_falls_to
     weight, splits, values = nn.Parameter(torch.tensor(100.0)), [], []
 
     def compute_loss(split):
+        assert weight.grad is None  # no gradient is carried from one step into the next
         splits.append(split)
         values.append(weight.item())
         return weight.sum()
