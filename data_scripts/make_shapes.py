@@ -1,7 +1,8 @@
 """Random scenes of colored shapes for counting and grounding.
 
 Tasks: "counting" or the harder "cluttered" (answer: an integer from 1 to 6), "grounding" or the
-harder "crowded" (answer: ``{"boxes": [[x1, y1, x2, y2]], "labels": [expression]}`` in pixels).
+harder "crowded" or "scattered" (answer: ``{"boxes": [[x1, y1, x2, y2]], "labels": [expression]}``
+in pixels).
 Worlds, whose difficulty is set by dials: "attributes" (count the red circles), "relations"
 (locate the shape left of the red square) and "choices" (what color is the circle?).
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
@@ -221,6 +222,15 @@ def _draw_crowded(name: str, rng: random.Random) -> Example:
     return _build_grounding_example(name, rng, count, Scene(size=24, spread=16))
 
 
+def _draw_scattered(name: str, rng: random.Random) -> Example:
+    """Draw one to four shapes of any size that leaves room for the others."""
+    count = rng.choice((1, 2, 2, 3, 3, 4))
+    size = rng.randint(14, {1: 30, 2: 30, 3: 22, 4: 14}[count])
+    return _build_grounding_example(
+        name, rng, count, Scene(size=size, spread=22 if count == 1 else 8)
+    )
+
+
 def _build_grounding_example(name: str, rng: random.Random, count: int, world: Scene) -> Example:
     """Draw shapes with distinct pairs of kind and color; the question names the first."""
     drawn = _draw_scene(rng.sample(PAIRS, count), world, rng)
@@ -238,7 +248,7 @@ def _build_example(
         images=(hold_image(scene, name),),
         question=question,
         answer=answer,
-        meta={**meta, "shapes": [asdict(shape) for shape in shapes]},
+        meta={**meta, "shapes": [dict(vars(shape)) for shape in shapes]},
     )
 
 
@@ -360,6 +370,7 @@ draw_examples = Generator(
         "cluttered": _draw_cluttered,
         "grounding": _draw_grounding,
         "crowded": _draw_crowded,
+        "scattered": _draw_scattered,
     },
     {"attributes": Attributes, "relations": Relations, "choices": Choices},
 )

@@ -184,7 +184,8 @@ def is_held_out(first: int, second: int) -> bool:
 
 def hold_image(image: Image.Image, name: str) -> ImageRef:
     """Hold an image as PNG bytes in memory; ``resized_size`` is the image's own size."""
-    return ImageRef(name=name, size=image.size, resized_size=image.size, data=encode_png(image))
+    data = encode_png(image, compress_level=1)  # drawing takes a quarter less time than with 6
+    return ImageRef(name=name, size=image.size, resized_size=image.size, data=data)
 
 
 def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Path:

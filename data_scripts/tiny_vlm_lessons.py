@@ -10,6 +10,7 @@ shapes, it writes each name before its cell, which teaches it to attend to the s
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +22,14 @@ from torch.nn import functional
 from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    get_cosine_schedule_with_warmup,
+    get_wsd_schedule,
 )
 
-from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.make_shapes import KINDS, PAIRS, SIDE
 from vlm_grpo.data_scripts.make_words import LETTERS
+from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.types import Example
+from vlm_grpo.utils.chat import Turn, place_images
 
 CELLS = 3
 """Image tokens per row and column of a scene."""
@@ -44,11 +46,12 @@ none."""
 @dataclass(frozen=True)
 class Schedule:
     """The number of optimizer steps and the highest learning rate, which is reached after
-    ``warmup`` steps and decays to zero as a cosine."""
+    ``warmup`` steps, stays for ``stable`` more, and decays to zero as a cosine."""
 
     steps: int
     peak: float
     warmup: int = 50
+    stable: int = 0
 
 
 def train(
@@ -65,7 +68,14 @@ def train(
     """
     weights = list(parameters)
     optimizer = torch.optim.AdamW(weights, lr=schedule.peak, betas=(0.9, 0.98), weight_decay=0.01)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, schedule.warmup, schedule.steps)
+    decay = schedule.steps - schedule.warmup - schedule.stable
+    scheduler = get_wsd_schedule(
+        optimizer,
+        schedule.warmup,
+        num_decay_steps=decay,
+        num_stable_steps=schedule.stable,
+        decay_type="cosine",
+    )
     start = time.perf_counter()
     for step in range(schedule.steps):
         loss = compute_loss(f"warmup-{name}-{step}")
@@ -194,20 +204,84 @@ def compute_vision_loss(
     )
 
 
-def draw_place_questions(count: int, seed: int, split: str) -> list[Example]:
-    """Draw scenes of one to three shapes with questions for their cells, 1 to 9: every other one
-    asks for one shape, the others for all, with their names in the answer."""
-    examples = make_shapes.draw_examples("crowded", count, seed, split)
-    return [_ask_for_places(example, number % 2 == 0) for number, example in enumerate(examples)]
+@torch.no_grad()
+def encode_scenes(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    scenes: Sequence[Example],
+) -> Tensor:
+    """Return the features of scenes without a gradient, (scenes, 9, width)."""
+    parts = [scenes[start : start + 128] for start in range(0, len(scenes), 128)]
+    return torch.cat([encode_images(model, processor, part) for part in parts])
 
 
-def _ask_for_places(example: Example, one: bool) -> Example:
+def compute_place_loss(
+    model: Qwen2_5_VLForConditionalGeneration,
+    processor: Qwen2_5_VLProcessor,
+    features: Tensor,
+    questions: Sequence[Example],
+) -> Tensor:
+    """Return the mean cross-entropy of the answers' tokens, <|im_end|> included.
+
+    Args:
+        features: what ``encode_scenes`` returned for the questions' scenes, (questions, 9, width).
+    """
+    tokenizer, chat, image = processor.tokenizer, ChatTemplate(processor), processor.image_token
+    prompts = [
+        chat.render(place_images([Turn("user", question.question)], 1)) for question in questions
+    ]
+    rows = [
+        (
+            tokenizer(prompt.replace(image, image * CELLS**2))["input_ids"],
+            tokenizer(f"{question.answer}<|im_end|>")["input_ids"],
+        )
+        for prompt, question in zip(prompts, questions, strict=True)
+    ]
+    shape = len(rows), max(len(prompt) + len(answer) for prompt, answer in rows)
+    ids = torch.full(shape, tokenizer.pad_token_id)
+    answered = torch.zeros(shape, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(rows):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        answered[row, len(prompt) : end] = True
+    shown = ids == model.config.image_token_id
+    grid = torch.tensor([[1, 2 * CELLS, 2 * CELLS]])  # patches; four make a token
+    inner: Any = model.model
+    positions, _ = inner.get_rope_index(
+        ids, mm_token_type_ids=shown.int(), image_grid_thw=grid.expand(len(rows), -1)
+    )
+    embedded = model.get_input_embeddings()(ids).masked_scatter(shown[..., None], features)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = inner.language_model(
+            inputs_embeds=embedded, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1][answered[:, 1:]])
+    return functional.cross_entropy(logits.float(), ids[:, 1:][answered[:, 1:]])
+
+
+def draw_place_questions(
+    scenes: Sequence[Example], count: int, rng: random.Random
+) -> tuple[list[int], list[Example]]:
+    """Draw questions for the cells, 1 to 9, of shapes: every other one asks for one shape of its
+    scene, the others for all, with their names in the answer.
+
+    Returns:
+        The numbers of the questions' scenes, and the questions.
+    """
+    numbers = rng.choices(range(len(scenes)), k=count)
+    return numbers, [
+        _ask_for_places(scenes[number], place % 2 == 0, rng) for place, number in enumerate(numbers)
+    ]
+
+
+def _ask_for_places(scene: Example, one: bool, rng: random.Random) -> Example:
+    shapes = scene.meta["shapes"]
     cells = {
         f"{shape['color']} {shape['kind']}": str(1 + find_cell(shape["box"]))
-        for shape in example.meta["shapes"]
+        for shape in rng.sample(shapes, len(shapes))
     }
     if one:
         name, cell = next(iter(cells.items()))
-        return replace(example, question=f"Where is the {name}?", answer=cell)
+        return replace(scene, question=f"Where is the {name}?", answer=cell)
     answer = "; ".join(f"{name} {cell}" for name, cell in cells.items())
-    return replace(example, question=f"Where are {', '.join(cells)}?", answer=answer)
+    return replace(scene, question=f"Where are {', '.join(cells)}?", answer=answer)

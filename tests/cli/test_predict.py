@@ -12,18 +12,19 @@ from PIL import Image
 
 from vlm_grpo.data_scripts import make_shapes
 
+(EXAMPLE,) = make_shapes.draw_examples("grounding", 1)
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run in a folder with the image a.png of a grounding example."""
     monkeypatch.chdir(tmp_path)
-    (example,) = make_shapes.draw_examples("grounding", 1)
-    example.images[0].load().save("a.png")
+    EXAMPLE.images[0].load().save("a.png")
 
 
 def test_a_box_is_drawn_on_the_image_in_its_original_size(capsys):
-    given = ["embedded", "--image", "a.png", "--task", "grounding", "--question", "the red circle"]
-    status, out, _ = run(capsys, "predict", *given)
+    given = ["embedded", "--image", "a.png", "--task", "grounding"]
+    status, out, _ = run(capsys, "predict", *given, "--question", EXAMPLE.question)
 
     assert status == 0
     assert out.splitlines()[1].startswith("answer   ((")

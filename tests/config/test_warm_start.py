@@ -38,8 +38,8 @@ def test_all_steps_of_a_run_can_be_supervised() -> None:
         (["warm_start.steps=all", "data.curriculum={}"], "supervised.*set data.curriculum=null"),
         (["warm_start.steps=all", "objective.replay={}"], "supervised.*set objective.replay=null"),
         (["warm_start.steps=some"], "should be a whole number or be 'all'"),
-        (["warm_start.steps=200"], "leaves no step after it of optim.max_steps=200.*vlm-grpo sft"),
-        (["warm_start.steps=190"], "optim.warmup_steps=20 exceeds the 10 steps"),
+        (["warm_start.steps=400"], "leaves no step after it of optim.max_steps=400.*vlm-grpo sft"),
+        (["warm_start.steps=390"], "optim.warmup_steps=20 exceeds the 10 steps"),
         (["warm_start.steps=5", "warm_start.warmup_steps=6"], "exceeds the 5 supervised steps"),
         (
             ["warm_start.steps=5", "warm_start.warmup_steps=1", "warm_start.schedule=constant"],

@@ -98,7 +98,7 @@ def test_the_count_matches_the_pixels(task):
     assert has_distractors == (task == "cluttered")
 
 
-@pytest.mark.parametrize("task", ["grounding", "crowded"])
+@pytest.mark.parametrize("task", ["grounding", "crowded", "scattered"])
 def test_the_box_is_tight_and_the_expression_is_unique(task):
     for row in draw_examples(task, 200, seed=1):
         color, kind = row.question.removeprefix("the ").split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from dataclasses import replace
 from importlib.resources import files as package_files
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.config.run import EMBEDDED_TASKS
 from vlm_grpo.data_scripts import make_tiny_vlm
+from vlm_grpo.data_scripts.make_shapes import draw_examples as draw_shapes
 from vlm_grpo.data_scripts.make_tiny_vlm import (
     BAND,
     MAKERS,
@@ -25,10 +27,16 @@ from vlm_grpo.data_scripts.make_tiny_vlm import (
     load_embedded_task,
     measure_accuracy,
     step_back,
+    supervised_loss,
     warm_up,
 )
 from vlm_grpo.data_scripts.tiny_vlm import build_model
-from vlm_grpo.data_scripts.tiny_vlm_lessons import Schedule
+from vlm_grpo.data_scripts.tiny_vlm_lessons import (
+    Schedule,
+    compute_place_loss,
+    draw_place_questions,
+    encode_scenes,
+)
 
 FOLDER = Path(str(package_files("vlm_grpo") / "embedded" / "tiny-vlm"))
 
@@ -143,7 +151,7 @@ def test_samples_of_one_prompt_differ_in_reward(processor, model, name):
 
 NOTHING = Schedule(steps=0, peak=0.0)
 BRIEF = WarmUpSettings(
-    see=NOTHING, place=NOTHING, locate=NOTHING, tasks=NOTHING, held_out=4, test_size=4
+    see=NOTHING, place=NOTHING, places=4, locate=NOTHING, tasks=NOTHING, held_out=4, test_size=4
 )
 
 
@@ -183,6 +191,19 @@ def test_a_short_warm_up_writes_a_folder_that_loads(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
+def test_questions_for_places_have_the_loss_of_their_answers(processor, model):
+    scenes = draw_shapes("scattered", 3, 0, "places")
+    numbers, questions = draw_place_questions(scenes, 6, random.Random(0))
+    reader = load_embedded_task("ocr")  # its answers are texts
+    features = encode_scenes(model, processor, scenes)[numbers]
+    with torch.no_grad():
+        found = compute_place_loss(model, processor, features, questions)
+        expected = supervised_loss(model, processor, [(reader, row) for row in questions])
+        wrong = compute_place_loss(model, processor, features.flip(0), questions)
+    assert found.item() == pytest.approx(expected.item(), rel=0.01)  # bfloat16
+    assert wrong.item() != pytest.approx(expected.item(), rel=0.01)
+
+
 @pytest.mark.usefixtures("short_answers")
 @pytest.mark.parametrize("part", ["see", "place", "tasks"])
 def test_the_vision_tower_learns_in_its_lesson_only(processor, monkeypatch, part):
@@ -212,8 +233,8 @@ def test_the_step_back_ends_where_all_accuracies_are_nearest_to_the_middle(
     monkeypatch.setattr(make_tiny_vlm, "measure_accuracy", measure)
     tasks = {name: load_embedded_task(name) for name in ("ocr", "grounding")}
     result = step_back(model, processor, before, tasks, replace(BRIEF, band=(0.25, 0.65)))
-    assert result["remaining"] == 0.55  # 0.55 and 0.3025: 0.1 and 0.1475 from 0.45
-    assert weight[0, 0].item() == pytest.approx(0.55 * after)
+    assert result["remaining"] == 0.575  # 0.575 and 0.331: 0.125 and 0.119 from 0.45
+    assert weight[0, 0].item() == pytest.approx(0.575 * after)
     assert result["accuracies"][1.0] == pytest.approx({"ocr": 1.0, "grounding": 1.0})
 
 

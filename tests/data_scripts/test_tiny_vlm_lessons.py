@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -97,17 +99,26 @@ def test_heads_that_are_right_have_no_loss_of_scenes_and_each_wrong_one_has():
 
 
 def test_questions_ask_for_the_cells_of_one_shape_or_of_all():
-    first, second = draw_place_questions(2, 0, "places")
-    cells = []
-    for example in (first, second):
-        boxes = [shape["box"] for shape in example.meta["shapes"]]
-        centers = [((x1 + x2) / 2, (y1 + y2) / 2) for x1, y1, x2, y2 in boxes]
-        cells.append([str(int(y // 28) * 3 + int(x // 28) + 1) for x, y in centers])
-    names = [[f"{s['color']} {s['kind']}" for s in e.meta["shapes"]] for e in (first, second)]
-    assert (first.question, first.answer) == (f"Where is the {names[0][0]}?", cells[0][0])
-    assert second.question == f"Where are {', '.join(names[1])}?"
-    pairs = zip(names[1], cells[1], strict=True)
-    assert second.answer == "; ".join(f"{name} {cell}" for name, cell in pairs)
+    scenes = draw_examples("scattered", 40, 0, "places")
+    numbers, questions = draw_place_questions(scenes, 60, random.Random(0))
+    assert [example.id for example in questions] == [scenes[number].id for number in numbers]
+    assert len(set(numbers)) > 20
+    orders = set()
+    for number, example in enumerate(questions):
+        boxes = {f"{s['color']} {s['kind']}": s["box"] for s in example.meta["shapes"]}
+        cells = {
+            name: str((y1 + y2) // 2 // 28 * 3 + (x1 + x2) // 2 // 28 + 1)
+            for name, (x1, y1, x2, y2) in boxes.items()
+        }
+        if number % 2 == 0:
+            name = example.question.removeprefix("Where is the ").removesuffix("?")
+            assert example.answer == cells[name]
+        else:
+            names = example.question.removeprefix("Where are ").removesuffix("?").split(", ")
+            assert sorted(names) == sorted(cells)
+            assert example.answer == "; ".join(f"{name} {cells[name]}" for name in names)
+        orders.add(number % 2 == 0 and name == next(iter(cells)))
+    assert orders == {True, False}  # not always the first shape
 
 
 def test_training_draws_new_examples_and_its_rate_rises_to_the_peak_and_falls_to_zero():
@@ -119,11 +130,11 @@ def test_training_draws_new_examples_and_its_rate_rises_to_the_peak_and_falls_to
         values.append(weight.item())
         return weight.sum()
 
-    train([weight], Schedule(steps=20, peak=0.1, warmup=5), compute_loss, "sum")
+    train([weight], Schedule(steps=20, peak=0.1, warmup=5, stable=3), compute_loss, "sum")
     assert splits == [f"warmup-sum-{step}" for step in range(20)]
     values.append(weight.item())
     # Under a constant gradient AdamW moves by the rate, and decays the weight by 0.01 of it.
     rates = [(b - a) / (1 + 0.01 * b) for a, b in zip(values[1:], values, strict=False)]
-    assert rates[:6] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08, 0.1], abs=1e-4)
-    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[:9] == pytest.approx([0.0, 0.02, 0.04, 0.06, 0.08, 0.1, 0.1, 0.1, 0.1], abs=1e-4)
+    assert rates[8:] == sorted(rates[8:], reverse=True)
     assert 0 < rates[-1] < 0.005

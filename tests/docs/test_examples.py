@@ -37,11 +37,11 @@ def test_the_minimal_loop_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> No
     loop = load_example("loop")
     # One epoch. With n = 250 a difference has a deviation of 0.04.
     source = "embedded:counting"
-    data = DataSettings(train=source, train_limit=480, eval=source, eval_limit=250)
+    data = DataSettings(train=source, train_limit=1280, eval=source, eval_limit=250)
     monkeypatch.setattr(loop, "load_examples", partial(load_examples, data=data))
-    before, after = loop.train(steps=15)
-    # Seeds 0, 1 and 2 gain 0.31, 0.32 and 0.31.
-    assert after > before + 0.2
+    before, after = loop.train(steps=40)
+    # Seeds 0, 1 and 2 gain 0.18, 0.18 and 0.16.
+    assert after > before + 0.08
 
 
 @pytest.mark.slow

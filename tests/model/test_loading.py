@@ -43,6 +43,19 @@ def test_a_models_dropout_is_refused_where_two_passes_are_compared(tmp_path: Pat
         load_model(two_updates)
 
 
+def test_an_adapter_of_a_model_with_more_tokens_is_refused(tmp_path: Path) -> None:
+    settings = load_settings("quickstart", ["policy.lora.r=2"])
+    loaded = load_model(settings)
+    assert loaded.adapters is not None
+    loaded.adapters.save_pretrained(str(tmp_path))
+    loaded.processor.save_pretrained(tmp_path)
+    load_model(settings, tmp_path, training=False)
+    loaded.processor.tokenizer.add_tokens(["<|new|>"])
+    loaded.processor.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="was trained on another model than model=embedded is now"):
+        load_model(settings, tmp_path, training=False)
+
+
 @pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("damage", ["cut", "shape"])
 def test_damaged_weights_are_one_message(kind: str, damage: str, tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_the_plan_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path:
         capsys, "plan", "counting", f"model={folder}", "data.train_limit=20", "--gpu", "24GB"
     )
     assert status == 0
-    assert "1,210,304 weights" in out  # of the embedded model
+    assert "1,209,536 weights" in out  # of the embedded model
     assert "prompt     34 / 34 / 34 tokens" in out
     assert "fits       yes" in out
     assert "time" not in out.split()  # the rates of a GPU given by its memory are unknown

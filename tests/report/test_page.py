@@ -93,7 +93,7 @@ def test_comparison_lists_settings_that_differ(tmp_path: Path) -> None:
     page = compare_runs([first, second])
     assert page == tmp_path / "compare-counting-0-counting-1.html"
     text = page.read_text("utf-8")
-    assert "<code>optim.lr</code></td><td>0.0001</td><td>0.125</td>" in text
+    assert "<code>optim.lr</code></td><td>0.0002</td><td>0.125</td>" in text
     assert "<code>rollout.num_generations</code>" not in text  # equal in both
 
 

@@ -101,6 +101,8 @@ def load_model(
     one_reader = training and whole and has_one_reader()
     model, chat = _load_pretrained(weights, processor_source, settings, dtype, one_reader)
     processor, family = chat.processor, load_family(model.config)
+    if adapter is not None:
+        _check_vocabulary(model, processor.tokenizer, settings.model, adapter)
     why_not = family.why_not_shared(model.config)
     if settings.policy.engine == "shared" and why_not is not None:
         raise UserError(f"policy.engine=shared is not possible for {settings.model}: {why_not}")
@@ -123,6 +125,17 @@ def load_model(
     return LoadedModel(
         model, processor, family, budget, shared, adapters, autocast, one_reader, chat
     )
+
+
+def _check_vocabulary(model: Any, tokenizer: Any, name: str, adapter: Path) -> None:
+    last = max(tokenizer.get_vocab().values())
+    rows = model.get_input_embeddings().num_embeddings
+    if last >= rows:
+        raise UserError(
+            f"{adapter} was trained on another model than model={name} is now: its tokenizer has "
+            f"ids of up to {last:,}, and the model has {rows:,} embeddings. Set model to the model "
+            "that it was trained on"
+        )
 
 
 def find_largest_dropout(model: nn.Module) -> tuple[float, str]:
