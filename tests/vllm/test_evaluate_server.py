@@ -89,7 +89,7 @@ def test_outputs_are_those_of_the_model_in_this_process(
     served, local = evaluate(settings, None, served_url), evaluate(settings)
     pairs = zip(served.rows, local.rows, strict=True)
     assert [(a, b) for a, b in pairs if a != b] == []
-    assert len({row["output"] for row in served.rows}) > 3
+    assert len({row["output"] for row in served.rows}) > 1
     assert served.n == count
     assert caplog.text == ""  # no prompt has another number of tokens than here
 

@@ -139,9 +139,9 @@ def test_log_probs_are_the_trainers_after_each_of_ten_updates(
         tmp_path,
         [server_processes[int(bool(adapters))][0]],
         "optim.max_steps=10",
-        "optim.prompts_per_step=6",
+        "optim.prompts_per_step=8",  # rewards differ within a group of each step
         "rollout.num_generations=6",
-        "optim.lr=3e-4",
+        "optim.lr=1e-4",
         *adapters,
     )
     train(settings)
