@@ -12,8 +12,7 @@ does not teach them.
 
 The command reproduces accuracies, not bits: threads, processors and versions of torch change the
 order of additions, and a thousand steps amplify the difference. The finished model is tested on new
-examples and is written only if the accuracy of every task lies in ``BAND``. docs/first-run.md has
-the figures of two seeds.
+examples and is written only if the accuracy of every task lies in ``BAND``.
 """
 
 from __future__ import annotations
