@@ -34,8 +34,8 @@ from vlm_grpo.utils.chat import Turn, place_images
 CELLS = 3
 """Image tokens per row and column of a scene."""
 QUARTERS = 2
-"""Parts per axis into which a token is divided; the label of a part is the shape with the largest
-overlap."""
+"""A token is divided into this many parts per axis, and each part is labeled with the shape that
+overlaps it most."""
 LEAST_AREA = 12
 """Smallest overlap of a shape with a part that counts, in pixels; a part has 196."""
 COLUMNS = 9
@@ -140,9 +140,10 @@ def label_scene(shapes: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor, Tenso
         shapes: kind, color and box of each shape.
 
     Returns:
-        For each part of a token, the index of the shape's kind and color in ``PAIRS`` plus 1, or 0
-        without a shape, (9, 4); for each part, the shape's box as shares of the scene's side,
-        (9, 4, 4); for each token, the number of shape centers of each kind, (9, 3).
+        Three tensors. The first, (9, 4), tells which shape each part of a token shows: the index of
+        its kind and color in ``PAIRS`` plus 1, or 0 if the part shows none. The second, (9, 4, 4),
+        contains the boxes of these shapes, divided by the scene's side. The third, (9, 3), counts
+        the shape centers of each kind in each token.
     """
     boxes = torch.tensor([shape["box"] for shape in shapes])
     starts = torch.arange(0, SIDE, SIDE // (CELLS * QUARTERS))
@@ -245,7 +246,7 @@ def compute_place_loss(
         ids[row, :end] = torch.tensor(prompt + answer)
         answered[row, len(prompt) : end] = True
     shown = ids == model.config.image_token_id
-    grid = torch.tensor([[1, 2 * CELLS, 2 * CELLS]])  # patches; four make a token
+    grid = torch.tensor([[1, 2 * CELLS, 2 * CELLS]])  # each token covers 2 × 2 patches
     inner: Any = model.model
     positions, _ = inner.get_rope_index(
         ids, mm_token_type_ids=shown.int(), image_grid_thw=grid.expand(len(rows), -1)

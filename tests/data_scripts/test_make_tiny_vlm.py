@@ -217,6 +217,29 @@ def test_the_vision_tower_learns_in_its_lesson_only(processor, monkeypatch, part
     assert moved == [part == "see", part != "see"]
 
 
+@pytest.mark.usefixtures("short_answers")
+def test_places_have_the_features_of_their_scenes_and_grounding_comes_alone(processor, monkeypatch):
+    model, seen, taught = build_model(processor, 0), [], []
+    weight = model.lm_head.weight
+
+    def compare_features(model, processor, features, questions):
+        expected = encode_scenes(model, processor, questions)
+        seen.append((features - expected).abs().max().item() < 0.05 * expected.std().item())
+        return weight.sum()
+
+    def record_tasks(model, processor, batch):
+        taught.append([task.primary_metric for task, _ in batch])
+        return weight.sum()
+
+    monkeypatch.setattr(make_tiny_vlm, "compute_place_loss", compare_features)
+    monkeypatch.setattr(make_tiny_vlm, "supervised_loss", record_tasks)
+    one = Schedule(steps=1, peak=1e-3, warmup=0)
+    tasks = {name: load_embedded_task(name) for name in MAKERS}
+    warm_up(model, processor, tasks, replace(BRIEF, places=20, place=one, locate=one, tasks=one))
+    assert seen == [True, True]
+    assert taught == [["accuracy_50"] * 96, ["exact"] * 64, ["exact"] * 64, ["accuracy_50"] * 64]
+
+
 def test_the_step_back_ends_where_all_accuracies_are_nearest_to_the_middle(
     model, processor, monkeypatch
 ):

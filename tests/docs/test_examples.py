@@ -41,7 +41,7 @@ def test_the_minimal_loop_learns_to_count(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(loop, "load_examples", partial(load_examples, data=data))
     before, after = loop.train(steps=40)
     # Seeds 0, 1 and 2 gain 0.18, 0.18 and 0.16.
-    assert after > before + 0.08
+    assert after > before + 0.1
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def is_ready(url: str) -> bool:
         ("grounding", 200, []),
         ("ocr", 200, []),
         ("grounding", 60, ["policy.max_pixels=5000", "prompt.system=Answer well."]),
-        ("ocr", 60, ["policy.min_pixels=15000", "policy.max_pixels=20000"]),
+        ("ocr", 60, ["policy.min_pixels=5000", "policy.max_pixels=9000"]),
     ],
 )
 def test_outputs_are_those_of_the_model_in_this_process(
@@ -89,7 +89,7 @@ def test_outputs_are_those_of_the_model_in_this_process(
     served, local = evaluate(settings, None, served_url), evaluate(settings)
     pairs = zip(served.rows, local.rows, strict=True)
     assert [(a, b) for a, b in pairs if a != b] == []
-    assert len({row["output"] for row in served.rows}) > 1
+    assert len({row["output"] for row in served.rows}) > 3
     assert served.n == count
     assert caplog.text == ""  # no prompt has another number of tokens than here
 
