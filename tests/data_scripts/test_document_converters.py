@@ -10,6 +10,7 @@ from dataset_files import encode_image, png, write_files, write_table
 from PIL import Image
 
 from vlm_grpo.data_scripts.olmocr_bench import LONGEST_SIDE
+from vlm_grpo.data_scripts.omnidocbench import build_markdown
 
 
 def make_pubtabnet_row(name: str, split: str, cells: list[list[str]]) -> dict:
@@ -99,23 +100,55 @@ def test_olmocr_bench_groups_tests_by_page(convert, tmp_path):
     assert max(image.size) == LONGEST_SIDE
 
 
+def make_block(number: int, category: str, **values: object) -> dict:
+    return {"category_type": category, "order": number, "anno_id": number, "ignore": False} | values
+
+
 def test_omnidocbench_joins_the_blocks_in_reading_order(convert, tmp_path):
+    table = "<table><tr><td>1</td></tr></table>"
     blocks = [
-        {"category_type": "table", "order": 3, "html": "<table><tr><td>1</td></tr></table>"},
-        {"category_type": "title", "order": 1, "text": "Title"},
-        {"category_type": "equation_isolated", "order": 2, "latex": "$$x$$", "text": ""},
-        {"category_type": "header", "order": 0, "text": "Journal"},
-        {"category_type": "text_block", "order": 4, "text": "cut", "ignore": True},
-        {"category_type": "figure", "order": None},
+        make_block(3, "table", html=table, latex="x"),
+        make_block(1, "title", text="# Title"),
+        make_block(2, "equation_isolated", latex="$$x$$", text=""),
+        make_block(7, "header", order=None, text="Journal"),
+        make_block(8, "page_footnote", text="Note"),
+        make_block(4, "text_block", text="\\t a /t1 and/to", ignore=True),  # the script takes it
+        make_block(9, "text_mask", text="masked"),
+        make_block(5, "figure", order=None),
+        make_block(6, "figure_caption", text="Figure 1"),
     ]
     page = {"image_path": "a.png", "page_attribute": {"language": "english", "special": []}}
+    extra = {
+        "relation": [{"source_anno_id": 5, "target_anno_id": 6, "relation_type": "parent_son"}]
+    }
     rows = [
-        {"page_info": page, "layout_dets": blocks},
-        {"page_info": {"image_path": "b.png"}, "layout_dets": blocks[-1:]},
+        {"page_info": page, "layout_dets": blocks, "extra": extra},
+        {"page_info": {"image_path": "b.png"}, "layout_dets": blocks[3:4], "extra": extra},
     ]
     write_files(tmp_path, {"images/a.png": png(), "OmniDocBench.json": rows})
     result = convert("omnidocbench", tmp_path, tmp_path / "images")
-    table = "<table><tr><td>1</td></tr></table>"
-    assert result.answers == {"a.png": {"text": f"Title\n\n$$x$$\n\n{table}"}}
+    texts = ["# Title", "$$x$$", table, "a \t1 and/to", "Figure 1"]
+    assert result.answers == {"a.png": {"text": "\n\n".join(texts)}}
     assert result.rows[0]["meta"] == {"language": "english"}
     assert result.reasons == {"the page has no text": 1}
+
+
+@pytest.mark.parametrize(
+    ("texts", "pairs", "expected"),
+    [
+        (["New", "x", "Mexico"], [(0, 2)], ["New Mexico", "x"]),
+        (["trun-", "cated"], [(1, 0)], ["trun-cated"]),  # whichever end is the source
+        (["陕", "西省"], [(0, 1)], ["陕西省"]),
+        (["a", "b", "c"], [(0, 1), (1, 2)], ["a b c"]),  # the script repeats the second of three
+        (["a", "b", "c", "d"], [(0, 1), (2, 3), (1, 2)], ["a b c d"]),
+        (["a", "", "c"], [(0, 1), (1, 2)], ["a c"]),
+        (["a"], [(0, 7)], ["a"]),  # the other is no text
+    ],
+)
+def test_omnidocbench_joins_a_cut_paragraph(texts, pairs, expected):
+    blocks = [make_block(n, "text_block", text=text) for n, text in enumerate(texts)]
+    relations = [
+        {"source_anno_id": a, "target_anno_id": b, "relation_type": "truncated"} for a, b in pairs
+    ]
+    page = {"layout_dets": blocks[::-1], "extra": {"relation": relations}}
+    assert build_markdown(page) == "\n\n".join(expected)

@@ -136,6 +136,76 @@ def test_the_written_predictions_score_the_same_again(tmp_path: Path) -> None:
     assert again.values == report.values
 
 
+PAGES = """
+title: Pages
+task: ocr
+metric: word_recognition
+reader: text
+script_outputs: markdown
+"""
+
+
+def make_pages(rows: Path, tmp_path: Path) -> str:
+    """Turn the rows into pages named after images, and return the definition of a benchmark."""
+    pages = [
+        row | {"id": f"images/{n}.png", "answer": "a"} for n, row in enumerate(read_jsonl(rows))
+    ]
+    rows.write_text("".join(json.dumps(page) + "\n" for page in pages))
+    path = tmp_path / "pages.yaml"
+    path.write_text(PAGES)
+    return str(path)
+
+
+def read_pages(folder: Path) -> dict[str, str]:
+    return {f"images/{path.stem}.png": path.read_text() for path in folder.iterdir()}
+
+
+def test_a_stopped_evaluation_resumes_and_writes_the_same_pages(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 16)
+    definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(PredictionLog, "finish", lambda *_: 1 / 0)  # all outputs are in the log
+        with pytest.raises(ZeroDivisionError):
+            evaluate_benchmark(definition, settings)
+    folder = settings.run_dir / "run-model-markdown"
+    assert not folder.exists()
+    for _ in range(2):  # a finished evaluation writes the same again
+        evaluate_benchmark(definition, settings)
+        outputs = read_jsonl(settings.run_dir / "model" / "predictions.jsonl")
+        assert read_pages(folder) == {row["id"]: row["output"] for row in outputs}
+        assert len(outputs) == 40
+
+
+def test_the_pages_of_predictions_have_no_thinking_and_no_tags(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    definition, settings = make_pages(rows, tmp_path), make_settings(rows, tmp_path)
+    forms = ["# {}\n", "<think>b</think># {}", "<think>b</think><answer># {}</answer>", ""]
+    lines = [
+        {"id": row["id"], "output": forms[n % 4].format(n)}
+        for n, row in enumerate(read_jsonl(rows))
+    ]
+    path = tmp_path / "outputs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    score_benchmark(definition, settings, path)
+    folder = settings.run_dir / "run-predictions-markdown"
+    assert f"outputs for the official script in {folder}" in capsys.readouterr().out
+    texts = ["# 0\n", "# 1", "# 2", ""]
+    assert [read_pages(folder)[f"images/{n}.png"] for n in range(4)] == texts
+
+
+def test_pages_of_one_name_are_refused_before_the_model_is_loaded(
+    rows: Path, tmp_path: Path
+) -> None:
+    definition = make_pages(rows, tmp_path)
+    rows.write_text(rows.read_text().replace("images/7.png", "scans/8.jpg"))
+    settings = make_settings(rows, tmp_path).model_copy(update={"model": "/no/such/model"})
+    with pytest.raises(UserError, match=r"images/8.png' would both be '8.md'"):
+        evaluate_benchmark(definition, settings)
+
+
 @pytest.mark.parametrize("lower_is_better", [False, True])
 def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better: bool) -> None:
     def make_evaluation(value: float) -> Evaluation:

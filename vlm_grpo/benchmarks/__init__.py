@@ -10,6 +10,7 @@ from vlm_grpo.benchmarks.definition import (
 from vlm_grpo.benchmarks.held_out import get_held_out_task, load_data, load_run
 from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.benchmarks.rules import apply_rule, get_group
+from vlm_grpo.benchmarks.script_outputs import name_files, write_files
 
 __all__ = [
     "READERS",
@@ -23,4 +24,6 @@ __all__ = [
     "load_benchmark",
     "load_data",
     "load_run",
+    "name_files",
+    "write_files",
 ]

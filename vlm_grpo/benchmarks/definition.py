@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from vlm_grpo.benchmarks.adapter import build_benchmark_task, is_error_metric
 from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
+from vlm_grpo.benchmarks.script_outputs import FILE_NAMES
 from vlm_grpo.config.base import Frozen
 from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import UserError, bullets, nearest
@@ -68,6 +69,9 @@ class Benchmark(Frozen):
     """Groupings to report: keys of meta, "answer", "size" or "size_128"."""
     splits: dict[str, int | None] = Field(default_factory=dict)
     """Splits with published results, and their number of examples; None: unknown."""
+    script_outputs: str | None = None
+    """Form of the files that an evaluation also writes for the official script, a key of
+    ``script_outputs.FILE_NAMES``; None: it writes none."""
     published: tuple[Published, ...] = ()
     """Published results to print for comparison."""
     note: str = ""
@@ -81,6 +85,11 @@ class Benchmark(Frozen):
                 raise ValueError(f"there is no metric {name}{nearest(name, known)}")
         if self.reader is not None and self.reader not in READERS:
             raise ValueError(f"there is no reader {self.reader}{nearest(self.reader, READERS)}")
+        if (form := self.script_outputs) is not None:
+            if form not in FILE_NAMES:
+                raise ValueError(f"there is no form {form}{nearest(form, FILE_NAMES)}")
+            if self.reader not in ("text", "full_text"):
+                raise ValueError("script_outputs needs reader: text or full_text, which it writes")
         if "{question}" not in self.prompt:
             raise ValueError("prompt must contain {question}")
         if self.frame is not None and self.frame not in FRAMES:

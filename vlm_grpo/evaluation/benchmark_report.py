@@ -304,9 +304,12 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         split: split whose published results to show; None: all.
     """
     benchmark = report.benchmark
-    interval = "" if report.interval is None else " [{:.1f}, {:.1f}]".format(*report.interval)
+    places = 1 if benchmark.scale > 1 else 3
+    interval = ""
+    if report.interval is not None:
+        interval = " [{:.{p}f}, {:.{p}f}]".format(*report.interval, p=places)
     yield (
-        f"{benchmark.title}: {benchmark.metric} {report.value:.1f}{interval} "
+        f"{benchmark.title}: {benchmark.metric} {report.value:.{places}f}{interval} "
         f"(n = {report.n}, {report.answered:.1%} answered)"
     )
     if benchmark.reader is not None:

@@ -12,7 +12,14 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.benchmarks import Benchmark, get_held_out_task, load_benchmark, load_data
+from vlm_grpo.benchmarks import (
+    Benchmark,
+    get_held_out_task,
+    load_benchmark,
+    load_data,
+    name_files,
+    write_files,
+)
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.coordinates import RESIZED, CoordinateFrame
 from vlm_grpo.data import load_run_task, load_split
@@ -168,7 +175,8 @@ def evaluate_benchmark(
     """Evaluate a model on a benchmark, and print its report.
 
     Outputs are written as they are generated, and a stopped evaluation resumes from them. The ranks
-    share the examples; rank 0 scores, prints, and writes ``results.json`` to the run's folder.
+    share the examples; rank 0 scores, prints, and writes ``results.json`` and what the benchmark's
+    official script reads to the run's folder.
 
     Args:
         name: name of a benchmark, or a ``.yaml`` file that defines one.
@@ -199,7 +207,7 @@ def evaluate_benchmark(
         if title == "the checkpoint" and weights is None:
             continue
         task = benchmark.load_task(**settings.task_options)
-        examples = _load_benchmark_examples(settings, task)
+        examples = _load_benchmark_examples(benchmark, settings, task)
         model = load_evaluated_model(settings, weights, server)
         options = {**settings.task_options, "thinking_tags": model.prompts.thinking_tags}
         task = benchmark.load_task(model.prompts.frame, **options)
@@ -212,6 +220,7 @@ def evaluate_benchmark(
             settings.save(folder / "config.yaml")
             reports[title] = _build_report(benchmark, task, resized, texts, settings)
             print(f"predictions in {log.path} (boxes in the frame {task.frame.name})")
+            _write_script_outputs(benchmark, task, resized, texts, folder)
     if not state.is_main_process:
         return []
     comparison = _compare(list(reports.values()))
@@ -249,6 +258,8 @@ def score_benchmark(
 ) -> Report:
     """Score the outputs of any model on a benchmark, and print the report.
 
+    What the benchmark's official script reads is written to the run's folder.
+
     Args:
         name: as for ``evaluate_benchmark``.
         settings: the rows of the benchmark as ``data.eval``, task options, seed.
@@ -262,18 +273,39 @@ def score_benchmark(
     benchmark = load_benchmark(name)
     benchmark.check_split(split)
     task = benchmark.load_task(frame, **settings.task_options)
-    examples = _load_benchmark_examples(settings, task)
+    examples = _load_benchmark_examples(benchmark, settings, task)
     layout, path = predictions if isinstance(predictions, tuple) else (PREDICTIONS, predictions)
     resized, texts = read_outputs(layout, path, examples, task.frame == RESIZED)
     report = _build_report(benchmark, task, resized, texts, settings)
+    _write_script_outputs(benchmark, task, resized, texts, settings.run_dir / "predictions")
     if len(resized) < len(examples):
         print(f"{len(examples) - len(resized)} more examples have no output in the file")
     _print_reports({"the predictions": report}, None, split)
     return report
 
 
-def _load_benchmark_examples(settings: Settings, task: Task) -> Sequence[Example]:
-    return load_split(settings, task, "train" if settings.data.eval is None else "eval")
+def _load_benchmark_examples(
+    benchmark: Benchmark, settings: Settings, task: Task
+) -> Sequence[Example]:
+    examples = load_split(settings, task, "train" if settings.data.eval is None else "eval")
+    if benchmark.script_outputs is not None:
+        name_files(benchmark.script_outputs, examples)  # refuse bad names before hours of work
+    return examples
+
+
+def _write_script_outputs(
+    benchmark: Benchmark, task: Task, examples: Sequence[Example], texts: Sequence[str], name: Path
+) -> None:
+    """Write the answers in ``texts`` for the official script, if the benchmark has a form for it.
+
+    The script names its results after the folder, so the folder's name has the run's in it.
+    """
+    form = benchmark.script_outputs
+    if form is not None:
+        folder = name.parent / f"{name.parent.name}-{name.name}-{form}"
+        answers = [task.read(text, e) for text, e in zip(texts, examples, strict=True)]
+        write_files(form, folder, examples, answers)
+        print(f"outputs for the official script in {folder}")
 
 
 def _compare(reports: Sequence[Report]) -> Comparison | None:

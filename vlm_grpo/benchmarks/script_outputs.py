@@ -1,0 +1,67 @@
+"""Outputs as files that the official script of a benchmark reads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+
+from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.types import Example
+from vlm_grpo.utils.atomic_io import create_whole_folder
+
+_MAX_BYTES = 255
+"""Maximum length of a file's name."""
+
+FILE_NAMES: dict[str, Callable[[str], str]] = {
+    "markdown": lambda identity: PurePosixPath(identity).stem + ".md",
+}
+"""The name of an example's file, from its id, by the value of ``Benchmark.script_outputs``.
+
+``markdown``: OmniDocBench, end2end_dataset.py; the id is the path of the page's image.
+"""
+
+
+def name_files(form: str, examples: Sequence[Example]) -> list[str]:
+    """Return the name of each example's file, a key of ``FILE_NAMES`` given.
+
+    Raises:
+        UserError: a file cannot have that name, or two files have the same; all are named.
+    """
+    names = [FILE_NAMES[form](example.id) for example in examples]
+    ids: dict[str, list[str]] = {}
+    for name, example in zip(names, examples, strict=True):
+        ids.setdefault(name, []).append(repr(example.id))
+    problems = [
+        f"{' and '.join(same)} would both be {name!r}"
+        for name, same in ids.items()
+        if len(same) > 1
+    ]
+    problems += [f"{same[0]} cannot be a file" for name, same in ids.items() if not _is_valid(name)]
+    if problems:
+        raise UserError(
+            "the official script reads one file per example, named after the last part of its id; "
+            f"change the ids:\n{bullets(problems)}"
+        )
+    return names
+
+
+def _is_valid(name: str) -> bool:
+    try:
+        return len(name.encode()) <= _MAX_BYTES and "\0" not in name
+    except UnicodeEncodeError:  # half of a character, from JSON
+        return False
+
+
+def write_files(form: str, folder: Path, examples: Sequence[Example], texts: Sequence[str]) -> None:
+    """Write one file per example into a folder, which is replaced as a whole.
+
+    Raises:
+        UserError: as ``name_files``; or the folder cannot be created.
+    """
+    names = name_files(form, examples)
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    with create_whole_folder(folder) as tmp_dir:
+        for name, text in zip(names, texts, strict=True):
+            (tmp_dir / name).write_bytes(text.encode(errors="backslashreplace"))
