@@ -159,7 +159,7 @@ def _write_readme_files() -> None:
 
 
 def _write_benchmarks() -> None:
-    """Write RefCOCO in its official format: two sentences for one box."""
+    """Write RefCOCO, two sentences for one box, and OmniDocBench, a page, as published."""
     image = {"id": 7, "file_name": "COCO_train2014_000000000007.jpg", "width": 64, "height": 48}
     box = {"id": 70, "image_id": 7, "category_id": 1, "bbox": [10.5, 5.0, 20.0, 30.25]}
     instances = {"images": [image], "annotations": [box], "categories": [{"id": 1, "name": "dog"}]}
@@ -172,6 +172,10 @@ def _write_benchmarks() -> None:
     refs = pickle.dumps([{**ref, "sentences": sentences}], protocol=2)
     write_files(Path("refcoco"), {"refs(unc).p": refs, "instances.json": instances})
     write_files(Path("train2014"), {image["file_name"]: png()})
+    block = {"category_type": "title", "order": 1, "anno_id": 1, "text": "Title"}
+    page = {"page_info": {"image_path": "a.jpg"}, "layout_dets": [block]}
+    pages = [page | {"extra": {"relation": []}}]
+    write_files(Path("OmniDocBench"), {"OmniDocBench.json": pages, "images/a.jpg": png()})
     _write_grounding("train2014")
 
 

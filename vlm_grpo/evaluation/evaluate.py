@@ -303,7 +303,7 @@ def _write_script_outputs(
     form = benchmark.script_outputs
     if form is not None:
         folder = name.parent / f"{name.parent.name}-{name.name}-{form}"
-        answers = [task.read(text, e) for text, e in zip(texts, examples, strict=True)]
+        answers = [task.read(text, e) or "" for text, e in zip(texts, examples, strict=True)]
         write_files(form, folder, examples, answers)
         print(f"outputs for the official script in {folder}")
 
