@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from html import escape
 from typing import Any
 
 from rapidfuzz import fuzz
 
+from vlm_grpo.utils.formulas import contains_formula
 from vlm_grpo.utils.tables import Grid, Place, import_extra, read_grids
 
 Test = Mapping[str, Any]
 
-MAX_FORMULA = 4_000
-"""Maximum length of a formula that is normalized."""
 _NEIGHBORS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 _HEADINGS = {"top_heading": (-1, 0), "left_heading": (0, -1)}
 _DELIMITERS = ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$"))
@@ -173,11 +172,7 @@ def _get_related(grid: Grid, place: Place, name: str) -> set[Place]:
 
 def _has_formula(page: Page, test: Test) -> bool:
     formulas = page.find_formulas(with_dollars=not test.get("ignore_dollar_delimited"))
-    if test["math"] in formulas:
-        return True
-    gold = normalize_formula(test["math"])
-    found = (normalize_formula(formula) for formula in formulas)
-    return gold is not None and any(gold in formula for formula in found if formula is not None)
+    return any(contains_formula(formula, test["math"]) for formula in formulas)
 
 
 def _is_sound(page: Page, test: Test) -> bool:
@@ -275,48 +270,3 @@ def _write_table(test: Test) -> str:
         if test.get(name)
     ]
     return f"<table>{''.join(rows)}</table>"
-
-
-# Environments that latex2mathml does not know, and which only align lines.
-_ENVIRONMENT = re.compile(r"\{(?:aligned|gather|gathered|split|eqnarray|multline|equation)\*?\}")
-_WRAPPERS = ("math", "mrow", "mstyle", "mpadded", "semantics")
-_SEQUENCES = (*_WRAPPERS, "msqrt", "mtd")
-_SCRIPTS, _CLOSING = ("msub", "msup", "msubsup"), frozenset(")]}|")
-_ALIASES = {"munder": "msub", "munderover": "msubsup"}
-
-
-@lru_cache(maxsize=4096)
-def normalize_formula(latex: str) -> str | None:
-    """Return the glyphs of a formula in LaTeX and how they are stacked; None if it is malformed.
-
-    It is latex2mathml's MathML without spaces, fonts and groups that do not matter. Two formulas
-    that look alike have the same normal form: ``\\frac12`` and ``\\dfrac{1}{2}``.
-    """
-    if len(latex) > MAX_FORMULA:
-        return None
-    convert = import_extra("latex2mathml.converter").convert
-    try:
-        mathml = convert(_ENVIRONMENT.sub("{align*}", latex))
-        etree = import_extra("lxml.etree")
-        root = etree.fromstring(mathml.encode(), etree.XMLParser(resolve_entities=False))
-        parts = _list_parts(root)
-    except Exception:  # the library raises anything on malformed formulas
-        return None
-    return "".join(parts) or None
-
-
-def _list_parts(node: Any) -> list[str]:
-    tag = _ALIASES.get(name := node.tag.rpartition("}")[2], name)
-    if not len(node):
-        text = unicodedata.normalize("NFKC", node.text or "")
-        return [text] if (text := "".join(text.split())) else []
-    children = [_list_parts(child) for child in node]
-    before: list[str] = []
-    if tag in _SCRIPTS and children[0] and children[0][-1] in _CLOSING:
-        # A script of a group in brackets stands at the closing one: \left( a \right)^2 is (a)^2.
-        before, children[0] = children[0][:-1], children[0][-1:]
-    if tag in _SEQUENCES:
-        parts = [part for child in children for part in child]
-    else:  # the place of a child matters
-        parts = [f"\x01{''.join(child)}\x02" for child in children]
-    return parts if tag in _WRAPPERS else [*before, f"\x01{tag}:{''.join(parts)}\x02"]
