@@ -24,6 +24,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import random_pages as pages
 from official_scripts import Checkout, Score
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from random_formulas import draw_formula
 from random_outputs import draw_scene, make_example
 
 from vlm_grpo.benchmarks import load_benchmark
@@ -109,6 +111,8 @@ COMPARISONS = [
              partial(pages.draw_page, kind=kind), "passed", f"tests `{kind}`")
             for kind in ("present", "order", "table", "baseline")
         ),
+        ("olmocr_bench", "olmocr", "olmocr/bench/tests.py", scripts.load_olmocr_formulas,
+         draw_formula, "passed", "tests `math`"),
         ("charades_sta", "Time-R1", "evaluate.py", scripts.load_charades, pages.draw_interval,
          "iou"),
     )
@@ -134,6 +138,8 @@ def compare(
         total += theirs
         if ours is None or abs(ours - theirs) > 1e-9:
             kind = example.meta.get("kind") or classify(text)
+            passed, failed = ("here", "the script")[:: 1 if (ours or 0.0) > theirs else -1]
+            kind = kind.format(passed=passed, failed=failed)
             found["other" if task.tags else kind] += 1
             logging.info("%s", (comparison.benchmark, text[-90:], example.answer, ours, theirs))
     return found, total / count
@@ -274,6 +280,28 @@ def compare_logs(checkout: Checkout) -> tuple[int, Counter]:
     return count, wrong
 
 
+def compare_formulas(checkout: Checkout) -> tuple[int, Counter]:
+    """Return the number of pairs of formulas in olmOCR's own tests and samples, and differences."""
+    tree = ast.parse(checkout.read("tests/test_katex_render.py"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    formulas = {ast.literal_eval(c.args[0]) for c in calls if ast.unparse(c.func) == _RENDER}
+    samples = checkout.read("olmocr/bench/sample_data/dataset.jsonl").splitlines()
+    formulas |= {row["math"] for row in map(json.loads, filter(None, samples)) if "math" in row}
+    official = scripts.load_olmocr_formulas(checkout, "olmocr/bench/tests.py")
+    task, found = load_benchmark("olmocr_bench").load_task(), Counter()
+    for gold, output in product(sorted(formulas), repeat=2):
+        example, text = make_example({"tests": [{"type": "math", "math": gold}]}), f"${output}$"
+        with redirect_stdout(io.StringIO()):
+            theirs = official(text, example)
+        if (ours := task.score(text, example).rewards["passed"]) != theirs:
+            found["passed here" if ours > theirs else "passed by the script"] += 1
+            logging.info("%s", ("formulas", text, gold, ours, theirs))
+    return len(formulas) ** 2, found
+
+
+_RENDER = "render_equation"
+
+
 def format_classes(found: Counter[str]) -> str:
     return "; ".join(f"{number} {name}" for name, number in found.most_common() if number) or "0"
 
@@ -285,15 +313,22 @@ def list_results(
     for comparison in COMPARISONS:
         if (checkout := checkouts.get(comparison.repository)) is None:
             continue
-        found, mean = compare(comparison, checkout, count, seed)
         source = f"{comparison.repository} {checkout.commit}, `{comparison.file}`"
         name = comparison.benchmark + (f", `{comparison.metric}`" if comparison.metric else "")
         name += comparison.what and f", {comparison.what}"
+        try:
+            found, mean = compare(comparison, checkout, count, seed)
+        except ImportError as error:
+            yield name, source, "–", f"not compared: {error}"
+            continue
         yield name, source, f"{count:,} ({mean:.2f})", format_classes(found)
     rows: list[tuple[str, str, tuple[int, Counter]]] = []
     if checkout := checkouts.get("R1-V"):
         source = f"R1-V {checkout.commit}, `src/eval/logs`"
         rows.append(("super_clevr_200, its logs", source, compare_logs(checkout)))
+    if checkout := checkouts.get("olmocr"):
+        source = f"olmocr {checkout.commit}, `tests/test_katex_render.py`"
+        rows.append(("olmocr_bench, pairs of its formulas", source, compare_formulas(checkout)))
     if checkout := checkouts.get("LearningToCountEverything"):
         source = f"LearningToCountEverything {checkout.commit}, `test.py`"
         rows.append(("fsc147", source, compare_fsc147(checkout, count, seed)))

@@ -6,14 +6,18 @@ Several scripts load a model when they are imported, so only the named definitio
 from __future__ import annotations
 
 import ast
+import atexit
+import importlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
 import types
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -296,18 +300,79 @@ def load_teds(checkout: Checkout, file: str) -> Score:
 
 
 def load_olmocr(checkout: Checkout, file: str) -> Score:
-    """Load olmOCR's unit tests, which need ``beautifulsoup4``, but not those of formulas."""
+    """Load olmOCR's unit tests, which need ``beautifulsoup4``."""
+    return _load_olmocr(checkout, file, types.SimpleNamespace())
+
+
+def load_olmocr_formulas(checkout: Checkout, file: str) -> Score:
+    """Load olmOCR's tests of formulas with its renderer, which needs playwright and a chromium.
+
+    All formulas are rendered one after the other in the same page.
+    """
+    folder = Path(file).with_name("katex")
+    for name in ("katex.min.js", "katex.min.css"):
+        (checkout.folder / name).write_text(checkout.read(str(folder / name)))
+    header = (
+        "import json, os, re\nfrom dataclasses import dataclass, replace\nfrom typing import *\n"
+        "PlaywrightError = ()"
+    )
+    names = ("BoundingBox", "SpanInfo", "RenderedEquation", "compare_rendered_equations")
+    code = checkout.load(str(folder / "render.py"), *names, "_do_render", header=header)
+    render, context = vars(code)["_do_render"], _OnePage()
+    code.render_equation = lru_cache(maxsize=None)(
+        lambda equation: render(context, equation, "white", "black", 24, False)
+    )
+    return _load_olmocr(checkout, file, code)
+
+
+@lru_cache(maxsize=1)
+def _open_page() -> Any:
+    try:
+        library = importlib.import_module("playwright.sync_api")
+    except ImportError as error:
+        raise ImportError("pip install playwright, and install a chromium") from error
+    playwright = library.sync_playwright().start()
+    atexit.register(playwright.stop)
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    try:  # a sandbox refuses to start as root
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    except library.Error as error:
+        raise ImportError("install a chromium, or playwright install chromium") from error
+    return browser.new_context(viewport={"width": 800, "height": 400}).new_page()
+
+
+class _OnePage:
+    """A browser's context whose new pages are all the same one, in which KaTeX stays loaded."""
+
+    _ONCE = ("set_content", "add_style_tag", "add_script_tag", "wait_for_load_state")
+
+    def __init__(self) -> None:
+        self.page, self.is_loaded = _open_page(), False
+
+    def new_page(self) -> _OnePage:
+        return self
+
+    def close(self) -> None:
+        self.is_loaded = True
+
+    def __getattr__(self, name: str) -> Any:
+        is_done = self.is_loaded and name in self._ONCE
+        return (lambda *given, **named: None) if is_done else getattr(self.page, name)
+
+
+def _load_olmocr(checkout: Checkout, file: str, renderer: Any) -> Score:
     names = ("TestType", "TestChecked", "ValidationError", "normalize_text", "BasePDFTest")
-    tests = ("TextPresenceTest", "TextOrderTest", "TableTest", "BaselineTest", "load_single_test")
+    tests = ("TextPresenceTest", "TextOrderTest", "TableTest", "BaselineTest", "MathTest")
     header = (
         "import json, re, unicodedata\nfrom dataclasses import dataclass\nfrom enum import Enum\n"
         "from typing import *\nfrom rapidfuzz import fuzz\nfrom fuzzysearch import *"
     )
-    code = checkout.load(file, *names, *tests, header=header)
+    code = checkout.load(file, *names, *tests, "load_single_test", header=header)
     code.RepeatDetector = checkout.load("olmocr/repeatdetect.py").RepeatDetector
     tables = checkout.load(str(Path(file).with_name("table_parsing.py")))
     code.parse_html_tables = tables.parse_html_tables
     code.parse_markdown_tables = tables.parse_markdown_tables
+    vars(code).update({name: value for name, value in vars(renderer).items() if name[0] != "_"})
 
     def score(text: str, example: Example) -> float:
         (row,) = example.answer["tests"]

@@ -30,7 +30,7 @@ _REPLACEMENTS = (
 )  # fmt: skip
 _TOKEN = re.compile(r"\\[A-Za-z]+|\\.|%[^\n]*|[{}$]|#(?!\d)", re.DOTALL)
 _MISTAKE = re.compile(
-    r"[$#]|\\[()\[\]]|\\math(?!(?:bb|bf|bin|cal|clap|close|ellipsis|frak|inner|it|llap|normal|op|open"
+    r"[$#]|\\[()\[\]\d]|\\math(?!(?:bb|bf|bin|cal|clap|close|ellipsis|frak|inner|it|llap|normal|op|open"
     r"|ord|punct|rel|ring|rlap|rm|scr|sf|strut|tt)$)[a-z]+"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
