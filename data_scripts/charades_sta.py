@@ -1,7 +1,7 @@
 """Charades-STA: sentences and the intervals of videos in which they happen.
 
 A line of the annotations is ``VIDEO START END##SENTENCE``, in seconds. Intervals without a length
-are left out.
+are left out; ends after the end of the video are kept, as in Time-R1's evaluation.
 
 --source: charades_sta_test.txt or charades_sta_train.txt, or a folder with them.
 --images: the folder of Charades' videos (Charades_v1 or Charades_v1_480, VIDEO.mp4).

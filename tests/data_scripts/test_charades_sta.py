@@ -28,7 +28,7 @@ def test_rows_are_sentences_with_their_intervals(tmp_path: Path) -> None:
     argv = ["--source", str(tmp_path), "--images", str(tmp_path), "--out", str(out)]
     assert convert.main(argv) == 2  # of 3,720 lines
     assert convert.main([*argv, "--allow-partial"]) == 0
-    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]  # the clip has 2.0 s
     assert [(row["question"], row["answer"], row["videos"]) for row in rows] == [
         ("person turns on a light", [0.0, 1.5], ["AAAAA.mp4"]),
         ("a person walks", [0.5, 2.4], ["AAAAA.mp4"]),
