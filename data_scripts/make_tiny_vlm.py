@@ -93,9 +93,9 @@ class WarmUpSettings:
     seed: int = 0
     see: Schedule = field(default_factory=lambda: Schedule(steps=2400, peak=2e-3))
     place: Schedule = field(
-        default_factory=lambda: Schedule(steps=700, peak=2e-3, warmup=100, stable=250)
+        default_factory=lambda: Schedule(steps=1400, peak=2e-3, warmup=100, stable=500)
     )
-    places: int = 8192
+    places: int = 16384
     locate: Schedule = field(default_factory=lambda: Schedule(steps=500, peak=1.5e-3))
     tasks: Schedule = field(default_factory=lambda: Schedule(steps=700, peak=1.5e-3))
     held_out: int = 200

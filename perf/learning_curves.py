@@ -23,6 +23,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
+from saved_runs import load_runs, save_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "perf" / "results" / "learning.json"
@@ -99,13 +100,9 @@ def train(variant: str, seed: int, folder: str) -> dict:
     }
 
 
-def load_runs() -> list[dict]:
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-
-
 def measure(seeds: list[int], workers: int) -> None:
     """Run every missing variant and seed, panel by panel; each result is saved at once."""
-    known = {(run["variant"], run["seed"]) for run in load_runs()}
+    known = {(run["variant"], run["seed"]) for run in load_runs(RESULTS)}
     wanted = [(v, s) for panel in PANELS.values() for s in seeds for v in panel]
     missing = [
         (variant, seed)
@@ -119,16 +116,14 @@ def measure(seeds: list[int], workers: int) -> None:
             run = train(variant, seed, folder)
         print(variant, seed, run["held_out"][-1], f"{run['seconds']} s", file=sys.stderr)
         with lock:
-            runs = [*load_runs(), run]
+            runs = [*load_runs(RESULTS), run]
             runs.sort(key=lambda r: (list(VARIANTS).index(r["variant"]), r["seed"]))
-            temporary = RESULTS.with_suffix(".part")
-            temporary.write_text("[\n" + ",\n".join(json.dumps(r) for r in runs) + "\n]\n")
-            temporary.replace(RESULTS)
+            save_runs(RESULTS, runs)
 
     with ThreadPoolExecutor(workers) as pool:
         for job in [pool.submit(train_and_save, *pair) for pair in missing]:
             job.result()
-    check_twins(load_runs())
+    check_twins(load_runs(RESULTS))
 
 
 def check_twins(runs: list[dict]) -> None:
@@ -211,7 +206,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.workers:
         measure(options.seeds, options.workers)
-    runs = load_runs()
+    runs = load_runs(RESULTS)
     plot(runs)
     print(format_table(runs))
 

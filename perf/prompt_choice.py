@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+from saved_runs import load_runs, save_runs
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.trainer import train
@@ -115,15 +116,13 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    runs = load_runs(RESULTS)
     known = {(run["recipe"], run["seed"], run["choice"]) for run in runs}
     jobs = [(r, seed, c) for seed in options.seeds for r in options.recipes for c in CHOICES]
     with tempfile.TemporaryDirectory() as folder:
         for job in [job for job in jobs if job not in known]:
             runs.append(measure(*job, folder))
-            temporary = RESULTS.with_suffix(".part")
-            temporary.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
-            temporary.replace(RESULTS)
+            save_runs(RESULTS, runs)
     print(format_table(runs))
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from saved_runs import load_runs, save_runs
 
 from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
@@ -33,43 +34,24 @@ from vlm_grpo.types import Example
 from vlm_grpo.utils.bootstrap import bootstrap_mean_of_means
 
 RESULTS = Path(__file__).with_name("results") / "study.json"
+SUPERVISED_ROWS = 4096
+"""The first rows of each source, on which the supervised runs train, and these runs do not."""
+MODEL_STEP, TEACHER_STEP = 600, 1200
+"""Steps of the supervised run, the recipe ``worlds``: the model to train and the teacher."""
+
+
+STEPS = 60
 SHORT = [
-    "data.eval_limit=300", "optim.warmup_steps=5",
+    "data.eval_limit=300", f"evaluation.every={STEPS // 2}", f"optim.max_steps={STEPS}",
+    "optim.prompts_per_step=16", "optim.lr=1e-4", "optim.schedule=constant_with_warmup",
+    "optim.warmup_steps=5",
     "logging.samples_every=0", "logging.trackers=[]",
 ]  # fmt: skip
 """The recipes as they are, but for these settings."""
-SUPERVISED_ROWS = 4096
-"""The first rows of each source, on which the supervised runs train, and these runs do not."""
-SUPERVISED_STEPS = {"worlds": (600, 1200), "counting": (0, 300)}
-"""Supervised runs: the steps of the model that is trained (0: the embedded one) and the teacher."""
-
-
-def _world(name: str, recipe: str, prompts: int = 16, steps: int = 60) -> dict[str, Any]:
-    source = f"embedded:{name}:hard"
-    return {
-        "recipe": recipe,
-        "source": source,
-        "supervised": "worlds",
-        "settings": [
-            f"data.eval={source}",
-            f"optim.prompts_per_step={prompts}",
-            f"optim.max_steps={steps}",
-        ],
-    }
-
-
-TASKS: dict[str, dict[str, Any]] = {
-    "words": _world("words", "ocr"),
-    "handwriting": _world("handwriting", "ocr"),
-    "attributes": _world("attributes", "counting"),
-    "relations": _world("relations", "grounding"),
-    "counting": {
-        "recipe": "counting",
-        "source": "embedded:counting",
-        "supervised": "counting",
-        "settings": ["optim.prompts_per_step=16", "optim.max_steps=80"],
-    },
-}
+TASKS = {
+    "words": "ocr", "handwriting": "ocr", "attributes": "counting", "relations": "grounding",
+}  # fmt: skip
+"""The hard worlds, and the recipe of each."""
 TEACHER = "objective.distillation.teacher={teacher}"
 METHODS: dict[str, list[str]] = {
     "grpo": [],
@@ -110,40 +92,35 @@ def time_steps(settings: Settings) -> float:
     return seconds
 
 
-def prepare_models(name: str, folder: Path) -> tuple[str, str]:
+def prepare_models(folder: Path) -> tuple[str, str]:
     """Return the model that is trained and the teacher, and make them if they are missing."""
-    first, last = SUPERVISED_STEPS[name]
-    found = ["embedded" if not step else str(folder / f"{name}-{step}") for step in (first, last)]
-    if all(path == "embedded" or Path(path).is_dir() for path in found):
-        return found[0], found[1]
-    run = f"supervised-{name}"
+    found = [folder / f"worlds-{step}" for step in (MODEL_STEP, TEACHER_STEP)]
     settings = load_settings(
-        name,
-        [f"name={run}", f"output_dir={folder}", "warm_start.steps=all", "data.eval_limit=150"]
-        + [f"optim.max_steps={last}", f"evaluation.every={first or last}"]
-        + [f"checkpoint.every={first or last}", "checkpoint.keep_last=0"]
-        + ([] if first else ["warm_start.lr=1e-3", "optim.warmup_steps=20"]),
+        "worlds",
+        [
+            *("name=supervised-worlds", f"output_dir={folder}", f"optim.max_steps={TEACHER_STEP}"),
+            *("data.eval_limit=150", "checkpoint.every=300", "checkpoint.keep_last=0"),
+        ],
     )
-    if not settings.run_dir.exists():
-        train(settings)
-    for step, path in zip((first, last), found, strict=True):
-        if step and not Path(path).is_dir():
+    for step, path in zip((MODEL_STEP, TEACHER_STEP), found, strict=True):
+        if not path.is_dir():
+            if not settings.run_dir.exists():
+                train(settings)
             export(settings.run_dir, path, step=step)
-    return found[0], found[1]
+    return str(found[0]), str(found[1])
 
 
 def measure(task: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train, and return the held-out curve and each held-out example's value at the end."""
-    given = TASKS[task]
-    model, teacher = prepare_models(given["supervised"], folder)
-    steps = int(given["settings"][-1].partition("=")[2])
-    changes = [*SHORT, *given["settings"], f"evaluation.every={steps // 2}", *METHODS[method]]
+    model, teacher = prepare_models(folder)
+    source = f"embedded:{task}:hard"
+    changes = [*SHORT, f"data.eval={source}", *METHODS[method]]
     name = f"{task}-{method.replace(' ', '-')}-{seed}"
     own = [f"name={name}", f"output_dir={folder}", f"model={model}", f"seed={seed}"]
     settings = load_settings(
-        given["recipe"],
+        TASKS[task],
         [*(change.format(teacher=teacher) for change in changes), *own],
-        data={"train": draw_rows(given["source"])},
+        data={"train": draw_rows(source)},
     )
     if method == "trl":
         # The import of TRL takes long, and the other methods do not need it.
@@ -163,7 +140,7 @@ def measure(task: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
         "settings": changes,
         "cpu_seconds": round(seconds, 1),
         "held_out": [[step, round(statistics.fmean(right), 4)] for step, right in held_out.items()],
-        "right": "".join(str(int(value)) for value in held_out[steps]),
+        "right": "".join(str(int(value)) for value in held_out[STEPS]),
     }
 
 
@@ -242,19 +219,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/study"), help="models and runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    known = {(run["task"], run["method"], run["seed"]) for run in runs}
+    known = {(run["task"], run["method"], run["seed"]) for run in load_runs(RESULTS)}
     jobs = itertools.product(options.tasks, options.seeds, options.methods)
     for task, seed, method in jobs:
-        if (task, method, seed) in known:
-            continue
-        run = measure(task, method, seed, options.folder)
-        print(task, method, seed, run["held_out"], run["cpu_seconds"], "s", file=sys.stderr)
-        runs.append(run)
-        temporary = RESULTS.with_suffix(".part")
-        temporary.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs) + "\n]\n")
-        temporary.replace(RESULTS)
-    print(format_table(runs))
+        if (task, method, seed) not in known:
+            run = measure(task, method, seed, options.folder)
+            print(task, method, seed, run["held_out"], run["cpu_seconds"], "s", file=sys.stderr)
+            save_runs(RESULTS, [*load_runs(RESULTS), run])
+    print(format_table(load_runs(RESULTS)))
 
 
 if __name__ == "__main__":
