@@ -29,6 +29,7 @@ from vlm_grpo.utils.formulas import MAX_FORMULA, contains_formula, normalize_for
         (r"a:=\arg b^\dagger", r"a\coloneqq\operatorname{arg}b^\dag", True),
         (r"\langle x\rangle", r"\lang x\rang", True),
         (r"f'_a{}", r"f^{\prime}_a", True),
+        ("x'_a^2", "x_a'^{2}", True),
         (r"\begin{matrix}a\\[2pt]b\end{matrix}", r"\begin{matrix}a\\b\end{matrix}", True),
         ("(ab)^2", "a(b)^2", False),
         (r"\frac{1}{23}", r"\frac{12}{3}", False),
@@ -58,6 +59,7 @@ def test_formulas_that_look_alike_have_one_form(first, second, equal):
         ("a=b", r"\begin{aligned}a &= b\end{aligned}", True),
         (r"\begin{cases}2 \text{ if } a\\1\end{cases}",
          r"\left\{\begin{array}{ll}2 & \text{if } a\\1\end{array}\right.", True),
+        (r"\begin{aligned}a\\b\end{aligned}", "ab", False),
         ("=", "a=b", False),
         ("a", "a=b", False),
         # The names of MathML's tags are no letters of a formula: mtable, msup.
@@ -72,7 +74,7 @@ def test_a_formula_contains_another(formula, gold, contained):
 
 @pytest.mark.parametrize(
     "mistake",
-    ["#", "$", r"\1", "{b", "b}", r"\frac{b}", "b^1^2", "b^1_2^3", r"\text{b", r"\(b", r"\mathf{b}",
+    ["#", "$", r"\1", "{b", "b}", "}+{b", r"\frac{b}", "b^1^2", "b^1_2^3", r"\text{b", r"\(b", r"\mathf{b}",
      r"\left(b", "_", "b" * MAX_FORMULA],
 )  # fmt: skip
 def test_a_malformed_formula_contains_none(mistake):
