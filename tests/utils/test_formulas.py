@@ -74,8 +74,8 @@ def test_a_formula_contains_another(formula, gold, contained):
 
 @pytest.mark.parametrize(
     "mistake",
-    ["#", "$", r"\1", "{b", "b}", "}+{b", r"\frac{b}", "b^1^2", "b^1_2^3", r"\text{b", r"\(b", r"\mathf{b}",
-     r"\left(b", "_", "b" * MAX_FORMULA],
+    ["#", "$", r"\1", "{b", "b}", "}+{b", r"\frac{b}", "b^1^2", "b^1_2^3", r"\text{b", r"\(b",
+     r"\mathf{b}", r"\left(b", "_", "b" * MAX_FORMULA],
 )  # fmt: skip
 def test_a_malformed_formula_contains_none(mistake):
     assert normalize_formula("a" + mistake) is None
