@@ -140,10 +140,9 @@ def label_scene(shapes: Sequence[dict[str, Any]]) -> tuple[Tensor, Tensor, Tenso
         shapes: kind, color and box of each shape.
 
     Returns:
-        Three tensors. The first, (9, 4), tells which shape each part of a token shows: the index of
-        its kind and color in ``PAIRS`` plus 1, or 0 if the part shows none. The second, (9, 4, 4),
-        contains the boxes of these shapes, divided by the scene's side. The third, (9, 3), counts
-        the shape centers of each kind in each token.
+        Class labels of the parts, (9, 4): 0 for background, otherwise 1 plus the index of the
+        shape's kind and color in ``PAIRS``. Box targets of the parts, (9, 4, 4), as fractions of
+        the scene's side. Number of shape centers per token and kind, (9, 3).
     """
     boxes = torch.tensor([shape["box"] for shape in shapes])
     starts = torch.arange(0, SIDE, SIDE // (CELLS * QUARTERS))

@@ -284,7 +284,8 @@ def compare_formulas(checkout: Checkout) -> tuple[int, Counter]:
     """Return the number of pairs of formulas in olmOCR's own tests and samples, and differences."""
     tree = ast.parse(checkout.read("tests/test_katex_render.py"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
-    formulas = {ast.literal_eval(c.args[0]) for c in calls if ast.unparse(c.func) == _RENDER}
+    render = "render_equation"
+    formulas = {ast.literal_eval(c.args[0]) for c in calls if ast.unparse(c.func) == render}
     samples = checkout.read("olmocr/bench/sample_data/dataset.jsonl").splitlines()
     formulas |= {row["math"] for row in map(json.loads, filter(None, samples)) if "math" in row}
     official = scripts.load_olmocr_formulas(checkout, "olmocr/bench/tests.py")
@@ -297,9 +298,6 @@ def compare_formulas(checkout: Checkout) -> tuple[int, Counter]:
             found["passed here" if ours > theirs else "passed by the script"] += 1
             logging.info("%s", ("formulas", text, gold, ours, theirs))
     return len(formulas) ** 2, found
-
-
-_RENDER = "render_equation"
 
 
 def format_classes(found: Counter[str]) -> str:

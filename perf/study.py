@@ -38,8 +38,6 @@ SUPERVISED_ROWS = 4096
 """The first rows of each source, on which the supervised runs train, and these runs do not."""
 MODEL_STEP, TEACHER_STEP = 600, 1200
 """Steps of the supervised run, the recipe ``worlds``: the model to train and the teacher."""
-
-
 STEPS = 60
 SHORT = [
     "data.eval_limit=300", f"evaluation.every={STEPS // 2}", f"optim.max_steps={STEPS}",
@@ -163,7 +161,7 @@ def value_at(run: dict[str, Any], seconds: float) -> float:
     """Return the held-out accuracy after some processor seconds, between two evaluations; its last
     value if the run took less."""
     curve = run["held_out"]
-    step = min(1.0, seconds / run["cpu_seconds"]) * curve[-1][0]
+    step = seconds / run["cpu_seconds"] * curve[-1][0]
     for (before, low), (after, high) in itertools.pairwise(curve):
         if step <= after:
             return low + (high - low) * (step - before) / (after - before)

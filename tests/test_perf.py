@@ -107,6 +107,17 @@ def test_the_guide_has_the_recorded_steps_of_other_families(
         assert program.format_table(recorded) in readme
 
 
+def test_runs_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    saved = load("saved_runs")
+    file = tmp_path / "runs.json"
+    assert saved.load_runs(file) == []
+    runs = [{"method": "grpo", "held_out": [[0, 0.5]]}, {"method": "é"}]
+    for count in (1, 2):
+        saved.save_runs(file, runs[:count])
+        assert saved.load_runs(file) == runs[:count]
+    assert file.read_text().count("\n") == 4  # a line for each run
+
+
 def test_the_study_compares_with_plain_grpo_at_equal_samples_and_at_equal_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -108,7 +108,7 @@ def test_omnidocbench_joins_the_blocks_in_reading_order(convert, tmp_path):
     table = "<table><tr><td>1</td></tr></table>"
     blocks = [
         make_block(3, "table", html=table, latex="x"),
-        make_block(1, "title", text="# Title"),
+        make_block(1, "title", text="## Title"),
         make_block(2, "equation_isolated", latex="$$x$$", text=""),
         make_block(7, "header", order=None, text="Journal"),
         make_block(8, "page_footnote", text="Note"),
@@ -139,6 +139,7 @@ def test_omnidocbench_joins_the_blocks_in_reading_order(convert, tmp_path):
         (["New", "x", "Mexico"], [(0, 2)], ["New Mexico", "x"]),
         (["trun-", "cated"], [(1, 0)], ["trun-cated"]),  # whichever end is the source
         (["陕", "西省"], [(0, 1)], ["陕西省"]),
+        (["GPU", "上"], [(0, 1)], ["GPU上"]),
         (["a", "b", "c"], [(0, 1), (1, 2)], ["a b c"]),  # the script repeats the second of three
         (["a", "b", "c", "d"], [(0, 1), (2, 3), (1, 2)], ["a b c d"]),
         (["a", "", "c"], [(0, 1), (1, 2)], ["a c"]),

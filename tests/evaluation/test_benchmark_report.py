@@ -63,6 +63,19 @@ def test_ocrbench_is_in_points_of_a_thousand():
     assert any("Qwen2.5-VL-3B-Instruct" in line and "not verified" in line for line in lines)
 
 
+def test_errors_are_printed_with_three_places():
+    examples = make_examples([2, 2, 3], kind=["val"] * 3)
+    report = make_report("fsc147", examples, ["2", "3", "3"])
+    lines = list(format_report(report))
+    assert lines[0].startswith("FSC-147: mae 0.333 [0.000, 1.000] (n = 3")
+    assert "  baseline, always '2': 0.333" in lines
+    assert f"  {'val':<32}   0.333 [0.000, 1.000]  n = 3" in lines
+    comparison = compare([0.0, 1.0, 0.0], [0.0, 0.0, 0.0], lower_is_better=True)
+    line = format_comparison(comparison, report.benchmark)
+    assert line.startswith("difference +0.333 [+0.000, +1.000], p = ")
+    assert line.endswith("n = 3; 0 better, 1 worse)")
+
+
 @pytest.mark.parametrize(
     ("name", "split", "warning"),
     [
@@ -170,7 +183,9 @@ def test_comparison_of_binary_scores_agrees_with_the_sign_test(wins):
     exact = stats.binomtest(wins, 50).pvalue
     assert comparison.p_value == pytest.approx(exact, rel=1e-9)
     assert (comparison.better, comparison.worse, comparison.n) == (wins, 50 - wins, 500)
-    assert f"(McNemar, n = 500; {wins} better" in format_comparison(comparison)
+    assert f"(McNemar, n = 500; {wins} better" in format_comparison(
+        comparison, load_benchmark("tallyqa")
+    )
 
 
 def test_comparison_has_the_nominal_level():

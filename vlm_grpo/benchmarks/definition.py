@@ -131,6 +131,11 @@ class Benchmark(Frozen):
         """Whether the official metric is an error."""
         return is_error_metric(load_task_class(self.task), self.metric)
 
+    @property
+    def places(self) -> int:
+        """Decimal places of printed results."""
+        return 1 if self.scale > 1 else 3
+
 
 _CORPUS_METRICS = frozenset(
     ("ap", "ap_50", "ap_75", "rmse", "category_mean", "edit_distance", "order_distance")

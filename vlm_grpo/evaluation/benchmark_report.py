@@ -304,7 +304,7 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         split: split whose published results to show; None: all.
     """
     benchmark = report.benchmark
-    places = 1 if benchmark.scale > 1 else 3
+    places = benchmark.places
     interval = ""
     if report.interval is not None:
         interval = " [{:.{p}f}, {:.{p}f}]".format(*report.interval, p=places)
@@ -316,7 +316,7 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         yield f"  read: {READERS[benchmark.reader].description}"
     if report.strict is not None:
         value, answered = report.strict
-        yield f"  as the reward reads answers: {value:.1f} ({answered:.1%} answered)"
+        yield f"  as the reward reads answers: {value:.{places}f} ({answered:.1%} answered)"
     if report.unread is not None:
         yield f"  {format_unread(report.unread)}; models were asked for: {benchmark.asked or '?'}"
     if benchmark.differences:
@@ -330,7 +330,7 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         counts = ", ".join(f"{name} has {count}" for name, count in official.items())
         yield f"  its {counts} examples; this is a part or another version of it"
     if report.baseline is not None:
-        yield f"  baseline, {report.baseline[0]}: {report.baseline[1]:.1f}"
+        yield f"  baseline, {report.baseline[0]}: {report.baseline[1]:.{places}f}"
     for name, value in report.metrics.items():
         if name != benchmark.metric:
             yield f"  {name:<24} {value:.4f}"
@@ -338,7 +338,8 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         yield f"by {name}"
         for row in rows[:_MAX_GROUPS]:
             mean, low, high = (x * benchmark.scale for x in (row.mean, row.low, row.high))
-            yield f"  {row.group:<32} {mean:7.1f} [{low:.1f}, {high:.1f}]  n = {row.n}"
+            value, interval = f"{mean:7.{places}f}", f"[{low:.{places}f}, {high:.{places}f}]"
+            yield f"  {row.group:<32} {value} {interval}  n = {row.n}"
         if len(rows) > _MAX_GROUPS:
             yield f"  … and {len(rows) - _MAX_GROUPS} more groups"
     published = [p for p in benchmark.published if split is None or p.split == split]
@@ -346,7 +347,7 @@ def format_report(report: Report, split: str | None = None) -> Iterator[str]:
         yield "published"
     for p in published:
         checked = "verified" if p.verified else "not verified"
-        yield f"  {p.model:<32} {p.value:7.1f}  {p.split}, {checked}: {p.source}"
+        yield f"  {p.model:<32} {p.value:7.{places}f}  {p.split}, {checked}: {p.source}"
     if benchmark.note:
         yield f"note: {benchmark.note}"
 
@@ -357,10 +358,14 @@ def format_unread(text: str) -> str:
     return f"most outputs hold no answer that can be read, for example {text[:80]!r}"
 
 
-def format_comparison(comparison: Comparison, scale: float = 100.0) -> str:
-    """Format a comparison as one line, on the scale of a benchmark."""
+def format_comparison(comparison: Comparison, benchmark: Benchmark) -> str:
+    """Format a comparison as one line, in the unit of a benchmark."""
     c = comparison
+    difference, low, high = (
+        f"{value * benchmark.scale:+.{benchmark.places}f}"
+        for value in (c.difference, c.low, c.high)
+    )
     return (
-        f"difference {c.difference * scale:+.1f} [{c.low * scale:+.1f}, {c.high * scale:+.1f}], "
-        f"p = {c.p_value:.3g} ({c.test}, n = {c.n}; {c.better} better, {c.worse} worse)"
+        f"difference {difference} [{low}, {high}], p = {c.p_value:.3g} "
+        f"({c.test}, n = {c.n}; {c.better} better, {c.worse} worse)"
     )

@@ -325,7 +325,7 @@ def _print_reports(
         print(*format_report(report, split), sep="\n")
     if comparison is not None:
         (report, *_) = reports.values()
-        print(f"\n{format_comparison(comparison, report.benchmark.scale)}")
+        print(f"\n{format_comparison(comparison, report.benchmark)}")
 
 
 def _write_results(

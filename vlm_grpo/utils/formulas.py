@@ -24,6 +24,7 @@ _REPLACEMENTS = (
                 r"(?![A-Za-z])"), " "),
     (re.compile(r"\\\\\s*\[[\d. -]+[a-z]{2}\]"), r"\\\\ "),
     (re.compile(r"\\not\s*="), r"\\ne "),
+    (re.compile(r"''\s*\^\s*(\{[^{}]*\}|\w)"), r"'^{\\prime \1}"),
     (re.compile(r"\\arg(?![A-Za-z])"), r"\\operatorname{arg}"),
     (re.compile(r"\\(d?dag)(?![A-Za-z])"), r"\\\1ger "),
     (re.compile(r"\\([lr]ang)(?![A-Za-z])"), r"\\\1le "),
@@ -77,12 +78,11 @@ def normalize_formula(latex: str, in_lines: bool = False) -> str | None:
     if len(latex) > MAX_FORMULA or not _is_sound(latex):
         return None
     convert = import_extra("latex2mathml.converter").convert
+    etree = import_extra("lxml.etree")
     for pattern, replacement in _REPLACEMENTS:
         latex = pattern.sub(replacement, latex)
     try:
-        mathml = convert(latex)
-        etree = import_extra("lxml.etree")
-        root = etree.fromstring(mathml.encode(), etree.XMLParser(resolve_entities=False))
+        root = etree.fromstring(convert(latex).encode(), etree.XMLParser(resolve_entities=False))
         parts = _list_parts(root, in_lines)
     except Exception:  # the library raises anything on malformed formulas
         return None
