@@ -1,7 +1,7 @@
 """olmOCR-Bench: unit tests of pages' texts; also the synthetic tests that olmOCR 2 was trained on.
 
-Each page without a test of type baseline gets one, as in the benchmark's script. Needs the extra
-``documents``, which renders the PDF files.
+The first page of each PDF file without a test of type baseline gets one, as in the benchmark's
+script. Needs the extra ``documents``, which renders the PDF files.
 
 --source: bench_data, the folder that holds the .jsonl files of tests and the folder pdfs.
 --images: a folder to write the pages' images into.
@@ -13,7 +13,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
+from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import list_split_files, read_json_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.page_tests import TYPES
@@ -35,12 +35,21 @@ def convert(request: Request) -> Rows:
             tests = pages.setdefault((row["pdf"], row["page"]), [])
             if row["type"] in TYPES:
                 tests.append(test | {"category": file.stem})
+    has_baseline = {
+        pdf for (pdf, _), tests in pages.items() for t in tests if t["type"] == "baseline"
+    }
+    for pdf in dict.fromkeys(pdf for pdf, _ in pages):
+        if pdf not in has_baseline:
+            first = pages.setdefault((pdf, 1), [])
+            first.append({"type": "baseline", "category": "baseline"})
     for (pdf, page), tests in pages.items():
-        if all(test["type"] != "baseline" for test in tests):
-            tests.append({"type": "baseline", "category": "baseline"})
+        name = f"{pdf}-{page}"
+        if not tests:
+            yield RefusedRow(name, "it has no test of the benchmark's types", kind="excluded")
+            continue
         image = render_page(request.path / "pdfs" / pdf, page)
         meta = {"category": tests[0]["category"]}
-        yield ConvertedRow(f"{pdf}-{page}", (image,), "Read this page.", {"tests": tests}, meta)
+        yield ConvertedRow(name, (image,), "Read this page.", {"tests": tests}, meta)
 
 
 def render_page(path: Path, page: int) -> bytes | None:

@@ -84,18 +84,23 @@ def test_olmocr_bench_groups_tests_by_page(convert, tmp_path):
         test | {"type": "present", "text": "EXIT", "max_diffs": 1},
         test | {"type": "format", "text": "EXIT", "format": "bold"},
     ]
-    blank = test | {"page": 2, "type": "baseline", "max_length": 10}
+    blank = test | {"pdf": "y/b.pdf", "page": 2, "type": "baseline", "max_length": 10}
+    other = test | {"page": 2, "type": "format", "text": "EXIT", "format": "bold"}
     pages = [Image.new("RGB", (200, 100), "white")] * 2
     pdf = encode_image(pages[0], "PDF", save_all=True, append_images=pages[1:])
-    files = {"old_scans.jsonl": texts, "blanks.jsonl": [blank, blank | {"page": 3}]}
-    write_files(tmp_path, {**files, "pdfs/x/a.pdf": pdf})
+    files = {"old_scans.jsonl": [*texts, other], "blanks.jsonl": [blank, blank | {"page": 3}]}
+    write_files(tmp_path, {**files, "pdfs/x/a.pdf": pdf, "pdfs/y/b.pdf": pdf})
     result = convert("olmocr_bench", tmp_path, tmp_path / "images")
     assert result.answers["x/a.pdf-1"]["tests"] == [
         {"id": "1", "type": "present", "text": "EXIT", "max_diffs": 1, "category": "old_scans"},
         {"type": "baseline", "category": "baseline"},
     ]
-    assert [test["type"] for test in result.answers["x/a.pdf-2"]["tests"]] == ["baseline"]
-    assert result.reasons == {"its image is missing in the source": 1}  # there is no page 3
+    baseline = {"id": "1", "type": "baseline", "max_length": 10, "category": "blanks"}
+    assert result.answers["y/b.pdf-2"]["tests"] == [baseline]  # page 1 of this file needs none
+    assert result.reasons == {
+        "its image is missing in the source": 1,  # there is no page 3
+        "it has no test of the benchmark's types": 1,
+    }
     image = Image.open(io.BytesIO((tmp_path / "images" / result.rows[0]["images"][0]).read_bytes()))
     assert max(image.size) == LONGEST_SIDE
 

@@ -15,8 +15,9 @@ from typing import Any
 import datasets
 import pytest
 from chat_model import ChatModel, serve
-from dataset_files import png, write_files, write_table
+from dataset_files import encode_image, png, write_files, write_table
 from foreign_results import lmms_eval_sample, r1_v_result, vlm_r1_result
+from PIL import Image
 from published_formats import COCO, IMAGES
 
 from vlm_grpo import cli
@@ -159,7 +160,7 @@ def _write_readme_files() -> None:
 
 
 def _write_benchmarks() -> None:
-    """Write RefCOCO, two sentences for one box, and OmniDocBench, a page, as published."""
+    """Write a page of OmniDocBench and olmOCR-Bench and two sentences of RefCOCO, as published."""
     image = {"id": 7, "file_name": "COCO_train2014_000000000007.jpg", "width": 64, "height": 48}
     box = {"id": 70, "image_id": 7, "category_id": 1, "bbox": [10.5, 5.0, 20.0, 30.25]}
     instances = {"images": [image], "annotations": [box], "categories": [{"id": 1, "name": "dog"}]}
@@ -176,6 +177,9 @@ def _write_benchmarks() -> None:
     page = {"page_info": {"image_path": "a.jpg"}, "layout_dets": [block]}
     pages = [page | {"extra": {"relation": []}}]
     write_files(Path("OmniDocBench"), {"OmniDocBench.json": pages, "images/a.jpg": png()})
+    test = {"pdf": "a.pdf", "page": 1, "id": "1", "type": "present", "text": "Title"}
+    pdf = encode_image(Image.new("RGB", (200, 100)), "PDF")
+    write_files(Path("bench_data"), {"tests.jsonl": [test], "pdfs/a.pdf": pdf})
     _write_grounding("train2014")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
@@ -13,22 +14,32 @@ from vlm_grpo.utils.atomic_io import create_whole_folder
 _MAX_BYTES = 255
 """Maximum length of a file's name."""
 
+
+def _name_by_page(identity: str) -> str:
+    match = re.fullmatch(r"(.*)\.pdf-(\d+)", identity, re.DOTALL)
+    pdf, page = match.groups() if match else (identity.removesuffix(".pdf"), 1)
+    return f"{pdf}_pg{page}_repeat1.md"
+
+
 FILE_NAMES: dict[str, Callable[[str], str]] = {
     "markdown": lambda identity: PurePosixPath(identity).stem + ".md",
+    "pages": _name_by_page,
 }
-"""The name of an example's file, from its id, by the value of ``Benchmark.script_outputs``.
+"""The path of an example's file, from its id, by the value of ``Benchmark.script_outputs``.
 
 ``markdown``: OmniDocBench, end2end_dataset.py; the id is the path of the page's image.
+``pages``: olmOCR-Bench, olmocr/bench/benchmark.py; the id is the path of a PDF file and the number
+of the page, ``scans/a.pdf-1``.
 """
 
 
 def name_files(form: str, examples: Sequence[Example]) -> list[str]:
-    """Return the name of each example's file, a key of ``FILE_NAMES`` given.
+    """Return the path of each example's file in the folder, a key of ``FILE_NAMES`` given.
 
     Raises:
-        UserError: a file cannot have that name, or two files have the same; all are named.
+        UserError: a file cannot have that path, or two files have the same; all are named.
     """
-    names = [FILE_NAMES[form](example.id) for example in examples]
+    names = [str(PurePosixPath(FILE_NAMES[form](example.id))) for example in examples]
     ids: dict[str, list[str]] = {}
     for name, example in zip(names, examples, strict=True):
         ids.setdefault(name, []).append(repr(example.id))
@@ -40,15 +51,17 @@ def name_files(form: str, examples: Sequence[Example]) -> list[str]:
     problems += [f"{same[0]} cannot be a file" for name, same in ids.items() if not _is_valid(name)]
     if problems:
         raise UserError(
-            "the official script reads one file per example, named after the last part of its id; "
+            "the official script reads one file per example, named after its id; "
             f"change the ids:\n{bullets(problems)}"
         )
     return names
 
 
 def _is_valid(name: str) -> bool:
+    if name.startswith("/") or "\0" in name:
+        return False
     try:
-        return len(name.encode()) <= _MAX_BYTES and "\0" not in name
+        return all(part != ".." and len(part.encode()) <= _MAX_BYTES for part in name.split("/"))
     except UnicodeEncodeError:  # half of a character, from JSON
         return False
 
@@ -64,4 +77,6 @@ def write_files(form: str, folder: Path, examples: Sequence[Example], texts: Seq
         shutil.rmtree(folder)
     with create_whole_folder(folder) as tmp_dir:
         for name, text in zip(names, texts, strict=True):
-            (tmp_dir / name).write_bytes(text.encode(errors="backslashreplace"))
+            path = tmp_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text.encode(errors="backslashreplace"))
