@@ -163,6 +163,14 @@ def test_methods_without_videos_refuse_them_before_the_run(overrides: list[str])
     assert len(usable) == len(EXAMPLES)
 
 
+def test_qwen3_vl_takes_videos_in_rollouts_of_servers() -> None:
+    settings = load_settings(
+        "quickstart", ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
+    )
+    usable = select_usable(tiny_policy("qwen3_vl"), EXAMPLES, PlainQuestion(), settings)
+    assert len(usable) == len(EXAMPLES)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family: str) -> None:
     policy = tiny_policy(family)

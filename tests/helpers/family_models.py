@@ -94,7 +94,9 @@ def _build(
     return model, built
 
 
-def _qwen3(model_type: str, text: dict[str, Any], **vision: Any) -> Callable[[], tuple[Any, Any]]:
+def build_qwen3(
+    model_type: str, text: dict[str, Any], **vision: Any
+) -> Callable[[], tuple[Any, Any]]:
     marks = {"image": "image_pad", "video": "video_pad"}
     marks |= {"vision_start": "vision_start", "vision_end": "vision_end"}
     return partial(
@@ -206,13 +208,13 @@ def _paligemma(kind: str, **text: Any) -> Callable[[], tuple[Any, Any]]:
 
 
 BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "qwen3_vl_moe": _qwen3(
+    "qwen3_vl_moe": build_qwen3(
         "qwen3_vl_moe",
         {**MOE, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         deepstack_visual_indexes=[0, 1],
     ),
-    "qwen3_5": _qwen3("qwen3_5", GATED_DELTA),
-    "qwen3_5_moe": _qwen3("qwen3_5_moe", {**GATED_DELTA, **MOE}),
+    "qwen3_5": build_qwen3("qwen3_5", GATED_DELTA),
+    "qwen3_5_moe": build_qwen3("qwen3_5_moe", {**GATED_DELTA, **MOE}),
     "glm4v": _glm("glm4v", processors.glm4v),
     "glm46v": _glm("glm46v", processors.glm46v, model_type="glm4v_text"),
     "glm4v_moe": _glm(

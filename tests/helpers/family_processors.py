@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tiny_models import tiny_tokenizer
+from tiny_models import NORMALIZATION, tiny_tokenizer
 from transformers import (
     AyaVisionProcessor,
     CLIPImageProcessor,
@@ -76,7 +76,7 @@ def qwen3() -> Any:
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=pixels(32), patch_size=16),
         tokenizer=tiny_tokenizer(),
-        video_processor=Qwen3VLVideoProcessor(),
+        video_processor=Qwen3VLVideoProcessor(**NORMALIZATION),
         chat_template=CHAT_TEMPLATE,
     )
 

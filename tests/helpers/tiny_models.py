@@ -27,6 +27,7 @@ from transformers import (
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
 )
+from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
 from vlm_grpo.engine.attention import use_shared_attention
@@ -40,6 +41,8 @@ from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, ImageRef, Prompt, VideoRef
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+NORMALIZATION: dict[str, Any] = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
+"""That of the images, which is a clip's, too, as in Qwen3-VL's own files."""
 
 
 def tiny_tokenizer(*special: str, **named: str) -> Qwen2Tokenizer:
@@ -121,7 +124,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
         processor = Qwen3VLProcessor(
             image_processor=Qwen2VLImageProcessor(size=pixels, patch_size=16),
             tokenizer=tokenizer,
-            video_processor=Qwen3VLVideoProcessor(),
+            video_processor=Qwen3VLVideoProcessor(**NORMALIZATION),
             chat_template=CHAT_TEMPLATE,
         )
     else:

@@ -101,6 +101,8 @@ class Family(SharedForm):
     """Token type of completions; None: that of the prompt's last token."""
     takes_videos: ClassVar[bool] = False
     """Whether clips may stand among the images."""
+    has_texts_between_frames: ClassVar[bool] = False
+    """Whether texts stand between a clip's pairs of frames, each of which is read as an image."""
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
         """Return the processor's budget, or None if its resizing has no budget that is known."""

@@ -184,6 +184,7 @@ class Qwen3VL(QwenVL):
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     frame = "permille"
     frame_source = "https://github.com/QwenLM/Qwen3-VL (cookbooks/2d_grounding.ipynb)"
+    has_texts_between_frames = True
 
     def write_times(self, image: ImageRef, processor: Any) -> str:
         if not isinstance(image, VideoRef):

@@ -136,7 +136,9 @@ def select_usable(
         for name, is_used in {
             "rollout.noise": settings.rollout.noise is not None,
             "objective.perception": settings.objective.perception is not None,
-            f"rollout.sampler={settings.rollout.sampler}": settings.rollout.sampler != "policy",
+            # vLLM reads clips as transformers does only in these families: see server/clips.py.
+            f"rollout.sampler={settings.rollout.sampler}": settings.rollout.sampler != "policy"
+            and not policy.family.has_texts_between_frames,
         }.items()
         if is_used
     ]

@@ -2,6 +2,7 @@
 
 The tokens of the prompt are sent, not its text, and the images after our resize, so that the server
 has nothing to decide. It inserts the images' tokens; the prompt that it then reports must be ours.
+A prompt with clips is sent with all of its tokens, and its images as ``clips`` prepares them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vlm_grpo.engine.sampling import SamplingSettings, derive_seed
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.server.client import ADAPTER_NAME, SERVED_NAME, WeightLabel
+from vlm_grpo.server.clips import build_features
 from vlm_grpo.types import Completion, Prompt, StopReason
 from vlm_grpo.utils.http_json import ServiceError
 from vlm_grpo.utils.image_decode import encode_data_url
@@ -87,7 +89,10 @@ def build_request(
             "skip_special_tokens": False,
         },
     }
-    if prompt.example.images:
+    if any(image.kind == "video" for image in prompt.example.images):
+        request["token_ids"] = list(prompt.token_ids)
+        request["features"] = build_features(policy, prompt)
+    elif prompt.example.images:
         images = policy.prompts.load_images(prompt.example)
         urls = [encode_data_url(image, compress_level=1) for image, _ in images]  # nothing is lost
         request["content_parts"] = [{"type": "image_url", "url": url} for url in urls]

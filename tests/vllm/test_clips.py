@@ -1,0 +1,78 @@
+"""Clips in rollouts and predictions by a real vLLM server of a tiny Qwen3-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from family_models import MROPE, build_qwen3
+from tiny_models import make_prompt, noise_clip, noise_example, pack_groups, sampled_logprobs
+from vllm_runs import make_settings
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.engine.sampling import SamplingSettings
+from vlm_grpo.grpo import build_updater
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.server.sampler import VllmSampler
+from vlm_grpo.types import Example
+
+# vLLM's attention on a CPU takes heads of at least 32 dimensions.
+TEXT = {
+    "head_dim": 32,
+    "rope_parameters": {**MROPE, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
+}
+IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
+EXAMPLES = [
+    Example("odd", (noise_clip("c", (60, 40), 5, seed=1),), "When?", 0),  # half a last pair
+    Example("mixed", (IMAGE, noise_clip("d", (56, 90), 4, seed=2)), "<image> in <image>?", 0),
+    Example("clips", (noise_clip("e", (28, 56), 2), noise_clip("f", (84, 28), 6)), "Which?", 0),
+    Example("long", (noise_clip("l", (64, 64), 20, seed=4, fps=0.5),), "?", 0),
+    noise_example("image", [(60, 90)], "Hello there"),
+]
+
+
+@pytest.fixture(scope="module")
+def settings(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Settings of a run that starts a server of its own."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    for part in build_qwen3("qwen3_vl", TEXT, deepstack_visual_indexes=[0, 1])():
+        part.save_pretrained(folder / "model")
+    own = "rollout.vllm.arguments=['--enforce-eager','--max-model-len=1024']"
+    program = f"rollout.vllm.python={vllm_python}"
+    return make_settings(folder, [], f"model={folder / 'model'}", program, own)
+
+
+@pytest.fixture(scope="module")
+def sampler(settings: Settings) -> Iterator[VllmSampler]:
+    strategy = build_updater(load_policy(settings), settings, Accelerator(cpu=True)).strategy
+    sampler = VllmSampler(strategy, settings)
+    yield sampler
+    sampler.close()
+
+
+def test_log_probs_of_answers_to_clips_are_the_trainers_before_and_after_an_update(
+    sampler: VllmSampler,
+) -> None:
+    policy = sampler.policy
+    prompts = [make_prompt(policy, example) for example in EXAMPLES]
+    sampling = SamplingSettings(policy.distribution, 6)
+    generator = torch.Generator().manual_seed(0)
+    found: list[Any] = []
+    for version in range(2):
+        sampler.publish(version)
+        seeds = [(0, index) for index in range(len(prompts))]
+        groups = sampler.start(prompts, sampling, [range(3)] * len(prompts), seeds).result(300)
+        with torch.no_grad():
+            scored = policy.score(pack_groups(prompts, groups)).logprobs
+            difference = scored - sampled_logprobs(groups)
+            assert difference.abs().max() < 1e-4
+            for _, weight in policy.trainable_parameters():
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.add_(0.1 * weight.abs().mean() * noise)
+        policy.clear_image_features()
+        found.append(scored[:4])
+    assert not torch.equal(found[0], found[1])
