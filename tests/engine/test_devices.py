@@ -1,48 +1,22 @@
-"""Scoring and decoding run on the model's device without reading from it.
-
-The meta device computes shapes only: reading a value and mixing it with tensors on the CPU are
-errors there, as is everything whose shape depends on values.
-"""
+"""Scoring and decoding run on the model's device without reading from it."""
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, pack_groups, tiny_policy
+from meta_device import DEVICE, build_policy, sample, use_gpu_kernels
+from tiny_models import FAMILIES, make_prompt, noise_example, pack_groups
 from torch import Tensor
 
 from vlm_grpo.engine import varlen
-from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.decode import CHECK_EVERY, SharedDecoder
 from vlm_grpo.engine.logprobs import TokenScores
-from vlm_grpo.engine.sampling import SamplerState, SamplingSettings
-from vlm_grpo.model.loading import LoadedModel
+from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
-
-DEVICE = torch.device("meta")
-
-
-def build_policy(family: str, lora: bool) -> Policy:
-    """Build a policy whose model is on the device, in bfloat16."""
-    host = tiny_policy(family)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with DEVICE:
-            model = type(host.model)(host.model.config)
-            use_shared_attention(host.family, model)
-            loaded = LoadedModel(model, host.processor, host.family, host.budget, True, None)
-            policy = Policy(loaded, host.distribution, chunk_tokens=7)
-            if lora:
-                add_lora(policy, ["q_proj", "down_proj"])
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return policy
 
 
 def score(policy: Policy) -> TokenScores:
@@ -58,9 +32,7 @@ def score(policy: Policy) -> TokenScores:
 
 @pytest.fixture(autouse=True)
 def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "has_varlen", lambda query: True)
-    # Autocast does not know the meta device.
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device=None: False)
+    use_gpu_kernels(monkeypatch)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -70,27 +42,6 @@ def test_scoring_and_its_gradient_read_nothing_from_the_device(family: str, lora
     score(policy).logprobs.sum().backward()
     trained = policy.trainable_parameters()
     assert all(w.grad is not None and w.grad.device == DEVICE for _, w in trained)
-
-
-def sample(policy: Policy, monkeypatch: pytest.MonkeyPatch, **truncation: float) -> int:
-    """Sample completions of different lengths and return the number of decode steps."""
-    all_active, some_active = np.ones(6, dtype=bool), np.array([1, 0, 0, 1, 1, 1], dtype=bool)
-    reads = iter([all_active, all_active, some_active, some_active, ~all_active])
-    monkeypatch.setattr(SamplerState, "update_active", lambda state: next(reads))
-    done = Completion((1,), (0.0,), "", "eos")
-    monkeypatch.setattr(Policy, "_build_completions", lambda policy, state: [done] * state.count)
-    steps, step = [], SharedDecoder.step
-    monkeypatch.setattr(SharedDecoder, "step", lambda *args: [step(*args), steps.append(1)][0])
-    sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
-    prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
-    settings = SamplingSettings(
-        dataclasses.replace(policy.distribution, min_new_tokens=2),
-        40,
-        with_entropies=True,
-        **truncation,  # type: ignore[arg-type]
-    )
-    policy.sample(prompts, settings, 2, [(0, index) for index in range(3)])
-    return len(steps)
 
 
 # The adapters of all families are the same layers.

@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import meta_device
+import pytest
 import torch
 from small_runs import make_embedded_trainer
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
@@ -23,7 +25,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.engine import norms
 from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.engine.decode import SharedDecoder
 from vlm_grpo.engine.sampling import build_sampling_settings
 from vlm_grpo.model.policy import Policy
 
@@ -45,13 +49,14 @@ class _Reads(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Counts of dispatched operations, and of those that read values."""
+    """Counts of dispatched operations, of those that compute, and of those that read values."""
 
-    count = reads = 0
+    count = kernels = reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         name = func.overloadpacket.__name__
+        self.kernels += not (func.is_view or name in ("_unsafe_view", "empty"))
         by_mask = name.startswith("index") and any(
             isinstance(index, Tensor) and index.dtype == torch.bool
             for index in (args[1] if isinstance(args[1], list | tuple) else ())
@@ -109,6 +114,24 @@ def measure_work(precision: str) -> dict[str, Counts]:
     return found
 
 
+def measure_kernels() -> Counts:
+    """Return the kernels of a decode step of 3 layers as on a GPU, in bfloat16."""
+    with pytest.MonkeyPatch.context() as patch:
+        meta_device.use_gpu_kernels(patch)
+        policy, counts, step = meta_device.build_policy("qwen2_5_vl", False), [], SharedDecoder.step
+        patch.setattr(norms, "rms_norm", lambda hidden, *_: torch.empty_like(hidden))
+
+        def count(*args: Any) -> Tensor:
+            with _Operations() as operations:
+                logits = step(*args)
+            counts.append(operations.kernels)
+            return logits
+
+        patch.setattr(SharedDecoder, "step", count)
+        meta_device.sample(policy, patch)
+    return {"kernels": max(counts)}
+
+
 def measure_step() -> Counts:
     """Return the work of a step of the embedded model that its trainer counts."""
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +143,7 @@ def measure_step() -> Counts:
 
 def measure_all() -> dict[str, Counts]:
     """Return the counts of all fixed steps."""
-    found = {"step": measure_step()}
+    found = {"step": measure_step(), "decode step on a GPU, bfloat16": measure_kernels()}
     for precision in ("float32", "bfloat16"):
         work = measure_work(precision)
         found |= {f"{name}, {precision}": counts for name, counts in work.items()}

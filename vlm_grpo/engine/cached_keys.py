@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -28,6 +28,7 @@ class CachedKeys:
     lengths: Int[Tensor, " S"]
     longest: int
     mask: Float[Tensor, "S 1 #n longest"] | None
+    _starts: dict[int, Int[Tensor, " starts"]] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -73,7 +74,10 @@ class CachedKeys:
         Every query of a key head sees the same keys, so grouped queries are stacked along n.
         """
         if self.mask is None and cap is None and varlen.has_varlen(query):
-            return varlen.attend_cached(query, key, value, self.lengths, self.longest, scaling)
+            starts = self._get_starts(query.shape[1]), self._get_starts(key.shape[1])
+            return varlen.attend_cached(
+                query, key, value, starts, (self.lengths, self.longest), scaling
+            )
         key, value = key[:, : self.longest], value[:, : self.longest]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if kernels.is_cpu(query) and cap is None:
@@ -88,3 +92,10 @@ class CachedKeys:
         lse = scores.logsumexp(-1)
         output = (scores - lse[..., None]).exp().to(v.dtype) @ v
         return output.transpose(1, 2), lse.transpose(1, 2)
+
+    def _get_starts(self, count: int) -> Int[Tensor, " starts"]:
+        """Return the starts of S rows of ``count`` tokens and their end, the same in all layers."""
+        if count not in self._starts:
+            stop, device = len(self.lengths) * count + 1, self.lengths.device
+            self._starts[count] = torch.arange(0, stop, count, dtype=torch.int32, device=device)
+        return self._starts[count]

@@ -142,8 +142,8 @@ def attend_cached(
     query: Float[Tensor, "S n key_heads width"],
     key: Float[Tensor, "S m key_heads width"],
     value: Float[Tensor, "S m key_heads width"],
-    lengths: Int[Tensor, " S"],
-    longest: int,
+    starts: tuple[Int[Tensor, " starts"], Int[Tensor, " starts"]],
+    visible: tuple[Int[Tensor, " S"], int],
     scaling: float,
 ) -> tuple[Float[Tensor, "S n key_heads width"], Float[Tensor, "S n key_heads"]]:
     """Compute attention of every query of a row to the row's first keys.
@@ -152,22 +152,20 @@ def attend_cached(
         query: queries.
         key: cached keys.
         value: cached values.
-        lengths: (int32) number of keys that each row sees.
-        longest: upper bound of the lengths.
+        starts: (int32) index of each row's first query and first key, and the numbers of both.
+        visible: (int32) number of keys that each row sees, and an upper bound.
         scaling: factor on the dot products.
 
     Returns:
         The output, and the log-sum-exps in float32.
     """
-    rows, count = query.shape[:2]
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
+    lengths, longest = visible
     output, lse = _run_kernel(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        starts * count,
-        starts * key.shape[1],
-        count,
+        *starts,
+        query.shape[1],
         longest,
         scale=scaling,
         seqused_k=lengths,

@@ -26,6 +26,7 @@ from vlm_grpo.engine.graphs import GraphCapture, get_capture
 from vlm_grpo.engine.kv_cache import count_free_tokens
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores
+from vlm_grpo.engine.norms import use_fused_norms
 from vlm_grpo.engine.repeated import Padding, sample_repeated, score_repeated
 from vlm_grpo.engine.sampling import (
     SamplerState,
@@ -95,6 +96,7 @@ class Policy:
     ) -> None:
         self.model: Any = loaded.model
         use_fast_linears(loaded.model)
+        use_fused_norms(loaded.model)
         self.processor, self.family = loaded.processor, loaded.family
         self.decode = self.family.decoder(self.processor.tokenizer)
         self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
@@ -134,8 +136,6 @@ class Policy:
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the names and values of the parameters that are trained."""
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-
-    # Prompts.
 
     def with_resized_sizes(self, example: Example) -> Example:
         """Return the example with the ``resized_size`` that this model gives each image."""
