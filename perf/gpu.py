@@ -65,8 +65,8 @@ PARTS = {
     "step-512-eager": _step(
         "the same without CUDA graphs", f"{GROUPS} --tokens 512 --no-cuda-graphs"
     ),
-    "step-512-graphs": _step(
-        "the same with CUDA graphs", f"{GROUPS} --tokens 512 --cuda-graphs"
+    "step-512-compiled": _step(
+        "the same with compiled decode steps", f"{GROUPS} --tokens 512 --torch-compile"
     ),
     "step-512-trl": _step(
         "the same with TRL", f"{GROUPS} --tokens 512 --steps 1 --trl-batch 8", "trl"

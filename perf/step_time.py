@@ -25,7 +25,7 @@ from pathlib import Path
 ENGINES = ("shared", "repeated", "trl", "trl-vllm")
 SMOKE = ["--size", "tiny", "--image", "56", "--prompts", "2", "--generations", "2"]
 SMOKE += ["--tokens", "3", "--rounds", "1", "--steps", "1", "--trl-batch", "4"]
-SMOKE += ["--no-cuda-graphs"]
+SMOKE += ["--no-cuda-graphs", "--no-torch-compile"]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,9 +45,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--checkpointing", nargs="?", const="full", default="none", choices=["none", "mlp", "full"],
         help="policy.gradient_checkpointing; TRL knows only full",
     )  # fmt: skip
-    parser.add_argument(
-        "--cuda-graphs", action=argparse.BooleanOptionalAction, help="rollout.cuda_graphs"
-    )
+    for name in ("cuda_graphs", "torch_compile"):
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=f"rollout.{name}")
     parser.add_argument("--profile", type=Path, help="trace of one more step (ours), without .json")
     parser.add_argument("--full", action="store_true", help="full weights instead of LoRA")
     parser.add_argument(

@@ -50,7 +50,8 @@ def build_trainer(
     options: argparse.Namespace, model: Any, processor: Any, images: list, shared: bool = True
 ) -> Trainer:
     """Build a trainer of the model; ``options.objective`` may hold settings of the loss."""
-    graphs = vars(options).get("cuda_graphs")
+    names = ("cuda_graphs", "torch_compile")
+    graphs = {n: vars(options)[n] for n in names if vars(options).get(n) is not None}
     settings = Settings.model_validate(
         {
             "task": "noise",
@@ -66,7 +67,7 @@ def build_trainer(
                 "num_generations": options.generations,
                 "max_completion_length": options.tokens,
                 "min_new_tokens": options.tokens,
-                **({} if graphs is None else {"cuda_graphs": graphs}),
+                **graphs,
             },
             "optim": {
                 "prompts_per_step": options.prompts,

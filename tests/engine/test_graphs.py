@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
+import compiled_steps
 import pytest
 import torch
 from family_policies import build_family_policy
@@ -14,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.engine import decode
-from vlm_grpo.engine.graphs import CudaGraph, DecodeStep, get_capture
+from vlm_grpo.engine.graphs import CompiledGraph, CudaGraph, DecodeStep, get_capture
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
@@ -162,6 +165,14 @@ def test_a_step_that_reads_from_the_device_is_not_captured() -> None:
         TracedStep(step, (ones, ones, ones))
 
 
+# In a process of its own, because the checks of shapes in the tests cannot be compiled.
+def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens() -> None:
+    command = [sys.executable, compiled_steps.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name}: equal" for name in compiled_steps.NAMES]
+
+
 def test_unsupported_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = RolloutSettings(cuda_graphs=True)
     off, default = RolloutSettings(cuda_graphs=False), RolloutSettings()
@@ -177,6 +188,10 @@ def test_unsupported_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert get_capture(off, shared=True, training=True) is None
     with pytest.raises(UserError, match="repeats its prompt"):
         get_capture(rollout, shared=False, training=True)
+    compiled = RolloutSettings(torch_compile=True)
+    assert get_capture(compiled, shared=True, training=True) is CompiledGraph
+    with pytest.raises(UserError, match="torch_compile=true has no effect"):
+        get_capture(compiled, shared=False, training=True)
 
 
 class CountedGraph(CudaGraph):

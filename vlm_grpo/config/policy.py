@@ -272,6 +272,9 @@ class RolloutSettings(Frozen):
     cuda_graphs: bool | None = None
     """Replay decode steps as CUDA graphs; None: on a GPU, if prompts are shared and weights are not
     sharded; False: launch each kernel from Python."""
+    torch_compile: bool = False
+    """Fuse the kernels of captured decode steps with ``torch.compile``, which the first rollout
+    waits for."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal with groups of new prompts."""
     max_resample: int | None = Field(default=None, ge=1)
@@ -298,6 +301,11 @@ class RolloutSettings(Frozen):
             raise ValueError(
                 f"rollout.steps_ahead={self.steps_ahead} needs rollout.sampler=vllm: the policy "
                 "cannot sample while it is updated"
+            )
+        if self.torch_compile and (uses_vllm or self.cuda_graphs is False):
+            raise ValueError(
+                "rollout.torch_compile=true compiles the steps that the policy captures, which "
+                "rollout.sampler=vllm and rollout.cuda_graphs=false leave out: remove it"
             )
         if self.vllm is not None:
             self.vllm.check_steps_ahead(self.steps_ahead)

@@ -124,8 +124,9 @@ def build_accelerator(settings: Settings) -> Accelerator:
             "or launch with configs/accelerate/fsdp2.yaml (a run resumes from checkpoints of "
             "either kind)"
         )
-    if settings.rollout.cuda_graphs and get_fsdp_plugin(accelerator) is not None:
-        raise UserError("rollout.cuda_graphs=true is not supported with sharded weights: remove it")
+    for name in ("cuda_graphs", "torch_compile"):
+        if getattr(settings.rollout, name) and get_fsdp_plugin(accelerator) is not None:
+            raise UserError(f"rollout.{name}=true is not supported with sharded weights: remove it")
     if settings.optim.prompts_per_step < accelerator.num_processes:
         raise UserError(
             f"optim.prompts_per_step={settings.optim.prompts_per_step} is less than the number of "

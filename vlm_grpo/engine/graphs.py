@@ -4,10 +4,14 @@ On a GPU, launching the kernels of a decode step one by one from Python takes lo
 most of them. A CUDA graph launches all of them at once. It replays exactly the captured kernels
 on exactly the captured addresses, so a captured step computes every row, active or not, and reads
 nothing back from the device.
+
+``torch.compile`` leaves about a third of the kernels (``perf/README.md``); the first capture then
+waits for it.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -32,23 +36,47 @@ step and overwrites the previous result."""
 def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> GraphCapture | None:
     """Return the function that captures decode steps, or None if they are not captured.
 
-    Outside training, ``cuda_graphs`` has no effect without a CUDA device, so that a trained model
+    Outside training, the settings have no effect without a CUDA device, so that a trained model
     can be used on any machine.
 
     Raises:
-        UserError: ``cuda_graphs`` is set without a shared prompt, or for training without CUDA.
+        UserError: ``cuda_graphs`` or ``torch_compile`` is set without a shared prompt, or for
+            training without CUDA.
     """
     if rollout.cuda_graphs is False:
         return None
-    is_asked, has_cuda = rollout.cuda_graphs is not None, torch.cuda.is_available()
-    if is_asked and training and not has_cuda:
-        raise UserError("rollout.cuda_graphs=true needs a CUDA device: remove it")
-    if is_asked and has_cuda and not shared:
-        raise UserError(
-            "rollout.cuda_graphs=true has no effect where every completion repeats its prompt "
-            "(policy.engine=repeated, or a family that cannot share it): remove it"
-        )
-    return CudaGraph if has_cuda and shared else None
+    has_cuda = torch.cuda.is_available()
+    for name in ("cuda_graphs", "torch_compile"):
+        if getattr(rollout, name) and training and not has_cuda:
+            raise UserError(f"rollout.{name}=true needs a CUDA device: remove it")
+        if getattr(rollout, name) and has_cuda and not shared:
+            raise UserError(
+                f"rollout.{name}=true has no effect where every completion repeats its prompt "
+                "(policy.engine=repeated, or a family that cannot share it): remove it"
+            )
+    if not (has_cuda and shared):
+        return None
+    return CompiledGraph if rollout.torch_compile else CudaGraph
+
+
+def compile_step(step: DecodeStep, **options: Any) -> DecodeStep:
+    """Return the step with fused kernels.
+
+    Sizes are symbolic, so that steps of other sizes are not compiled again.
+
+    Args:
+        step: the step.
+        options: more arguments of ``torch.compile``.
+    """
+    compiled = torch.compile(step, dynamic=True, **options)
+
+    def run(*inputs: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            # The cached functions return constants, which may as well be computed again.
+            warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+            return compiled(*inputs)
+
+    return run
 
 
 class CudaGraph:
@@ -85,3 +113,10 @@ class CudaGraph:
             captured.copy_(tensor)
         self._graph.replay()
         return self._hidden
+
+
+class CompiledGraph(CudaGraph):
+    """A captured step with fused kernels; arguments as for ``CudaGraph``."""
+
+    def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
+        super().__init__(compile_step(step), inputs)

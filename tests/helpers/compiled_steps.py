@@ -1,0 +1,69 @@
+"""Compile the decode steps of small models as a whole, and compare what they sample.
+
+    python tests/helpers/compiled_steps.py
+
+The checks of shapes that pytest installs cannot be compiled, so the tests run this as a program.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from family_policies import build_family_policy
+from meta_device import build_policy, sample, use_gpu_kernels
+from tiny_models import make_prompt, noise_example, sample_groups
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from vlm_grpo.engine import decode
+from vlm_grpo.engine.graphs import DecodeStep, compile_step
+from vlm_grpo.types import Completion
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5")
+GPU = "qwen2_5_vl on a GPU, with LoRA"
+NAMES = (*FAMILIES, GPU)
+
+
+def compile_whole(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
+    """Compile a step, without making kernels; a part that cannot be compiled is an error."""
+    return compile_step(step, backend="eager", fullgraph=True)
+
+
+def compare(family: str) -> None:
+    """Sample with and without compiled steps, of which at most three are compiled."""
+    policy = build_family_policy(family, torch.float64, shared=True)
+    prompts = [make_prompt(policy, noise_example(str(n), [], "What? " * n)) for n in (1, 5)]
+
+    def draw() -> list[Completion]:
+        groups = sample_groups(policy, prompts, group_size=3, length=9)
+        return [completion for group in groups for completion in group]
+
+    eager = draw()
+    torch._dynamo.reset()  # noqa: SLF001
+    counters.clear()
+    policy.use_capture(compile_whole)
+    for found, expected in zip(draw(), eager, strict=True):
+        assert found.token_ids == expected.token_ids
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-9)
+    assert 1 <= counters["stats"]["unique_graphs"] <= 3, counters["stats"]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    decode.LENGTH_BUCKET = 4  # several captures per rollout
+    for family in FAMILIES:
+        compare(family)
+        print(f"{family}: equal", flush=True)
+    with pytest.MonkeyPatch.context() as patch:
+        use_gpu_kernels(patch)
+        policy = build_policy("qwen2_5_vl", lora=True)
+        policy.use_capture(compile_whole)
+        assert sample(policy, patch) > 0
+    print(f"{GPU}: equal")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
