@@ -105,7 +105,7 @@ def broken_images() -> Iterator[tuple[str, bytes | Callable[[Path], Any], str]]:
     )
     yield "dangling link", lambda path: path.symlink_to("none.png"), "is missing in"
     yield "loop", lambda path: path.symlink_to(path.name), "image"
-    yield "folder", lambda path: path.mkdir(), "is missing in"
+    yield "folder", lambda path: path.mkdir(), "is a folder, "
 
 
 IMAGE_PLACES = {

@@ -62,7 +62,7 @@ def test_each_file_is_opened_once(folder: Path):
         (make_row(images=["none.png"]), "image none.png is missing"),
         (make_row(images=["broken.png"]), "image broken.png cannot be read: it is corrupt"),
         (make_row(images=["text.png"]), "text.png cannot be read: it is corrupt or of a format"),
-        (make_row(images=["."]), "image . is missing"),
+        (make_row(images=["."]), "image . is a folder, "),
         (make_row(images=["a\x00.png"]), "cannot be read"),
         (make_row(images=["../outside.png"]), "is outside the image folder"),
         (make_row(images=["/etc/hostname"]), "is outside the image folder"),

@@ -172,7 +172,9 @@ def test_other_columns_of_a_row_without_images_are_meta():
 def test_a_row_without_text_keys_is_a_bad_row():
     values: Any = {1: 2, None: 3}
 
-    with pytest.raises(ValueError, match="it has no question; it has 1, None"):
+    with pytest.raises(
+        ValueError, match=r"it has no question; it has 1, None: set data\.columns\.question=…"
+    ):
         to_example(Row("row 1", 1, values), {}, ImageReader(None, 100), COUNTING)
 
 

@@ -51,9 +51,14 @@ def test_writes_at_once_leave_one_of_their_contents(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_with_its_remedy(disk: SmallDisk) -> None:
     disk.fill()
-    message = r"is full \(.*No space left.*make room.*resume=true"
-    with pytest.raises(UserError, match=message), explain_disk_full(disk.folder):
+    message = r"is full \(.*No space left.*/file'\).*make room.*resume=true$"
+    with (
+        pytest.raises(UserError, match=message) as caught,
+        explain_disk_full(disk.folder),
+        explain_disk_full(disk.folder),
+    ):
         write_atomic(disk.folder / "file", b"x" * SIZE)
+    assert str(caught.value).count("is full") == 1
 
 
 @pytest.mark.parametrize(

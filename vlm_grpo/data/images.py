@@ -123,13 +123,14 @@ class ImageReader:
         Raises:
             ValueError: none has it.
         """
-        tried, outside = [], []
+        tried, outside, folders = [], [], []
         for root in self.roots:
             path = (root / name).resolve()
             if path.is_relative_to(root):
                 if path.is_file() or (kind == "video" and path.is_dir()):
                     return path
                 tried.append(str(root))
+                folders += [path] * path.is_dir()
             elif os.path.lexists(root / name):
                 outside.append(root)
         if outside or not tried:
@@ -137,6 +138,8 @@ class ImageReader:
                 f"{kind} {name} is outside the image folder {(outside or self.roots)[0]}: "
                 "set data.image_root (--image-root) to a folder that contains all images"
             )
+        if folders:
+            raise ValueError(f"{kind} {name} is a folder, {folders[0]}: give the path of a file")
         raise ValueError(f"{kind} {name} is missing in {' and in '.join(tried)}")
 
     def _measure(self, file: BinaryIO, name: str) -> tuple[int, int]:

@@ -52,7 +52,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the line is not a JSON object or is nested too deeply.
     """
-    value = parse_json(line, "the line")
+    value = parse_json(line.rstrip(), "the line")
     if not isinstance(value, dict):
         raise ValueError(f"the line must be a JSON object, not a {type(value).__name__}")
     return value

@@ -237,7 +237,7 @@ def _pop(
         found = list(map(str, values))
         raise ValueError(
             f"it has no {names[0]}{nearest(names[0], found)}; it has "
-            f"{', '.join(found) or 'no columns'}"
+            + (f"{', '.join(found)}: set data.columns.{name}=…" if found else "no columns")
         )
     return default
 

@@ -27,8 +27,10 @@ def write_atomic(path: Path, content: bytes) -> None:
     try:
         tmp_path.write_bytes(content)
         tmp_path.replace(path)
-    except BaseException:
+    except BaseException as error:
         tmp_path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno:  # name the file, not the temporary one
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -101,6 +103,8 @@ def explain_disk_full(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except UserError:  # of a part that has explained it
+        raise
     except Exception as error:  # the errors of safetensors have the number only in their text
         number = re.search(r"os error (\d+)", str(error))
         code = error.errno if isinstance(error, OSError) else int(number[1]) if number else None
