@@ -220,5 +220,5 @@ def test_a_model_behind_an_address_gets_clips_and_images_in_their_order(model: s
     assert (kind, base64.b64decode(data)) == ("data:video/mp4;base64", paths[0].read_bytes())
     kind, *encoded = frames.split(",")
     assert kind == "data:video/jpeg;base64"
-    # JPEG keeps gray levels that are 10 apart
+    # encoded without loss
     assert [level(Image.open(io.BytesIO(base64.b64decode(d)))) for d in encoded] == [0, 1, 2, 3]

@@ -161,7 +161,15 @@ def test_users_get_the_trained_model_under_its_name(tmp_path: Path) -> None:
     assert options["served-model-name"] == "mine-base"
     assert options["generation-config"] == "vllm"
     assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
-    full = load_settings("quickstart", [])
+    video = {"video": {"num_frames": -1, "fps": 2}}  # the default of data.video.fps
+    assert json.loads(options["media-io-kwargs"]) == video
+    full = load_settings("quickstart", ["policy.max_pixels=5000", "policy.max_video_pixels=90000"])
+    save_tiny_model(tmp_path / "qwen3", "qwen3_vl")
+    command = build_public_command(describe_model(full, tmp_path / "qwen3"), "mine", ADDRESS)
+    sizes = json.loads(read_options(command)["mm-processor-kwargs"])
+    # Of an image of one frame, and of all frames of a clip.
+    assert sizes["images_kwargs"]["size"]["longest_edge"] == 5000
+    assert sizes["videos_kwargs"]["size"]["longest_edge"] == 90000
     save_tiny_model(tmp_path / "full")
     command = build_public_command(describe_model(full, tmp_path / "full"), "mine", ADDRESS)
     assert command[1] == str(tmp_path / "full")

@@ -11,14 +11,19 @@ import torch
 from accelerate import Accelerator
 from family_models import MROPE, build_qwen3
 from tiny_models import make_prompt, noise_clip, noise_example, pack_groups, sampled_logprobs
+from video_files import make_video
 from vllm_runs import make_settings
 
+from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.data.videos import Clip, VideoReader
 from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.grpo import build_updater
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.server.chat import ChatClient, Endpoint, build_messages, encode_clip
 from vlm_grpo.server.sampler import VllmSampler
-from vlm_grpo.types import Example
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.types import Example, VideoRef
 
 # vLLM's attention on a CPU takes heads of at least 32 dimensions.
 TEXT = {
@@ -76,3 +81,19 @@ def test_log_probs_of_answers_to_clips_are_the_trainers_before_and_after_an_upda
         policy.clear_image_features()
         found.append(scored[:4])
     assert not torch.equal(found[0], found[1])
+
+
+def test_a_chat_on_a_file_has_our_prompt_but_for_two_tokens(
+    sampler: VllmSampler, tmp_path: Path
+) -> None:
+    """vLLM chooses the same frames and times, and keeps a start and an end around the clip."""
+    (tmp_path / "a.mp4").write_bytes(make_video(count=90, size=(128, 64), fps=30))
+    clip = VideoReader(tmp_path, 10**6, VideoSettings()).read(Clip("a.mp4"), "a")
+    assert isinstance(clip, VideoRef)
+    prompts = sampler.policy.prompts
+    prompt = make_prompt(sampler.policy, Example("a", (clip,), "What?", 0))
+    messages = build_messages(prompts.write(prompt.example, PlainQuestion()), [encode_clip(clip)])
+    sampler.ready.result(300)
+    client = ChatClient(Endpoint(sampler.servers[0].client.url))
+    answer = client.ask(messages, {"max_tokens": 1})
+    assert answer.prompt_tokens == len(prompt.token_ids) + 2

@@ -18,7 +18,7 @@ from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.types import Completion, VideoRef
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags, Turn
 from vlm_grpo.utils.http_json import ServiceError, build_authorization, get_json, post_json
-from vlm_grpo.utils.image_decode import encode_data_url, encode_image
+from vlm_grpo.utils.image_decode import encode_data_url, encode_png
 
 DEFAULT_KEY = "OPENAI_API_KEY"
 """Environment variable whose API key is sent if it is set and no other one is named."""
@@ -236,7 +236,8 @@ def encode_clip(clip: VideoRef) -> str:
     if not clip.frames:
         kind = mimetypes.guess_type(clip.name)[0] or "video/mp4"
         return f"data:{kind};base64,{base64.b64encode(clip.read_bytes()).decode()}"
-    frames = (encode_image(frame, "JPEG", quality=95) for frame in clip.load_frames())
+    # As PNG, which vLLM reads, too, without loss.
+    frames = (encode_png(frame, compress_level=1) for frame in clip.load_frames())
     return "data:video/jpeg;base64," + ",".join(base64.b64encode(f).decode() for f in frames)
 
 

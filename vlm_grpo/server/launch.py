@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
+from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.vllm import WeightTransfer, choose_adapter_level
 from vlm_grpo.errors import UserError
@@ -45,7 +46,8 @@ class ServedModel:
         source: folder or Hub name of the full weights.
         settings: settings of the run.
         on_gpu: whether it is served by a GPU.
-        image_size: the image processor's size with the run's pixel budget; None: it has no budget.
+        image_options: the processor's options that set the run's pixel budget; empty: it has none.
+        takes_videos: clips may stand among its images.
         chat_arguments: arguments of its chat template; empty: the template's defaults.
         adapter: folder of a trained adapter; None: there is none, or it is loaded later.
         adapted: parts of the model that the adapter changes; empty: there is none.
@@ -55,7 +57,8 @@ class ServedModel:
     source: str
     settings: Settings
     on_gpu: bool
-    image_size: dict[str, int] | None
+    image_options: dict[str, Any]
+    takes_videos: bool
     chat_arguments: dict[str, Any] = field(default_factory=dict)
     adapter: Path | None = None
     adapted: frozenset[str | None] = field(default_factory=frozenset)
@@ -68,7 +71,8 @@ def describe_policy(policy: Policy, settings: Settings) -> ServedModel:
         get_model_source(settings.model),
         settings,
         policy.device.type == "cuda",
-        _get_image_size(policy.family, policy.processor, policy.budget),
+        _get_image_options(policy.family, policy.processor, policy.budget),
+        policy.family.takes_videos,
         policy.prompts.chat.arguments,
     )
     return model if policy.adapters is None else _with_adapters(model, policy.adapters)
@@ -95,8 +99,8 @@ def describe_model(
     arguments = ChatTemplate(processor, settings.prompt).arguments
     family = load_family(config)
     budget = get_pixel_budget(family, processor, settings.policy)
-    size = _get_image_size(family, processor, budget)
-    model = ServedModel(source, settings, torch.cuda.is_available(), size, arguments)
+    on_gpu, options = torch.cuda.is_available(), _get_image_options(family, processor, budget)
+    model = ServedModel(source, settings, on_gpu, options, family.takes_videos, arguments)
     if checkpoint is not None and has_adapter:
         config = read_object(checkpoint / "adapter_config.json")
         if config.get("use_dora") or config.get("modules_to_save"):
@@ -168,6 +172,9 @@ def build_public_command(model: ServedModel, name: str, address: tuple[str, int]
     if model.adapter is not None:
         options["served-model-name"] = f"{name}-base"
         options["lora-modules"] = f"{name}={model.adapter}"
+    if model.takes_videos:  # the default would be 32 frames, one per second
+        video = model.settings.data.video or VideoSettings()
+        options["media-io-kwargs"] = json.dumps({"video": {"num_frames": -1, "fps": video.fps}})
     if model.chat_arguments:
         options["default-chat-template-kwargs"] = json.dumps(model.chat_arguments)
     return _format_command(model, options)
@@ -192,8 +199,8 @@ def _build_options(model: ServedModel, address: tuple[str, int]) -> dict[str, An
         options |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": 1}
         if not model.adapted.isdisjoint(("vision", "projector")):
             options["enable-tower-connector-lora"] = True
-    if model.image_size is not None:
-        options["mm-processor-kwargs"] = json.dumps({"size": model.image_size})
+    if model.image_options:
+        options["mm-processor-kwargs"] = json.dumps(model.image_options)
     if not model.on_gpu:
         # In vLLM 0.32 a request with a seed fails on a CPU if its prompt is read in chunks.
         options["no-enable-chunked-prefill"] = True
@@ -285,11 +292,16 @@ def round_up_rank(rank: int, ranks: Sequence[int] = (1, 8, 16, 32, 64, 128, 256,
     return next((allowed for allowed in ranks if allowed >= rank), rank)
 
 
-def _get_image_size(
+def _get_image_options(
     family: Family, processor: Any, budget: PixelBudget | None
-) -> dict[str, int] | None:
-    """Return the size setting that gives the server's image processor a pixel budget."""
+) -> dict[str, Any]:
+    """Return the options that give the server's processor a pixel budget."""
     if budget is None:
-        return None
+        return {}
     family.set_pixel_budget(processor, budget)
-    return dict(processor.image_processor.size)
+    size = dict(processor.image_processor.size)
+    if not family.has_texts_between_frames or budget.video_pixels is None:
+        return {"size": size}
+    # The size of a clip is that of all its frames, which an image's would make far too small.
+    clips = {"shortest_edge": budget.min_pixels, "longest_edge": budget.video_pixels}
+    return {"images_kwargs": {"size": size}, "videos_kwargs": {"size": clips}}
