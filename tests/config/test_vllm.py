@@ -42,6 +42,11 @@ def test_combinations_without_an_effect_are_refused(values: dict[str, Any], mess
         (["rollout.sampler=vllm"], "rollout.sampler=vllm needs servers: set either"),
         ([f"rollout.vllm.urls=[{URL}]"], "rollout.vllm has no effect without rollout.sampler=vllm"),
         (
+            ["rollout.sampler=vllm", "rollout.vllm.python=p", "rollout.torch_compile=true"],
+            "rollout.torch_compile=true compiles the steps that the policy captures",
+        ),
+        (["rollout.cuda_graphs=false", "rollout.torch_compile=true"], "cuda_graphs=false leave"),
+        (
             [
                 "rollout.sampler=vllm",
                 "rollout.vllm.python=p",

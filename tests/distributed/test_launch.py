@@ -151,6 +151,20 @@ def test_sharded_checkpoints_of_replicated_weights_are_refused() -> None:
         build_accelerator(make_settings("checkpoint.sharded=true"))
 
 
+@pytest.mark.parametrize("name", ["cuda_graphs", "torch_compile"])
+def test_captured_steps_of_sharded_weights_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "FULL_STATE_DICT"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=full)
+    accelerator = make_accelerator(fsdp_plugin=plugin)
+    accelerator.num_processes, accelerator.distributed_type = 1, DistributedType.FSDP
+    monkeypatch.setattr(launch_module, "Accelerator", lambda **_: accelerator)
+    build_accelerator(make_settings())
+    with pytest.raises(UserError, match=f"{name}=true is not supported with sharded weights"):
+        build_accelerator(make_settings(f"rollout.{name}=true"))
+
+
 def test_more_processes_than_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = SimpleNamespace(
         num_processes=3, distributed_type=DistributedType.MULTI_GPU, state=SimpleNamespace()

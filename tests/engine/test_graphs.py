@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vlm_grpo.config.policy import RolloutSettings
-from vlm_grpo.engine import decode
-from vlm_grpo.engine.graphs import CompiledGraph, CudaGraph, DecodeStep, get_capture
+from vlm_grpo.engine import decode, graphs
+from vlm_grpo.engine.graphs import CompiledGraph, CudaGraph, DecodeStep, compile_step, get_capture
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
@@ -173,6 +173,14 @@ def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens() -> No
     assert done.stdout.splitlines() == [f"{name}: equal" for name in compiled_steps.NAMES]
 
 
+def test_a_compiled_graph_captures_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Any] = []
+    monkeypatch.setattr(CudaGraph, "__init__", lambda _, *arguments: captured.append(arguments))
+    monkeypatch.setattr(graphs, "compile_step", lambda step: ("compiled", step))
+    CompiledGraph(torch.cos, ())
+    assert captured == [(("compiled", torch.cos), ())]
+
+
 def test_unsupported_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = RolloutSettings(cuda_graphs=True)
     off, default = RolloutSettings(cuda_graphs=False), RolloutSettings()
@@ -205,10 +213,11 @@ class CountedGraph(CudaGraph):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_graphs_sample_equal_tokens_before_and_after_the_weights_change(
-    family: str, dtype: Any
+    family: str, dtype: Any, compiled: bool
 ) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -218,7 +227,11 @@ def test_cuda_graphs_sample_equal_tokens_before_and_after_the_weights_change(
     count = len(eager[0])
     # Graphs that read the old weights would sample the tokens of before.
     assert count_equal(*eager) <= 0.5 * count
-    policy.use_capture(CountedGraph)
+
+    def capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
+        return CountedGraph(compile_step(step) if compiled else step, inputs)
+
+    policy.use_capture(capture)
     sample(policy)
     CountedGraph.captures = 0
     captured = sample_twice(policy)

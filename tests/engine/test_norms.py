@@ -75,6 +75,22 @@ def test_norms_of_another_formula_stay(kind: type) -> None:
     assert type(norm) is kind
 
 
+class GatedRMSNorm(LlamaRMSNorm):
+    """A norm of the same formula, with an optional argument."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_norm_with_another_argument_takes_it() -> None:
+    plain, fused, hidden = build(GatedRMSNorm)
+    assert type(fused) is not GatedRMSNorm
+    gate = torch.rand_like(hidden)
+    assert torch.equal(fused(hidden, gate), plain(hidden, gate))
+    assert torch.equal(fused(hidden, gate=gate), plain(hidden, gate=gate))
+
+
 def test_a_norm_outside_of_a_gpu_is_that_of_transformers() -> None:
     plain, fused, hidden = build(Qwen2_5_VLRMSNorm, torch.bfloat16)
     assert torch.equal(fused(hidden), plain(hidden))
@@ -107,6 +123,15 @@ def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, is_fused: bool) -> No
             output = norm(hidden)
     assert ([n for n in recorded.names if n != "device"] == ["_fused_rms_norm"]) == is_fused
     assert (output.dtype, output.device.type) == (dtype, "cuda")
+    assert not norms.has_kernel(hidden, norm.weight.float().to(torch.float16))
+
+
+def test_a_norm_is_known_whatever_the_default_precision() -> None:
+    torch.set_default_dtype(torch.bfloat16)  # while a model is loaded
+    try:
+        assert norms._fuse.__wrapped__(LlamaRMSNorm) is not None  # noqa: SLF001
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.usefixtures("_kernel")
