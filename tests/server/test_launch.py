@@ -165,7 +165,10 @@ def test_users_get_the_trained_model_under_its_name(tmp_path: Path) -> None:
     assert json.loads(options["media-io-kwargs"]) == video
     full = load_settings("quickstart", ["policy.max_pixels=5000", "policy.max_video_pixels=90000"])
     save_tiny_model(tmp_path / "qwen3", "qwen3_vl")
-    command = build_public_command(describe_model(full, tmp_path / "qwen3"), "mine", ADDRESS)
+    model = describe_model(full, tmp_path / "qwen3")
+    assert read_options(build_command(model, ADDRESS))["mm-processor-cache-gb"] == "0"
+    command = build_public_command(model, "mine", ADDRESS)
+    assert "mm-processor-cache-gb" not in read_options(command)  # no clips of runs
     sizes = json.loads(read_options(command)["mm-processor-kwargs"])
     # Of an image of one frame, and of all frames of a clip.
     assert sizes["images_kwargs"]["size"]["longest_edge"] == 5000

@@ -47,7 +47,7 @@ class ServedModel:
         settings: settings of the run.
         on_gpu: whether it is served by a GPU.
         image_options: the processor's options that set the run's pixel budget; empty: it has none.
-        takes_videos: clips may stand among its images.
+        family: the model's family.
         chat_arguments: arguments of its chat template; empty: the template's defaults.
         adapter: folder of a trained adapter; None: there is none, or it is loaded later.
         adapted: parts of the model that the adapter changes; empty: there is none.
@@ -58,7 +58,7 @@ class ServedModel:
     settings: Settings
     on_gpu: bool
     image_options: dict[str, Any]
-    takes_videos: bool
+    family: type[Family]
     chat_arguments: dict[str, Any] = field(default_factory=dict)
     adapter: Path | None = None
     adapted: frozenset[str | None] = field(default_factory=frozenset)
@@ -72,7 +72,7 @@ def describe_policy(policy: Policy, settings: Settings) -> ServedModel:
         settings,
         policy.device.type == "cuda",
         _get_image_options(policy.family, policy.processor, policy.budget),
-        policy.family.takes_videos,
+        type(policy.family),
         policy.prompts.chat.arguments,
     )
     return model if policy.adapters is None else _with_adapters(model, policy.adapters)
@@ -100,7 +100,7 @@ def describe_model(
     family = load_family(config)
     budget = get_pixel_budget(family, processor, settings.policy)
     on_gpu, options = torch.cuda.is_available(), _get_image_options(family, processor, budget)
-    model = ServedModel(source, settings, on_gpu, options, family.takes_videos, arguments)
+    model = ServedModel(source, settings, on_gpu, options, type(family), arguments)
     if checkpoint is not None and has_adapter:
         config = read_object(checkpoint / "adapter_config.json")
         if config.get("use_dora") or config.get("modules_to_save"):
@@ -141,6 +141,10 @@ def build_command(model: ServedModel, address: tuple[str, int]) -> list[str]:
         "seed": settings.seed,
         "enable-scale-out": True,
     }
+    if model.family.has_texts_between_frames:
+        # vLLM 0.32 counts what this cache holds on two sides, of which clips reach only one; once
+        # it is full, a request for an image that the other side still knows fails.
+        options["mm-processor-cache-gb"] = 0
     if not model.on_gpu:
         options["worker-extension-cls"] = "vlm_grpo_worker.WorkerExtension"
     vllm = settings.rollout.vllm
@@ -172,7 +176,7 @@ def build_public_command(model: ServedModel, name: str, address: tuple[str, int]
     if model.adapter is not None:
         options["served-model-name"] = f"{name}-base"
         options["lora-modules"] = f"{name}={model.adapter}"
-    if model.takes_videos:  # the default would be 32 frames, one per second
+    if model.family.takes_videos:  # the default would be 32 frames, one per second
         video = model.settings.data.video or VideoSettings()
         options["media-io-kwargs"] = json.dumps({"video": {"num_frames": -1, "fps": video.fps}})
     if model.chat_arguments:
