@@ -252,6 +252,8 @@ def test_the_processor_has_the_pixel_budget(
 def test_weights_are_written_in_the_requested_dtype(exported: dict, tmp_path: Path) -> None:
     checkpoint = exported["qwen2_5_vl", "full"].out.with_name("c-full")
     half = export(str(checkpoint), tmp_path / "half", dtype="bfloat16")
+    modes = {path.stat().st_mode for path in half.iterdir()}  # whoever reads one file reads all
+    assert len(modes) == 1
     weights = load_file(half / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"

@@ -100,6 +100,8 @@ def export(
             merge = _write_model(trained, folder, dtype, weights == "dequantized")
         card = build_model_card(trained, adapter, merge)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        for file in folder.glob("*.safetensors"):  # which safetensors lets only its owner read
+            shutil.copymode(folder / "README.md", file)
     return out
 
 
