@@ -27,6 +27,17 @@ def test_the_example_task_is_short() -> None:
     assert len((ROOT / "docs/examples/clock.py").read_text("utf-8").splitlines()) < 60
 
 
+def test_numbers_of_converters_and_benchmarks_are_those_of_the_files() -> None:
+    sources = (ROOT / "docs/benchmarks.md").read_text("utf-8").split("### ")
+    (table,) = [part for part in sources if part.startswith("Sources\n")]
+    converters = len(re.findall(r"^\| `\w+` \|", table, re.MULTILINE))
+    benchmarks = len(list(ROOT.glob("configs/benchmarks/*.yaml")))
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert f"{converters} dataset converters and {benchmarks} benchmarks" in readme
+    data = (ROOT / "docs/your-own-data.md").read_text("utf-8")
+    assert f"lists {converters} converters" in data
+
+
 def test_site_lists_every_page() -> None:
     index = (ROOT / "docs/index.md").read_text("utf-8")
     listed = set(re.findall(r"^[^|\n]+ <([\w/-]+)>$", index, re.MULTILINE))
