@@ -134,6 +134,11 @@ def test_the_written_predictions_score_the_same_again(tmp_path: Path) -> None:
     # The embedded model writes boxes in pixels of the resized image.
     again = score_benchmark(str(definition), settings, path, FRAMES["resized"])
     assert again.values == report.values
+    saved = [
+        json.loads((settings.run_dir / f"results{part}.json").read_text())
+        for part in ("", "-predictions")
+    ]
+    assert saved[0]["model"]["value"] == saved[1]["predictions"]["value"] == report.value
 
 
 PAGES = """

@@ -47,7 +47,7 @@ from vlm_grpo.rewards.scorer import RewardScorer, build_scorer
 from vlm_grpo.server.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
-from vlm_grpo.utils.atomic_io import write_atomic
+from vlm_grpo.utils.atomic_io import create_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,8 @@ def score_benchmark(
 ) -> Report:
     """Score the outputs of any model on a benchmark, and print the report.
 
-    What the benchmark's official script reads is written to the run's folder.
+    ``results-predictions.json`` and what the benchmark's official script reads are written to the
+    run's folder.
 
     Args:
         name: as for ``evaluate_benchmark``.
@@ -280,7 +281,9 @@ def score_benchmark(
     _write_script_outputs(benchmark, task, resized, texts, settings.run_dir / "predictions")
     if len(resized) < len(examples):
         print(f"{len(examples) - len(resized)} more examples have no output in the file")
-    _print_reports({"the predictions": report}, None, split)
+    reports = {"the predictions": report}
+    _print_reports(reports, None, split)
+    _write_results(settings.run_dir / "results-predictions.json", name, reports, None)
     return report
 
 
@@ -337,4 +340,5 @@ def _write_results(
         values = asdict(report)
         results[title.removeprefix("the ")] = {key: values[key] for key in _RESULTS}
     results["comparison"] = None if comparison is None else asdict(comparison)
-    write_atomic(path, json.dumps(results, indent=1, ensure_ascii=False).encode())
+    with create_folder(path.parent):
+        write_atomic(path, json.dumps(results, indent=1, ensure_ascii=False).encode())
