@@ -54,6 +54,9 @@ def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path: Path) -> None:
     assert bool(found["b"].isnan())
     assert read_tensors(path, "reference") == {}
     verify_checkpoint(path)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    modes = {file.stat().st_mode for file in files}  # whoever reads one reads all
+    assert len(modes) == 1
 
 
 def test_checkpoints_are_listed_in_order(tmp_path: Path) -> None:

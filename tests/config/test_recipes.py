@@ -83,6 +83,15 @@ def test_binary_recipe_error_names_the_file(tmp_path):
     assert str(path) in get_error(recipe=str(path))
 
 
+def test_data_in_place_of_a_recipe_is_answered_with_its_setting(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"id": 1}\n{"id": 2}\n')
+
+    assert get_error(recipe=str(path)) == (
+        f"{path} holds data: name a recipe, and set data.train={path}"
+    )
+
+
 def test_the_folder_of_a_run_is_answered_with_its_recipe(tmp_path):
     (tmp_path / "config.yaml").touch()
 

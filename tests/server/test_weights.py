@@ -62,7 +62,10 @@ def test_each_version_has_files_with_its_weights(
         assert found.keys() == wanted.keys()
         assert len(found) > 10
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert len(list((tmp_path / "files").iterdir())) == 3
+    folders = list((tmp_path / "files").iterdir())
+    assert len(folders) == 3
+    modes = {path.stat().st_mode & 0o777 for folder in folders for path in folder.glob("*.s*")}
+    assert modes == {folders[0].stat().st_mode & 0o666}  # a server of another user may read them
     assert all(folder.is_absolute() for folder in loaded)
     transfer.close()
     assert not (tmp_path / "files").exists()

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.utils.atomic_io import share_weights
 from vlm_grpo.utils.jsonl import read_object
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ def write_files(
             save_file(plain, folder / f"{name}.safetensors")
     metadata = {"format": FORMAT, **state.metadata}
     (folder / STATE).write_text(json.dumps(metadata), encoding="utf-8")
+    share_weights(folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in files:
         _flush(path)

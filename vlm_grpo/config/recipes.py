@@ -256,6 +256,8 @@ def _read_recipe(recipe: str) -> Any:
                 f"there is no recipe {recipe!r}{nearest(recipe, names)}: "
                 f"give the path of a .yaml file or one of {', '.join(names)}"
             )
+        if path.suffix in (".jsonl", ".parquet", ".csv", ".tsv", ".tar"):
+            raise UserError(f"{recipe} holds data: name a recipe, and set data.train={recipe}")
         text = path.read_text("utf-8")
     if not isinstance(yaml.safe_load(text), dict):
         raise UserError(f"recipe {recipe} has no settings: it must be a mapping of keys")

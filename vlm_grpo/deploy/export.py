@@ -31,7 +31,7 @@ from vlm_grpo.model.loading import LoadedModel, load_config, load_model
 from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES
 from vlm_grpo.types import Example, ImageRef
-from vlm_grpo.utils.atomic_io import create_whole_folder
+from vlm_grpo.utils.atomic_io import create_whole_folder, share_weights
 from vlm_grpo.utils.chat import IMAGE
 from vlm_grpo.utils.jsonl import read_object
 
@@ -100,8 +100,7 @@ def export(
             merge = _write_model(trained, folder, dtype, weights == "dequantized")
         card = build_model_card(trained, adapter, merge)
         (folder / "README.md").write_text(card, encoding="utf-8")
-        for file in folder.glob("*.safetensors"):  # which safetensors lets only its owner read
-            shutil.copymode(folder / "README.md", file)
+        share_weights(folder)
     return out
 
 

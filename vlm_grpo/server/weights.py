@@ -13,6 +13,7 @@ from vlm_grpo.model.adapters import save_weights
 from vlm_grpo.server.client import VllmClient
 from vlm_grpo.server.direct import DirectTransfer, IpcChannel, NcclChannel
 from vlm_grpo.server.launch import choose_transfer
+from vlm_grpo.utils.atomic_io import share_weights
 
 KEPT = 3
 """Number of versions whose files are kept: one for each rollout that may not have begun."""
@@ -48,6 +49,8 @@ class FileTransfer:
                 self.policy.save_shard(target, share, f"model-{ranks.process_index:05d}")
             elif adapters is not None and share:
                 save_weights(adapters, target, share)
+        if ranks.is_main_process:
+            share_weights(target)
 
     def load(self, client: VllmClient, version: int) -> None:
         """Load a version that was staged into a server that is paused.

@@ -91,6 +91,14 @@ def create_whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(tmp_dir, ignore_errors=True)
 
 
+def share_weights(folder: Path) -> None:
+    """Let whoever may read a folder read its weights, which safetensors 0.8 writes for their owner
+    alone."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)
+
+
 @contextmanager
 def explain_disk_full(folder: Path) -> Iterator[None]:
     """Replace the error of a full disk by one that names the folder and the remedy.
