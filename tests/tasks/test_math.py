@@ -34,7 +34,7 @@ def test_a_comparison_that_does_not_end_is_wrong_and_the_next_is_right(module) -
     assert task.score(r"\boxed{3+1}", example()).total == 1.0  # starts the process
     started = time.monotonic()
     assert [task.score(text, example()).total for text in texts] == [0.0, 1.0]
-    # The time limit of a comparison is half a second; starting a new process takes longer.
+    # A comparison times out after half a second, and starting a process takes longer.
     assert time.monotonic() - started < 60
 
 

@@ -1,9 +1,9 @@
 """RMS norms by PyTorch's fused kernel.
 
-On a GPU transformers' RMS norm is six to eight kernels, of which each reads and writes all hidden
-states, and saves several float32 copies of them for the backward pass. ``rms_norm`` is one kernel.
-It rounds half-precision results once, and transformers rounds before it multiplies by the weights,
-too. Not run on a GPU.
+On a GPU transformers' RMS norm launches six to eight kernels. Each of them reads and writes all
+hidden states, and the backward pass needs several float32 copies. ``rms_norm`` launches one kernel.
+It rounds half-precision results once; transformers also rounds before the product with the weights.
+Not run on a GPU.
 """
 
 from __future__ import annotations

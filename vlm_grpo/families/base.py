@@ -102,7 +102,7 @@ class Family(SharedForm):
     takes_videos: ClassVar[bool] = False
     """Whether clips may stand among the images."""
     has_texts_between_frames: ClassVar[bool] = False
-    """Whether texts stand between a clip's pairs of frames, each of which is read as an image."""
+    """Whether a clip's pairs of frames are encoded as images, with texts between them."""
 
     def pixel_budget(self, processor: Any) -> PixelBudget | None:
         """Return the processor's budget, or None if its resizing has no budget that is known."""

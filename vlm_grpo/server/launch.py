@@ -142,8 +142,8 @@ def build_command(model: ServedModel, address: tuple[str, int]) -> list[str]:
         "enable-scale-out": True,
     }
     if model.family.has_texts_between_frames:
-        # vLLM 0.32 counts what this cache holds on two sides, of which clips reach only one; once
-        # it is full, a request for an image that the other side still knows fails.
+        # vLLM 0.32 keeps this cache in two processes, and clips skip the first. The two then evict
+        # different images, and a request for an image that only the first has would fail.
         options["mm-processor-cache-gb"] = 0
     if not model.on_gpu:
         options["worker-extension-cls"] = "vlm_grpo_worker.WorkerExtension"
