@@ -96,7 +96,8 @@ def test_olmocr_bench_groups_tests_by_page(convert, tmp_path):
         {"type": "baseline", "category": "baseline"},
     ]
     baseline = {"id": "1", "type": "baseline", "max_length": 10, "category": "blanks"}
-    assert result.answers["y/b.pdf-2"]["tests"] == [baseline]  # page 1 of this file needs none
+    assert result.answers["y/b.pdf-2"]["tests"] == [baseline]
+    assert result.answers.keys() == {"x/a.pdf-1", "y/b.pdf-2"}  # page 1 of b.pdf needs no baseline
     assert result.reasons == {
         "its image is missing in the source": 1,  # there is no page 3
         "it has no test of the benchmark's types": 1,
