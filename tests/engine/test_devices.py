@@ -5,29 +5,56 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from meta_device import DEVICE, build_policy, sample, use_gpu_kernels
+from meta_device import DEVICE, build_policy, no_host_tensors, sample, use_gpu_kernels
 from tiny_models import FAMILIES, make_prompt, noise_example, pack_groups
 from torch import Tensor
 
 from vlm_grpo.engine import varlen
 from vlm_grpo.engine.decode import CHECK_EVERY, SharedDecoder
-from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.engine.sampling import SamplerState
+from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
 
+WRONG = (
+    lambda x: x.sum().item(),
+    lambda x: x + torch.zeros_like(x, device="cpu"),
+    # Allowed on the meta device, but CUDA waits for the copy.
+    lambda x: x[torch.zeros(1, dtype=torch.int64)],
+    lambda x: x[[0]],
+    lambda x: torch.zeros(1).to(x.device),
+    lambda x: torch.tensor([0], device=x.device),
+)
 
-def score(policy: Policy) -> TokenScores:
-    """Score completions of one to three tokens of prompts with two images, one and none."""
+
+def compute_gradient(policy: Policy) -> None:
+    """Compute the gradient of the log-probs of completions of one to three tokens of prompts with
+    two images, one and none."""
     sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
     prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
     groups = []
     for _ in prompts:
         tokens = ((1, 2, 3), (4, 5), (6,))
         groups.append(tuple(Completion(t, (0.0,) * len(t), "", "eos", ()) for t in tokens))
-    return policy.score(pack_groups(prompts, groups))
+    with no_host_tensors():
+        policy.score(pack_groups(prompts, groups)).logprobs.sum().backward()
+
+
+def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def record(name: str) -> Any:
+        return lambda x, *args, **kwargs: [x, calls.append((name, *args, kwargs))][0]
+
+    for name in ("pin_memory", "to"):
+        monkeypatch.setattr(Tensor, name, record(name))
+    gpu, copy = torch.device("cuda"), {"non_blocking": True}
+    copy_to(gpu, np.zeros(3))
+    copy_to(DEVICE, torch.zeros(3))
+    assert calls == [("pin_memory", {}), ("to", gpu, copy), ("to", DEVICE, copy)]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +66,7 @@ def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scoring_and_its_gradient_read_nothing_from_the_device(family: str, lora: bool) -> None:
     policy = build_policy(family, lora)
-    score(policy).logprobs.sum().backward()
+    compute_gradient(policy)
     trained = policy.trainable_parameters()
     assert all(w.grad is not None and w.grad.device == DEVICE for _, w in trained)
 
@@ -61,9 +88,7 @@ def test_truncated_sampling_reads_nothing_from_the_device(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("place", ["SharedDecoder.step", "SamplerState.sample"])
-@pytest.mark.parametrize(
-    "wrong", [lambda x: x.sum().item(), lambda x: x + torch.zeros_like(x, device="cpu")]
-)
+@pytest.mark.parametrize("wrong", WRONG)
 def test_reads_and_other_devices_are_found_in_decoding(
     wrong: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,14 +107,7 @@ def test_reads_and_other_devices_are_found_in_decoding(
 
 
 @pytest.mark.parametrize("attend", ["VarlenPlan.attend", "attend_in_segments"])
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda query: query.sum().item(),
-        lambda query: query + torch.zeros_like(query, device="cpu"),
-        lambda query: query[query > 0],
-    ],
-)
+@pytest.mark.parametrize("wrong", [*WRONG, lambda x: x[x > 0]])
 def test_reads_and_other_devices_are_found(
     wrong: Any, attend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,4 +120,4 @@ def test_reads_and_other_devices_are_found(
 
     monkeypatch.setattr(f"{varlen.__name__}.{attend}", attend_and_err)
     with pytest.raises((RuntimeError, NotImplementedError)):
-        score(policy)
+        compute_gradient(policy)

@@ -1,17 +1,25 @@
 """A policy on the meta device, which stands in for a GPU with its kernels.
 
-The meta device computes shapes only: reading a value and mixing it with tensors on the CPU are
-errors there, as is everything whose shape depends on values.
+The meta device computes shapes only: reading a value is an error there, as is everything whose
+shape depends on values. ``no_host_tensors`` adds what the meta device allows and
+CUDA waits for.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.engine import norms, varlen
 from vlm_grpo.engine.attention import use_shared_attention
@@ -22,6 +30,47 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
 
 DEVICE = torch.device("meta")
+
+
+class _NoHostTensors(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        name = func.overloadpacket.__name__
+        on_device = {DEVICE} & {*(x.device for x in tensors), kwargs.get("device")}
+        on_host = any(x.dim() and x.device.type == "cpu" for x in tensors)
+        is_copy = name in ("copy_", "_to_copy")
+        waits = not (kwargs.get("non_blocking") or (name == "copy_" and True in args[2:]))
+        if on_device and on_host and (waits or not is_copy):
+            raise RuntimeError(f"{name} waits for a copy of a tensor on the host")
+        return func(*args, **kwargs)
+
+
+class _NoHostValues(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("__getitem__", "__setitem__") and args[0].device == DEVICE:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(part, list | np.ndarray) for part in index):
+                raise RuntimeError(f"{name} waits for a copy of an index on the host")
+        if name in ("tensor", "as_tensor", "new_tensor") and result.device == DEVICE:
+            data = args[name == "new_tensor"]
+            if not (isinstance(data, Tensor) and data.device == DEVICE):
+                raise RuntimeError(f"{name} waits for a copy of values on the host")
+        return result
+
+
+@contextmanager
+def no_host_tensors() -> Iterator[None]:
+    """Refuse tensors on the host beside those on the device, also as indices, and their copies.
+
+    The meta device allows what CUDA waits for: to copy an index, or the values of
+    ``torch.tensor``, and every copy between the two that is not asked to be non-blocking. Tensors
+    without dimensions are allowed, which CUDA gets with the call.
+    """
+    with _NoHostValues(), _NoHostTensors():
+        yield
 
 
 def build_policy(family: str, lora: bool) -> Policy:
@@ -66,5 +115,6 @@ def sample(policy: Policy, monkeypatch: pytest.MonkeyPatch, **truncation: float)
         with_entropies=True,
         **truncation,  # type: ignore[arg-type]
     )
-    policy.sample(prompts, settings, 2, [(0, index) for index in range(3)])
+    with no_host_tensors():
+        policy.sample(prompts, settings, 2, [(0, index) for index in range(3)])
     return len(steps)

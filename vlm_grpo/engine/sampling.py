@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.families import Family
+from vlm_grpo.families.transfer import copy_to
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SamplingDistribution:
 @functools.lru_cache(maxsize=64)
 def _to_index(tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
     """Return the tokens on ``device``, copied there once."""
-    return torch.tensor(tokens, dtype=torch.int64, device=device)
+    return copy_to(device, np.array(tokens, dtype=np.int64))
 
 
 @dataclass(frozen=True)

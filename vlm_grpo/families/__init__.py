@@ -16,6 +16,7 @@ from vlm_grpo.families.facts import (
 )
 from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL, Qwen35
 from vlm_grpo.families.shared_form import ImageFeatures, PromptLayout
+from vlm_grpo.families.transfer import copy_to
 
 __all__ = [
     "FAMILIES",
@@ -23,6 +24,7 @@ __all__ = [
     "ImageFeatures",
     "PixelBudget",
     "PromptLayout",
+    "copy_to",
     "find_part",
     "load_family",
 ]

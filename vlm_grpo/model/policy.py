@@ -37,7 +37,7 @@ from vlm_grpo.engine.sampling import (
 )
 from vlm_grpo.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, score_shared
 from vlm_grpo.engine.vision import ImageEncoder
-from vlm_grpo.families import ImageFeatures, find_part
+from vlm_grpo.families import ImageFeatures, copy_to, find_part
 from vlm_grpo.families.shared_form import Unit
 from vlm_grpo.model.adapters import is_adapter_weight, save_weights
 from vlm_grpo.model.chat import ChatTemplate
@@ -180,7 +180,7 @@ class Policy:
             for seed, own in zip(seeds, num_generations, strict=True)
             for index in own
         ]
-        uniform, sizes = torch.stack(uniforms).to(self.device), [*map(len, num_generations)]
+        uniform, sizes = copy_to(self.device, torch.stack(uniforms)), [*map(len, num_generations)]
         state = SamplerState(uniform, sampling, self.decode, sizes)
         with (
             eval_mode(self.model),
