@@ -1,19 +1,30 @@
-"""Completions decoded from shared prompts are those of the model's ``generate``."""
+"""Completions decoded from shared prompts are those of the model's ``generate``, and captured steps
+are kept, or given up where they fail."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from family_policies import build_family_policy
 from tiny_models import (
     FAMILIES,
     add_lora,
+    make_prompt,
     mixed_prompts,
+    noise_example,
     pack_groups,
     sample_groups,
     sampled_logprobs,
     tiny_policy,
 )
+from torch import Tensor
+from traced_steps import TracedStep
 
+from vlm_grpo.engine import decode
+from vlm_grpo.engine.graphs import DecodeStep
 from vlm_grpo.engine.sampling import SamplingSettings
 
 
@@ -106,3 +117,107 @@ def test_prompts_may_have_different_numbers_of_completions(max_tokens: int) -> N
     found = policy.sample(prompts, settings, numbers, seeds, max_tokens)
     for own, members, whole in zip(numbers, found, expected, strict=True):
         assert [c.token_ids for c in members] == [whole[number].token_ids for number in own]
+
+
+def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again() -> None:
+    policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64) for _ in range(2))
+    policy.use_capture(TracedStep)
+
+    def count(words: int, prompts: int, length: int = 12, max_tokens: int = 100_000) -> int:
+        """Return the number of captures of a rollout, whose tokens must be right."""
+        examples = [noise_example(str(n), [], "What? " * (words - n)) for n in range(prompts)]
+        built = [make_prompt(policy, example) for example in examples]
+        before = TracedStep.traces
+        groups, expected = (
+            sample_groups(p, built, length=length, max_tokens=max_tokens) for p in (policy, eager)
+        )
+        for group, other in zip(groups, expected, strict=True):
+            assert [c.token_ids for c in group] == [c.token_ids for c in other]
+        return TracedStep.traces - before
+
+    assert count(60, 3) == 1
+    assert count(5, 3) == count(60, 3) == count(5, 3, length=9) == 0
+    assert count(5, 2) == 1  # the first of two prompts, in the same memory
+    assert count(60, 3) == count(5, 2) == 0
+    # Three prompts of 64 tokens and nine completions of 12 fit, three of 448 tokens do not.
+    assert count(5, 3, max_tokens=3 * 64 + 9 * 12) == 1
+    assert count(5, 3, max_tokens=3 * 64 + 9 * 12) == 0
+    assert count(70, 3) == 1
+    assert policy.describe_engine().endswith("as CUDA graphs")
+
+
+@pytest.mark.parametrize(("name", "limit"), [("KEPT_STEPS", 0), ("KEPT_SHARE", 0.09)])
+def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(
+    name: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
+    policy.use_capture(TracedStep)
+    sample_groups(policy, mixed_prompts(policy, 2))
+    decoder: Any = policy._decoder  # noqa: SLF001
+    kept = decoder.count_kept_bytes()
+    memory = SimpleNamespace(total_memory=11 * kept)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    decoder.head = SimpleNamespace(weight=SimpleNamespace(device=torch.device("cuda")))
+    decoder._release_large_cache()  # noqa: SLF001
+    assert decoder.count_kept_bytes() == kept > 0
+    monkeypatch.setattr(decode, name, limit)
+    decoder._release_large_cache()  # noqa: SLF001
+    assert decoder.count_kept_bytes() == 0
+
+
+def fail_to_capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
+    """Fail as a capture does in which a step reads from the device; its end fails, too."""
+    step(*inputs)
+    try:
+        raise RuntimeError("operation not permitted when stream is capturing\nSearch for it")
+    finally:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "lfm2_vl"])
+def test_steps_run_eagerly_after_a_capture_that_fails(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = build_family_policy(name, torch.float64, shared=True)
+    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
+    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
+    policy.use_capture(fail_to_capture)
+    for _ in range(2):
+        [found] = sample_groups(policy, prompts, group_size=2, length=5)
+        for a, b in zip(found, eager, strict=True):
+            assert a.token_ids == b.token_ids
+            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
+    [record] = [r for r in caplog.records if r.name == decode.logger.name]
+    assert record.getMessage() == (
+        "decode steps run eagerly from now on, which takes longer: they cannot be captured as CUDA "
+        "graphs (RuntimeError: operation not permitted when stream is capturing); "
+        "rollout.cuda_graphs=false does not try"
+    )
+    assert policy.describe_engine().endswith("run eagerly")
+
+
+def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = tiny_policy("qwen2_5_vl")
+
+    def run_out(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    prompts = mixed_prompts(policy, 2)
+    policy.use_capture(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        sample_groups(policy, prompts)
+    assert policy.describe_engine().endswith("as CUDA graphs")  # the next ones may fit
+
+    def refuse(*arguments: Any) -> None:
+        raise TypeError("a wrong step")
+
+    policy.use_capture(TracedStep)
+    monkeypatch.setattr(decode, "DecodeAttention", refuse)
+    with pytest.raises(TypeError, match="a wrong step"):
+        sample_groups(policy, prompts)
+    assert not caplog.records

@@ -12,8 +12,8 @@ import torch
 from family_policies import build_family_policy
 from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from traced_steps import TracedStep
+from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.engine import decode, graphs
@@ -31,44 +31,6 @@ def sample(policy: Policy, max_tokens: int = 100_000) -> list[Completion]:
     prompts = [make_prompt(policy, example) for example in examples]
     groups = sample_groups(policy, prompts, max_tokens=max_tokens)
     return [completion for group in groups for completion in group]
-
-
-class TracedStep(TorchDispatchMode):
-    """The operations of one step on its tensors, as a CUDA graph captures them.
-
-    The trace runs without the step's Python code, so a step that depended on Python values would
-    give wrong results, and a step that reads values from the device raises while it is traced.
-    """
-
-    traces = 0
-
-    def __init__(self, step: DecodeStep, inputs: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        TracedStep.traces += 1
-        self.inputs = tuple(tensor.clone() for tensor in inputs)
-        step(*self.inputs)  # as before a capture on a GPU
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-        with self:
-            self.output = step(*self.inputs)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            raise RuntimeError(f"{func} reads values from the device")
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        values = dict(zip(map(id, self.inputs), inputs, strict=True))
-
-        def select(tensor: Tensor) -> Tensor:
-            return values.get(id(tensor), tensor)
-
-        for func, args, kwargs, traced in self.calls:
-            args, kwargs = tree_map_only(Tensor, select, (args, kwargs))
-            pairs = zip(tree_leaves(traced), tree_leaves(func(*args, **kwargs)), strict=True)
-            values |= {id(old): new for old, new in pairs if isinstance(old, Tensor)}
-        return select(self.output)
 
 
 # With 200 tokens the prompts wait for one another, whatever the family; buckets of 4 need several
@@ -89,6 +51,7 @@ def test_a_captured_step_samples_equal_tokens(
     TracedStep.traces = 0
     captured = sample(policy, max_tokens)
     assert TracedStep.traces >= 3
+    assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
     for a, b in zip(captured, eager, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
@@ -104,6 +67,7 @@ def test_capturing_a_step_leaves_recurrent_states_as_they_were(
     [eager] = sample_groups(policy, prompts, group_size=2, length=5)
     policy.use_capture(TracedStep)
     [captured] = sample_groups(policy, prompts, group_size=2, length=5)
+    assert policy.describe_engine().endswith("as CUDA graphs")
     for a, b in zip(captured, eager, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-9)
@@ -137,6 +101,37 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights()
     assert TracedStep.traces == 0
     for found, expected in zip(captured, eager, strict=True):
         assert count_equal(found, expected) == len(expected)
+
+
+def test_dynamic_rope_is_decoded_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = build_family_policy("internvl", torch.float64, shared=True)
+    config = policy.model.config.get_text_config()
+    config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
+    language_model: Any = policy.family.language_model(policy.model)
+    language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
+    why = "run eagerly, because its dynamic RoPE reads positions from the device"
+    assert policy.describe_engine().endswith(f"decode steps {why}")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        options: Any = {"shared": True, "training": True, "config": policy.model.config}
+        assert get_capture(RolloutSettings(), **options) is None
+        with pytest.raises(UserError, match=f"no effect with this model: decode steps {why}"):
+            get_capture(RolloutSettings(cuda_graphs=True), **options)
+    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
+    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
+    policy.use_capture(TracedStep)  # a capture would fail, and changes nothing
+    [found] = sample_groups(policy, prompts, group_size=2, length=5)
+    assert [c.token_ids for c in found] == [c.token_ids for c in eager]
+    assert "reads values from the device" in caplog.text
+
+
+def test_dynamic_rope_of_some_layers_is_found() -> None:
+    config = CONFIG_MAPPING["gemma3"]()
+    assert not graphs.has_dynamic_rope(config)
+    config.get_text_config().rope_parameters["full_attention"]["rope_type"] = "dynamic"
+    assert graphs.has_dynamic_rope(config)
 
 
 def test_a_rollout_that_fails_keeps_no_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,8 +187,8 @@ def test_layers_that_differ_are_counted_one_by_one(
     caches: list[KVCache] = []
     open_cache = SharedDecoder.open_cache
 
-    def record(decoder: SharedDecoder, *sizes: int) -> KVCache:
-        caches.append(open_cache(decoder, *sizes))
+    def record(decoder: SharedDecoder, *arguments: Any) -> KVCache:
+        caches.append(open_cache(decoder, *arguments))
         return caches[-1]
 
     monkeypatch.setattr(SharedDecoder, "open_cache", record)

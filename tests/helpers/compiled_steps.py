@@ -49,6 +49,7 @@ def compare(family: str) -> None:
         assert found.token_ids == expected.token_ids
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-9)
     assert 1 <= counters["stats"]["unique_graphs"] <= 3, counters["stats"]
+    assert policy.describe_engine().endswith("as CUDA graphs")  # no step failed to compile
 
 
 def main() -> None:
@@ -62,6 +63,7 @@ def main() -> None:
         policy = build_policy("qwen2_5_vl", lora=True)
         policy.use_capture(compile_whole)
         assert sample(policy, patch) > 0
+        assert policy.describe_engine().endswith("as CUDA graphs")  # no step failed to compile
     print(GPU)  # the meta device has no values to compare
 
 

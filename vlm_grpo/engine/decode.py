@@ -8,6 +8,7 @@ in the batch and nothing is stored for them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from vlm_grpo.engine.attention import PrefillAttention
 from vlm_grpo.engine.cached_keys import CachedKeys
-from vlm_grpo.engine.graphs import DecodeStep, GraphCapture
-from vlm_grpo.engine.kv_cache import DecodeAttention, KVCache
+from vlm_grpo.engine.graphs import DecodeStep, GraphCapture, find_cause
+from vlm_grpo.engine.kv_cache import CacheSize, DecodeAttention, KVCache
 from vlm_grpo.engine.limits import PREFILL_TOKENS
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.engine.seating import Seating, SeatingIndex
@@ -28,6 +29,8 @@ from vlm_grpo.families import Family
 from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.utils.timing import Stopwatch
 
+logger = logging.getLogger(__name__)
+
 LENGTH_BUCKET = 64
 """Smallest number of tokens of each completion that a captured step attends to."""
 CHECK_EVERY = 8
@@ -35,6 +38,8 @@ CHECK_EVERY = 8
 KEPT_SHARE = 0.1
 """Largest share of the device's memory that a cache may take to be kept, with its captured steps,
 between rollouts."""
+KEPT_STEPS = 256
+"""Largest number of captured steps that are kept between rollouts."""
 
 
 class Visible(NamedTuple):
@@ -56,13 +61,15 @@ class Visible(NamedTuple):
 class SharedDecoder:
     """Samples the completions of shared prompts.
 
-    Captured steps and the cache that they use are kept for the next rollout of the same size.
+    Captured steps and the cache that they use are kept for the next rollouts that fit into it, up
+    to ``KEPT_SHARE`` and ``KEPT_STEPS``.
 
     Args:
         family: the model's family.
         model: the bare transformers model.
         stopwatch: times the phases ``prefill`` and ``decode``.
-        capture: captures decode steps (see ``engine/graphs.py``); None: steps run eagerly.
+        capture: captures decode steps (see ``engine/graphs.py``); None: steps run eagerly, as they
+            do after the first capture that fails.
     """
 
     def __init__(
@@ -101,18 +108,23 @@ class SharedDecoder:
         self._cache = None
         self._steps.clear()
 
-    def open_cache(
-        self, slots: int, places: int, prompt_length: int, completion_length: int
-    ) -> KVCache:
-        """Return a cache: the one kept from the last rollout if it has the same size."""
+    def use_capture(self, capture: GraphCapture | None) -> bool:
+        """Replace ``capture``, and return whether steps were captured before."""
+        self.release()
+        before, self.capture = self.capture, capture
+        return before is not None
+
+    def open_cache(self, size: CacheSize, max_tokens: int) -> KVCache:
+        """Return a cache: the one kept from the last rollout if it is large enough, but not larger
+        than ``max_tokens`` or ``size``."""
         if self.capture is None:
-            return KVCache(slots, places, prompt_length, completion_length)
-        size = slots, places, prompt_length, completion_length
-        if self._cache is None or self._cache.size != size:
+            return KVCache(*size)
+        kept = self._cache
+        if kept is None or not kept.size.holds(size, max_tokens):
             self.release()
-            self._cache = KVCache(*size)
-        self._cache.restore()
-        return self._cache
+            kept = self._cache = KVCache(*size)
+        kept.restore(size.slots, size.places)
+        return kept
 
     def round_up(self, prompt_length: int) -> int:
         """Return the prompt length of a cache: for captured steps a multiple of the bucket."""
@@ -151,9 +163,27 @@ class SharedDecoder:
         key = cache.slots, cache.places, own, *(tensor.shape for tensor in inputs)
         if key not in self._steps:
             step = self._build_step(cache, Visible(cache.prompt_length, False, own, False))
-            with cache.keeping_states():  # a capture also runs the step
-                self._steps[key] = self.capture(step, inputs)
+            try:
+                with cache.keeping_states():  # a capture also runs the step
+                    self._steps[key] = self.capture(step, inputs)
+            except Exception as error:  # the eager step raises what is no fault of the capture
+                cause = find_cause(error)
+                if isinstance(cause, torch.OutOfMemoryError):
+                    raise cause from None
+                hidden = self._build_step(cache, visible)(*inputs)
+                self._stop_capturing(cause)
+                return self.head(hidden)
         return self.head(self._steps[key](*inputs))
+
+    def _stop_capturing(self, cause: BaseException) -> None:
+        message = (str(cause).splitlines() or ["no message"])[0]
+        logger.warning(
+            "decode steps run eagerly from now on, which takes longer: they cannot be captured as "
+            "CUDA graphs (%s: %s); rollout.cuda_graphs=false does not try",
+            type(cause).__name__,
+            message,
+        )
+        self.use_capture(None)
 
     def _build_step(self, cache: KVCache, visible: Visible) -> DecodeStep:
         def step(
@@ -175,7 +205,7 @@ class SharedDecoder:
         device = self.head.weight.device
         if self._cache is not None and device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            if self.count_kept_bytes() > KEPT_SHARE * total:
+            if self.count_kept_bytes() > KEPT_SHARE * total or len(self._steps) > KEPT_STEPS:
                 self.release()
 
 
@@ -197,7 +227,8 @@ class _Decoding:
         slots, places = _fit(len(prefixes), max(sizes), prompt_length, longest, max_tokens)
         places = min(places, state.count)
         self.seating = Seating(np.argsort(-self.lengths).tolist(), sizes, slots, places)
-        self.cache = decoder.open_cache(slots, places, prompt_length, longest)
+        size = CacheSize(slots, places, prompt_length, longest)
+        self.cache = decoder.open_cache(size, max_tokens)
         self.axes = max(len(prefix.layout.positions) for prefix in prefixes)
         starts = np.repeat([prefix.next_position for prefix in prefixes], sizes)
         self.starts = copy_to(self.device, np.append(starts, 0))

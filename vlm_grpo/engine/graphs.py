@@ -33,30 +33,67 @@ GraphCapture = Callable[[DecodeStep, tuple[Tensor, ...]], DecodeStep]
 step and overwrites the previous result."""
 
 
-def get_capture(rollout: RolloutSettings, shared: bool, training: bool) -> GraphCapture | None:
+def get_capture(
+    rollout: RolloutSettings, shared: bool, training: bool, config: Any = None
+) -> GraphCapture | None:
     """Return the function that captures decode steps, or None if they are not captured.
 
     Outside training, the settings have no effect without a CUDA device, so that a trained model
     can be used on any machine.
 
+    Args:
+        rollout: the settings.
+        shared: whether prompts are shared.
+        training: whether the model is trained.
+        config: the model's configuration; None: one without dynamic RoPE.
+
     Raises:
-        UserError: ``cuda_graphs`` or ``torch_compile`` is set without a shared prompt, or for
-            training without CUDA.
+        UserError: ``cuda_graphs`` or ``torch_compile`` is set without a shared prompt, for a model
+            with dynamic RoPE, or for training without CUDA.
     """
     if rollout.cuda_graphs is False:
         return None
-    has_cuda = torch.cuda.is_available()
+    has_cuda, why_not = torch.cuda.is_available(), ""
+    if not shared:
+        why_not = (
+            "where every completion repeats its prompt (policy.engine=repeated, or a family that "
+            "cannot share it)"
+        )
+    elif has_dynamic_rope(config):
+        why_not = f"with this model: decode steps {describe_steps(None, config)}"
     for name in ("cuda_graphs", "torch_compile"):
         if getattr(rollout, name) and training and not has_cuda:
             raise UserError(f"rollout.{name}=true needs a CUDA device: remove it")
-        if getattr(rollout, name) and has_cuda and not shared:
-            raise UserError(
-                f"rollout.{name}=true has no effect where every completion repeats its prompt "
-                "(policy.engine=repeated, or a family that cannot share it): remove it"
-            )
-    if not (has_cuda and shared):
+        if getattr(rollout, name) and has_cuda and why_not:
+            raise UserError(f"rollout.{name}=true has no effect {why_not}: remove it")
+    if why_not or not has_cuda:
         return None
     return CompiledGraph if rollout.torch_compile else CudaGraph
+
+
+def has_dynamic_rope(config: Any) -> bool:
+    """Return whether transformers reads the greatest position of each pass from the device, to
+    choose the frequencies of RoPE of type ``dynamic``."""
+    if config is None:
+        return False
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return any("dynamic" in rope.get("rope_type", "") for rope in [parameters, *by_layer_type])
+
+
+def describe_steps(capture: GraphCapture | None, config: Any) -> str:
+    """Return how the decode steps of a model run."""
+    if capture is not None:
+        return "as CUDA graphs"
+    why = ", because its dynamic RoPE reads positions from the device"
+    return "run eagerly" + (why if has_dynamic_rope(config) else "")
+
+
+def find_cause(error: BaseException) -> BaseException:
+    """Return what made a capture fail: ending a capture after an error raises another one."""
+    while isinstance(error.__context__, RuntimeError) and not error.__suppress_context__:
+        error = error.__context__
+    return error
 
 
 def compile_step(step: DecodeStep, **options: Any) -> DecodeStep:
@@ -105,7 +142,12 @@ class CudaGraph:
         if not CudaGraph._alive:
             CudaGraph._pool = torch.cuda.graph_pool_handle()
         CudaGraph._alive.add(self)
-        with torch.cuda.graph(self._graph, pool=CudaGraph._pool):
+        # Another thread may pin memory meanwhile, which the default mode forbids. A capture that
+        # fails leaves its stream current, which the outer context resets.
+        capture = torch.cuda.graph(
+            self._graph, pool=CudaGraph._pool, capture_error_mode="thread_local"
+        )
+        with torch.cuda.stream(torch.cuda.current_stream()), capture:
             self._hidden = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,36 +28,61 @@ Layers = dict[int, tuple[Tensor, ...]]
 recurrent state."""
 
 
-class KVCache:
-    """Keys and values of the prompts being decoded, and of their completions.
+class CacheSize(NamedTuple):
+    """The size of a cache.
 
-    Args:
+    Attributes:
         slots: number of prompts held at once.
         places: number of completions held at once.
         prompt_length: maximum number of tokens per prompt.
         completion_length: maximum number of tokens per completion.
+    """
+
+    slots: int
+    places: int
+    prompt_length: int
+    completion_length: int
+
+    def holds(self, other: CacheSize, max_tokens: int) -> bool:
+        """Return whether a cache of this size serves for one of the other size, without more than
+        ``max_tokens`` unless it is equal."""
+        tokens = self.slots * self.prompt_length + self.places * self.completion_length
+        is_enough = all(a >= b for a, b in zip(self, other, strict=True))
+        return self == other or (is_enough and tokens <= max_tokens)
+
+
+class KVCache:
+    """Keys and values of the prompts being decoded, and of their completions.
+
+    Args:
+        size: the fields of ``CacheSize``.
 
     Attributes:
-        size: the arguments.
+        size: the memory's size.
+        slots: number of slots in use.
+        places: number of places in use.
         prompts: what is stored of the prompt in each slot.
         completions: what is stored of the completion in each place.
         heads: numbers of query heads and key heads of the layers, without repetitions.
     """
 
-    def __init__(self, slots: int, places: int, prompt_length: int, completion_length: int) -> None:
-        self.size = slots, places, prompt_length, completion_length
-        self.prompt_length, self.completion_length = prompt_length, completion_length
+    def __init__(self, *size: int) -> None:
+        self.size = CacheSize(*size)
+        self.prompt_length, self.completion_length = self.size[2:]
         self.prompts: Layers = {}
         self.completions: Layers = {}
         self.heads: list[tuple[int, int]] = []
         self._memory: tuple[Layers, Layers] = ({}, {})
         self._states: dict[int, list[tuple[str, int]]] = {}  # names of a recurrent state's tensors
-        self.restore()
+        self.restore(*self.size[:2])
 
-    def restore(self) -> None:
-        """Make all slots and places available again."""
-        self.slots, self.places = self.size[:2]
-        self.prompts, self.completions = (dict(layers) for layers in self._memory)
+    def restore(self, slots: int, places: int) -> None:
+        """Make the first slots and places available, and hide the others."""
+        self.slots, self.places = slots, places
+        self.prompts, self.completions = (
+            {n: tuple(x if len(x) == count else x[:count] for x in xs) for n, xs in layers.items()}
+            for layers, count in zip(self._memory, (slots, places), strict=True)
+        )
 
     def count_bytes(self) -> int:
         """Return the memory that the cache takes."""
@@ -109,9 +134,11 @@ class KVCache:
         """
         states = [state for layer in self._states for state in self.completions[layer]]
         before = [state.clone() for state in states]
-        yield
-        for state, value in zip(states, before, strict=True):
-            state.copy_(value)
+        try:
+            yield
+        finally:
+            for state, value in zip(states, before, strict=True):
+                state.copy_(value)
 
     def keep(self, slots: Int[np.ndarray, " P"], places: Int[np.ndarray, " R"]) -> None:
         """Move these slots and places to the front, in place, and hide the others."""
@@ -126,7 +153,7 @@ class KVCache:
 
     def _allocate(self, like: PrefillAttention) -> None:
         self.heads = like.heads
-        sizes = (self.slots, self.prompt_length), (self.places, self.completion_length)
+        sizes = self.size[::2], self.size[1::2]
         for layers, (rows, length) in zip(self._memory, sizes, strict=True):
             for number, keys in like.keys.items():
                 layers[number] = tuple(
@@ -140,7 +167,7 @@ class KVCache:
                 layers[number] = tuple(
                     x.new_zeros(rows, *x.shape[1:]) for x in state.tensors.values()
                 )
-        self.restore()
+        self.restore(self.slots, self.places)
 
 
 def count_free_bytes(device: torch.device) -> int:

@@ -3,7 +3,8 @@
 The same completions are sampled and scored with a shared prompt, and scored by transformers' own
 forward with the prompt repeated. The differences of their log-probabilities are rounding, or the
 model computes something that the shared form does not know. In that case the prompt is repeated
-from then on, or the run ends, as ``policy.engine`` says.
+from then on, or the run ends, as ``policy.engine`` says. If captured decode steps are to blame,
+later ones run eagerly instead.
 """
 
 from __future__ import annotations
@@ -107,6 +108,14 @@ class FormCheck:
         counters, policy.counters = policy.counters, type(policy.counters)()
         try:
             problem = check()
+            if problem is not None and policy.use_capture(None):
+                captured, problem = problem, check()
+                if problem is None:
+                    logger.warning(
+                        "decode steps run eagerly from now on, which takes longer: as CUDA "
+                        "graphs, %s",
+                        captured,
+                    )
         finally:
             policy.counters = counters
         if problem is None:

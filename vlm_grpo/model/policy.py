@@ -22,7 +22,7 @@ from vlm_grpo.engine.activations import eval_mode
 from vlm_grpo.engine.attention import plain_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import SharedDecoder
-from vlm_grpo.engine.graphs import GraphCapture, get_capture
+from vlm_grpo.engine.graphs import GraphCapture, describe_steps, get_capture
 from vlm_grpo.engine.kv_cache import count_free_tokens
 from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores
@@ -205,14 +205,12 @@ class Policy:
     def describe_engine(self) -> str:
         """Name the attention kernels and the form of decode steps; only with shared prompts."""
         assert self._decoder is not None
-        steps = "run eagerly" if self._decoder.capture is None else "as CUDA graphs"
+        steps = describe_steps(self._decoder.capture, self.model.config)
         return f"{kernels.describe(self.device, self.compute_dtype)}; decode steps {steps}"
 
-    def use_capture(self, capture: GraphCapture | None) -> None:
-        """Capture decode steps over shared prompts from now on; None: run them eagerly."""
-        if self._decoder is not None:
-            self._decoder.release()
-            self._decoder.capture = capture
+    def use_capture(self, capture: GraphCapture | None) -> bool:
+        """Capture decode steps from now on (None: run them eagerly); return whether they were."""
+        return self._decoder is not None and self._decoder.use_capture(capture)
 
     def release_rollout_memory(self) -> None:
         """Free the memory that is kept for the next rollout's captured steps."""
@@ -394,7 +392,7 @@ def load_policy(
     distribution = build_sampling_distribution(
         loaded.model, loaded.processor, loaded.family, settings.rollout
     )
-    capture = get_capture(settings.rollout, loaded.shared, training)
+    capture = get_capture(settings.rollout, loaded.shared, training, loaded.model.config)
     policy = Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
     policy.form_check = FormCheck(must_share=settings.policy.engine == "shared")
     return policy
