@@ -5,7 +5,7 @@
 #   make mutants      change the library in one place at a time, and see whether a test fails
 #   make vllm         make an environment with vLLM for CPUs, and test rollouts with a real server
 #   make crash        kill a training run fifty times and compare it with an uninterrupted one
-#   make gpu          on a machine with a GPU: its tests and measurements, in perf/README.md
+#   make gpu          on a machine with a GPU: its tests, and steps beside TRL's, in perf/README.md
 #   make check        lint, format, types, layers, doctests
 #   make docs         build the documentation site in site/; a warning is an error
 #   make lock         update requirements.lock and constraints.txt after a change of dependencies
@@ -50,7 +50,8 @@ vllm: $(VENV)/dev.stamp $(VENV)-vllm/installed.stamp
 crash: $(VENV)/dev.stamp
 	$(BIN)/python tests/helpers/crash.py --kills 50
 
-# Parts of at most eight minutes. Results are in perf/results/gpu; another call continues.
+# Parts of at most eight minutes, not run on a GPU yet. Results are in perf/results/gpu; another call
+# continues. TRL with vLLM takes part where vLLM is installed in the same environment.
 gpu: $(VENV)/dev.stamp
 	$(BIN)/python perf/gpu.py
 

@@ -1,11 +1,14 @@
 """Run the CUDA tests and the measurements of a GPU, in parts of at most eight minutes.
 
-    make gpu                                  all parts that have no result yet
+    make gpu                                  all parts that have no complete result yet
+    python perf/gpu.py --list                 the parts, with the seconds that each should take
     python perf/gpu.py --parts step-512       one part, again
-    python perf/gpu.py --smoke                all measurements with a tiny model, on any machine
+    python perf/gpu.py --smoke --out FOLDER   all measurements with a tiny model, on any machine
 
 A part writes ``perf/results/gpu/NAME.json`` when it has finished, so that another call continues
-after an interruption; ``--parts`` repeats a part. All of them fill the table in ``perf/README.md``.
+after an interruption. A part compares our engine with TRL's in one run, each in processes of its
+own. Without TRL it measures ours alone; parts with vLLM are skipped without it. If an engine fails
+or the time is over, the result of the others is kept, and the next call runs the part again.
 """
 
 from __future__ import annotations
@@ -14,25 +17,34 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from step_time import ENGINES, find_version, find_versions, format_share, parse_arguments
 
 PERF = Path(__file__).parent
 README = PERF / "README.md"
 START, END = "<!-- results of perf/gpu.py -->\n", "<!-- end of the results -->\n"
 MINUTES = 8
-PACKAGES = ("torch", "transformers", "peft", "trl", "vllm")
-STEP = "--size qwen2.5-vl-7b --dtype bfloat16 --image 1008 --checkpointing --rounds 1"
-GROUPS = "--prompts 8 --generations 8"
+PIXELS, PROMPT = 28 * 28, 40
+"""Pixels per image token, and tokens of the question, in these models' prompts."""
+STEP = "--dtype bfloat16 --checkpointing --trl-batch 8 --rounds 1"
+S3 = f"{STEP} --size qwen2.5-vl-3b --prompts 8"
+S7 = f"{STEP} --size qwen2.5-vl-7b --prompts 8 --generations 8 --image 1008"
+FITS = {
+    "3b-full": f"{STEP} --size qwen2.5-vl-3b --full",
+    "7b-lora": f"{STEP} --size qwen2.5-vl-7b",
+}
+OURS, TRL, VLLM = ("shared",), ("shared", "trl"), ("shared", "trl-vllm")
 
 
 @dataclass(frozen=True)
@@ -41,136 +53,250 @@ class Part:
 
     Attributes:
         what: what it shows.
+        arguments: the script's arguments.
+        engines: engines of ``step_time.py``, of which it runs those that are installed.
         script: a script of this folder; ``pytest`` for the tests.
-        arguments: its arguments.
-        needs: a package without which it is skipped; "" for none.
+        seconds: expected seconds of other scripts, not measured.
     """
 
     what: str
-    script: str
     arguments: str
-    needs: str = ""
+    engines: tuple[str, ...] = ()
+    script: str = "step_time.py"
+    seconds: float = 0.0
+
+    @property
+    def available(self) -> list[str]:
+        """The engines whose packages are installed; none without vLLM where it is compared."""
+        found = [name for name in self.engines if all(map(find_version, ENGINES[name]))]
+        return found if "trl-vllm" in found or "trl-vllm" not in self.engines else []
 
 
-def _step(what: str, arguments: str, engines: str = "shared", needs: str = "trl") -> Part:
-    needs = "" if engines == "shared" else needs
-    return Part(what, "step_time.py", f"{STEP} {arguments} --engines {engines}", needs)
+def build_grid(engines: tuple[str, ...], name: str) -> dict[str, Part]:
+    """Return the comparisons that the goals are stated for, with one group per micro-batch."""
+    return {
+        f"3b-{image}-g{group}-{tokens}{name}": Part(
+            f"3B LoRA, {image} × {image} pixels, G {group}, {tokens} tokens",
+            f"{S3} --image {image} --generations {group} --tokens {tokens} --trl-batch {group} "
+            f"--max-tokens {image**2 // PIXELS + 2 * PROMPT + group * tokens}",
+            engines,
+        )
+        for image in (448, 1008)
+        for group in (8, 16)
+        for tokens in (64, 512)
+    }
+
+
+def build_limits() -> dict[str, Part]:
+    """Return steps of growing groups and images: the last one without "out of memory" fits."""
+    prompt = "--prompts 1 --steps 1 --tokens 64"
+    groups = {
+        f"fits-{name}-g{group}": Part(
+            f"does G {group} fit, with images of 448 × 448?",
+            f"{step} {prompt} --image 448 --generations {group}",
+            TRL,
+        )
+        for name, step in FITS.items()
+        for group in (64, 128, 256, 512, 1024)
+    }
+    return groups | {
+        f"fits-{name}-image{image}": Part(
+            f"does an image of {image} × {image} fit, with G 8 and one completion per micro-batch?",
+            f"{step} {prompt} --image {image} --generations 8 --trl-batch 1 --max-tokens 1024",
+            TRL,
+        )
+        for name, step in FITS.items()
+        for image in (1512, 2016, 3024, 4032)
+    }
 
 
 PARTS = {
-    "cuda-tests": Part("the tests marked gpu pass", "pytest", "-m gpu"),
-    "step-64": _step("a step with short answers", f"{GROUPS} --tokens 64"),
-    "step-64-trl": _step("the same with TRL", f"{GROUPS} --tokens 64 --trl-batch 8", "trl"),
-    "step-512": _step("a step with long answers", f"{GROUPS} --tokens 512"),
-    "step-512-eager": _step(
-        "the same without CUDA graphs", f"{GROUPS} --tokens 512 --no-cuda-graphs"
+    "cuda-tests": Part("the tests marked gpu pass", "-m gpu", script="pytest", seconds=180),
+    **build_grid(TRL, ""),
+    "step-64": Part("7B LoRA, short answers", f"{S7} --tokens 64", TRL),
+    "step-512": Part("7B LoRA, long answers", f"{S7} --tokens 512", TRL),
+    "step-512-eager": Part("without CUDA graphs", f"{S7} --tokens 512 --no-cuda-graphs", OURS),
+    "step-512-compiled": Part(
+        "with compiled decode steps", f"{S7} --tokens 512 --torch-compile", OURS
     ),
-    "step-512-compiled": _step(
-        "the same with compiled decode steps", f"{GROUPS} --tokens 512 --torch-compile"
+    "update-mlp": Part(
+        "recomputing the feed-forward layers only", f"{S7} --tokens 512 --checkpointing mlp", OURS
     ),
-    "step-512-trl": _step(
-        "the same with TRL", f"{GROUPS} --tokens 512 --steps 1 --trl-batch 8", "trl"
+    "update-stored": Part(
+        "3B LoRA, recomputing nothing: the MFU of an update",
+        f"{S3} --image 1008 --generations 8 --tokens 512 --checkpointing none --max-tokens 8192",
+        OURS,
     ),
-    "update-mlp": _step(
-        "recomputing the feed-forward layers only", f"{GROUPS} --tokens 512 --checkpointing mlp"
+    "update-dense": Part("attention without varlen_attn", f"{S7} --tokens 512 --dense", OURS),
+    "step-2048": Part(
+        "attention over long completions",
+        f"{S7} --prompts 2 --generations 16 --tokens 2048 --steps 1", OURS,
     ),
-    "step-2048": _step(
-        "attention over long completions", "--prompts 2 --generations 16 --tokens 2048 --steps 1"
+    "vision": Part("a step dominated by images", f"{S7} --tokens 16", OURS),
+    "profile": Part(
+        "where the GPU waits in one step",
+        f"{S7} --tokens 64 --steps 1 --profile {{out}}/step", OURS,
     ),
-    "vision": _step("a step dominated by images", f"{GROUPS} --tokens 16"),
-    "profile": _step(
-        "a profiler trace of one step",
-        f"{GROUPS} --tokens 64 --steps 1 --profile {{out}}/step",
+    "plan": Part(
+        "planned and measured memory", "--gpu", script="plan_accuracy.py", seconds=300
     ),
-    "plan": Part("planned and measured memory", "plan_accuracy.py", "--gpu"),
     "24gb": Part(
         "a step of a 3B model that fits into 24 GB",
-        "step_time.py",
-        f"{STEP} {GROUPS} --tokens 256 --size qwen2.5-vl-3b --max-tokens 16384 --engines shared",
+        f"{S3} --image 1008 --generations 8 --tokens 256 --max-tokens 16384", OURS,
     ),
-    "rollout-64": _step("decoding 64 rows", f"{GROUPS} --tokens 256"),
-    "rollout-256": _step("decoding 256 rows", "--prompts 16 --generations 16 --tokens 256"),
-    "rollout-64-vllm": _step(
-        "the same 64 rows in TRL with vLLM", f"{GROUPS} --tokens 256 --trl-batch 8", "trl-vllm",
-        needs="vllm",
+    **build_grid(VLLM, "-vllm"),
+    "rollout-64-vllm": Part("7B LoRA, decoding 64 rows", f"{S7} --tokens 256", VLLM),
+    "rollout-256-vllm": Part(
+        "7B LoRA, decoding 256 rows",
+        f"{S7} --prompts 16 --generations 16 --tokens 256 --steps 1", VLLM,
     ),
-    "rollout-256-vllm": _step(
-        "the same 256 rows in TRL with vLLM",
-        "--prompts 16 --generations 16 --tokens 256 --steps 1 --trl-batch 8", "trl-vllm",
-        needs="vllm",
-    ),
+    **build_limits(),
 }  # fmt: skip
+
+
+def expect_seconds(part: Part) -> float:
+    """Return the seconds that a part should take on an H100: estimates, none of them measured.
+
+    A 7B LoRA step takes us 0.27 ms per token of completions and of one prompt per group, and TRL
+    0.18 ms per token of completions and of their repeated prompts, and 45 ms per decoded token. A
+    process takes a minute to import, to build the model and to draw images; vLLM takes 90 s to
+    start and 15 s to sample.
+    """
+    if part.seconds:
+        return part.seconds
+    options = parse_arguments([*part.arguments.split(), "--engines", "shared"])
+    share = (0.45 if "3b" in options.size else 1.0) * (1.5 if options.full else 1.0)
+    prompt, answers = options.image**2 // PIXELS + PROMPT, options.generations * options.tokens
+    total = 0.0
+    for engine in part.engines:
+        if engine == "shared":
+            step = 0.27e-3 * share * options.prompts * (prompt + answers)
+            step *= 2 if options.dense or options.cuda_graphs is False else 1
+        else:
+            tokens = options.prompts * (options.generations * prompt + answers)
+            step = 0.18e-3 * share * tokens
+            step += 0.045 * options.tokens if engine == "trl" else 15
+        total += 60 + (options.steps + 1) * step
+        total += 90 * (engine == "trl-vllm" or bool(options.torch_compile))
+    return total
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="only these, again")
+    parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, without the tests")
     parser.add_argument("--out", type=Path, default=PERF / "results/gpu", help="folder of results")
     options = parser.parse_args()
+    if options.list:
+        for name, part in PARTS.items():
+            print(f"{name:24}{expect_seconds(part):4.0f} s  {part.what}: {', '.join(part.engines)}")
+        return 0
     if not (options.smoke or torch.cuda.is_available()):
         print("perf/gpu.py: PyTorch finds no CUDA GPU here; --smoke runs anywhere", file=sys.stderr)
         return 2
     if options.smoke and options.out.resolve() == (PERF / "results/gpu").resolve():
         parser.error("--smoke measures nothing: name another folder with --out")
     options.out.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for name in options.parts or PARTS:
-        path, part = options.out / f"{name}.json", PARTS[name]
-        if (path.is_file() and not options.parts) or (options.smoke and part.script == "pytest"):
+    return run_parts(options.parts, options.out, options.smoke)
+
+
+def run_parts(names: list[str] | None, folder: Path, smoke: bool) -> int:
+    """Run these parts, or those that are not complete; return the exit status."""
+    failed, runs = [], {}
+    for name in names or PARTS:
+        path, part = folder / f"{name}.json", PARTS[name]
+        if (not names and is_complete(path, part)) or (smoke and part.script == "pytest"):
             continue
-        if part.needs and find_version(part.needs) is None:
-            print(f"{name}: skipped, {part.needs} is not installed", flush=True)
+        if not part.available and part.engines:
+            print(f"{name}: skipped, vLLM or TRL is not installed", flush=True)
             continue
-        print(f"{name}: {part.what}", flush=True)
-        result = run_part(part, path, options.smoke)
-        if result is None:
+        print(f"{name}: {part.what} (about {expect_seconds(part) / 60:.0f} min)", flush=True)
+        kind = get_kind(part) if smoke else name
+        result = runs[kind] = runs.get(kind) or run_part(part, path, smoke)
+        if result is not None:
+            path.write_text(json.dumps(result | {"what": part.what}, indent=1) + "\n")
+        if result is None or not is_complete(path, part):
             failed.append(name)
-            continue
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        if not options.smoke:
-            README.write_text(fill_table(README.read_text(), options.out))
+        if not smoke:
+            README.write_text(fill_table(README.read_text(), folder))
     if failed:
         print(f"failed: {', '.join(failed)}; another call runs them again", file=sys.stderr)
     return 1 if failed else 0
 
 
+def is_complete(path: Path, part: Part) -> bool:
+    """Return whether a part has a result of every engine that is installed."""
+    if not path.is_file():
+        return False
+    figures = json.loads(path.read_text())["figures"] or {}
+    return set(part.available) <= figures.get("engines", {}).keys()
+
+
+def get_kind(part: Part) -> str:
+    """Return what distinguishes a part from others with a tiny model."""
+    if part.script != "step_time.py":
+        return part.script
+    arguments = [*part.arguments.split(), "--engines", *part.available, "--smoke"]
+    return str(parse_arguments(arguments))
+
+
 def run_part(part: Part, path: Path, smoke: bool) -> dict[str, Any] | None:
-    """Run a part and return its result; None if it failed or took too long."""
+    """Run a part and return its result; None without any figures."""
     started = time.perf_counter()
     figures, log = path.with_suffix(".figures.json"), path.with_suffix(".log")
     arguments = part.arguments.format(out=path.parent).split()
     if part.script == "pytest":
-        command = ["-m", "pytest", "-q", *arguments]
+        command = ["-m", "pytest", "-q", *arguments, *find_gpu_tests()]
     else:
+        arguments += ["--engines", *part.available] if part.engines else []
         arguments += ["--out", str(figures), *(["--smoke"] if smoke else [])]
         command = [str(PERF / part.script), *arguments]
     with log.open("w") as file:
         has_passed = run_fork(part.script, arguments, file) if smoke else run_process(command, file)
     if not has_passed:
         print(f"  failed or took over {MINUTES} minutes; its output is in {log}", file=sys.stderr)
-        return None
+        if not figures.is_file():
+            return None
+    output = log.read_text().splitlines()
+    tables = [line for line in output if line.startswith("|") or not line]
     result = {
         "what": part.what,
         "command": " ".join(["python", *command]).replace(f"{PERF.parent}/", ""),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "versions": {name: found for name in PACKAGES if (found := find_version(name))},
+        "versions": find_versions(),
         "seconds": round(time.perf_counter() - started, 1),
-        "output": log.read_text().splitlines(),
+        "output": tables if any(tables) else output[-1:],
         "figures": json.loads(figures.read_text()) if figures.is_file() else None,
     }
     figures.unlink(missing_ok=True)
-    log.unlink()
+    if has_passed:
+        log.unlink()
     return result
 
 
+def find_gpu_tests() -> list[str]:
+    """Return the files with tests of a GPU: to collect all tests takes most of a minute."""
+    files = (PERF.parent / "tests").rglob("test_*.py")
+    return sorted(str(file) for file in files if "mark.gpu" in file.read_text("utf-8"))
+
+
 def run_process(command: list[str], output: IO[str]) -> bool:
-    """Run a Python command within the time limit; return whether it succeeded."""
+    """Run a Python command within the time limit; return whether it succeeded.
+
+    The processes that it has started end with it, since they would hold the GPU's memory.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
-        subprocess.run([sys.executable, *command], stdout=output, timeout=60 * MINUTES, check=True)
-    except subprocess.SubprocessError:
+        return process.wait(60 * MINUTES) == 0
+    except subprocess.TimeoutExpired:
         return False
-    return True
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_fork(script: str, arguments: list[str], output: IO[str]) -> bool:
@@ -178,9 +304,8 @@ def run_fork(script: str, arguments: list[str], output: IO[str]) -> bool:
 
     def run() -> None:
         sys.argv = [script, *arguments]
-        with contextlib.redirect_stdout(output):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output), output:
             runpy.run_path(str(PERF / script), run_name="__main__")
-        output.flush()
 
     modules = ["step_time_vlm_grpo", "plan_accuracy_step"]
     for module in [*modules, *(["step_time_trl"] if find_version("trl") else [])]:
@@ -191,26 +316,55 @@ def run_fork(script: str, arguments: list[str], output: IO[str]) -> bool:
     return process.exitcode == 0
 
 
-def find_version(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def fill_table(text: str, folder: Path) -> str:
-    """Return the README with a section for each result in the folder, in the order of the parts."""
-    sections = []
-    for name in PARTS:
-        path = folder / f"{name}.json"
-        if path.is_file():
-            result = json.loads(path.read_text())
-            versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
-            title = f"**{name}**: {result['what']}. `{result['command']}`, {result['gpu']}"
-            sections.append("\n".join([f"{title}, {versions}.", "", *result["output"], ""]))
+    """Return the README with the results in the folder: a table of the parts that have run two
+    engines, and a section for each of the others."""
+    paths = {name: folder / f"{name}.json" for name in PARTS}
+    results = {name: json.loads(p.read_text()) for name, p in paths.items() if p.is_file()}
+    rows, sections, machines = [], [], {}
+    for name, result in results.items():
+        engines = (result["figures"] or {}).get("engines", {})
+        versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
+        machine = f"{result['gpu']}, {versions}"
+        if len(engines) == 2:
+            rows.append(format_comparison(name, engines))
+            machines[machine] = None
+        else:
+            title = f"**{name}**: {result['what']}. `{result['command']}`, {machine}."
+            sections.append("\n".join([title, "", *result["output"], ""]))
+    if rows:
+        titles = ("s per step", "speedup", "MFU", "update's MFU", "rollout, tokens/s", "peak GB")
+        titles = ("part", "engines", *titles, "share of memory")
+        rule = "| --- " * len(titles) + "|"
+        title = f"`python perf/gpu.py --parts PART`, {'; '.join(machines)}. Ours / the other's:"
+        sections.insert(0, "\n".join([title, "", f"| {' | '.join(titles)} |", rule, *rows, ""]))
     before, rest = text.split(START)
     return before + START + "\n" + "\n".join(sections) + "\n" + END + rest.split(END)[1]
+
+
+def format_comparison(name: str, engines: dict[str, dict[str, Any]]) -> str:
+    """Format a row of two engines' figures; speedup and share of memory are ours."""
+    cells = zip(*map(format_cells, engines.values()), strict=True)
+    seconds, *others = [" / ".join(pair) for pair in cells]
+    speedup, share = "–", "–"
+    if not any("failed" in engine for engine in engines.values()):
+        ours = engines["shared"]
+        speedup, share = f"{ours['speedup']:.1f}", f"{ours['memory_share']:.2f}"
+    return f"| {' | '.join((name, ' / '.join(engines), seconds, speedup, *others, share))} |"
+
+
+def format_cells(engine: dict[str, Any]) -> list[str]:
+    """Format an engine's seconds, MFU of the step and of the update, tokens/s and peak memory."""
+    if "failed" in engine:
+        return [engine["failed"], "–", "–", "–", "–"]
+    mfu, rate = engine["mfu"], engine["rollout_tokens_per_second"]
+    return [
+        f"{engine['step_seconds']:.2f}",
+        format_share(mfu["step"]),
+        format_share(mfu.get("update", 0.0)),
+        f"{rate:,.0f}" if rate else "–",
+        f"{engine['peak_memory_bytes'] / 1e9:.1f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from random_models import build_random_model
 from torch.nn import functional
 
 from vlm_grpo.engine.linear import product
+from vlm_grpo.errors import UserError
 from vlm_grpo.planning.this_device import find_peak_rate
 
 QUESTION = "What is in the image? Describe every object that you can see in a few words."
@@ -65,9 +66,15 @@ def measure(
     ]
     rate = measure_matmul_rate(dtype, device, edge=64 if options.smoke else None)
     memory = PeakMemory(device)
-    steps = run(options, model, processor, images)
+    try:
+        steps, failed = run(options, model, processor, images), {}
+    except (RuntimeError, UserError) as error:
+        if "out of memory" not in str(error):
+            raise
+        steps, failed = Steps(), {"failed": "out of memory"}
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     return {
+        **failed,
         "seconds": steps.seconds[1:],
         "phases": {name: values[1:] for name, values in steps.phases.items()},
         "memory": memory.peak(),

@@ -1,9 +1,10 @@
-"""Memory predicted by ``vlm-grpo plan`` and measured in real steps, on this machine's CPU.
+"""Memory predicted by ``vlm-grpo plan`` and measured in real steps, on the CPU or on a GPU.
 
 Each case runs two steps of the trainer (the second has the optimizer's moments) in a separate
-process. The measurement is the peak resident memory in rollout and update above that of the
-interpreter after all imports. glibc retains much of the freed memory, so the processes use MALLOC_
-settings that return it to the system; some cases are also measured without them.
+process. The measurement is the peak in rollout and update: on a CPU of the resident memory above
+that of the interpreter after all imports, with ``--gpu`` of the tensors on the GPU. glibc retains
+much of the memory that is freed on a CPU, so the processes use MALLOC_ settings that return it to
+the system; some cases are also measured without them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SMOKE = {"size": "tiny", "image": 56, "prompts": 1, "generations": 2, "tokens": 3}
 GPU_CASES = {
-    "3B, full": {"size": "qwen2.5-vl-3b", "full": True},
+    "3B, full, checkpointing": {"size": "qwen2.5-vl-3b", "full": True, "checkpointing": True},
     "3B, LoRA": {"size": "qwen2.5-vl-3b"},
     "3B, LoRA, mlp recomputed": {"size": "qwen2.5-vl-3b", "checkpointing": "mlp"},
     "7B, LoRA, checkpointing": {"size": "qwen2.5-vl-7b", "checkpointing": True},

@@ -6,6 +6,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepTimer(TrainerCallback):
-    """A callback that times every step, including its rollout."""
+    """A callback that times every step, and its rollout with the copy of the weights to vLLM."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.rollouts: list[float] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         synchronize()
@@ -30,6 +32,19 @@ class StepTimer(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         synchronize()
         self.seconds.append(time.perf_counter() - self.started)
+
+    def time_rollout(self, generate: Callable) -> Callable:
+        """Return the function, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            synchronize()
+            started = time.perf_counter()
+            completions = generate(*args, **kwargs)
+            synchronize()
+            self.rollouts.append(time.perf_counter() - started)
+            return completions
+
+        return timed
 
 
 def noise(completions: list, **kwargs: Any) -> list[float]:
@@ -73,6 +88,7 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
         if options.child == "trl-vllm":  # vLLM loads the weights from a folder
             model.save_pretrained(f"{folder}/model")
             processor.save_pretrained(f"{folder}/model")
+            model.to("meta")  # TRL loads another copy, in place of this one
             model = f"{folder}/model"
         timer = StepTimer()
         trainer = GRPOTrainer(
@@ -84,8 +100,9 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
             peft_config=None if options.full else lora,
             callbacks=[timer],
         )
+        trainer._generate = timer.time_rollout(trainer._generate)  # noqa: SLF001
         trainer.train()
-    return Steps(timer.seconds, tokens=batch * options.tokens)
+    return Steps(timer.seconds, {"rollout": timer.rollouts}, tokens=batch * options.tokens)
 
 
 if __name__ == "__main__":

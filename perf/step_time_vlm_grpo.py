@@ -13,6 +13,7 @@ from measurement import LORA, QUESTION, Steps, measure, noise_reward, synchroniz
 from step_time import parse_arguments
 
 from vlm_grpo.config.run import Settings
+from vlm_grpo.engine import varlen
 from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.graphs import get_capture
@@ -105,6 +106,8 @@ def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = 
 
 
 def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> Steps:
+    if options.dense:
+        varlen.has_varlen = lambda query: False
     trainer = build_trainer(options, model, processor, images, options.child == "shared")
     shape, _ = read_model_shape(model.config, trainer.settings.policy)
     steps, rollouts = Steps(), []

@@ -1,0 +1,233 @@
+"""What a GPU's measurements compare, whether they fit it, and what is kept when one fails."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+import select
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2_5_VLConfig
+
+from vlm_grpo.planning.devices import GIB, find_device
+from vlm_grpo.planning.memory import estimate_memory
+from vlm_grpo.planning.model_shape import read_model_shape
+from vlm_grpo.planning.workload import PromptSize, estimate_workload
+
+ROOT = Path(__file__).parents[1]
+RUN = {"phases": {"rollout": [1.0]}, "memory": 4, "tokens": 512, "matmul_rate": 1.0, "flops": {}}
+RUN |= {"peak_rate": 1e3, "machine": {"device": "H100"}}
+OURS = RUN | {"seconds": [2.0], "memory": 1, "flops": {"decode": 50.0, "update": 450.0}}
+OURS |= {"phases": {"vision": [0.25], "decode": [0.25], "update": [1.0]}}
+ENGINES = {"shared": OURS, "trl": RUN | {"seconds": [10.0]}, "trl-vllm": RUN | {"seconds": [4.0]}}
+
+
+@pytest.fixture
+def perf(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "perf")
+    return importlib.import_module
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str | None) -> None:
+    def find(name: str) -> str:
+        found = versions.get(name.replace("-", "_"), "1.0")
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(sys.modules["step_time"], "version", find)
+
+
+def test_parts_compare_what_the_goals_are_stated_for_and_should_take_eight_minutes(
+    perf: Any,
+) -> None:
+    gpu, parse = perf("gpu"), perf("step_time").parse_arguments
+    grid = set()
+    for name, part in gpu.PARTS.items():
+        assert 0 < gpu.expect_seconds(part) < 60 * gpu.MINUTES, name
+        if name.startswith("3b-"):
+            options = parse(part.arguments.split())
+            assert (options.size, options.dtype, options.full) == ("qwen2.5-vl-3b", "bfloat16", 0)
+            # One group per micro-batch of either engine.
+            prompt = options.image**2 // 28**2 + 17  # tokens around the image
+            answers = options.generations * options.tokens
+            assert options.trl_batch == options.generations
+            assert prompt + answers <= options.max_tokens < 2 * prompt + answers
+            assert part.engines[0] == "shared"
+            grid.add((options.image, options.generations, options.tokens, part.engines[1]))
+    sizes = [(i, g, t) for i in (448, 1008) for g in (8, 16) for t in (64, 512)]
+    assert grid == {(*size, other) for size in sizes for other in ("trl", "trl-vllm")}
+
+
+def plan(perf: Any, case: dict[str, Any]) -> int:
+    """Return the planned peak of a case, from the public architecture's configuration."""
+    case = perf("plan_accuracy").DEFAULTS | {"dtype": "bfloat16", "image": 1008} | case
+    settings = perf("plan_accuracy_step").make_settings(case)
+    size = perf("random_models").SIZES[case["size"]]
+    config = Qwen2_5_VLConfig(
+        text_config=size["text"],
+        vision_config=size["vision"],
+        tie_word_embeddings=size["text"]["tie_word_embeddings"],
+    )
+    shape, _ = read_model_shape(config, settings.policy)
+    side = case["image"] // 14
+    prompt = PromptSize(side**2 // 4 + 40, 0, side**2 * 1176, case["image"] ** 2)
+    return estimate_memory(shape, estimate_workload(settings, prompt, shape)).peak
+
+
+def test_the_planned_cases_and_the_steps_fit_an_h100(perf: Any) -> None:
+    gpu, parse = perf("gpu"), perf("step_time").parse_arguments
+    usable = find_device("H100").usable
+    for name, case in perf("plan_accuracy").GPU_CASES.items():
+        assert plan(perf, case) < usable, name
+    for name, part in gpu.PARTS.items():
+        if part.engines and not name.startswith("fits-"):
+            case = vars(parse([*part.arguments.split(), "--engines", "shared"]))
+            peak = plan(perf, case)
+            assert peak < (22 * GIB if name == "24gb" else usable), name
+
+
+def test_engines_that_are_not_installed_are_left_out(
+    perf: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu, step_time = perf("gpu"), perf("step_time")
+    monkeypatch.setattr(step_time, "run_engine", lambda engine, arguments: ENGINES[engine])
+    pair, server = gpu.PARTS["3b-448-g8-64"], gpu.PARTS["3b-448-g8-64-vllm"]
+    install(monkeypatch, vllm=None)
+    assert (pair.available, server.available) == (["shared", "trl"], [])
+    install(monkeypatch, trl=None)
+    assert (pair.available, server.available) == (["shared"], [])
+    assert step_time.main(["--engines", "shared", "--rounds", "1"]) == 0
+    assert "| shared | 2.00 | 1.0 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        step_time.main(["--engines", "shared", "trl-vllm"])
+    assert "trl-vllm needs trl, not installed: leave trl-vllm out" in capsys.readouterr().err
+    install(monkeypatch)
+    assert (pair.available, server.available) == (["shared", "trl"], ["shared", "trl-vllm"])
+
+
+def test_an_engine_that_fails_leaves_the_figures_of_the_others(
+    perf: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gpu, step_time = perf("gpu"), perf("step_time")
+    install(monkeypatch)
+
+    def run(command: list[str], output: Any) -> bool:
+        def run_engine(engine: str, arguments: list[str]) -> dict[str, Any]:
+            if engine == "trl-vllm":
+                raise subprocess.CalledProcessError(3, [])
+            return ENGINES[engine]
+
+        monkeypatch.setattr(step_time, "run_engine", run_engine)
+        return step_time.main(command[1:]) == 0
+
+    monkeypatch.setattr(gpu, "run_process", run)
+    monkeypatch.setattr(gpu, "README", tmp_path / "README.md")
+    gpu.README.write_text(gpu.START + gpu.END)
+    names = ["3b-448-g8-64", "3b-448-g8-64-vllm"]
+    assert gpu.run_parts(names, tmp_path, False) == 1
+    shown = capsys.readouterr()
+    assert "trl-vllm: exit status 3" in shown.err
+    assert f"failed: {names[1]}; another call runs them again" in shown.err
+    paths = [tmp_path / f"{name}.json" for name in names]
+    found = [json.loads(path.read_text())["figures"]["engines"].keys() for path in paths]
+    assert found == [{"shared", "trl"}, {"shared"}]
+    complete = [gpu.is_complete(p, gpu.PARTS[n]) for n, p in zip(names, paths, strict=True)]
+    assert complete == [True, False]
+    (tmp_path / "profile.json").write_bytes(paths[1].read_bytes())  # of ours alone
+    assert gpu.is_complete(tmp_path / "profile.json", gpu.PARTS["profile"])
+
+
+def test_tables_compare_with_trl_and_name_what_ran_out_of_memory(
+    perf: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gpu, step_time = perf("gpu"), perf("step_time")
+    install(monkeypatch)
+    monkeypatch.setattr(step_time, "run_engine", lambda engine, arguments: ENGINES[engine])
+    names = {"3b-448-g8-64": "trl", "3b-448-g8-64-vllm": "trl-vllm", "fits-3b-full-g64": "trl"}
+    for name, other in names.items():
+        if name.startswith("fits"):
+            monkeypatch.setitem(ENGINES, "trl", RUN | {"seconds": [], "failed": "out of memory"})
+        out = tmp_path / f"{name}.figures"
+        step_time.main(["--engines", "shared", other, "--rounds", "1", "--out", str(out)])
+        printed = capsys.readouterr().out.splitlines()
+        figures = json.loads(out.read_text())
+        result = {"figures": figures, "gpu": "H100", "versions": {"torch": "2"}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+        if other == "trl" and not name.startswith("fits"):
+            # 500 FLOPs in 2 s, and TRL's 10 s, at 1,000 per second.
+            assert printed[2] == "| shared | 2.00 | 5.0 | 256 | 0 | 0.25 | 25.0% |"
+            assert printed[3] == "| trl | 10.00 | 1.0 | 51 | 0 | 1.00 | 5.0% |"
+    assert printed[3] == "| trl | out of memory | – | – | – | – | – |"
+    rows = gpu.fill_table(gpu.START + gpu.END, tmp_path).splitlines()
+    assert rows[2].startswith("`python perf/gpu.py --parts PART`, H100, torch 2.")
+    # 512 tokens in 0.5 s of images and decoding, and in 1 s; 450 FLOPs in 1 s of the update.
+    assert rows[6:9] == [
+        "| 3b-448-g8-64 | shared / trl | 2.00 / 10.00 | 5.0 | 25.0% / 5.0% | 45.0% / — "
+        "| 1,024 / 512 | 0.0 / 0.0 | 0.25 |",
+        "| 3b-448-g8-64-vllm | shared / trl-vllm | 2.00 / 4.00 | 2.0 | 25.0% / 12.5% | 45.0% / — "
+        "| 1,024 / 512 | 0.0 / 0.0 | 0.25 |",
+        "| fits-3b-full-g64 | shared / trl | 2.00 / out of memory | – | 25.0% / – | 45.0% / – "
+        "| 1,024 / – | 0.0 / – | – |",
+    ]
+
+
+def test_a_step_that_runs_out_of_memory_is_a_result(perf: Any) -> None:
+    options = perf("step_time").parse_arguments(["--smoke"])
+
+    def run(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    found = perf("measurement").measure(options, run)
+    assert (found["failed"], found["seconds"]) == ("out of memory", [])
+
+
+def test_a_part_that_takes_too_long_ends_with_all_its_processes(
+    perf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = perf("gpu")
+    monkeypatch.setattr(gpu, "MINUTES", 1 / 15)
+    read, write = os.pipe()
+    worker = "import sys, time; print('worker', file=sys.stderr, flush=True); time.sleep(60)"
+    part = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+    with os.fdopen(write, "w") as output:
+        assert not gpu.run_process(["-c", part], output)
+    # The pipe ends with the last process that can write to it.
+    for expected in (b"worker\n", b""):
+        assert select.select([read], [], [], 10)[0]
+        assert os.read(read, 100) == expected
+    os.close(read)
+
+
+def test_the_waits_of_a_gpu_are_found_by_phase_and_kernel(
+    perf: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def span(category: str, name: str, start: float, end: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start}
+
+    events = [span("user_annotation", "step", 0, 9e6), span("user_annotation", "decode", 1e6, 4e6)]
+    events += [span("kernel", "a|b", s, s + 0.5e6) for s in (1e6, 2e6, 3e6)]
+    events += [span("gpu_memcpy", "copy", 1.5e6, 1.7e6), span("cpu_op", "mm", 0, 9e6)]
+    events += [span("kernel", "c", 5e6, 6e6), {"ph": "i", "name": "mark", "ts": 0}]
+    with gzip.open(tmp_path / "t.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    perf("trace_gaps").print_gaps(tmp_path / "t.json.gz")
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "| all | | 2.300 | 3 | |",  # 1.7 to 2, 2.5 to 3 and 3.5 to 5 s
+        "| decode | `c` | 1.500 | 1 | 1.5000 |",
+        "| decode | `a b` | 0.800 | 2 | 0.5000 |",
+    ]
+
+
+def test_only_files_with_tests_of_a_gpu_are_collected(perf: Any) -> None:
+    files = {Path(file).relative_to(ROOT).as_posix() for file in perf("gpu").find_gpu_tests()}
+    assert {"tests/engine/test_graphs.py", "tests/grpo/test_memory.py"} <= files
+    assert len(files) < 20  # all tests are in more than 200 files
