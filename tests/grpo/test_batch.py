@@ -9,7 +9,7 @@ from groups import make_group, truncate
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.grpo import batch as batch_module
-from vlm_grpo.grpo.batch import Rollout, StepBatch, build_slices, pack_step
+from vlm_grpo.grpo.batch import Rollout, StepBatch, build_slices, copy_to_host, pack_step
 from vlm_grpo.types import Group
 
 GROUPS = [
@@ -105,3 +105,12 @@ def test_a_completion_whose_tokens_cancel_out_has_a_gradient() -> None:
     rollout = Rollout(tuple(GROUPS))
     batch = pack_step(rollout, torch.zeros(5), values, settings, Accelerator(cpu=True))
     assert [piece.rows for piece in batch.slices] == [(0,)]
+
+
+def test_values_by_completion_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(len(x))][0])
+    found = copy_to_host({4: torch.ones(2), 1: torch.zeros(0), 3: torch.zeros(3)})
+    assert {row: values.tolist() for row, values in found.items()} == {4: [1, 1], 1: [], 3: [0] * 3}
+    assert copy_to_host({}) == {}
+    assert reads == [5]

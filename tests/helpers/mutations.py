@@ -96,7 +96,7 @@ TARGETS = {
 """The share of each module's mutants to run, and its test files in order."""
 
 WRITTEN: list[tuple[str, str, str]] = [
-    ("grpo/update.py", "advantages=batch.advantages[rows]", "advantages=-batch.advantages[rows]"),
+    ("grpo/batch.py", '"advantages": batch.', '"advantages": -batch.'),
     ("grpo/update.py", "old if has_ratio else None)", "None)"),
     (
         "grpo/update.py",
@@ -116,13 +116,13 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("objective/losses.py", "inputs.surrogate is vespo_loss", "False"),
     ("objective/losses.py", "policy = kept / completions", "policy = kept / tokens"),
     (
-        "grpo/update.py",
+        "grpo/batch.py",
         "logprobs=scores.logprobs,",
         "logprobs=torch.cat([torch.cat([part[:-1], part[-1:].detach()]) for part in "
-        "scores.logprobs.split(lengths.tolist())]),",
+        'scores.logprobs.split(inputs["lengths"].tolist())]),',
     ),
-    ("grpo/update.py", "batch.values.items() if by_row", "batch.values.items() if False"),
-    ("grpo/update.py", "entropies=scores.entropies", "entropies=None"),
+    ("grpo/batch.py", "by_token.items() if by_row", "by_token.items() if False"),
+    ("grpo/batch.py", "entropies=scores.entropies", "entropies=None"),
     ("grpo/update.py", "self.reference.refresh(done)", "pass"),
     ("grpo/update.py", "self.reference.copy_policy()", "pass"),
     ("grpo/update.py", "self.strategy.reset_optimizer()", "pass"),

@@ -60,3 +60,12 @@ def test_a_maximum_with_nan_is_nan() -> None:
 
 def test_a_copy_in_host_memory_has_the_same_values() -> None:
     assert FIRST.cpu().values() == FIRST.values()
+
+
+def test_metrics_are_read_at_once_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, cpu = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: [cpu(x), reads.append(x.dtype)][0])
+    right = MetricAccumulator({"accuracy": (torch.tensor(3), 4), "kl": (torch.tensor(0.5), 2)})
+    found = (FIRST + right).cpu()
+    assert sorted(map(str, reads)) == ["torch.float32", "torch.int64"]
+    assert found.values() == (FIRST + right).values()

@@ -22,6 +22,7 @@ from transformers import (
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores, score_logits
 from vlm_grpo.engine.sampling import SamplerState
+from vlm_grpo.families import copy_to
 from vlm_grpo.types import Prompt
 
 
@@ -60,7 +61,7 @@ def _build_inputs(
     inputs = {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
     inputs |= {name: torch.cat(values) for name, values in columns.items()}
     device = next(model.parameters()).device
-    return {name: values.to(device) for name, values in inputs.items()}
+    return {name: copy_to(device, values) for name, values in inputs.items()}
 
 
 def _is_per_token(name: str, values: Tensor, prompt: Prompt) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -14,8 +16,10 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import sum_over_ranks
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
+from vlm_grpo.engine.logprobs import TokenScores
+from vlm_grpo.families import copy_to
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.objective import StepTotals, completion_weights, needs_update
+from vlm_grpo.objective import StepTotals, TokenBatch, completion_weights, needs_update
 from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
 from vlm_grpo.types import Completion, Group, Prompt
@@ -148,6 +152,85 @@ def by_completion(micro: MicroBatch, values: Tensor) -> dict[int, Tensor]:
     return dict(zip(micro.rows, parts, strict=True))
 
 
+def copy_to_host(by_row: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Copy (T,) values by completion to host memory, with one read from the device."""
+    if not by_row:
+        return {}
+    joined = torch.cat([*by_row.values()]).cpu()
+    parts = joined.split([len(values) for values in by_row.values()])
+    return dict(zip(by_row, parts, strict=True))
+
+
+def send_inputs(micro: MicroBatch, batch: StepBatch, device: torch.device) -> dict[str, Any]:
+    """Send the inputs of the loss of a micro-batch's tokens that are known before its pass.
+
+    Copies of pageable memory, and shapes that are read from the device, would wait for the forward
+    pass if they came after it.
+
+    Args:
+        micro: the micro-batch.
+        batch: the step's batch.
+        device: the policy's device.
+
+    Returns:
+        Fields of ``TokenBatch`` by name.
+    """
+    rows, lengths = list(micro.rows), np.array([len(tokens) for tokens in micro.completions])
+    completion = np.arange(len(rows)).repeat(lengths)
+    by_token = {"sampler_logprobs": batch.sampler_logprobs, **batch.values}
+    inputs = {
+        "completion": completion,
+        "lengths": lengths,
+        "advantages": batch.advantages[rows],
+        "active": batch.active[rows],
+        **{name: _flatten(by_row, rows, device) for name, by_row in by_token.items() if by_row},
+    }
+    if batch.noisy:
+        inputs["noisy"] = np.array([row in batch.noisy for row in rows])
+    weights = {name: values[rows][completion] for name, values in batch.weights.items()}
+    return {
+        **{name: copy_to(device, values) for name, values in inputs.items()},
+        "weights": {name: copy_to(device, values) for name, values in weights.items()},
+    }
+
+
+def _flatten(by_row: Any, rows: Sequence[int], device: torch.device) -> Tensor:
+    """Return the values of the rows' tokens, (M,), on the host only if all are there."""
+    parts = [by_row[row] for row in rows]
+    if len({part.device for part in parts}) > 1:
+        parts = [copy_to(device, part) for part in parts]
+    return torch.cat(parts)
+
+
+def build_token_batch(
+    micro: MicroBatch,
+    scores: TokenScores,
+    inputs: Mapping[str, Any],
+    old: Mapping[int, Tensor] | None,
+) -> TokenBatch:
+    """Build the inputs of the loss for a micro-batch's tokens, without waiting for the device.
+
+    Args:
+        micro: the micro-batch.
+        scores: the policy's log-probs of its tokens.
+        inputs: as from ``send_inputs``.
+        old: (T,) log-probs before the first update by completion; None if they are the policy's.
+    """
+    device, dtype = scores.logprobs.device, scores.logprobs.dtype
+    fields = {} if old is None else {"old_logprobs": _flatten(old, micro.rows, device)}
+    fields |= {name: values for name, values in inputs.items() if name != "weights"}
+    return TokenBatch(
+        logprobs=scores.logprobs,
+        entropies=scores.entropies,
+        is_top=scores.is_top,
+        weights={name: values.to(dtype) for name, values in inputs["weights"].items()},
+        **{
+            name: values.to(dtype) if values.is_floating_point() else values
+            for name, values in fields.items()
+        },
+    )
+
+
 @torch.no_grad()
 def score_slices(
     policy: Policy, slices: Sequence[GroupSlice], max_tokens: int
@@ -205,7 +288,9 @@ def pack_step(
     masked = [is_masked(completion, settings.objective) for completion in completions]
     active = ~torch.tensor(masked, dtype=torch.bool)
     own = StepTotals.from_lengths(lengths, active, settings.rollout.max_completion_length)
-    sums = torch.tensor([own.completions, own.active_tokens], device=accelerator.device)
+    # One process alone does not wait for the passes that it queued on its device.
+    device = accelerator.device if accelerator.num_processes > 1 else None
+    sums = torch.tensor([own.completions, own.active_tokens], device=device)
     sum_over_ranks(accelerator, [sums])
     totals = StepTotals(int(sums[0]), int(sums[1]), own.max_completion_length)
     count = 1 if rollout.is_supervised else settings.optim.mini_batches

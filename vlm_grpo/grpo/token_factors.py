@@ -21,7 +21,7 @@ from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import gather_object
 from vlm_grpo.engine.batch import GroupSlice
-from vlm_grpo.grpo.batch import Rollout, is_masked
+from vlm_grpo.grpo.batch import Rollout, copy_to_host, is_masked
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.objective import image_dependency
 from vlm_grpo.types import Completion
@@ -119,8 +119,8 @@ def weigh_by_dependency(
         settings: the share and the scale.
     """
     dependency = {
-        row: image_dependency(sampled[row].to(values), values).cpu()
-        for row, values in masked.items()
+        row: image_dependency(sampled[row].to(values), values)
+        for row, values in copy_to_host(masked).items()
     }
     means = {row: values.mean().item() for row, values in dependency.items()}
     every = gather_object([*means.values()])

@@ -19,15 +19,18 @@ from vlm_grpo.distributed.optimizer import build_optimizer, build_scheduler, get
 from vlm_grpo.distributed.strategy import build_strategy
 from vlm_grpo.engine.activations import ActivationOffloader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
-from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.errors import UserError
+from vlm_grpo.families import copy_to
 from vlm_grpo.grpo.batch import (
     Rollout,
     StepBatch,
     StepScores,
     build_slices,
+    build_token_batch,
     by_completion,
+    copy_to_host,
     score_slices,
+    send_inputs,
 )
 from vlm_grpo.grpo.memory import TokenBudget, is_out_of_memory
 from vlm_grpo.grpo.reference import Reference
@@ -38,7 +41,6 @@ from vlm_grpo.objective import (
     KL_ESTIMATORS,
     MetricAccumulator,
     Surrogate,
-    TokenBatch,
     compute_loss,
     load_surrogate,
 )
@@ -151,9 +153,9 @@ class Updater:
                     with self.strategy.gathered():
                         old = self.logprobs(slices)
                     estimate = KL_ESTIMATORS[objective.kl_estimator]
+                    ours, theirs = copy_to_host(old), copy_to_host(reference)
                     penalties = [
-                        objective.beta * estimate(old[row].cpu(), reference[row].cpu())
-                        for row in range(count)
+                        objective.beta * estimate(ours[row], theirs[row]) for row in range(count)
                     ]
         if self.teacher is not None:
             with self.policy.stopwatch("teacher"):
@@ -207,7 +209,9 @@ class Updater:
                 before_each()
                 if not updates.count:
                     device, sampled = self.policy.device, batch.sampler_logprobs
-                    updates.old_logprobs |= {row: sampled[row].to(device) for row in batch.replayed}
+                    updates.old_logprobs |= {
+                        row: copy_to(device, sampled[row]) for row in batch.replayed
+                    }
                     updates.old_logprobs |= self._score_later(batch, updates.old_logprobs)
                 self._update_once(batch, updates)
 
@@ -223,16 +227,19 @@ class Updater:
     def _update_once(self, batch: StepBatch, updates: Updates) -> None:
         """Make one update; the last one advances the schedule, unless all were skipped."""
         with self.strategy.accumulate():
-            loss, metrics = self._accumulate(batch, updates)
+            losses, metrics = self._accumulate(batch, updates)
         updates.norms.append(self.strategy.step())
-        updates.losses.append(loss)
+        updates.losses.append(sum(torch.stack(losses).tolist()) if losses else 0.0)
         updates.metrics = updates.metrics + metrics
         is_last = updates.count == batch.num_updates
         if is_last and updates.skipped < updates.count:
             self.scheduler.step()
 
-    def _accumulate(self, batch: StepBatch, updates: Updates) -> tuple[float, MetricAccumulator]:
-        """Accumulate the gradient of the entire update, and return its loss and metrics.
+    def _accumulate(
+        self, batch: StepBatch, updates: Updates
+    ) -> tuple[list[Tensor], MetricAccumulator]:
+        """Accumulate the gradient of the entire update; return its metrics, and the losses of its
+        micro-batches.
 
         If memory runs out, the gradients so far are dropped and the update is repeated with
         micro-batches of half the size, which gives the same gradient.
@@ -241,16 +248,17 @@ class Updater:
         while True:
             batches, micro = pack(slices, self.budget.limit), None
             try:
-                loss, metrics = 0.0, MetricAccumulator()
+                losses, metrics = list[Tensor](), MetricAccumulator()
                 with self.policy.share_image_passes() as finish:
                     for count, micro in enumerate(self.strategy.passes(batches), 1):
                         if micro is None:
                             self.strategy.dummy_loss().backward()
                             continue
-                        share, more = self._backward(micro, batch, updates)
-                        loss, metrics = loss + share, metrics + more
+                        loss, more = self._backward(micro, batch, updates)
+                        losses.append(loss)
+                        metrics = metrics + more
                         finish({image for later in batches[count:] for image in later.images})
-                return loss, metrics
+                return losses, metrics
             except RuntimeError as error:
                 if micro is None or not is_out_of_memory(error):
                     raise
@@ -279,9 +287,13 @@ class Updater:
 
     def _backward(
         self, micro: MicroBatch, batch: StepBatch, updates: Updates
-    ) -> tuple[float, MetricAccumulator]:
-        """Backpropagate the loss of a micro-batch; in the first update, also keep its log-probs."""
+    ) -> tuple[Tensor, MetricAccumulator]:
+        """Backpropagate the loss of a micro-batch; in the first update, also keep its log-probs.
+
+        Nothing waits for the device, so that it runs one pass while the next is prepared.
+        """
         objective, old = self.settings.objective, updates.old_logprobs
+        inputs = send_inputs(micro, batch, self.policy.device)
         with self.offload():
             if batch.is_supervised:
                 scores = self.policy.score(micro, supervised=True)
@@ -291,10 +303,10 @@ class Updater:
             now = by_completion(micro, scores.logprobs.detach())
             old |= {row: logprobs for row, logprobs in now.items() if row not in batch.replayed}
         has_ratio = bool(updates.count or batch.replayed)
-        tokens = _token_batch(micro, scores, batch, old if has_ratio else None)
+        tokens = build_token_batch(micro, scores, inputs, old if has_ratio else None)
         output = compute_loss(tokens, objective, self.surrogate)
         output.loss.backward()
-        return output.loss.item(), output.metrics
+        return output.loss.detach(), output.metrics
 
 
 def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) -> Updater:
@@ -335,44 +347,3 @@ def _check_offloading(strategy: Strategy) -> None:
             "policy.activation_offloading is not possible with sharded weights, which would be "
             "moved as well: remove it, or set policy.gradient_checkpointing=full"
         )
-
-
-def _token_batch(
-    micro: MicroBatch, scores: TokenScores, batch: StepBatch, old: Mapping[int, Tensor] | None
-) -> TokenBatch:
-    """Collect the inputs of the loss for a micro-batch's tokens.
-
-    Args:
-        micro: the micro-batch.
-        scores: the policy's log-probs of its tokens.
-        batch: the step's batch.
-        old: (T,) log-probs before the first update by completion; None if they are the policy's.
-    """
-    device = scores.logprobs.device
-    rows = list(micro.rows)
-    lengths = torch.tensor([len(c) for c in micro.completions], device=device)
-
-    def flatten(by_row: Any) -> Tensor:
-        return torch.cat([by_row[row] for row in rows]).to(device, scores.logprobs.dtype)
-
-    completion = torch.arange(len(rows), device=device).repeat_interleave(lengths)
-    weights = {
-        name: values[rows].to(device, scores.logprobs.dtype)[completion]
-        for name, values in batch.weights.items()
-    }
-    return TokenBatch(
-        logprobs=scores.logprobs,
-        completion=completion,
-        advantages=batch.advantages[rows].to(device, scores.logprobs.dtype),
-        lengths=lengths,
-        old_logprobs=None if old is None else flatten(old),
-        sampler_logprobs=flatten(batch.sampler_logprobs),
-        noisy=torch.tensor([r in batch.noisy for r in rows], device=device)
-        if batch.noisy
-        else None,
-        entropies=scores.entropies,
-        active=batch.active[rows].to(device),
-        is_top=scores.is_top,
-        weights=weights,
-        **{name: flatten(by_row) for name, by_row in batch.values.items() if by_row},
-    )

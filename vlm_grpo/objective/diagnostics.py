@@ -5,6 +5,7 @@ A metric that TRL also logs has TRL's name.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import statistics
@@ -55,10 +56,21 @@ class MetricAccumulator:
         )
 
     def cpu(self) -> MetricAccumulator:
-        """Copy the metrics to host memory, to send them to other ranks."""
-        means = {name: (_cpu(total), _cpu(count)) for name, (total, count) in self.means.items()}
-        minima = {name: _cpu(value) for name, value in self.minima.items()}
-        maxima = {name: _cpu(value) for name, value in self.maxima.items()}
+        """Copy the metrics to host memory, with one read from the device for each dtype."""
+        values = [*itertools.chain(*self.means.values())]
+        values += [*self.minima.values(), *self.maxima.values()]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        found: dict[int, Tensor] = {}
+        for dtype in {tensor.dtype for tensor in tensors}:
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            found |= zip(map(id, alike), map(Tensor.clone, torch.stack(alike).cpu()), strict=True)
+
+        def get(value: Number) -> Number:
+            return found.get(id(value), value)
+
+        means = {name: (get(total), get(count)) for name, (total, count) in self.means.items()}
+        minima = {name: get(value) for name, value in self.minima.items()}
+        maxima = {name: get(value) for name, value in self.maxima.items()}
         return replace(self, means=means, minima=minima, maxima=maxima)
 
     def values(self, empty: float | None = None) -> dict[str, float | int]:
@@ -95,10 +107,6 @@ def _minimum(a: Number, b: Number) -> Number:
 
 def _maximum(a: Number, b: Number) -> Number:
     return torch.maximum(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else max(a, b)
-
-
-def _cpu(value: Number) -> Number:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _number(value: Number) -> float | int:
