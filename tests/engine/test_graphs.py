@@ -10,6 +10,7 @@ import compiled_steps
 import pytest
 import torch
 from family_policies import build_family_policy
+from recorded_cuda import RecordedCuda
 from tiny_models import FAMILIES, make_prompt, noise_example, sample_groups, tiny_policy
 from torch import Tensor
 from traced_steps import TracedStep
@@ -17,7 +18,14 @@ from transformers import CONFIG_MAPPING
 
 from vlm_grpo.config.policy import RolloutSettings
 from vlm_grpo.engine import decode, graphs
-from vlm_grpo.engine.graphs import CompiledGraph, CudaGraph, DecodeStep, compile_step, get_capture
+from vlm_grpo.engine.graphs import (
+    CompiledGraph,
+    CudaGraph,
+    DecodeStep,
+    compile_step,
+    find_cause,
+    get_capture,
+)
 from vlm_grpo.engine.sampling import SamplerState
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
@@ -166,6 +174,72 @@ def test_decode_steps_can_be_compiled_as_a_whole_and_sample_equal_tokens() -> No
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == list(compiled_steps.NAMES)
+
+
+def test_a_step_is_warmed_up_captured_and_replayed_with_new_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = RecordedCuda(monkeypatch)
+    captured: list[Tensor] = []
+
+    def step(tokens: Tensor) -> Tensor:
+        cuda.events.append(f"step on {cuda.current}")
+        captured.append(tokens)
+        return tokens  # what is computed from the captured inputs when the graph is replayed
+
+    first = torch.tensor([1, 2])
+    graph = CudaGraph(step, (first,))
+    assert cuda.events == [
+        "side waits for main",
+        "step on side",
+        "main waits for side",
+        "begin in pool 1, thread_local",
+        "step on capture",
+        "end",
+    ]
+    assert cuda.current == "main"
+    assert captured[0] is captured[1] is not first
+    assert graph(torch.tensor([3, 4])).tolist() == [3, 4]
+    assert cuda.events[-1] == "replay"
+    assert first.tolist() == [1, 2]
+
+
+def test_graphs_share_a_pool_that_ends_with_the_last_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = RecordedCuda(monkeypatch)
+
+    def capture() -> CudaGraph:
+        return CudaGraph(torch.cos, (torch.ones(1),))
+
+    first, second = capture(), capture()
+    del first
+    third = capture()
+    del second, third
+    last = capture()
+    pools = [event.split()[3] for event in cuda.events if event.startswith("begin")]
+    assert pools == ["1,", "1,", "1,", "2,"]
+    del last
+
+
+def test_a_capture_that_fails_leaves_the_stream_and_names_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = RecordedCuda(monkeypatch)
+
+    def step(tokens: Tensor) -> Tensor:
+        if cuda.current == "capture":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return tokens
+
+    with pytest.raises(RuntimeError, match="previous error") as caught:
+        CudaGraph(step, (torch.ones(1),))
+    assert cuda.current == "main"
+    assert str(find_cause(caught.value)) == "operation not permitted when stream is capturing"
+    # What an error's author leaves out, or raises it from, is no cause that users need.
+    error = ValueError("in detail")
+    error.__cause__ = error.__context__ = RuntimeError("too much")
+    assert find_cause(error) is error
 
 
 def test_a_compiled_graph_captures_the_compiled_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,13 @@ from tiny_models import (
     tiny_policy,
 )
 
+from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
 from vlm_grpo.families import PromptLayout, load_family
+from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.adapters import freeze_parts
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Counters, Policy
@@ -176,3 +178,13 @@ def test_a_prompt_is_laid_out_once_per_step(monkeypatch: pytest.MonkeyPatch) -> 
         assert laid_out == prompts
         policy.clear_image_features()
         laid_out.clear()
+
+
+def test_decode_steps_are_captured_as_the_settings_and_the_model_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(policy_module, "get_capture", lambda *arguments: asked.extend(arguments))
+    settings = load_settings("quickstart", [])
+    loaded = policy_module.load_policy(settings)
+    assert asked == [settings.rollout, True, True, loaded.model.config]
