@@ -13,23 +13,29 @@ from varlen_kernel import use_plain_varlen
 
 from vlm_grpo.engine import kernels
 from vlm_grpo.engine.attention import Layer, PackedAttention
-from vlm_grpo.engine.varlen import GroupSpan, _Gather
+from vlm_grpo.engine.varlen import GroupSpan, VarlenPlan, _Gather
+from vlm_grpo.families.shared_form import ALL_LAYERS
 
 SPANS = [GroupSpan(0, 9, (4, 0, 7)), GroupSpan(20, 5, (3, 3)), GroupSpan(31, 6, ())]
 TOKENS, HEADS, KEY_HEADS, WIDTH, SCALING = 37, 4, 2, 16, 0.25
 LAYER = Layer(0, "full_attention", SCALING)
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Compute the definition: a token attends to earlier ones of its prompt and completion."""
-    owner, group = [], []
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, window: int = TOKENS) -> Tensor:
+    """Compute the definition: a token attends to earlier ones of its prompt and completion, at most
+    to the last ``window``."""
+    owner, group, position = [], [], []
     for index, span in enumerate(SPANS):
         owner += [0] * span.prompt_length
         owner += [c + 1 for c, length in enumerate(span.completion_lengths) for _ in range(length)]
         group += [index] * (span.prompt_length + sum(span.completion_lengths))
-    o, g = torch.tensor(owner), torch.tensor(group)
+        position += range(span.prompt_length)
+        for length in span.completion_lengths:
+            position += range(span.prompt_length, span.prompt_length + length)
+    o, g, p = torch.tensor(owner), torch.tensor(group), torch.tensor(position)
     order = torch.arange(TOKENS)
     visible = (g[:, None] == g) & (order[:, None] >= order) & ((o == 0) | (o[:, None] == o))
+    visible &= p[:, None] - p < window
     key, value = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (key, value))
     scores = (query @ key.mT * SCALING).masked_fill(~visible, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(1, 2)
@@ -55,17 +61,52 @@ def test_packed_attention_equals_masked_attention(
         assert relative_error(value, expected) < bound
 
 
-def test_packed_attention_in_one_kernel_equals_masked_attention(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize("in_one_kernel", [False, True])
+def test_packed_attention_in_windows_equals_masked_attention(
+    in_one_kernel: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_plain_varlen(monkeypatch)
+    if in_one_kernel:
+        use_plain_varlen(monkeypatch)
     torch.manual_seed(0)
     shapes = [(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     tensors = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
-    packed = functools.partial(PackedAttention(SPANS), LAYER)
+    packed = functools.partial(PackedAttention(SPANS), LAYER._replace(window=window))
+    defined = functools.partial(masked_attention, window=window or TOKENS)
     found = output_and_gradients(packed, tensors)
-    for value, expected in zip(found, output_and_gradients(masked_attention, tensors), strict=True):
+    for value, expected in zip(found, output_and_gradients(defined, tensors), strict=True):
         assert relative_error(value, expected) < 1e-12
+
+
+def test_one_kernel_and_a_mask_for_some_prompts_equal_merged_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril() | (torch.rand(9, 9) < 0.5)
+    masks: Any = [{ALL_LAYERS: mask}, {}, {"another": mask}]
+    shapes = [(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    tensors = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+    packed = functools.partial(PackedAttention(SPANS, masks), LAYER)
+    merged = output_and_gradients(packed, tensors)
+    use_plain_varlen(monkeypatch)
+    for value, expected in zip(output_and_gradients(packed, tensors), merged, strict=True):
+        assert relative_error(value, expected) < 1e-12
+
+
+def test_the_plan_of_a_row_is_built_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_plain_varlen(monkeypatch)
+    built, build = [], VarlenPlan.build
+
+    def record(*arguments: Any) -> VarlenPlan:
+        built.append(build(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(VarlenPlan, "build", record)
+    attend = PackedAttention(SPANS)
+    tensors = [torch.randn(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    for index in range(3):
+        attend(LAYER._replace(index=index), *tensors)
+    assert len(built) == 1
 
 
 def test_gradients_of_repeated_keys_are_summed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,12 @@ def plain_varlen_attn(
     seqused_k: Tensor | None = None,
     return_aux: AuxRequest | None = None,
 ) -> Any:
-    """Compute each sequence with an explicit mask: none, or causal from the last query and key."""
-    is_causal = {(-1, -1): False, (-1, 0): True}[window_size]
+    """Compute each sequence with an explicit mask.
+
+    A query sees as many keys before and after its own as ``window_size`` says, or all if negative;
+    the last query's own key is the last one.
+    """
+    before, after = (n if n >= 0 else longest_key for n in window_size)
     assert enable_gqa or query.shape[1] == key.shape[1]
     assert query_starts.dtype == key_starts.dtype == torch.int32
     times = query.shape[1] // key.shape[1]
@@ -45,8 +49,8 @@ def plain_varlen_attn(
             count = next(used)
             assert 0 < count <= longest_key
             k, v = k[:count], v[:count]
-        ones = torch.ones(len(q), len(k), dtype=torch.bool)
-        hidden = ones.triu(len(k) - len(q) + 1) if is_causal else ~ones
+        distance = torch.arange(len(k)) - torch.arange(len(k) - len(q), len(k))[:, None]
+        hidden = (distance > after) | (distance < -before)
         scores = torch.einsum("qhw,khw->hqk", q, k) * scale
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khw->qhw", weights, v))
