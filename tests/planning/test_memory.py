@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import rms_norm
 from work_counts import measure_saved_bytes
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.distributed.optimizer import build_optimizer
-from vlm_grpo.engine import varlen
+from vlm_grpo.engine import norms, varlen
 from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.families import ImageFeatures
 from vlm_grpo.planning.memory import (
@@ -23,6 +27,7 @@ from vlm_grpo.planning.memory import (
     count_bytes_per_token,
     count_cache_bytes,
     count_cast_bytes,
+    count_fused_norm_bytes,
     count_mlp_bytes,
     estimate_memory,
 )
@@ -30,10 +35,41 @@ from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import Workload
 
 
+class FusedNorm(torch.autograd.Function):
+    """A norm that saves what a GPU's kernel saves."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        scales = hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, scales)
+        return rms_norm(hidden, shape, weight, eps)
+
+
+@pytest.fixture
+def fuse_norms(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let norms save what they save on a GPU."""
+
+    def fuse() -> None:
+        monkeypatch.setattr(
+            norms, "has_kernel", lambda hidden, weight: hidden.dtype == weight.dtype
+        )
+        monkeypatch.setattr(norms, "rms_norm", FusedNorm.apply)
+
+    return fuse
+
+
+CASES = [("none", False), ("mlp", False), ("none", True)]
+"""What is recomputed, and whether norms are fused."""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("recomputed", ["none", "mlp"])
-def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str, recomputed: Any) -> None:
+@pytest.mark.parametrize(("recomputed", "fused"), CASES)
+def test_the_formula_of_a_decoder_layer_is_exact(
+    family: str, name: str, recomputed: Any, fused: bool, fuse_norms: Callable[[], None]
+) -> None:
+    if fused:
+        fuse_norms()
     values = POLICIES[name]
     if "lora" not in values:
         values = values | {"freeze": ("vision", "projector")}
@@ -50,6 +86,8 @@ def test_the_formula_of_a_decoder_layer_is_exact(family: str, name: str, recompu
     expected += len(prompt.token_ids) * count_bytes_per_prompt_token(shape, 3, on_cpu=True)
     if recomputed == "mlp":
         expected -= count_mlp_bytes(shape, shape.text, batch.num_tokens)
+    if fused:
+        expected -= batch.num_tokens * count_fused_norm_bytes(shape)
     assert saved[3] - saved[2] == expected
 
 
@@ -79,7 +117,30 @@ def test_variants_of_lora_are_counted(variant: dict[str, Any], dtype: str) -> No
     assert difference == 4 * (shape.num_trained + kept)
 
 
-def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_keeps_its_input_and_a_scale(dtype: torch.dtype) -> None:
+    saved: dict[int, int] = {}
+
+    def record(tensor: Tensor) -> Tensor:
+        saved[id(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FakeTensorMode(), torch.device("cuda"):
+        weight = torch.empty(64, dtype=dtype)
+        for norm in (rms_norm, FusedNorm.apply):
+            hidden = torch.empty(10, 64, dtype=dtype, requires_grad=True)
+            with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+                kept = norm(hidden, (64,), weight, 1e-6)
+            assert kept.shape == hidden.shape
+            # 10 rows, with a scale in float32 each; and the weights.
+            assert sum(saved.values()) == 10 * (64 * dtype.itemsize + 4) + 64 * dtype.itemsize
+            saved.clear()
+
+
+def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, fuse_norms: Callable[[], None]
+) -> None:
+    fuse_norms()
     monkeypatch.setattr(varlen, "has_varlen", lambda query: query.device.type == "meta")
     saved = {}
     for layers in (2, 3):
@@ -101,8 +162,12 @@ def test_the_formula_of_a_decoder_layer_is_exact_on_a_gpu(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [name for name in POLICIES if name.startswith("full")])
-@pytest.mark.parametrize("recomputed", ["none", "mlp"])
-def test_the_formula_of_a_vision_block_is_exact(family: str, name: str, recomputed: Any) -> None:
+@pytest.mark.parametrize(("recomputed", "fused"), CASES)
+def test_the_formula_of_a_vision_block_is_exact(
+    family: str, name: str, recomputed: Any, fused: bool, fuse_norms: Callable[[], None]
+) -> None:
+    if fused:
+        fuse_norms()
     saved = {}
     depths = (1, 2) if family != "qwen3_vl" else (2, 3)  # deepstack taps blocks 0 and 1
     for depth in depths:
@@ -113,7 +178,7 @@ def test_the_formula_of_a_vision_block_is_exact(family: str, name: str, recomput
     shape, _ = read_model_shape(policy.model.config, policy_settings)
     casts = 2 * shape.vision.layer_weights if name == "full-bfloat16" else 0
     patches = len(prompt.vision["pixel_values"])
-    expected = patches * count_bytes_per_patch(shape) + casts
+    expected = patches * count_bytes_per_patch(shape, on_cpu=not fused) + casts
     if name == "full-no-masters" and not shape.vision.gated:
         # A CPU keeps the means and deviations of two layer norms in bfloat16, a GPU in float32.
         expected -= patches * 4 * 2

@@ -21,6 +21,8 @@ queries and keys adds q + k. The rest depends on the kernel of attention (``engi
 
 * half precision on a GPU: the output projection's input is the attention output (q less), and the
   keys and values of a prompt are saved once more for each of its completions (2k).
+* a GPU's norms (``engine/norms.py``) keep their inputs in the inputs' precision and no normalized
+  values before their product with the weights.
 * float32 on the CPU: if query heads share key heads, a prompt token also saves the repeated keys
   and values (2q).
 
@@ -192,6 +194,21 @@ def _uses_varlen(model: ModelShape, on_cpu: bool) -> bool:
 
 def count_bytes_per_token(model: ModelShape, on_cpu: bool = False) -> int:
     """Count the bytes that one token saves in one decoder layer."""
+    saved = _count_bytes_with_plain_norms(model, on_cpu)
+    return saved if on_cpu else saved - count_fused_norm_bytes(model)
+
+
+def count_fused_norm_bytes(model: ModelShape) -> int:
+    """Count the bytes per token and layer that the fused kernel of norms saves less."""
+    t = model.text
+    if not t.fuses_norms or (model.lora_rank and model.precision == "float32"):
+        return 0
+    # Autocast's queries and keys have another precision than the weights of their norms.
+    heads = t.query + t.key if t.qk_norm and model.precision != "autocast" else 0
+    return (2 if model.lora_rank else 4) * (2 * t.hidden + heads)
+
+
+def _count_bytes_with_plain_norms(model: ModelShape, on_cpu: bool) -> int:
     t = model.text
     h, m = t.hidden, t.intermediate
     attention = (2 if _uses_varlen(model, on_cpu) else 3) * t.query + 2 * t.key
@@ -232,7 +249,7 @@ def _count_qk_norm_values(text: TextShape, copies: int) -> int:
     return copies * (text.query + text.key) + text.heads + text.key_heads
 
 
-def count_bytes_per_patch(model: ModelShape) -> int:
+def count_bytes_per_patch(model: ModelShape, on_cpu: bool = False) -> int:
     """Count the bytes that one patch saves in one block of a trained vision tower.
 
     Attention saves 6 widths: queries, keys, the output and, for the values, the full output of the
@@ -241,11 +258,13 @@ def count_bytes_per_patch(model: ModelShape) -> int:
     v = model.vision
     statistics = v.heads + (2 if v.gated else 4)  # root mean squares, or means and deviations
     mlp = v.mlp_activations * v.intermediate
+    fused = 0 if on_cpu else 2  # norms that keep one value less, or one of half the size
     if model.precision == "float32":
-        return 4 * ((13 if v.gated else 11) * v.hidden + mlp + statistics)
+        return 4 * ((13 - fused if v.gated else 11) * v.hidden + mlp + statistics)
+    if v.gated and model.precision == "bfloat16":
+        return 4 * ((2 - fused) * v.hidden + statistics) + 2 * (11 * v.hidden + mlp)
     if v.gated:
-        widths = 11 if model.precision == "bfloat16" else 12
-        return 4 * (2 * v.hidden + statistics) + 2 * (widths * v.hidden + mlp)
+        return 4 * (2 * v.hidden + statistics) + 2 * (12 * v.hidden + mlp)
     return 4 * statistics + 2 * (11 * v.hidden + mlp)
 
 
@@ -266,7 +285,8 @@ def count_activation_bytes(model: ModelShape, work: Workload, on_cpu: bool = Fal
         saved += vision.layers * (
             inputs
             if model.checkpointing == "full"
-            else _count_block_bytes(model, work) - _count_recomputed_bytes(model, vision, patches)
+            else _count_block_bytes(model, work, on_cpu)
+            - _count_recomputed_bytes(model, vision, patches)
         )
         saved += 3 * patches * vision.hidden * 4  # the merger
     # The embeddings, the final norm, and the hidden states that predict tokens.
@@ -299,9 +319,9 @@ def _count_layer_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
     return saved + work.micro_prompt_tokens * per_prompt_token
 
 
-def _count_block_bytes(model: ModelShape, work: Workload) -> int:
+def _count_block_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
     casts = _count_autocast_bytes(model, model.vision)
-    return work.micro_patches * count_bytes_per_patch(model) + casts
+    return work.micro_patches * count_bytes_per_patch(model, on_cpu) + casts
 
 
 def count_cast_bytes(model: ModelShape) -> int:
@@ -330,7 +350,7 @@ def _count_update_bytes(model: ModelShape, work: Workload, on_cpu: bool) -> int:
     encoding = _count_encoding_bytes(model, work) if model.trains_vision else 0
     if model.checkpointing == "full":
         layer += _count_layer_bytes(model, work, on_cpu)
-        encoding += _count_block_bytes(model, work) if model.trains_vision else 0
+        encoding += _count_block_bytes(model, work, on_cpu) if model.trains_vision else 0
     layer += _count_recomputed_bytes(model, text, work.micro_tokens)
     if model.has_norms:  # s B A, and its sum with W
         layer += 2 * 4 * text.hidden * max(text.intermediate, text.query)

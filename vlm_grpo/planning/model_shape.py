@@ -15,6 +15,7 @@ from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.distributed.optimizer import describe_state, get_kind
 from vlm_grpo.engine.linear import INITIAL_FACTORS
+from vlm_grpo.engine.norms import use_fused_norms
 from vlm_grpo.errors import UserError
 from vlm_grpo.families import Family, find_part, load_family
 from vlm_grpo.model.adapters import apply_lora_or_freeze, find_adapted
@@ -47,6 +48,10 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
         held = [model.get_submodule(n).weight.shape for n in find_quantized(model, policy)]
         apply_lora_or_freeze(model, policy)
+    use_fused_norms(model)
+    fused = [
+        n for n, m in model.named_modules() if type(m).__module__ == use_fused_norms.__module__
+    ]
     trained = [(n, w) for n, w in model.named_parameters() if w.requires_grad]
     adapted = [layer for _, layer in find_adapted(model)]
     initial = [w for n, w in model.named_buffers() if n.endswith(INITIAL_FACTORS)]
@@ -58,7 +63,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
         precision = "autocast" if has_masters else "bfloat16"
     shape = ModelShape(
         name=f"{config.model_type}, {weights:,} weights",
-        text=text,
+        text=replace(text, fuses_norms=any(find_part(name) == "language" for name in fused)),
         vision=vision,
         num_weights=weights,
         num_trained=sum(weight.numel() for _, weight in trained),

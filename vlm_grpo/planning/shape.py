@@ -26,6 +26,7 @@ class TextShape:
         query, key: total widths of the queries and of the keys of all heads.
         vocabulary: rows of the output head.
         qk_norm: whether queries and keys are normalized (Qwen3).
+        fuses_norms: whether a GPU computes its norms by one kernel (``engine/norms.py``).
     """
 
     layers: int
@@ -39,6 +40,7 @@ class TextShape:
     vocabulary: int
     qk_norm: bool
     mlp_activations: int = 4
+    fuses_norms: bool = True
 
     @property
     def layer_weights(self) -> int:
