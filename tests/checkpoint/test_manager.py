@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_copies import record_copies
 from safetensors.torch import load_file, save_file
 from small_runs import (
     LORA,
@@ -249,3 +250,15 @@ def test_an_asynchronous_checkpoint_copies_only_what_was_not_gathered(
     assert found["sharded"] is gathered
     live["plain"].zero_()
     assert found["plain"].tolist() == [1, 1]
+
+
+def test_live_weights_on_a_gpu_are_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.arange(4.0)
+    tensors = {"head": weight, "embeddings": weight, "half": weight[:2], "none": torch.zeros(0)}
+    calls, _ = record_copies(monkeypatch)
+    copies = manager._copy_to_host(tensors)  # noqa: SLF001
+    assert calls == ["pin", *["copy_ without waiting"] * 3, "wait"]
+    assert copies["head"] is copies["embeddings"]
+    weight.zero_()
+    assert copies["head"].tolist() == [0, 1, 2, 3]
+    assert copies["half"].tolist() == [0, 1]

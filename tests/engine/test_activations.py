@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_models import BUILDERS
 from gradients import relative_distance
+from recorded_copies import record_copies
 from tiny_models import add_lora, make_prompt, noise_example, tiny_model, tiny_policy
 from tiny_policies import build_batch
 from torch import Tensor, nn
@@ -172,3 +173,20 @@ def test_weights_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         model(torch.ones(2, 8, requires_grad=True))
     assert moved
     assert not {weight.data_ptr() for weight in model.parameters()} & set(moved)
+
+
+def test_copies_run_on_a_stream_of_their_own_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = ActivationOffloader(nn.Linear(1, 1), CPU, min_bytes=1)
+    x = torch.ones(3, requires_grad=True)
+    with monkeypatch.context() as patch:
+        calls, offloader._stream = record_copies(patch)  # noqa: SLF001
+        with offloader.offload():
+            y = x.exp()  # saves its output
+        copied = ["begin copies", "copy_ without waiting", "end copies", "kept for copies"]
+        assert calls == ["pin", "copies waits for computation", *copied]
+        calls.clear()
+        y.sum().backward()
+        copied = ["begin copies", "to without waiting", "event of copies", "end copies"]
+        used = ["computation waits for event of copies", "kept for computation"]
+        assert calls == [*copied, *used]
+    assert torch.equal(x.grad, x.exp())  # type: ignore[arg-type]

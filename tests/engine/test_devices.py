@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from meta_device import DEVICE, build_policy, no_host_tensors, sample, use_gpu_kernels
+from recorded_copies import record_copies
 from tiny_models import FAMILIES, make_prompt, noise_example, pack_groups
 from torch import Tensor
 
 from vlm_grpo.engine import varlen
 from vlm_grpo.engine.decode import CHECK_EVERY, SharedDecoder
 from vlm_grpo.engine.sampling import SamplerState
+from vlm_grpo.families import transfer
 from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion
@@ -44,17 +46,30 @@ def compute_gradient(policy: Policy) -> None:
 
 
 def test_copies_to_a_gpu_are_pinned_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-
-    def record(name: str) -> Any:
-        return lambda x, *args, **kwargs: [x, calls.append((name, *args, kwargs))][0]
-
-    for name in ("pin_memory", "to"):
-        monkeypatch.setattr(Tensor, name, record(name))
-    gpu, copy = torch.device("cuda"), {"non_blocking": True}
-    copy_to(gpu, np.zeros(3))
+    calls, _ = record_copies(monkeypatch)
+    monkeypatch.setattr(Tensor, "to", lambda x, *args, **kwargs: [x, calls.append(kwargs)][0])
+    copy_to(torch.device("cuda"), np.zeros(3))
     copy_to(DEVICE, torch.zeros(3))
-    assert calls == [("pin_memory", {}), ("to", gpu, copy), ("to", DEVICE, copy)]
+    assert calls == ["pin", {"non_blocking": True}, {"non_blocking": True}]
+
+
+def test_a_snapshot_of_a_gpu_shares_pinned_blocks_and_waits_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, _ = record_copies(monkeypatch)
+    monkeypatch.setattr(transfer, "PINNED_BLOCK", 128)
+    tensors = [torch.arange(3.0), torch.tensor(7), torch.arange(40).view(5, 8).bfloat16()]
+    tensors += [torch.zeros(0), torch.ones(2, 2, dtype=torch.float64)[:, :1].requires_grad_()]
+    calls.clear()
+    copies = transfer.snapshot_on_host(tensors)
+    # 64 + 64 bytes in a block, 80 in one that is padded to 128, and the last 64 in its own.
+    copy = "copy_ without waiting"
+    assert calls == ["pin", copy, copy, "pin", copy, copy, "pin", copy, "wait"]
+    for one, other in zip(copies, tensors, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+        assert not one.requires_grad
+        assert one.is_contiguous()
 
 
 @pytest.fixture(autouse=True)

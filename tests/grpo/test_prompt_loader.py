@@ -92,6 +92,19 @@ def test_image_decodes_are_counted_when_prompts_are_loaded(policy: Policy) -> No
     assert policy.counters.image_decodes == before + 2
 
 
+def test_the_images_of_a_prompt_for_a_gpu_are_pinned(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: [x, pinned.append(x)][0])
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(Policy, "device", torch.device(kind))
+        with open_loader(policy, RecordingStream(make_examples(1))) as loader:
+            (prompt,) = loader.load([0])
+        found = [*map(id, prompt.vision.values())] if kind == "cuda" else []
+        assert [*map(id, pinned)] == found
+
+
 def test_an_unreadable_image_is_an_error(policy: Policy) -> None:
     examples = make_examples(2)
     stream = RecordingStream([spoil(examples[0]), examples[1]])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_copies import record_copies
 from small_runs import SMALL, make_embedded_trainer
 
 from vlm_grpo.config.objective import ObjectiveSettings
@@ -55,6 +56,18 @@ def test_a_host_snapshot_on_an_accelerator() -> None:
     assert weight.tolist() == [1, 1, 1]
     host.refresh(2)
     assert host.state_dict()["w"].tolist() == [1, 1, 1]
+
+
+def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    calls, _ = record_copies(monkeypatch)
+    reference = make_reference("cpu", weight)
+    assert calls == ["pin", "copy_ without waiting", "wait"]
+    calls.clear()
+    with reference.in_place():
+        assert calls == ["to without waiting"]
 
 
 def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:

@@ -40,6 +40,7 @@ from vlm_grpo.distributed.collectives import fail_together, gather_object, get_l
 from vlm_grpo.distributed.optimizer import set_rates
 from vlm_grpo.distributed.sharding import Deferred, gather_full, local_shard
 from vlm_grpo.errors import UserError
+from vlm_grpo.families.transfer import snapshot_on_host
 from vlm_grpo.grpo.rollout import RolloutSampler
 from vlm_grpo.grpo.update import Updater
 from vlm_grpo.model.policy import Policy
@@ -333,11 +334,11 @@ def _is_live(tensor: torch.Tensor, source: torch.Tensor | Deferred) -> bool:
 
 def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors to host memory; tensors that share memory also share their copy."""
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}
-    found = {}
+    distinct: dict[tuple[Any, ...], torch.Tensor] = {}
+    keys = {}
     for name, tensor in tensors.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in copies or tensor.numel() == 0:
-            copies[key] = tensor.detach().to("cpu", copy=True)
-        found[name] = copies[key]
-    return found
+        keys[name] = key if tensor.numel() else (name,)
+        distinct[keys[name]] = tensor
+    copies = dict(zip(distinct, snapshot_on_host([*distinct.values()]), strict=True))
+    return {name: copies[key] for name, key in keys.items()}

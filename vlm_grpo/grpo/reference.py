@@ -24,6 +24,7 @@ from vlm_grpo.distributed.sharding import (
     unshard_like,
 )
 from vlm_grpo.errors import UserError
+from vlm_grpo.families.transfer import snapshot_on_host
 
 
 class Reference:
@@ -47,8 +48,9 @@ class Reference:
         self.on_host = objective.reference_device == "cpu"
         self.snapshot: dict[str, torch.Tensor] | None = None
         if objective.needs_reference:
-            policy = ((name, local_shard(weight).detach()) for name, weight in trainable)
-            self.snapshot = {name: self._keep(weight) for name, weight in policy}
+            weights = [local_shard(weight).detach() for _, weight in trainable]
+            copies = snapshot_on_host(weights) if self.on_host else [w.clone() for w in weights]
+            self.snapshot = dict(zip(self.trainable, copies, strict=True))
 
     def refresh(self, step: int) -> None:
         """Copy the policy to the reference if ``step``, since the first rollout, is due."""
@@ -69,7 +71,7 @@ class Reference:
         policy = {name: _values(weight) for name, weight in self.trainable.items()}
         try:
             for name, weight in self.trainable.items():
-                _set(weight, self.snapshot[name].to(weight.device))
+                _set(weight, self.snapshot[name].to(weight.device, non_blocking=True))
             yield
         finally:
             for name, weight in self.trainable.items():
@@ -98,10 +100,6 @@ class Reference:
             if weight.shape != full_shape(self.trainable[name]):
                 raise mismatch
             held.copy_(local_shard(shard_like(weight, self.trainable[name])))
-
-    def _keep(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the weight on the device of the snapshot."""
-        return weight.to("cpu", copy=True) if self.on_host else weight.clone()
 
 
 def _values(weight: nn.Parameter) -> torch.Tensor:
