@@ -143,6 +143,8 @@ def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again() -> None:
     assert count(5, 3, max_tokens=3 * 64 + 9 * 12) == 1
     assert count(5, 3, max_tokens=3 * 64 + 9 * 12) == 0
     assert count(70, 3) == 1
+    assert count(5, 3, max_tokens=1) > 0  # one prompt at a time, in more than one token
+    assert count(5, 3, max_tokens=1) == 0
     assert policy.describe_engine().endswith("as CUDA graphs")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import compiled_steps
@@ -111,14 +112,20 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights()
         assert count_equal(found, expected) == len(expected)
 
 
-def test_dynamic_rope_is_decoded_eagerly(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def build_dynamic_policy() -> Policy:
+    """Build a policy whose RoPE reads the greatest position from the device."""
     policy = build_family_policy("internvl", torch.float64, shared=True)
     config = policy.model.config.get_text_config()
     config.rope_parameters |= {"rope_type": "dynamic", "factor": 2.0}
     language_model: Any = policy.family.language_model(policy.model)
     language_model.rotary_emb = type(language_model.rotary_emb)(config).double()
+    return policy
+
+
+def test_dynamic_rope_is_decoded_eagerly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = build_dynamic_policy()
     why = "run eagerly, because its dynamic RoPE reads positions from the device"
     assert policy.describe_engine().endswith(f"decode steps {why}")
     with monkeypatch.context() as patch:
@@ -282,6 +289,47 @@ class CountedGraph(CudaGraph):
 
 
 @pytest.mark.gpu
+def test_a_gpu_decodes_eagerly_after_a_capture_that_reads_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    policy = build_dynamic_policy()
+    policy.model.to("cuda")
+    prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
+    [eager] = sample_groups(policy, prompts, group_size=2, length=5)
+    policy.use_capture(CudaGraph)
+    [found] = sample_groups(policy, prompts, group_size=2, length=5)
+    assert [c.token_ids for c in found] == [c.token_ids for c in eager]
+    assert "capturing" in caplog.text  # the cause, not that of the capture's end
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@pytest.mark.gpu
+def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    policy = tiny_policy("qwen2_5_vl")
+    policy.model.to("cuda")
+    is_done = threading.Event()
+
+    def pin() -> None:
+        size = 1
+        while not is_done.is_set():
+            torch.empty(size := size % 2**24 + 4096).pin_memory()
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        policy.use_capture(CudaGraph)
+        sample(policy)
+    finally:
+        is_done.set()
+        thread.join()
+    assert policy.describe_engine().endswith("as CUDA graphs")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("family", "dtype", "compiled"),
     [
@@ -310,6 +358,7 @@ def test_cuda_graphs_sample_equal_tokens_before_and_after_the_weights_change(
     CountedGraph.captures = 0
     captured = sample_twice(policy)
     assert CountedGraph.captures == 0
+    assert policy.describe_engine().endswith("as CUDA graphs")  # none failed
     for found, expected in zip(captured, eager, strict=True):
         # Sums over a different number of masked positions round differently: in bfloat16 a token
         # may change, and with it all that follow.
