@@ -13,7 +13,7 @@ from measurement import LORA, QUESTION, Steps, measure, noise_reward, synchroniz
 from step_time import parse_arguments
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.engine import varlen
+from vlm_grpo.engine import kernels, varlen
 from vlm_grpo.engine.activations import enable_gradient_checkpointing
 from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.engine.graphs import get_capture
@@ -105,9 +105,15 @@ def build_policy(settings: Settings, model: Any, processor: Any, shared: bool = 
     return Policy(loaded, distribution, settings.policy.head_chunk_tokens, capture)
 
 
+def use_dense_attention() -> None:
+    """Compute attention in half precision as a GPU does in float32, by matrix products."""
+    varlen.has_varlen = lambda query: False
+    kernels._uses_plain_products = lambda query: True  # noqa: SLF001
+
+
 def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: list) -> Steps:
     if options.dense:
-        varlen.has_varlen = lambda query: False
+        use_dense_attention()
     trainer = build_trainer(options, model, processor, images, options.child == "shared")
     shape, _ = read_model_shape(model.config, trainer.settings.policy)
     steps, rollouts = Steps(), []

@@ -9,14 +9,18 @@ import os
 import select
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from transformers import Qwen2_5_VLConfig
 
+from vlm_grpo.engine import kernels, varlen
+from vlm_grpo.families import ImageFeatures
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -88,11 +92,14 @@ def test_the_planned_cases_and_the_steps_fit_an_h100(perf: Any) -> None:
     usable = find_device("H100").usable
     for name, case in perf("plan_accuracy").GPU_CASES.items():
         assert plan(perf, case) < usable, name
-    for name, part in gpu.PARTS.items():
-        if part.engines and not name.startswith("fits-"):
-            case = vars(parse([*part.arguments.split(), "--engines", "shared"]))
-            peak = plan(perf, case)
-            assert peak < (22 * GIB if name == "24gb" else usable), name
+    steps = {
+        part.arguments: name
+        for name, part in gpu.PARTS.items()
+        if part.engines and not name.startswith("fits-")
+    }
+    for arguments, name in steps.items():
+        peak = plan(perf, vars(parse([*arguments.split(), "--engines", "shared"])))
+        assert peak < (22 * GIB if name == "24gb" else usable), name
 
 
 def test_engines_that_are_not_installed_are_left_out(
@@ -231,3 +238,23 @@ def test_only_files_with_tests_of_a_gpu_are_collected(perf: Any) -> None:
     files = {Path(file).relative_to(ROOT).as_posix() for file in perf("gpu").find_gpu_tests()}
     assert {"tests/engine/test_graphs.py", "tests/grpo/test_memory.py"} <= files
     assert len(files) < 20  # all tests are in more than 200 files
+
+
+def test_attention_without_varlen_needs_no_kernel_of_a_cpu(
+    perf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((varlen, "has_varlen"), (kernels, "_uses_plain_products")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored after the test
+    perf("step_time_vlm_grpo").use_dense_attention()
+    policy, _ = build_policy("qwen2_5_vl", POLICIES["lora-bfloat16"], text=2)
+    prompt = build_prompt(policy)
+    prefix = policy._build_prefixes([prompt])[0]  # noqa: SLF001
+    features = tuple(ImageFeatures(f.embeds.to("meta")) for f in prefix.features)
+    prefixes = [replace(prefix, features=features)]
+    monkeypatch.setattr(policy, "_build_prefixes", lambda prompts: prefixes)
+    policy.model.to("meta")
+    with torch.profiler.profile() as profiler:
+        policy.score(build_batch(prompt)).logprobs.sum().backward()
+    names = {event.key for event in profiler.key_averages()}
+    assert "aten::bmm" in names
+    assert not [name for name in names if "attention" in name]
