@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from meta_device import DEVICE, build_policy, no_host_tensors, use_gpu_kernels
+from meta_device import build_policy, no_host_tensors, use_gpu_kernels
 from small_runs import make_trainer
-from tiny_models import make_prompt, noise_example
+from tiny_models import add_lora, make_prompt, noise_example, tiny_policy
 from work_counts import count_work
 
 from vlm_grpo.config.objective import ObjectiveSettings
@@ -58,13 +58,14 @@ def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) ->
     active = torch.ones(9, dtype=torch.bool)
     weights = completion_weights(lengths, active, StepTotals(9, 18, 3), objective)
     values: dict[str, dict[int, torch.Tensor]] = {}
+    device = policy.device
     if objective.needs_reference:
-        values["reference_logprobs"] = _by_row(DEVICE)
+        values["reference_logprobs"] = _by_row(device)
     if objective.distillation is not None:
-        values["teacher_logprobs"] = _by_row(DEVICE)
+        values["teacher_logprobs"] = _by_row(device)
     if objective.perception is not None:  # prompts without an image have no masked pass
         on_host = {row: values for row, values in _by_row("cpu").items() if row > 5}
-        values["masked_logprobs"] = _by_row(DEVICE) | on_host
+        values["masked_logprobs"] = _by_row(device) | on_host
         values["token_factors"] = _by_row("cpu")
     if objective.loss_type == "dapo":
         values["token_advantages"] = _by_row("cpu")
@@ -92,11 +93,11 @@ def make_updater(policy: Any, objective: ObjectiveSettings) -> Updater:
     return Updater(policy, strategy, None, None, settings, TokenBudget(100, ""))  # type: ignore[arg-type]
 
 
-def accumulate(updater: Updater, batch: StepBatch) -> None:
+def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors) -> None:
     """Compute the gradients of the updates on a step, as ``Updater.update`` does."""
-    updates = Updates({row: _by_row(DEVICE)[row] for row in batch.replayed})
     device = updater.policy.device
-    with no_host_tensors():
+    updates = Updates({row: _by_row(device)[row] for row in batch.replayed})
+    with guard():
         for _ in range(batch.num_updates):
             losses, metrics = updater._accumulate(batch, updates)  # noqa: SLF001
             assert len(losses) > 1
@@ -115,6 +116,30 @@ def test_gradients_are_accumulated_without_waiting_for_the_device(
     objective = ObjectiveSettings.model_validate(OBJECTIVES[name])
     policy = get_policy(lora)
     accumulate(make_updater(policy, objective), make_step(policy, objective, 2))
+
+
+@contextlib.contextmanager
+def refuse_waiting() -> Iterator[None]:
+    """Raise an error inside wherever the host waits for a GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "vespo token", "perception"])
+def test_gradients_are_accumulated_on_a_gpu_without_waiting(name: str, device: str) -> None:
+    objective = ObjectiveSettings.model_validate(OBJECTIVES[name])
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.bfloat16)
+    add_lora(policy, ["q_proj", "down_proj"])
+    policy.model.to(device)
+    updater, batch = make_updater(policy, objective), make_step(policy, objective, 2)
+    accumulate(updater, batch, contextlib.nullcontext)  # libraries prepare themselves
+    accumulate(updater, batch, refuse_waiting if device == "cuda" else contextlib.nullcontext)
+    grads = [w.grad for _, w in policy.trainable_parameters()]
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
 
 
 def test_supervised_gradients_are_accumulated_without_waiting(
