@@ -132,17 +132,6 @@ def test_temperature_is_part_of_the_scored_distribution() -> None:
     assert torch.allclose((a[0] - a[1]) / 4, b[0] - b[1], atol=1e-4)
 
 
-def test_a_distribution_that_sampled_in_inference_mode_has_gradients() -> None:
-    distribution = SamplingDistribution(banned=(1,), eos=(4,), min_new_tokens=3)
-    logits = torch.zeros(2, 5, requires_grad=True)
-    positions = torch.arange(2)
-    with torch.inference_mode():
-        distribution(logits, positions)
-    distribution(logits, positions)[:, 2].sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.sum() == 2
-
-
 def test_greedy_settings_score_at_temperature_one() -> None:
     logits = torch.randn(2, 8)
     positions = torch.zeros(2, dtype=torch.int64)

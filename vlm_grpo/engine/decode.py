@@ -279,12 +279,8 @@ class _Decoding:
         longest = self.state.tokens.shape[1]
         is_seated = self.seating.rows >= 0
         left = longest - int(self.seating.ages[is_seated].min())
-        on_cpu = self.device.type == "cpu"
-        # In inference mode each operation takes the CPU less time.
-        mode = torch.inference_mode if on_cpu and self.decoder.capture is None else torch.no_grad
-        for _ in range(1 if on_cpu else min(CHECK_EVERY, left)):
-            with mode():
-                self._step(self.index, self.seating.ages[is_seated].clip(max=longest))
+        for _ in range(1 if self.device.type == "cpu" else min(CHECK_EVERY, left)):
+            self._step(self.index, self.seating.ages[is_seated].clip(max=longest))
             self.seating.ages += 1
         self.seating.release(self.state.update_active())
 

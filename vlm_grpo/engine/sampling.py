@@ -63,8 +63,7 @@ class SamplingDistribution:
 @functools.lru_cache(maxsize=64)
 def _to_index(tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
     """Return the tokens on ``device``, copied there once."""
-    with torch.inference_mode(False):  # the update saves them for the backward pass
-        return copy_to(device, np.array(tokens, dtype=np.int64))
+    return copy_to(device, np.array(tokens, dtype=np.int64))
 
 
 @dataclass(frozen=True)
