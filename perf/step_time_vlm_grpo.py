@@ -57,7 +57,10 @@ def build_trainer(
         {
             "task": "noise",
             "model": "random",
-            "data": {"train": "unused"},
+            "data": {
+                "train": "unused",
+                "dataloader_num_workers": vars(options).get("workers", 0),
+            },
             "output_dir": OUTPUT.name,
             "policy": {
                 "dtype": options.dtype,
@@ -140,6 +143,7 @@ def run_steps(options: argparse.Namespace, model: Any, processor: Any, images: l
         policy = trainer.policy
         with profile_step(options.profile, policy.stopwatch, policy.device):
             trainer.step()
+    trainer.sampler.close()
     return steps
 
 
