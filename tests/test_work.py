@@ -1,11 +1,11 @@
-"""Fixed small steps do no more work than recorded: operations, host reads, bytes, passes."""
+"""Fixed small steps do no more work than recorded: operations, reads, passes and bytes."""
 
 from __future__ import annotations
 
 import json
 
 import torch
-from work_counts import RECORDED, count_work, measure_all
+from work_counts import RECORDED, count_memory, count_work, measure_all
 
 
 def test_fixed_steps_do_no_more_work_than_recorded() -> None:
@@ -23,6 +23,17 @@ def test_fixed_steps_do_no_more_work_than_recorded() -> None:
         "python tests/helpers/work_counts.py and commit tests/recorded/work.json"
     )
     assert not more, "\n".join([*more, remedy])
+
+
+def test_the_peak_is_of_storages_that_are_held_at_once() -> None:
+    weight, counts = torch.ones(100), dict[str, int]()
+    with count_memory(counts):
+        first = weight.view(10, 10) + 1  # 400 bytes; the weight is not counted
+        second = first.double()  # 800 more
+        del first, second
+        weight.add_(1)
+        weight.half().mul_(2)  # 200
+    assert counts == {"peak_bytes": 1200}
 
 
 def test_operations_and_reads_of_the_host_are_counted() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -23,6 +24,7 @@ from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.engine import norms
@@ -65,6 +67,39 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Memory(TorchDispatchMode):
+    """Bytes of the storages that operations allocate, without those that kernels use inside."""
+
+    live = peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = _find_storages((args, kwargs))
+        result = func(*args, **kwargs)
+        for key, storage in _find_storages(result).items():
+            if key not in known:
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _free(self, size: int) -> None:
+        self.live -= size
+
+
+def _find_storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor) and not v.is_mkldnn]
+    return {id(storage): storage for storage in (t.untyped_storage() for t in tensors)}
+
+
+@contextmanager
+def count_memory(counts: Counts) -> Iterator[None]:
+    """Count the greatest number of bytes that the block's operations hold at once."""
+    with _Memory() as memory:
+        yield
+    counts["peak_bytes"] = memory.peak
+
+
 @contextmanager
 def count_work() -> Iterator[Counts]:
     """Count the block's operations and host reads."""
@@ -104,6 +139,8 @@ def measure_work(precision: str) -> dict[str, Counts]:
         policy.sample([prompt], sampling, 4, [(0,)], 4096)  # libraries prepare themselves
         with count_work() as found[f"rollout of {tokens} tokens"]:
             policy.sample([prompt], sampling, 4, [(0,)], 4096)
+        with count_memory(found[f"rollout of {tokens} tokens"]):
+            policy.sample([prompt], sampling, 4, [(0,)], 4096)
     short, long = (found[f"rollout of {tokens} tokens"] for tokens in (8, 16))
     found["8 decode steps"] = {name: long[name] - short[name] for name in short}
     policy.model.train()
@@ -111,6 +148,9 @@ def measure_work(precision: str) -> dict[str, Counts]:
     with count_work() as found["update"]:
         policy.score(batch).logprobs.sum().backward()
     found["update"]["saved_bytes"] = measure_saved_bytes(policy, batch)
+    policy.model.zero_grad()
+    with count_memory(found["update"]):
+        policy.score(batch).logprobs.sum().backward()
     return found
 
 
