@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import BUILDERS
 from family_policies import build_family_policy, make_batch, score_alone
+from float64_steps import use_float64, use_float64_recurrence
 from gradients import relative_distance
-from recurrence64 import use_float64_recurrence
 from tiny_models import FAMILIES, add_lora, make_prompt, noise_example, tiny_policy
 from torch import Tensor
 from varlen_kernel import use_plain_varlen
@@ -41,10 +42,12 @@ CHAT = replace(
 LENGTHS = ((3, 7, 1), (5, 5), (1, 2, 9, 4))
 
 
-def make_micro_batch(policy: Policy) -> MicroBatch:
+def make_micro_batch(policy: Policy, needs_images: bool = False) -> MicroBatch:
     generator = torch.Generator().manual_seed(3)
     slices, row = [], 0
     for example, lengths in zip(EXAMPLES, LENGTHS, strict=True):
+        if needs_images and not example.images:
+            continue
         prompt = make_prompt(policy, example)
         tokens = [
             tuple(torch.randint(0, 256, (length,), generator=generator).tolist())
@@ -56,10 +59,12 @@ def make_micro_batch(policy: Policy) -> MicroBatch:
     return MicroBatch(tuple(slices))
 
 
-def score_with_gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+def score_with_gradients(
+    policy: Policy, needs_images: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the log-probs of the batch, and the gradient of a weighted sum of them."""
     policy.model.train()
-    logprobs = policy.score(make_micro_batch(policy)).logprobs
+    logprobs = policy.score(make_micro_batch(policy, needs_images)).logprobs
     weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
     (logprobs * weights).sum().backward()
     grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
@@ -110,17 +115,24 @@ def test_shared_equals_repeated_in_float64(family: str) -> None:
     assert relative_distance(grads, expected_grads) < 1e-6  # transformers computes norms in float32
 
 
-# Gemma 3 has sliding windows, and images that see themselves in some of the prompts.
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma3"])
-def test_attention_in_one_kernel_equals_merged_attention(
+# Mllama's layers over images cannot share a prompt.
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *BUILDERS} - {"mllama"}))
+def test_merged_attention_and_one_kernel_equal_transformers(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policies = [build_family_policy(family, torch.float64, shared=True, banned=()) for _ in "ab"]
-    merged = score_with_gradients(policies[0])
+    def build(shared: bool) -> Policy:
+        return build_family_policy(family, torch.float64, shared=shared, banned=())
+
+    plain, merged, in_one = build(False), build(True), build(True)
+    use_float64(monkeypatch, plain.model)
+    needs_images = family.startswith("paligemma")
+    expected, expected_grads = score_with_gradients(plain, needs_images)
+    results = [score_with_gradients(merged, needs_images)]
     use_plain_varlen(monkeypatch)
-    in_one = score_with_gradients(policies[1])
-    assert (merged[0] - in_one[0]).abs().max() < 1e-12
-    assert relative_distance(merged[1], in_one[1]) < 1e-12
+    results.append(score_with_gradients(in_one, needs_images))
+    for logprobs, grads in results:
+        assert (logprobs - expected).abs().max() < 1e-12
+        assert relative_distance(grads, expected_grads) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_5", "gemma3", "internvl"])

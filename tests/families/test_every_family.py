@@ -10,8 +10,8 @@ import pytest
 import torch
 from family_models import BUILDERS
 from family_policies import build_family_policy, build_prompts, make_batch, score_alone
+from float64_steps import use_float64_recurrence
 from gradients import relative_distance
-from recurrence64 import use_float64_recurrence
 from small_runs import make_trainer, read_metrics, small_run
 from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, sampled_logprobs
 from torch import Tensor
