@@ -54,7 +54,7 @@ class Part:
     Attributes:
         what: what it shows.
         arguments: the script's arguments.
-        engines: engines of ``step_time.py``, of which it runs those that are installed.
+        engines: engines of ``step_time.py``; those that are not installed are left out.
         script: a script of this folder; ``pytest`` for the tests.
         seconds: expected seconds of other scripts, not measured.
     """

@@ -29,7 +29,7 @@ ENGINES = {"shared": [], "repeated": [], "trl": ["trl"], "trl-vllm": ["trl", "vl
 """The engines, and the packages that each needs."""
 PACKAGES = ("torch", "transformers", "peft", "trl", "vllm")
 ROLLOUT = ("rollout", "prompts", "vision", "prefill", "decode")
-"""Phases of the rollout, of which TRL's is timed as a whole."""
+"""Phases of the rollout. TRL has only the first, the whole rollout."""
 SMOKE = ["--size", "tiny", "--image", "56", "--prompts", "2", "--generations", "2"]
 SMOKE += ["--tokens", "3", "--rounds", "1", "--steps", "1", "--trl-batch", "4"]
 SMOKE += ["--max-tokens", "16384", "--no-cuda-graphs", "--no-torch-compile"]

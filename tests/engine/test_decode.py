@@ -168,7 +168,7 @@ def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(
 
 
 def fail_to_capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
-    """Fail as a capture does in which a step reads from the device; its end fails, too."""
+    """Fail like a captured step that reads from the device; ending the capture fails too."""
     step(*inputs)
     try:
         raise RuntimeError("operation not permitted when stream is capturing\nSearch for it")

@@ -8,8 +8,18 @@ from accelerate import Accelerator
 from groups import make_group, truncate
 
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.engine.logprobs import TokenScores
 from vlm_grpo.grpo import batch as batch_module
-from vlm_grpo.grpo.batch import Rollout, StepBatch, build_slices, copy_to_host, pack_step
+from vlm_grpo.grpo.batch import (
+    Rollout,
+    StepBatch,
+    build_slices,
+    build_token_batch,
+    copy_to_host,
+    pack_step,
+    send_inputs,
+)
 from vlm_grpo.types import Group
 
 GROUPS = [
@@ -114,3 +124,34 @@ def test_values_by_completion_are_read_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert {row: values.tolist() for row, values in found.items()} == {4: [1, 1], 1: [], 3: [0] * 3}
     assert copy_to_host({}) == {}
     assert reads == [5]
+
+
+def test_every_input_of_the_loss_is_that_of_its_completion() -> None:
+    numbers = torch.arange(5.0)
+    by_row = {row: torch.full((n,), float(row)) for row, n in enumerate((2, 3, 1, 4, 2))}
+    slices = build_slices(GROUPS, [False, True, False, True, True])
+    batch = StepBatch(
+        (slices,),
+        numbers,
+        numbers > 3,
+        tuple(by_row.values()),
+        {"policy": numbers},
+        {"reference_logprobs": by_row},
+        noisy=frozenset({1}),
+    )
+    inputs = send_inputs(MicroBatch(slices), batch, torch.device("cpu"))
+    scores = TokenScores(torch.zeros(9, dtype=torch.float64), None, None)
+    tokens = build_token_batch(MicroBatch(slices), scores, inputs, by_row)
+    expected = torch.tensor([1.0] * 3 + [3.0] * 4 + [4.0] * 2, dtype=torch.float64)
+    assert tokens.old_logprobs is not None
+    for found in (
+        tokens.weights["policy"],
+        tokens.old_logprobs,
+        tokens.sampler_logprobs,
+        tokens.reference_logprobs,
+        tokens.advantages[tokens.completion],
+    ):
+        assert found.equal(expected)  # type: ignore[union-attr]
+    assert tokens.lengths.tolist() == [3, 4, 2]
+    assert tokens.active.tolist() == [False, False, True]  # type: ignore[union-attr]
+    assert tokens.noisy.tolist() == [True, False, False]  # type: ignore[union-attr]

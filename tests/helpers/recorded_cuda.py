@@ -12,7 +12,7 @@ import torch
 
 
 class RecordedCuda:
-    """What is recorded in the place of ``torch.cuda``.
+    """A stand-in for ``torch.cuda`` that records calls.
 
     Args:
         monkeypatch: replaces its functions.

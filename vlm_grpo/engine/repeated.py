@@ -22,7 +22,7 @@ from transformers import (
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores, score_logits
 from vlm_grpo.engine.sampling import SamplerState
-from vlm_grpo.families import copy_to
+from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.types import Prompt
 
 

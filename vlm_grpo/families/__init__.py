@@ -16,7 +16,6 @@ from vlm_grpo.families.facts import (
 )
 from vlm_grpo.families.qwen import Qwen2VL, Qwen3VL, Qwen25VL, Qwen35
 from vlm_grpo.families.shared_form import ImageFeatures, PromptLayout
-from vlm_grpo.families.transfer import copy_to
 
 __all__ = [
     "FAMILIES",
@@ -24,7 +23,6 @@ __all__ = [
     "ImageFeatures",
     "PixelBudget",
     "PromptLayout",
-    "copy_to",
     "find_part",
     "load_family",
 ]

@@ -20,10 +20,8 @@ def copy_to(device: torch.device, array: np.ndarray | Tensor) -> Tensor:
         array: an array, or a tensor on the host or on ``device``.
     """
     tensor = torch.as_tensor(array)
-    if (
-        device.type == "cuda" and tensor.device.type == "cpu"
-    ):  # only copies from pinned memory do not wait
-        tensor = tensor.pin_memory()
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # only copies from pinned memory do not wait
     return tensor.to(device, non_blocking=True)
 
 

@@ -17,7 +17,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.distributed.collectives import sum_over_ranks
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.engine.logprobs import TokenScores
-from vlm_grpo.families import copy_to
+from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.objective import StepTotals, TokenBatch, completion_weights, needs_update
 from vlm_grpo.rewards.scorer import RewardScorer

@@ -20,7 +20,7 @@ from vlm_grpo.distributed.strategy import build_strategy
 from vlm_grpo.engine.activations import ActivationOffloader
 from vlm_grpo.engine.batch import GroupSlice, MicroBatch, pack
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import copy_to
+from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.grpo.batch import (
     Rollout,
     StepBatch,

@@ -37,8 +37,9 @@ from vlm_grpo.engine.sampling import (
 )
 from vlm_grpo.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, score_shared
 from vlm_grpo.engine.vision import ImageEncoder
-from vlm_grpo.families import ImageFeatures, copy_to, find_part
+from vlm_grpo.families import ImageFeatures, find_part
 from vlm_grpo.families.shared_form import Unit
+from vlm_grpo.families.transfer import copy_to
 from vlm_grpo.model.adapters import is_adapter_weight, save_weights
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.form_check import FormCheck
