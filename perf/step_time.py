@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from trace_gaps import print_gaps
+
+from vlm_grpo.utils.openmp import WAITING
 
 ENGINES = {"shared": [], "repeated": [], "trl": ["trl"], "trl-vllm": ["trl", "vllm"]}
 """The engines, and the packages that each needs."""
@@ -126,7 +129,9 @@ def run_engine(engine: str, arguments: list[str]) -> dict:
         module = import_module(name)
         return module.measure(parse_arguments(arguments), module.run_steps)
     command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    waiting = {} if engine.startswith("trl") else WAITING  # as in our commands
+    environment = waiting | os.environ
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -196,8 +196,7 @@ def test_layers_that_differ_are_counted_one_by_one(
     sample_groups(policy, [prompt], group_size=3, length=2)
     [cache] = caches
     tokens = cache.prompt_length + 3 * 2
-    # The CPU caches keys in float32.
-    assert cache.count_bytes() == tokens * 4 * per_token + (1 + 3) * state
+    assert cache.count_bytes() == tokens * 2 * per_token + (1 + 3) * state
 
 
 @pytest.mark.parametrize("kind", ["opt", "pi0", "qwen3_next"])

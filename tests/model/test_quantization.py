@@ -151,7 +151,7 @@ def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
     policy.form_check = None
     prompts = build_prompts(policy, "qwen2_5_vl", 2)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
-    monkeypatch.setattr("vlm_grpo.engine.linear._has_room", lambda quantized: has_room)
+    monkeypatch.setattr("vlm_grpo.engine.rollout_weights._has_room", lambda quantized: has_room)
     restored = []
 
     def count(weight: torch.Tensor, to: torch.dtype) -> torch.Tensor:

@@ -40,6 +40,7 @@ from vlm_grpo.cli.tasks import tasks
 from vlm_grpo.cli.train import train
 from vlm_grpo.cli.validate import validate
 from vlm_grpo.errors import UserError
+from vlm_grpo.utils.openmp import spin_between_kernels
 
 app = typer.Typer(
     help="""Fine-tune vision-language models with GRPO on tasks whose answers a rule can check.
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: command-line arguments; None: ``sys.argv[1:]``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    spin_between_kernels()
     if sys.stdout is not None and sys.stdout is sys.__stdout__:
         sys.stdout = _make_safe(sys.stdout)
     if sys.stderr is not None and sys.stderr is sys.__stderr__:

@@ -283,7 +283,9 @@ class PrefillAttention(PackedAttention):
         key: Float[Tensor, "1 key_heads T width"],
         value: Float[Tensor, "1 key_heads T width"],
     ) -> Float[Tensor, "1 T heads width"]:
-        self.keys[layer.index] = key, value
+        # A part of a larger product would keep all of it.
+        is_part = value.untyped_storage().nbytes() > value.nbytes
+        self.keys[layer.index] = key, value.clone() if is_part else value
         heads = query.shape[1], key.shape[1]
         if heads not in self.heads:
             self.heads.append(heads)

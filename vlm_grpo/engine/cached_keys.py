@@ -15,8 +15,7 @@ from vlm_grpo.engine import kernels, varlen
 class CachedKeys:
     """The cached keys that the queries of each of S rows see: the first ones, without gradient.
 
-    On CUDA in half precision one kernel reads only those. Elsewhere the others are masked, and the
-    CPU, whose kernels are no faster in half precision, caches float32.
+    On CUDA in half precision one kernel reads only those. Elsewhere the others are masked.
 
     Attributes:
         lengths: (S,) number of keys that each row sees, at least 1.
@@ -55,11 +54,14 @@ class CachedKeys:
         return CachedKeys(self.lengths, self.longest, mask)
 
     @staticmethod
-    def storage_dtype(keys: Tensor) -> torch.dtype:
-        """Return the precision in which keys are cached."""
-        if keys.device.type != "cpu":
-            return keys.dtype
-        return torch.promote_types(keys.dtype, torch.float32)
+    def allocate(
+        rows: int, length: int, like: Float[Tensor, "1 key_heads T width"]
+    ) -> Float[Tensor, "rows length key_heads width"]:
+        """Return zeros for the keys or values of a layer, in the order that the kernel reads."""
+        _, heads, _, width = like.shape
+        if kernels.is_cpu(like):
+            return like.new_zeros(rows, heads, length, width).transpose(1, 2)
+        return like.new_zeros(rows, length, heads, width)
 
     def __call__(
         self,

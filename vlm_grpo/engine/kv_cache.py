@@ -103,19 +103,17 @@ class KVCache:
         if not self.prompts:
             self._allocate(prefill)
         device = self.get_keys().device
-        tokens = [
-            slot * self.prompt_length + np.arange(span.prompt_length)
-            for slot, span in zip(slots, prefill.spans, strict=True)
-        ]
-        index = copy_to(device, np.concatenate(tokens))
+        lengths = [span.prompt_length for span in prefill.spans]
+        rows = np.repeat(np.array(slots), lengths)
+        tokens = np.concatenate([np.arange(length) for length in lengths])
+        index = copy_to(device, rows), copy_to(device, tokens)
         for layer, keys in prefill.keys.items():
             for cached, new in zip(self.prompts[layer], keys, strict=True):
-                rows = new[0].transpose(0, 1).to(cached.dtype)
-                cached.flatten(0, 1).index_copy_(0, index, rows)
-        index = copy_to(device, np.array(slots))
+                cached.index_put_(index, new[0].transpose(0, 1))
+        index_ = copy_to(device, np.array(slots))
         for layer, states in prefill.states.items():
             for name, cached in zip(self._states[layer], self.prompts[layer], strict=True):
-                cached.index_copy_(0, index, torch.cat([state.tensors[name] for state in states]))
+                cached.index_copy_(0, index_, torch.cat([state.tensors[name] for state in states]))
 
     def fork(self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"]) -> None:
         """Start the completions in the given places from the recurrent states of their prompts."""
@@ -156,12 +154,7 @@ class KVCache:
         sizes = self.size[::2], self.size[1::2]
         for layers, (rows, length) in zip(self._memory, sizes, strict=True):
             for number, keys in like.keys.items():
-                layers[number] = tuple(
-                    x.new_zeros(
-                        (rows, length, x.shape[1], x.shape[3]), dtype=CachedKeys.storage_dtype(x)
-                    )
-                    for x in keys
-                )
+                layers[number] = tuple(CachedKeys.allocate(rows, length, x) for x in keys)
             for number, (state, *_) in like.states.items():
                 self._states[number] = list(state.tensors)
                 layers[number] = tuple(
@@ -246,8 +239,7 @@ class DecodeAttention:
         self.cache, self.fed, self.prompt_lengths = cache, fed, prompt_lengths
         self.seats = dict(zip(cache.heads, zip(seats[::2], seats[1::2], strict=True), strict=True))
         self._visible: dict[Any, tuple[CachedKeys, CachedKeys]] = {None: visible}
-        first = torch.arange(cache.places, device=fed.device) * cache.completion_length
-        self.written = first + fed
+        self.written = torch.arange(cache.places, device=fed.device), fed
 
     def __call__(
         self,
@@ -261,11 +253,11 @@ class DecodeAttention:
         prompts, completions = self._find_visible(layer, heads)
         own_key, own_value = self.cache.completions[layer.index]
         prompt_key, prompt_value = self.cache.prompts[layer.index]
-        dtype, places, key_heads = own_key.dtype, len(query), key.shape[1]
-        own_key.flatten(0, 1).index_copy_(0, self.written, key[:, :, 0].to(dtype))
-        own_value.flatten(0, 1).index_copy_(0, self.written, value[:, :, 0].to(dtype))
+        places, key_heads = len(query), key.shape[1]
+        own_key.index_put_(self.written, key[:, :, 0])
+        own_value.index_put_(self.written, value[:, :, 0])
 
-        rows = query.reshape(places * heads[0], -1).to(dtype)
+        rows = query.reshape(places * heads[0], -1)
         seats = rows.index_select(0, to_seats)
         seats = seats.view(self.cache.slots, -1, key_heads, rows.shape[1])
         over_prompt, prompt_lse = prompts(seats, prompt_key, prompt_value, layer.scaling, layer.cap)
@@ -277,9 +269,9 @@ class DecodeAttention:
         over_own, own_lse = completions(own, own_key, own_value, layer.scaling, layer.cap)
         over_own = over_own.transpose(1, 2).reshape_as(over_prompt)
         own_lse = own_lse.transpose(1, 2).flatten()
-        share = (prompt_lse - own_lse).sigmoid_()[:, None].to(dtype)
+        share = (prompt_lse - own_lse).sigmoid_()[:, None].to(over_own.dtype)
         output = torch.lerp(over_own, over_prompt, share)
-        return output.view(places, 1, heads[0], -1).to(value.dtype)
+        return output.view(places, 1, heads[0], -1)
 
     def recur(self, layer: int, run: RecurrentLayer, hidden: Tensor) -> Tensor:
         """Run a recurrent layer over the newest tokens."""

@@ -3,7 +3,8 @@
 On the CPU, PyTorch computes float32 matrix products with MKL, which is slow on processors other
 than Intel's; oneDNN, which is also part of PyTorch, was 2.1 times as fast on an AMD EPYC
 (``perf/README.md``). For the few rows of a decode step both libraries spend most of their time
-reordering the weights, which a rollout can do once for all of its tokens.
+reordering the weights, which a rollout can do once for all of its tokens
+(``engine/rollout_weights.py``).
 
 Weights that bitsandbytes holds in 4 or 8 bits are restored for each product of the forward and the
 backward pass, or once for a rollout, and multiplied like any others. A token's values then do not
@@ -14,8 +15,7 @@ columns it computes in 8 bits, after rounding the rows too.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from copy import copy
 from importlib import import_module
 from typing import Any
@@ -28,8 +28,8 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlm_grpo.engine.kv_cache import count_free_bytes
-
+Product = Callable[[Tensor], Tensor]
+"""Maps the inputs (…, inputs) of a layer to its outputs (…, outputs)."""
 INITIAL_FACTORS = ("initial_A", "initial_B")
 """Buffers of an adapted layer with the values that its factors were initialized to, if their
 product is subtracted (``model/adapters.py``)."""
@@ -94,10 +94,12 @@ class Linear(nn.Linear):
 
     Attributes:
         rollout_weight: replaces ``weight`` inside ``rollout_weights``; None outside.
+        rollout_product: replaces the product inside ``rollout_weights`` on the CPU; None elsewhere.
         dense_dtype: precision of the matrix of quantized weights; None: they are not quantized.
     """
 
     rollout_weight: Tensor | None = None
+    rollout_product: Product | None = None
     dense_dtype: torch.dtype | None = None
 
     @property
@@ -110,9 +112,11 @@ class Linear(nn.Linear):
         return restore(self.weight, self.dtype)
 
     def forward(self, input: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
+        if self.rollout_product is not None:
+            return self.rollout_product(input)
         if self.rollout_weight is not None:
             input = input.to(self.rollout_weight.dtype)
-            return _prepared_product(input, self.rollout_weight, self.bias)
+            return functional.linear(input, self.rollout_weight, self.bias)
         if self.dense_dtype is not None or _uses_onednn(input, self.weight):
             return _Product.apply(input, self.weight, self.bias)  # type: ignore[return-value]
         return functional.linear(input, self.weight, self.bias)
@@ -127,16 +131,14 @@ class AdaptedLinear(lora.Linear):
     norm of its row, which has no gradient (Liu et al., 2024, arXiv:2402.09353, section 4.3).
 
     Attributes:
-        rollout_weight: ``[W; A]`` inside ``rollout_weights`` where it is worth a copy of W; None
-            elsewhere.
+        rollout_product: replaces the product inside ``rollout_weights``; None outside.
         rollout_factors: A, ``s Bᵀ`` and, with DoRA, its factors in W's dtype,
             overwritten by each ``rollout_weights``, so that captured steps find them at the same
-            address; None before the first.
+            address; None before the first and on the CPU.
     """
 
-    rollout_weight: Tensor | None = None
+    rollout_product: Product | None = None
     rollout_factors: tuple[Tensor, ...] | None = None
-    is_in_rollout = False
 
     def forward(
         self, x: Float[Tensor, "*rows inputs"], *args: Any, **kwargs: Any
@@ -144,8 +146,8 @@ class AdaptedLinear(lora.Linear):
         base: Any = self.base_layer
         if self.disable_adapters or self.merged:
             return base(x)
-        if self.is_in_rollout:
-            return self._rollout_forward(x)
+        if self.rollout_product is not None:
+            return self.rollout_product(x)
         a, b, scaling = self._factors()
         bias = None if self.has_norms else base.bias
         output: Any = _AdaptedProduct.apply(x, base.weight, bias, a, b, scaling)
@@ -153,6 +155,11 @@ class AdaptedLinear(lora.Linear):
             return output
         output = output * self._compute_dora_factors().to(output.dtype)
         return output if base.bias is None else output + base.bias
+
+    @property
+    def base(self) -> Linear:
+        """The layer that is adapted."""
+        return self.get_base_layer()  # type: ignore[return-value]
 
     @property
     def has_norms(self) -> bool:
@@ -173,114 +180,39 @@ class AdaptedLinear(lora.Linear):
     def _join(self) -> Tensor:
         """Return ``W + s B A``, in the adapter's dtype."""
         a, b, scaling = self._factors()
-        return _base(self).restore() + (b @ a) * scaling
+        return self.base.restore() + (b @ a) * scaling
 
     def _compute_dora_factors(self) -> Tensor:
         (name,) = self.active_adapters
         magnitude: Any = self.lora_magnitude_vector[name].weight
         return magnitude / self._join().norm(dim=1)
 
-    def merge_for_rollout(self) -> None:
-        """Give the base layer the weights ``W + s B A``, with DoRA's factors."""
+    @torch.no_grad()
+    def merge(self) -> Tensor:
+        """Return ``W + s B A`` in the adapter's dtype, with DoRA's factors."""
         weight = self._join()
-        if self.has_norms:
-            weight *= self._compute_dora_factors()[:, None]
-        _base(self).rollout_weight = _prepare(weight)
-        self.merged_adapters.extend(self.active_adapters)
+        return weight * self._compute_dora_factors()[:, None] if self.has_norms else weight
 
-    def prepare_rollout(self, has_room: bool = True) -> None:
-        """Cast the adapter's factors and, on the CPU, join W and A to save a product per token;
-        elsewhere restore W if it is quantized and there is room for it."""
-        base = _base(self)
+    @torch.no_grad()
+    def cast_factors(self) -> tuple[Tensor, ...]:
+        """Return A, ``s Bᵀ`` and, with DoRA, its factors, in W's dtype."""
         a, b, scaling = self._factors()
-        parts = [a.detach(), b.detach().T * scaling]
+        parts = [a, b.T * scaling]
         if self.has_norms:
-            parts.append(self._compute_dora_factors().detach())
-        factors = [part.to(base.dtype) for part in parts]
-        if self.rollout_factors is None:
-            self.rollout_factors = tuple(factors)
-        else:
-            for kept, new in zip(self.rollout_factors, factors, strict=True):
-                kept.copy_(new)
-        if _can_reorder(base.weight):
-            self.rollout_weight = _prepare(torch.cat([base.restore(), factors[0]]))
-        elif has_room and base.dense_dtype is not None:
-            base.rollout_weight = base.restore()
-        self.is_in_rollout = True
+            parts.append(self._compute_dora_factors())
+        return tuple(part.detach().to(self.base.dtype) for part in parts)
 
-    def _rollout_forward(self, x: Tensor) -> Tensor:
+    def multiply_apart(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows outputs"]:
+        """Compute the output in a rollout with the adapter beside the weights."""
         assert self.rollout_factors is not None
         first, second, *norms = self.rollout_factors
-        base, rows = _base(self), x.flatten(0, -2)
-        bias = None if self.has_norms else base.bias
-        if self.rollout_weight is None:
-            weight = base.restore() if base.rollout_weight is None else base.rollout_weight
-            output = functional.linear(rows, weight, bias)
-            inner = functional.linear(rows, first)
-        else:
-            both = _prepared_product(rows, self.rollout_weight, None)
-            output, inner = both.split([second.shape[1], second.shape[0]], 1)
-            output = output if bias is None else output + bias
-        output = torch.addmm(output, inner, second)
-        if self.has_norms:
+        base, rows = self.base, x.flatten(0, -2)
+        weight = base.restore() if base.rollout_weight is None else base.rollout_weight
+        output = functional.linear(rows, weight, None if norms else base.bias)
+        output = torch.addmm(output, functional.linear(rows, first), second)
+        if norms:
             output = output * norms[0] if base.bias is None else output * norms[0] + base.bias
         return output.view(*x.shape[:-1], -1)
-
-
-@contextlib.contextmanager
-def rollout_weights(model: nn.Module) -> Iterator[bool]:
-    """Prepare the weights of linear layers for decoding; inside, nothing may be trained.
-
-    An adapted float32 layer uses ``W + ΔW`` and skips its adapter, whose two thin products cost
-    more than the wide one for a few rows. A layer in a lower precision keeps its adapter: there
-    ``ΔW`` is far below the spacing of ``W`` and would be rounded away, so the sampler would differ
-    from the policy. Under autocast the weights are cast once. On the CPU all weights are
-    reordered once; on other devices nothing else is copied, to save memory, but quantized weights,
-    which are restored once if their matrices take at most half of the free memory.
-
-    Yields:
-        Whether weights were copied, so that steps captured inside must not be replayed later.
-    """
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
-    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
-    has_room = _has_room([layer for layer in layers if layer.dense_dtype is not None])
-    try:
-        for layer in adapted:
-            base = _base(layer)
-            if base.dtype == torch.float32 and (has_room or base.dense_dtype is None):
-                layer.merge_for_rollout()
-            else:
-                layer.prepare_rollout(has_room)
-        bases = {_base(layer) for layer in adapted}
-        for layer in layers:
-            if layer not in bases and (has_room or layer.dense_dtype is None):
-                layer.rollout_weight = _prepare(layer.restore())
-        pairs = [(layer.rollout_weight, layer.weight) for layer in layers]
-        pairs += [(layer.rollout_weight, _base(layer).weight) for layer in adapted]
-        yield any(
-            new is not None and (new.is_mkldnn or new.data_ptr() != old.data_ptr())
-            for new, old in pairs
-        )
-    finally:
-        for layer in adapted:
-            layer.rollout_weight, layer.is_in_rollout = None, False
-            layer.merged_adapters.clear()
-        for layer in layers:
-            layer.rollout_weight = None
-
-
-def _base(layer: AdaptedLinear) -> Linear:
-    return layer.get_base_layer()  # type: ignore[return-value]
-
-
-def _has_room(quantized: Sequence[Linear]) -> bool:
-    """Return whether a GPU has room for the matrices of quantized layers during a rollout."""
-    if not quantized or quantized[0].weight.device.type != "cuda":
-        return True
-    matrices = sum(
-        layer.out_features * layer.in_features * layer.dtype.itemsize for layer in quantized
-    )
-    return 2 * matrices <= count_free_bytes(quantized[0].weight.device)
 
 
 def product(
@@ -290,11 +222,11 @@ def product(
 ) -> Float[Tensor, "*rows outputs"]:
     """Compute ``input @ weight.T + bias`` without gradient."""
     if _uses_onednn(input, weight):
-        return _onednn(input, weight, bias)
+        return multiply_by_onednn(input, weight, bias)
     return functional.linear(input, weight, bias)
 
 
-def _has_onednn() -> bool:
+def has_onednn() -> bool:
     """Return whether PyTorch has oneDNN, and its switch ``torch.backends.mkldnn`` is on."""
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
@@ -302,38 +234,18 @@ def _has_onednn() -> bool:
 def _uses_onednn(input: Tensor, weight: Tensor) -> bool:
     # PyTorch already computes bfloat16 products with oneDNN.
     return (
-        _has_onednn()
+        has_onednn()
         and input.device.type == "cpu"
         and input.dtype == weight.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
     )
 
 
-def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply_by_onednn(
+    input: Float[Tensor, "*rows inputs"], weight: Tensor, bias: Float[Tensor, " outputs"] | None
+) -> Float[Tensor, "*rows outputs"]:
+    """Compute ``product`` by oneDNN, with weights (outputs, inputs) or reordered ones."""
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")  # noqa: SLF001
-
-
-def _prepare(weight: Tensor) -> Tensor:
-    """Cast the weights as autocast would, and reorder them into oneDNN's layout if possible."""
-    weight = weight.detach()  # assigning a parameter to a module would register it
-    if torch.is_autocast_enabled(weight.device.type):
-        weight = weight.to(torch.get_autocast_dtype(weight.device.type))
-    if not _can_reorder(weight):
-        return weight
-    return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
-
-
-def _can_reorder(weight: Tensor) -> bool:
-    """Return whether oneDNN has a layout for these weights."""
-    return _has_onednn() and weight.device.type == "cpu" and weight.dtype != torch.float64
-
-
-def _prepared_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply with weights from ``_prepare``."""
-    if weight.is_mkldnn:
-        bias = None if bias is None else bias.to(input.dtype)
-        return _onednn(input, weight, bias)
-    return functional.linear(input, weight, bias)
 
 
 class _Product(torch.autograd.Function):

@@ -24,10 +24,11 @@ from vlm_grpo.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.engine.decode import SharedDecoder
 from vlm_grpo.engine.graphs import GraphCapture, describe_steps, get_capture
 from vlm_grpo.engine.kv_cache import count_free_tokens
-from vlm_grpo.engine.linear import rollout_weights, use_fast_linears
+from vlm_grpo.engine.linear import use_fast_linears
 from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores
 from vlm_grpo.engine.norms import use_fused_norms
 from vlm_grpo.engine.repeated import Padding, sample_repeated, score_repeated
+from vlm_grpo.engine.rollout_weights import rollout_weights
 from vlm_grpo.engine.sampling import (
     SamplerState,
     SamplingDistribution,

@@ -177,8 +177,8 @@ def _count_weight_bytes(model: ModelShape) -> int:
 
 
 def _count_folded_bytes(model: ModelShape, on_cpu: bool) -> int:
-    """Count copies for sampling (``engine/linear.py``): float32 weights with merged adapters, and
-    autocast's casts; on the CPU all linear modules, in oneDNN's layout. The planner
+    """Count copies for sampling (``engine/rollout_weights.py``): float32 weights with merged
+    adapters, and autocast's casts; on the CPU all linear modules, in oneDNN's layout. The planner
     adds those of quantized weights on a GPU."""
     if on_cpu or model.precision == "autocast":
         return model.num_linear * model.value_bytes

@@ -186,7 +186,7 @@ class StepPlanner(ABC):
         memory = estimate_memory(shape, work, self.device.is_cpu)
         matrices, free = shape.quantized_weights * shape.value_bytes, self.device.usable
         if 0 < 2 * matrices <= free - memory.persistent and not self.device.is_cpu:
-            memory = replace(memory, folded=matrices)  # restored once (engine/linear.py)
+            memory = replace(memory, folded=matrices)  # restored once (engine/rollout_weights.py)
         if weights in ("sharded", "offloaded"):
             memory = shard_memory(memory, shape, self.num_devices)
         if weights == "offloaded":
