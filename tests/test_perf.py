@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import forked
 import pytest
 import torch
+
+from vlm_grpo.utils.openmp import WAITING
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "perf/gpu.py"
@@ -91,6 +95,45 @@ def test_results_fill_the_table_in_the_order_of_the_parts(
     assert first < filled.index("**vision**")
     assert gpu.fill_table(filled, tmp_path) == filled
     assert set(gpu.PARTS["step-64"].arguments.split()) >= {"qwen2.5-vl-7b", "1008", "8"}
+
+
+def test_our_steps_are_timed_as_the_commands_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "perf")
+    step_time, environments = importlib.import_module("step_time"), []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess:
+        environments.append(options["env"])
+        return subprocess.CompletedProcess(command, 0, stdout="{}")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    step_time.run_engine("trl", [])
+    step_time.run_engine("shared", [])
+    assert environments == [dict(os.environ), WAITING | os.environ]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    step_time.run_engine("shared", [])
+    assert environments[-1]["OMP_WAIT_POLICY"] == "passive"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_prompts_of_timed_steps_are_prepared_by_the_workers_asked_for(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "perf")
+    step_time = importlib.import_module("step_time")
+    options = step_time.parse_arguments(["--smoke", "--workers", str(workers)])
+    options.child = "shared"
+    program, found = importlib.import_module("step_time_vlm_grpo"), []
+
+    def build(settings: Any, *_: Any) -> None:
+        found.append(settings.data.dataloader_num_workers)
+        raise LookupError
+
+    monkeypatch.setattr(program, "build_policy", build)
+    with pytest.raises(LookupError):
+        program.build_trainer(options, None, None, [])
+    assert found == [workers]
 
 
 @pytest.mark.parametrize(("name", "prompt_tokens"), [("internvl", 353), ("qwen3_5", 293)])
