@@ -15,6 +15,7 @@ from vlm_grpo.engine.sampling import (
     SamplerState,
     SamplingDistribution,
     SamplingSettings,
+    _compute_entropy,
     _invert,
 )
 from vlm_grpo.model.policy import Policy
@@ -49,6 +50,18 @@ def test_sampled_frequencies_follow_the_scored_distribution() -> None:
     expected = np.asarray(expected) * sum(observed) / sum(expected)
     # The seeds are fixed, so this either always passes or always fails.
     assert stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1000.0])
+def test_entropies_are_those_of_the_probabilities(scale: float) -> None:
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)) * scale + 40
+    logits[:, ::7] = -torch.inf  # banned tokens
+    logits[0, 1:] = -torch.inf
+    logits[0, 0] = 0.0  # one token is certain
+    expected = torch.special.entr(logits.double().softmax(-1)).sum(-1)
+    found = _compute_entropy(logits, logits.softmax(-1))
+    assert found[0] == 0
+    assert (found - expected).abs().max() < 1e-5 * max(1, expected.max())
 
 
 @pytest.mark.parametrize("shared", [True, False])
