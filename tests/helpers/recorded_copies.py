@@ -29,7 +29,7 @@ class Stream:
 
 
 def record_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Any]:
-    """Treat tensors as if they were on a GPU; return a list of later calls, and a second stream."""
+    """Treat tensors as if they were on a GPU; return the list that records calls, and a stream."""
     calls: list[Any] = []
     second, current = Stream("copies", calls), Stream("computation", calls)
     originals = {name: getattr(torch, name) for name in ("empty", "empty_like")}

@@ -104,16 +104,15 @@ class KVCache:
             self._allocate(prefill)
         device = self.get_keys().device
         lengths = [span.prompt_length for span in prefill.spans]
-        rows = np.repeat(np.array(slots), lengths)
         tokens = np.concatenate([np.arange(length) for length in lengths])
-        index = copy_to(device, rows), copy_to(device, tokens)
+        places = copy_to(device, np.repeat(slots, lengths)), copy_to(device, tokens)
         for layer, keys in prefill.keys.items():
             for cached, new in zip(self.prompts[layer], keys, strict=True):
-                cached.index_put_(index, new[0].transpose(0, 1))
-        index_ = copy_to(device, np.array(slots))
+                cached.index_put_(places, new[0].transpose(0, 1))
+        index = copy_to(device, np.array(slots))
         for layer, states in prefill.states.items():
             for name, cached in zip(self._states[layer], self.prompts[layer], strict=True):
-                cached.index_copy_(0, index_, torch.cat([state.tensors[name] for state in states]))
+                cached.index_copy_(0, index, torch.cat([state.tensors[name] for state in states]))
 
     def fork(self, slots: Int[np.ndarray, " n"], places: Int[np.ndarray, " n"]) -> None:
         """Start the completions in the given places from the recurrent states of their prompts."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Product = Callable[[Tensor], Tensor]
-"""Maps the inputs (…, inputs) of a layer to its outputs (…, outputs)."""
+"""Computes a layer's outputs (…, outputs) from its inputs (…, inputs)."""
 INITIAL_FACTORS = ("initial_A", "initial_B")
 """Buffers of an adapted layer with the values that its factors were initialized to, if their
 product is subtracted (``model/adapters.py``)."""

@@ -9,7 +9,7 @@ restore quantized ones or to merge float32 adapters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,7 +64,7 @@ def rollout_weights(model: nn.Module) -> Iterator[bool]:
 
 
 class _Parts(NamedTuple):
-    """What a layer multiplies with; no factors if the adapter is merged or there is none."""
+    """The tensors of a layer's product; without an adapter, or with a merged one, no factors."""
 
     weight: Float[Tensor, "outputs inputs"]
     bias: Float[Tensor, " outputs"] | None
@@ -91,9 +91,12 @@ class JoinedProduct:
         weight = _cast(_concatenate([*weights, *(x for x in first if x is not None)]))
         self.dtype, rank = weight.dtype, len(weight) - sum(self.sizes)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
-        self.second = self._join_factors(second).to(self.dtype) if rank else None
-        self.norms = self._join(norms, 1.0)
-        self.bias = self._join(biases, 0.0)
+        self.second: Tensor | None = None
+        if rank:
+            blocks = self._fill(second, partial(torch.empty, 0))
+            self.second = torch.block_diag(*blocks).to(self.dtype)
+        self.norms = self._join(norms, torch.ones)
+        self.bias = self._join(biases, torch.zeros)
         if rank and self.bias is not None and self.norms is None:  # oneDNN adds it
             self.bias = torch.cat([self.bias, self.bias.new_zeros(rank)])
         self._input: Tensor | None = None
@@ -127,21 +130,19 @@ class JoinedProduct:
             output = output * self.norms if self.bias is None else output * self.norms + self.bias
         return [output] if len(self.sizes) == 1 else output.split(self.sizes, -1)
 
-    def _join_factors(self, parts: Sequence[Tensor | None]) -> Tensor:
-        blocks = [
-            torch.empty(0, size) if part is None else part
+    def _fill(self, parts: Sequence[Tensor | None], build: Callable[[int], Tensor]) -> list[Tensor]:
+        """Build the tensors that layers lack, given their number of outputs."""
+        return [
+            build(size) if part is None else part
             for part, size in zip(parts, self.sizes, strict=True)
         ]
-        return torch.block_diag(*blocks)
 
-    def _join(self, parts: Sequence[Tensor | None], default: float) -> Tensor | None:
+    def _join(
+        self, parts: Sequence[Tensor | None], build: Callable[[int], Tensor]
+    ) -> Tensor | None:
         if all(part is None for part in parts):
             return None
-        full = [
-            torch.full((size,), default) if part is None else part
-            for part, size in zip(parts, self.sizes, strict=True)
-        ]
-        return _concatenate(full).to(self.dtype)
+        return _concatenate(self._fill(parts, build)).to(self.dtype)
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:

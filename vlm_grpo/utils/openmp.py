@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 WAITING = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000"}
-"""Settings of GNU's OpenMP library. A thread looks for work as often as by default before it
-sleeps, but 1000 instead of 100 times while there are more threads than processors."""
+"""Settings of GNU's OpenMP library. Before a thread sleeps, it checks for work as often as by
+default, but 1000 instead of 100 times if there are more threads than processors."""
 
 
 def spin_between_kernels() -> bool:
-    """Let threads wait awake for the next kernel for some tens of microseconds.
+    """Let threads check longer for the next kernel before they sleep.
 
     PyTorch's wheels for Linux bring GNU's OpenMP library, libgomp. Once a process has more threads
     than processors, for example because another thread prepares prompts, libgomp lets them sleep
@@ -23,7 +23,7 @@ def spin_between_kernels() -> bool:
     loaded. Child processes do not inherit them.
 
     Returns:
-        Whether they wait awake; False if the user has configured OpenMP or loads a library first,
+        Whether they do; False if the user has configured OpenMP or loads a library first,
         if torch is imported already, or where PyTorch has no libgomp.
     """
     is_configured = any(name in os.environ for name in (*WAITING, "LD_PRELOAD"))
