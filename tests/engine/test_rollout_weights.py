@@ -150,8 +150,8 @@ def test_layers_that_read_the_same_input_are_multiplied_at_once(
     widths = count_products(monkeypatch)
     with torch.no_grad(), rollout_weights(net):
         found = [net(x) for x in inputs]
-    rank = 4 * len(targets) if kind != "full" and dtype == torch.bfloat16 else 0
-    assert widths == [16 + 8 + 12 + rank] * 2
+    factors = [4 * len(targets)] if kind != "full" and dtype == torch.bfloat16 else []
+    assert widths == [*factors, 16 + 8 + 12] * 2
     for outputs, others in zip(found, expected, strict=True):
         assert [output.shape for output in outputs] == [output.shape for output in others]
         for output, other in zip(outputs, others, strict=True):
@@ -167,8 +167,8 @@ def test_layers_with_different_inputs_are_multiplied_one_by_one(
     widths = count_products(monkeypatch)
     with torch.no_grad(), rollout_weights(net):
         found = [net(x, other), net(x, other)]
-    one_by_one = [16 + 4, 8 + 4, 12 + 4]
-    assert widths == [16 + 8 + 12 + 3 * 4, *one_by_one[1:], *one_by_one]
+    one_by_one = [4, 16, 4, 8, 4, 12]
+    assert widths == [3 * 4, 16 + 8 + 12, *one_by_one[2:], *one_by_one]
     for outputs in found:
         for output, value in zip(outputs, expected, strict=True):
             assert relative_error(output, value.detach()) < 2e-2

@@ -76,6 +76,8 @@ class _Parts(NamedTuple):
 class JoinedProduct:
     """The products of several layers with the same input, computed as one.
 
+    With adapters ``ΔW = B A``, it is ``[W B] [x; A x]``: a thin product for ``A x`` and a wide one.
+
     The first layer that is called computes the outputs of all, and the others take theirs. If a
     layer gets another input before all have taken their outputs, the layers are multiplied one by
     one from then on.
@@ -88,17 +90,17 @@ class JoinedProduct:
         self.layers = layers
         weights, biases, first, second, norms = zip(*map(_read, layers), strict=True)
         self.sizes = [len(weight) for weight in weights]
-        weight = _cast(_concatenate([*weights, *(x for x in first if x is not None)]))
-        self.dtype, rank = weight.dtype, len(weight) - sum(self.sizes)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
-        self.second: Tensor | None = None
-        if rank:
-            blocks = self._fill(second, partial(torch.empty, 0))
-            self.second = torch.block_diag(*blocks).to(self.dtype)
+        weight = _cast(_concatenate(weights))
+        self.dtype = weight.dtype
+        self.first: Tensor | None = None
+        if any(factor is not None for factor in first):
+            factors = [factor for factor in first if factor is not None]
+            self.first = _reorder(_concatenate(factors).to(self.dtype))
+            blocks = torch.block_diag(*self._fill(second, partial(torch.empty, 0)))
+            weight = torch.cat([weight, blocks.T.to(self.dtype)], -1)
+        self.weight = _reorder(weight)
         self.norms = self._join(norms, torch.ones)
         self.bias = self._join(biases, torch.zeros)
-        if rank and self.bias is not None and self.norms is None:  # oneDNN adds it
-            self.bias = torch.cat([self.bias, self.bias.new_zeros(rank)])
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         for number, layer in enumerate(layers):
@@ -121,11 +123,10 @@ class JoinedProduct:
         return output
 
     def _multiply(self, x: Tensor) -> Sequence[Tensor]:
-        bias = self.bias if self.norms is None else None
-        output = multiply_by_onednn(x.to(self.dtype), self.weight, bias)
-        if self.second is not None:
-            output, inner = output.split([self.second.shape[1], self.second.shape[0]], -1)
-            output.view(-1, self.second.shape[1]).addmm_(inner.flatten(0, -2), self.second)
+        x = x.to(self.dtype)
+        if self.first is not None:
+            x = torch.cat([x, multiply_by_onednn(x, self.first, None)], -1)
+        output = multiply_by_onednn(x, self.weight, self.bias if self.norms is None else None)
         if self.norms is not None:
             output = output * self.norms if self.bias is None else output * self.norms + self.bias
         return [output] if len(self.sizes) == 1 else output.split(self.sizes, -1)
@@ -143,6 +144,10 @@ class JoinedProduct:
         if all(part is None for part in parts):
             return None
         return _concatenate(self._fill(parts, build)).to(self.dtype)
+
+
+def _reorder(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:
