@@ -190,6 +190,18 @@ def test_the_warmup_of_a_recipe_is_shortened_to_the_steps_that_the_user_gives(
     assert (note in caplog.text) == (warmup == 5)
 
 
+def test_a_warning_does_not_precede_an_error(caplog):
+    assert "unknown key optim.rl" in get_error("optim.max_steps=5", "optim.rl=1")
+    assert not caplog.records
+
+
+def test_a_recipe_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "image.png"
+    path.write_bytes(b"\x89PNG")
+    problem = f"recipe {path} cannot be read: it is not a text file: name a recipe or a .yaml file"
+    assert get_error(recipe=str(path)) == problem
+
+
 def test_a_warmup_that_the_user_gives_is_not_shortened(tmp_path):
     problem = "optim.warmup_steps=20 exceeds optim.max_steps=5: lower it too"
     assert problem in get_error("optim.max_steps=5", "optim.warmup_steps=20")

@@ -85,3 +85,22 @@ def test_images_that_are_also_trained_on_are_reported(
     sources = f"data.train={rows}", f"data.eval={tmp_path}/other.jsonl"
     load_data(make_settings(*sources), load_task("counting"))
     assert "1 of 1 held-out examples show an image that is also trained on" in caplog.text
+
+
+def test_settings_of_videos_are_warned_about_if_there_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    row = {"question": "How many?", "answer": 3}
+    video = {"videos": [{"frames": ["a.png", "a.png"]}]}
+    for name, extra in (("images", {"images": ["a.png"]}), ("videos", video)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row | extra) + "\n")
+    sources = f"data.train={tmp_path}/images.jsonl", f"data.eval={tmp_path}/images.jsonl"
+    task, warning = load_task("counting"), "data.video has no effect: no example has a video"
+    load_data(make_settings(*sources), task)
+    load_data(
+        make_settings(sources[0], f"data.eval={tmp_path}/videos.jsonl", "data.video.fps=1"), task
+    )
+    assert warning not in caplog.text
+    load_data(make_settings(*sources, "data.video.fps=1"), task)
+    assert warning in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from vlm_grpo.benchmarks.definition import load_benchmark
@@ -19,7 +20,7 @@ from vlm_grpo.data.splits import stands_for_both
 from vlm_grpo.errors import UserError
 from vlm_grpo.registry import check_trainable, load_task
 from vlm_grpo.task import Task
-from vlm_grpo.types import Example
+from vlm_grpo.types import Example, VideoRef
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def load_run(settings: Settings) -> tuple[Task, Sequence[Example], Sequence[Exam
 def load_data(settings: Settings, task: Task) -> tuple[Sequence[Example], Sequence[Example]]:
     """Load the training and the held-out examples of a run.
 
-    Log a warning if they are the same data, or if some of their images are.
+    Log a warning if they are the same data, if some of their images are, or if there is no video
+    for ``data.video``.
 
     Args:
         settings: the run's settings.
@@ -55,17 +57,22 @@ def load_data(settings: Settings, task: Task) -> tuple[Sequence[Example], Sequen
     train, line = filter_examples(train, data)  # the held-out examples stay the same
     if line is not None and os.environ.get("RANK", "0") == "0":
         logger.info(line)
-    if data.eval is None:
-        return train, held_out
-    held_out = load_split(settings, get_held_out_task(settings, task), "eval")
-    if any(
-        source.source == other.source and not stands_for_both(source.source)
-        for source in data.get_sources("train")
-        for other in data.get_sources("eval")
-    ):
-        logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
-    warn_about_shared_images(train, held_out)
+    if data.eval is not None:
+        held_out = load_split(settings, get_held_out_task(settings, task), "eval")
+        if any(
+            source.source == other.source and not stands_for_both(source.source)
+            for source in data.get_sources("train")
+            for other in data.get_sources("eval")
+        ):
+            logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
+        warn_about_shared_images(train, held_out)
+    if data.video is not None and not any(map(_has_video, chain(train, held_out))):
+        logger.warning("data.video has no effect: no example has a video")
     return train, held_out
+
+
+def _has_video(example: Example) -> bool:
+    return any(isinstance(image, VideoRef) for image in example.images)
 
 
 def get_held_out_task(settings: Settings, task: Task) -> Task:

@@ -120,18 +120,21 @@ def build_settings(
         raise UserError(f"recipe {recipe} cannot be read: {_explain(error)}") from error
     merge(given, python_values)
     _drop_moved(given)
-    _fit_steps(given, user_keys)
+    warning = _fit_steps(given, user_keys)
     if given.get("name") is None:
         is_other_task = "task" in user_keys
         given["name"] = get_short_name(given["task"]) if is_other_task else Path(recipe).stem
         if isinstance(start := given.get("warm_start"), dict) and start.get("steps") == "all":
             given["name"] += "-sft"
     try:
-        return _validate(given)
+        settings = _validate(given)
     except ValidationError as error:
         raise UserError(
             f"recipe {recipe} has wrong settings:\n{bullets(describe_problems(error, Settings))}"
         ) from error
+    if warning is not None:
+        logger.warning(warning)
+    return settings
 
 
 def parse_overrides(texts: Iterable[str]) -> Any:
@@ -150,6 +153,8 @@ def parse_overrides(texts: Iterable[str]) -> Any:
 
 
 def _explain(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not a text file: name a recipe or a .yaml file"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
@@ -174,12 +179,12 @@ def _drop_moved(given: dict[str, Any]) -> None:
             values.pop(name, None)
 
 
-def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> None:
+def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
     """Drop a recipe's number of steps or epochs for the other of the two from the user, and shorten
-    its warmup to a number of steps that the user has lowered below it."""
+    its warmup to a number of steps that the user has lowered below it; return a warning if so."""
     optim = given.get("optim")
     if not isinstance(optim, dict):
-        return
+        return None
     lengths = ("max_steps", "num_train_epochs")
     for own, other in (lengths, lengths[::-1]):
         if f"optim.{own}" in user_keys and f"optim.{other}" not in user_keys:
@@ -187,13 +192,12 @@ def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> None:
     if optim.get("max_steps", 0) is None:  # as written for num_train_epochs
         del optim["max_steps"]
     if "optim.max_steps" not in user_keys or "optim.warmup_steps" in user_keys:
-        return
+        return None
     steps, warmup = optim.get("max_steps"), optim.get("warmup_steps", 0)
-    if isinstance(steps, int) and isinstance(warmup, int) and 0 < steps < warmup:
-        logger.warning(
-            "optim.warmup_steps=%d of the recipe is shortened to optim.max_steps=%d", warmup, steps
-        )
-        optim["warmup_steps"] = steps
+    if not (isinstance(steps, int) and isinstance(warmup, int) and 0 < steps < warmup):
+        return None
+    optim["warmup_steps"] = steps
+    return f"optim.warmup_steps={warmup} of the recipe is shortened to optim.max_steps={steps}"
 
 
 def _validate(given: dict[str, Any]) -> Settings:
