@@ -49,7 +49,7 @@ def get_policy(lora: bool) -> Any:
 
 
 def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) -> StepBatch:
-    """Build a step of three groups with every optional input; the last group is replayed."""
+    """Build three groups with every optional input. The third comes from the replay buffer."""
     sizes = [[(56, 56), (84, 28)], [(28, 56)], []]
     prompts = [make_prompt(policy, noise_example(str(len(s)), s)) for s in sizes]
     tokens = tuple((1,) * length for length in LENGTHS)
@@ -94,7 +94,7 @@ def make_updater(policy: Any, objective: ObjectiveSettings) -> Updater:
 
 
 def accumulate(updater: Updater, batch: StepBatch, guard: Any = no_host_tensors) -> None:
-    """Compute the gradients of all updates of a step in the same way as ``Updater.update``."""
+    """Do what ``Updater.update`` does in a step, up to the gradients."""
     device = updater.policy.device
     updates = Updates({row: _by_row(device)[row] for row in batch.replayed})
     with guard():

@@ -40,8 +40,8 @@ def load_run(settings: Settings) -> tuple[Task, Sequence[Example], Sequence[Exam
 def load_data(settings: Settings, task: Task) -> tuple[Sequence[Example], Sequence[Example]]:
     """Load the training and the held-out examples of a run.
 
-    Log a warning if they are the same data, if some of their images are, or if there is no video
-    for ``data.video``.
+    Log a warning if both are the same data or share images, and if ``data.video`` is given but no
+    example has a video.
 
     Args:
         settings: the run's settings.

@@ -180,8 +180,11 @@ def _drop_moved(given: dict[str, Any]) -> None:
 
 
 def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
-    """Drop a recipe's number of steps or epochs for the other of the two from the user, and shorten
-    its warmup to a number of steps that the user has lowered below it; return a warning if so."""
+    """Let the user's length of a run replace the recipe's.
+
+    If the user gives one of steps and epochs, the recipe's other one is dropped. If the user gives
+    fewer steps than the recipe's warmup has, the warmup is shortened, and a warning is returned.
+    """
     optim = given.get("optim")
     if not isinstance(optim, dict):
         return None

@@ -57,7 +57,7 @@ class CachedKeys:
     def allocate(
         rows: int, length: int, like: Float[Tensor, "1 key_heads T width"]
     ) -> Float[Tensor, "rows length key_heads width"]:
-        """Return zeros for a layer's keys or values, laid out for the attention kernel."""
+        """Allocate a layer's keys or values, as zeros, in the memory order of the kernel."""
         _, heads, _, width = like.shape
         if kernels.is_cpu(like):
             return like.new_zeros(rows, heads, length, width).transpose(1, 2)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Product = Callable[[Tensor], Tensor]
-"""Computes a layer's outputs (…, outputs) from its inputs (…, inputs)."""
+"""A function from a layer's inputs (…, inputs) to its outputs (…, outputs)."""
 INITIAL_FACTORS = ("initial_A", "initial_B")
 """Buffers of an adapted layer with the values that its factors were initialized to, if their
 product is subtracted (``model/adapters.py``)."""
@@ -132,7 +132,7 @@ class AdaptedLinear(lora.Linear):
 
     Attributes:
         rollout_product: replaces the product inside ``rollout_weights``; None outside.
-        rollout_factors: A, ``s Bᵀ`` and, with DoRA, its factors in W's dtype,
+        rollout_factors: A, ``s B`` and, with DoRA, its factors in W's dtype,
             overwritten by each ``rollout_weights``, so that captured steps find them at the same
             address; None before the first and on the CPU.
     """
@@ -195,9 +195,9 @@ class AdaptedLinear(lora.Linear):
 
     @torch.no_grad()
     def cast_factors(self) -> tuple[Tensor, ...]:
-        """Return A, ``s Bᵀ`` and, with DoRA, its factors, in W's dtype."""
+        """Return A, ``s B`` and, with DoRA, its factors, in W's dtype."""
         a, b, scaling = self._factors()
-        parts = [a, b.T * scaling]
+        parts = [a, b * scaling]
         if self.has_norms:
             parts.append(self._compute_dora_factors())
         return tuple(part.detach().to(self.base.dtype) for part in parts)
@@ -209,7 +209,7 @@ class AdaptedLinear(lora.Linear):
         base, rows = self.base, x.flatten(0, -2)
         weight = base.restore() if base.rollout_weight is None else base.rollout_weight
         output = functional.linear(rows, weight, None if norms else base.bias)
-        output = torch.addmm(output, functional.linear(rows, first), second)
+        output = torch.addmm(output, functional.linear(rows, first), second.T)
         if norms:
             output = output * norms[0] if base.bias is None else output * norms[0] + base.bias
         return output.view(*x.shape[:-1], -1)

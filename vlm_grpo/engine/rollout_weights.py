@@ -64,12 +64,12 @@ def rollout_weights(model: nn.Module) -> Iterator[bool]:
 
 
 class _Parts(NamedTuple):
-    """The tensors of a layer's product; without an adapter, or with a merged one, no factors."""
+    """The tensors that compute a layer's outputs; only an unmerged adapter has factors."""
 
     weight: Float[Tensor, "outputs inputs"]
     bias: Float[Tensor, " outputs"] | None
     first: Float[Tensor, "rank inputs"] | None = None
-    second: Float[Tensor, "rank outputs"] | None = None
+    second: Float[Tensor, "outputs rank"] | None = None
     norms: Float[Tensor, " outputs"] | None = None
 
 
@@ -96,8 +96,9 @@ class JoinedProduct:
         if any(factor is not None for factor in first):
             factors = [factor for factor in first if factor is not None]
             self.first = _reorder(_concatenate(factors).to(self.dtype))
-            blocks = torch.block_diag(*self._fill(second, partial(torch.empty, 0)))
-            weight = torch.cat([weight, blocks.T.to(self.dtype)], -1)
+            blocks = self._fill(second, lambda size: torch.empty(size, 0))
+            joined = blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)
+            weight = torch.cat([weight, joined.to(self.dtype)], -1)
         self.weight = _reorder(weight)
         self.norms = self._join(norms, torch.ones)
         self.bias = self._join(biases, torch.zeros)
