@@ -29,8 +29,8 @@ from vlm_grpo.data_scripts.readers import Request
 from vlm_grpo.data_scripts.rows import ConvertedRow, Image, RefusedRow, Rows
 from vlm_grpo.data_scripts.summary import ExpectedCounts, Summary, select_counts
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.jsonl import read_complete_rows
 

@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes, make_words
 from vlm_grpo.data_scripts.tiny_vlm import build_model, build_processor, render_model_card
 from vlm_grpo.data_scripts.tiny_vlm_lessons import (
@@ -47,8 +46,9 @@ from vlm_grpo.data_scripts.tiny_vlm_lessons import (
 )
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.chat import ChatTemplate
-from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.atomic_io import create_whole_folder
 from vlm_grpo.utils.chat import Turn, place_images

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Self
 from PIL import Image, ImageChops, ImageDraw
 from pydantic import Field
 
-from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError
+from vlm_grpo.media.image_decode import encode_png
 from vlm_grpo.types import Example, ImageRef, VideoRef
 from vlm_grpo.utils.atomic_io import create_whole_folder
-from vlm_grpo.utils.image_decode import encode_png
 
 BACKGROUND_GRAYS = (108, 132)
 """Darkest and lightest gray of a background.

@@ -38,7 +38,7 @@ from pycocotools.cocoeval import COCOeval
 from random_formulas import draw_formula
 from random_outputs import draw_scene, make_example
 
-from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.types import Example
 
 

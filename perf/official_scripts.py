@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.types import Example
 
 SIDE = 100

@@ -22,10 +22,10 @@ from torch import nn
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.distributed import rounding
-from vlm_grpo.distributed.optimizer import build_optimizer, describe_state, get_kind
+from vlm_grpo.dist import rounding
+from vlm_grpo.dist.optimizer import build_optimizer, describe_state, get_kind
 from vlm_grpo.model.loading import load_model
-from vlm_grpo.trainer import train
+from vlm_grpo.training.trainer import train
 
 FORMS = {
     "float32": [],

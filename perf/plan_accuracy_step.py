@@ -22,7 +22,7 @@ from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import PromptSize, estimate_workload
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,7 +21,7 @@ import torch
 from saved_runs import load_runs, save_runs
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.trainer import train
+from vlm_grpo.training.trainer import train
 
 RESULTS = Path(__file__).with_name("results") / "prompt_choice.json"
 RECIPES = {"counting": ("exact", 16, 80), "grounding": ("accuracy_50", 8, 40)}

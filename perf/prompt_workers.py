@@ -26,9 +26,9 @@ from PIL import Image
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.grpo.prompt_loader import PromptLoader
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import PlainQuestion
+from vlm_grpo.training.prompt_loader import PromptLoader
 from vlm_grpo.types import Example, ImageRef
 
 SIZE = (4000, 3000)

@@ -9,9 +9,9 @@ from typing import Any
 
 from random_outputs import edit, make_example
 
+from vlm_grpo.task.graders.page_tests import normalize
+from vlm_grpo.task.graders.tables import Grid, read_grids
 from vlm_grpo.types import Example, VideoRef
-from vlm_grpo.utils.page_tests import normalize
-from vlm_grpo.utils.tables import Grid, read_grids
 
 _CELLS = (
     "a|ab|12|3.5|p &lt; 0.05|<b>x</b>|<i>y</i>z|Age (years)|é||1,234|10%|μ±σ|<sup>2</sup>|Total"

@@ -28,7 +28,7 @@ from PIL import Image
 from random_models import build_random_model
 from step_time_vlm_grpo import build_trainer
 
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.training.trainer import Trainer
 
 KINDS: dict[str, dict[str, Any]] = {
     "none (beta = 0)": {},

@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes that resume the evaluation")
     parser.add_argument("--tasks", nargs="+", default=list(METRICS), choices=list(METRICS))
     arguments = parser.parse_args()
-    importlib.import_module("vlm_grpo.trainer")  # once, for all forks
+    importlib.import_module("vlm_grpo.training.trainer")  # once, for all forks
     with TemporaryDirectory() as folder:
         for task in arguments.tasks:
             print(compare(Path(folder), task, arguments.count, arguments.ranks), flush=True)

@@ -23,11 +23,11 @@ from accelerate import Accelerator
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.engine.sampling import SamplingSettings
-from vlm_grpo.grpo import build_updater
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.registry import load_task
-from vlm_grpo.server.sampler import VllmSampler
+from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.update import build_updater
 from vlm_grpo.types import Completion, Prompt
 
 Sample = Callable[[SamplingSettings, int], list[tuple[Completion, ...]]]

@@ -13,22 +13,21 @@ from measurement import LORA, QUESTION, Steps, measure, noise_reward, synchroniz
 from step_time import parse_arguments
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.engine import kernels, varlen
-from vlm_grpo.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.graphs import get_capture
-from vlm_grpo.engine.sampling import build_sampling_distribution
-from vlm_grpo.families import load_family
-from vlm_grpo.grpo import Rollout
-from vlm_grpo.grpo.batch import build_slices
 from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.engine import kernels, varlen
+from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
+from vlm_grpo.model.engine.attention import use_shared_attention
+from vlm_grpo.model.engine.graphs import get_capture
+from vlm_grpo.model.engine.sampling import build_sampling_distribution
+from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
+from vlm_grpo.report.profiling import profile_step
 from vlm_grpo.task import Task, reward
-from vlm_grpo.tracking.profiling import profile_step
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.training.batch import Rollout, build_slices
+from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, ImageRef
 
 OUTPUT = tempfile.TemporaryDirectory()

@@ -29,9 +29,9 @@ from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts import make_shapes, make_words
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.eval.bootstrap import bootstrap_mean_of_means
+from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example
-from vlm_grpo.utils.bootstrap import bootstrap_mean_of_means
 
 RESULTS = Path(__file__).with_name("results") / "study.json"
 SUPERVISED_ROWS = 4096

@@ -1,1 +1,1 @@
-"""Task plugins, one per file; load them with ``vlm_grpo.registry.load_task``."""
+"""Task plugins, one per file; load them with ``vlm_grpo.task.registry.load_task``."""

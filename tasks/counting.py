@@ -9,9 +9,9 @@ from typing import Any
 
 from PIL import Image
 
-from vlm_grpo.drawing import draw_points
-from vlm_grpo.parsing import MAX_DIGITS, parse_integer, parse_points
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.drawing import draw_points
+from vlm_grpo.task.parsing import MAX_DIGITS, parse_integer, parse_points
 from vlm_grpo.types import Example, LabeledBoxes
 
 Points = tuple[tuple[float, float], ...]

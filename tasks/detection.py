@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlm_grpo.coordinates import Box, gold_boxes
-from vlm_grpo.drawing import draw_boxes
-from vlm_grpo.parsing import parse_boxes
-from vlm_grpo.scoring import coco_average_precision, f1, iou_matrix, match
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.coordinates import Box, gold_boxes
+from vlm_grpo.task.drawing import draw_boxes
+from vlm_grpo.task.parsing import parse_boxes
+from vlm_grpo.task.scores import coco_average_precision, f1, iou_matrix, match
 from vlm_grpo.types import Example, LabeledBoxes
 
 Objects = tuple[tuple[Box, str], ...]

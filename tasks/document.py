@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
-from vlm_grpo.scoring import match
 from vlm_grpo.task import Task, reward
+from vlm_grpo.task.graders.page_tests import Page, Test, check_test, normalize, write_page
+from vlm_grpo.task.graders.tables import import_extra
+from vlm_grpo.task.scores import match
 from vlm_grpo.types import Example
-from vlm_grpo.utils.page_tests import Page, Test, check_test, normalize, write_page
-from vlm_grpo.utils.tables import import_extra
 
 MAX_CHARACTERS = 50_000
 """Maximum length of a page's text."""
@@ -27,8 +27,9 @@ class Document(Task):
     """Write a page as markdown; the gold answer is ``{"tests": […], "text": "…"}`` or one of both.
 
     Tests are rows of olmOCR-Bench: a text is present or absent, or before another; a cell is in a
-    table next to others; a formula is there; the output is sound. ``vlm_grpo.utils.page_tests``
-    describes them. Metrics against the text are computed for the examples that have one.
+    table next to others; a formula is there; the output is sound. They are described in
+    ``vlm_grpo.task.graders.page_tests``. Metrics against the text are computed for the examples
+    that have one.
     """
 
     primary_metric = "passed"

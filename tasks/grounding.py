@@ -7,11 +7,11 @@ from typing import Any
 
 from PIL import Image
 
-from vlm_grpo.coordinates import Box, gold_boxes
-from vlm_grpo.drawing import draw_boxes
-from vlm_grpo.parsing import parse_boxes
-from vlm_grpo.scoring import giou_matrix, iou_matrix, matched_mean
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.coordinates import Box, gold_boxes
+from vlm_grpo.task.drawing import draw_boxes
+from vlm_grpo.task.parsing import parse_boxes
+from vlm_grpo.task.scores import giou_matrix, iou_matrix, matched_mean
 from vlm_grpo.types import Example, LabeledBoxes
 
 Boxes = tuple[Box, ...]

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from vlm_grpo.coordinates import Box, gold_boxes
-from vlm_grpo.drawing import draw_boxes, draw_points
-from vlm_grpo.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
-from vlm_grpo.scoring import gaussian_overlap
 from vlm_grpo.task import Task, reward
+from vlm_grpo.task.coordinates import Box, gold_boxes
+from vlm_grpo.task.drawing import draw_boxes, draw_points
+from vlm_grpo.task.parsing import MAX_CHARACTERS, find_json, parse_boxes, parse_points
+from vlm_grpo.task.scores import gaussian_overlap
 from vlm_grpo.types import Example, ImageRef
 
 _PLACES = ("click", "double_click", "right_click", "long_press")

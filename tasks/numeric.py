@@ -7,8 +7,8 @@ import re
 import unicodedata
 from typing import Any, NamedTuple
 
-from vlm_grpo.parsing import parse_integer
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.types import Example
 
 _LONGEST = 200

@@ -6,9 +6,9 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from vlm_grpo.parsing import MAX_CHARACTERS
-from vlm_grpo.scoring import anls, character_error_rate, word_error_rate
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.parsing import MAX_CHARACTERS
+from vlm_grpo.task.scores import anls, character_error_rate, word_error_rate
 from vlm_grpo.types import Example
 
 NORMALIZATIONS = ("case", "space", "nfkc", "punctuation")

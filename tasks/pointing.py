@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vlm_grpo.coordinates import gold_boxes
-from vlm_grpo.drawing import draw_points
-from vlm_grpo.parsing import parse_points
-from vlm_grpo.scoring import matched_mean
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.coordinates import gold_boxes
+from vlm_grpo.task.drawing import draw_points
+from vlm_grpo.task.parsing import parse_points
+from vlm_grpo.task.scores import matched_mean
 from vlm_grpo.types import Example, LabeledBoxes
 
 Points = tuple[tuple[float, float], ...]

@@ -6,10 +6,9 @@ import re
 
 from PIL import Image
 
-from vlm_grpo.drawing import draw_table
 from vlm_grpo.task import Task, metric, reward
-from vlm_grpo.types import Example
-from vlm_grpo.utils.tables import (
+from vlm_grpo.task.drawing import draw_table
+from vlm_grpo.task.graders.tables import (
     MAX_CHARACTERS,
     build_markdown_tree,
     import_extra,
@@ -17,7 +16,8 @@ from vlm_grpo.utils.tables import (
     read_html_tree,
     read_markdown_rows,
 )
-from vlm_grpo.utils.teds import MAX_WORK, Tree, drop_texts, teds
+from vlm_grpo.task.graders.teds import MAX_WORK, Tree, drop_texts, teds
+from vlm_grpo.types import Example
 
 FORMS = {"html": "HTML", "markdown": "markdown"}
 _TABLE = re.compile(r"<table\b.*?(?:</table\s*>|\Z)", re.IGNORECASE | re.DOTALL)

@@ -7,9 +7,9 @@ from typing import Any
 
 from PIL import Image
 
-from vlm_grpo.drawing import draw_boxes
-from vlm_grpo.parsing import parse_points
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.drawing import draw_boxes
+from vlm_grpo.task.parsing import parse_points
 from vlm_grpo.types import Example, VideoRef
 
 Interval = tuple[float, float]

@@ -35,7 +35,10 @@ settings.load_profile("no deadline")
 # Checks the annotations of these packages: a tensor of a wrong shape or type fails where it enters.
 # The hook must be installed before they are imported.
 install_import_hook(
-    ["vlm_grpo.objective", "vlm_grpo.engine", "vlm_grpo.families", "vlm_grpo.model"],
+    [
+        "vlm_grpo.training.objective",
+        "vlm_grpo.model",
+    ],
     "beartype.beartype",
 )
 
@@ -89,13 +92,13 @@ LONG = ("test_strategy.py", "test_every_family.py")
 """Files that take minutes, and start first."""
 
 MEASURED = re.compile(
-    r"(objective/|config/test_objective|rewards/test_batch_rules"
-    r"|test_(types|parsing|scoring|coordinates|task))"
+    r"(training/objective/|config/test_objective|task/test_(?!failures|registry|drawing|scorer)"
+    r"|task/graders/|test_types)"
 )
 """Test files of the modules whose coverage is measured; ``pyproject.toml`` lists these modules."""
 
 
-CHECKED = re.compile(r"(objective|engine|families|model)/|test_trainer_chats")
+CHECKED = re.compile(r"(training/objective|model)/|training/test_trainer_chats")
 """Test files of the packages whose annotations are checked, and a run that joins them."""
 
 
@@ -113,7 +116,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     """
     with untraced():
         import_module("torch").set_num_threads(1)
-    for module in ("objective", "config.objective", "task"):
+    for module in ("training.objective", "config.objective", "task"):
         import_module(f"vlm_grpo.{module}")
     with contextlib.nullcontext() if MEASURED.match(find_path(collector)) else untraced():
         return (yield)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vlm_grpo.coordinates import FRAMES, ORIGINAL
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.coordinates import FRAMES, ORIGINAL
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
 CASES = [

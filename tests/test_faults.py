@@ -25,15 +25,15 @@ from small_runs import (
     save_tiny_model,
 )
 
-from vlm_grpo.checkpoint.store import list_checkpoints, verify_checkpoint
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.grpo.prompt_loader import MAX_REPLACEMENTS
-from vlm_grpo.registry import load_task
-from vlm_grpo.trainer import train
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.checkpoint.store import list_checkpoints, verify_checkpoint
+from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS
+from vlm_grpo.training.trainer import train
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from tiny_models import tiny_model
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.nonfinite import MAX_NONFINITE_STEPS, NonfiniteGuard
 from vlm_grpo.model.loading import load_model
-from vlm_grpo.registry import load_task
-from vlm_grpo.tracking.samples import write_held_out, write_samples
+from vlm_grpo.report.samples import write_held_out, write_samples
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.nonfinite import MAX_NONFINITE_STEPS, NonfiniteGuard
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,7 +120,7 @@ def test_the_script_of_a_dataset_is_not_run(tmp_path: Path, marker: Path) -> Non
 # A worker process unpickles the task from its parent process, and a process the examples that it
 # wrote to a file without a name, which no other can open.
 ALLOWED = {
-    ("vlm_grpo/rewards/scorer.py", "pickle.loads"),
+    ("vlm_grpo/task/scorer.py", "pickle.loads"),
     ("vlm_grpo/data/store.py", "pickle.loads"),
 }
 REFUSED = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"} | {

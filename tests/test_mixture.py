@@ -11,16 +11,16 @@ import torch
 from groups import make_group
 from small_runs import StopAt, assert_same_run, read_metrics, save_tiny_model, small_run
 
-from vlm_grpo.checkpoint.compatibility import check_same_settings, flatten_settings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.mixture import Mixed
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.grpo.advantages import Estimator, compute_advantages
-from vlm_grpo.grpo.batch import Rollout, StepScores
-from vlm_grpo.registry import load_task
 from vlm_grpo.report.run import read_run
-from vlm_grpo.trainer import train
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.advantages import Estimator, compute_advantages
+from vlm_grpo.training.batch import Rollout, StepScores
+from vlm_grpo.training.checkpoint.compatibility import check_same_settings, flatten_settings
+from vlm_grpo.training.trainer import train
 
 MEMBERS = {"count": load_task("counting"), "read": load_task("ocr")}
 
@@ -141,7 +141,7 @@ def test_a_stopped_mixture_resumes_to_the_same_run(
     folder = finished.output_dir.parent
     settings = build_run(folder, folder / "model", output_dir=str(tmp_path / "runs"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vlm_grpo.trainer.StopRequest", lambda *_: StopAt(checks))
+        patch.setattr("vlm_grpo.training.trainer.StopRequest", lambda *_: StopAt(checks))
         with pytest.raises(Stopped):
             train(settings)
     train(settings.model_copy(update={"resume": True}))

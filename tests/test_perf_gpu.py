@@ -19,8 +19,8 @@ import torch
 from tiny_policies import POLICIES, build_batch, build_policy, build_prompt
 from transformers import Qwen2_5_VLConfig
 
-from vlm_grpo.engine import kernels, varlen
-from vlm_grpo.families import ImageFeatures
+from vlm_grpo.model.engine import kernels, varlen
+from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.planning.devices import GIB, find_device
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
@@ -236,7 +236,7 @@ def test_the_waits_of_a_gpu_are_found_by_phase_and_kernel(
 
 def test_only_files_with_tests_of_a_gpu_are_collected(perf: Any) -> None:
     files = {Path(file).relative_to(ROOT).as_posix() for file in perf("gpu").find_gpu_tests()}
-    assert {"tests/engine/test_graphs.py", "tests/grpo/test_memory.py"} <= files
+    assert {"tests/model/engine/test_graphs.py", "tests/training/test_memory.py"} <= files
     assert len(files) < 20  # all tests are in more than 200 files
 
 

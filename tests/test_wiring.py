@@ -21,12 +21,12 @@ from torch import Tensor
 from wiring_cases import CASES
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.engine.logprobs import TokenScores
-from vlm_grpo.grpo import update as update_module
+from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.objective import LossOutput, TokenBatch
 from vlm_grpo.task import Task, reward
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.training import update as update_module
+from vlm_grpo.training.objective import LossOutput, TokenBatch
+from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, Group
 
 ENDS = range(0, 256, 3)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from vlm_grpo.errors import Stopped, UserError
     from vlm_grpo.model.policy import load_policy
     from vlm_grpo.planning.planner import plan
-    from vlm_grpo.registry import load_task
     from vlm_grpo.task import Task, metric, reward
-    from vlm_grpo.tracking.summary import TrainResult
-    from vlm_grpo.trainer import Trainer, train
+    from vlm_grpo.task.registry import load_task
+    from vlm_grpo.training.summary import TrainResult
+    from vlm_grpo.training.trainer import Trainer, train
     from vlm_grpo.types import Batch, Candidate, Example
 
     __version__: str
@@ -56,19 +56,19 @@ _MODULES = {
     "Settings": "config.run",
     "Stopped": "errors",
     "Task": "task",
-    "TrainResult": "tracking.summary",
-    "Trainer": "trainer",
+    "TrainResult": "training.summary",
+    "Trainer": "training.trainer",
     "UserError": "errors",
     "evaluate": "deploy.evaluate",
     "export": "deploy.export",
     "load_policy": "model.policy",
     "load_settings": "config.recipes",
-    "load_task": "registry",
+    "load_task": "task.registry",
     "metric": "task",
     "plan": "planning.planner",
     "predict": "deploy.predict",
     "reward": "task",
-    "train": "trainer",
+    "train": "training.trainer",
 }
 
 

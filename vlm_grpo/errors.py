@@ -52,3 +52,28 @@ def bullets(problems: Iterable[str], limit: int = 50) -> str:
     if len(problems) > limit:
         lines.append(f"  … and {len(problems) - limit} more")
     return "\n".join(lines)
+
+
+_PLAIN_TERMS = {
+    "a valid integer": "a whole number",
+    "a valid array": "a list",
+    "a valid list": "a list",
+    "a valid tuple": "a list",
+    "a valid dictionary": "a mapping of keys",
+    "an object": "a mapping of keys",
+    "a valid string": "text",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+}
+
+
+def simplify(message: str) -> str:
+    """Return the expectation in a pydantic message, in a form that follows "should".
+
+    >>> simplify("Input should be a valid integer")
+    'be a whole number'
+    """
+    message = message.rpartition("should ")[2]
+    for term, ours in _PLAIN_TERMS.items():
+        message = message.replace(term, ours)
+    return message

@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Literal, overload
 
 from PIL import Image
 
+from vlm_grpo.media.image_decode import decode_image
+from vlm_grpo.media.image_mask import PatchMask
+from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.media.stored_bytes import FileSlice, TableCell
+from vlm_grpo.media.video_decode import build_strip, decode_frames, fit_strip
 from vlm_grpo.utils.chat import Turn
-from vlm_grpo.utils.image_decode import decode_image
-from vlm_grpo.utils.image_mask import PatchMask
-from vlm_grpo.utils.image_noise import DiffusionNoise
 from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
-from vlm_grpo.utils.stored_bytes import FileSlice, TableCell
-from vlm_grpo.utils.video_decode import build_strip, decode_frames, fit_strip
 
 StopReason = Literal["eos", "stop", "length"]
 TARGET_COLUMN = "completion"
@@ -83,7 +83,7 @@ class ImageRef:
             raise ValueError(f"{self.kind} {self.name} cannot be read: {error}") from error
 
     def load(self) -> Image.Image:
-        """Decode the image to RGB, as ``vlm_grpo.utils.image_decode.decode_image``.
+        """Decode the image to RGB, as ``vlm_grpo.media.image_decode.decode_image``.
 
         Raises:
             ValueError: the image is missing or corrupt, or its size has changed; the message

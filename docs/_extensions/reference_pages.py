@@ -17,7 +17,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 
 from vlm_grpo.cli.app import app as program
-from vlm_grpo.config.reference import SettingReference, list_settings
+from vlm_grpo.config.listing import SettingReference, list_settings
 
 
 class SettingsDirective(Directive):

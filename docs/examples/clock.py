@@ -6,8 +6,8 @@ import math
 
 from PIL import Image, ImageDraw
 
-from vlm_grpo.parsing import parse_integer
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.parsing import parse_integer
 from vlm_grpo.types import Example
 
 HOURS = range(1, 13)

@@ -15,13 +15,12 @@ import torch
 from vlm_grpo import load_policy, load_settings, load_task
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.stream import ExampleStream
-from vlm_grpo.engine.batch import MicroBatch, pack
-from vlm_grpo.engine.sampling import build_sampling_settings
-from vlm_grpo.evaluation.evaluate import evaluate_policy
-from vlm_grpo.grpo import score_groups
-from vlm_grpo.grpo.batch import build_slices
-from vlm_grpo.objective import StepTotals, TokenBatch, group_advantages, policy_loss
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.eval.evaluate import evaluate_policy
+from vlm_grpo.model.engine.batch import MicroBatch, pack
+from vlm_grpo.model.engine.sampling import build_sampling_settings
+from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.training.batch import build_slices, score_groups
+from vlm_grpo.training.objective import StepTotals, TokenBatch, group_advantages, policy_loss
 
 SETTINGS = load_settings("counting")
 PROMPTS, COMPLETIONS, MAX_TOKENS = 32, 8, 16_384

@@ -7,9 +7,9 @@ from dataclasses import field
 
 import pytest
 
-from vlm_grpo.benchmarks import load_benchmark
 from vlm_grpo.benchmarks.adapter import build_benchmark_task, mean_over_groups
-from vlm_grpo.registry import load_task
+from vlm_grpo.benchmarks.definition import load_benchmark
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmark_table import build_tables
 
-from vlm_grpo.benchmarks import benchmark_names, load_benchmark
+from vlm_grpo.benchmarks.definition import benchmark_names, load_benchmark
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import Example, ImageRef
 

@@ -17,7 +17,7 @@ from vlm_grpo.benchmarks.metrics import (
     vqa_accuracy,
     word_recognition,
 )
-from vlm_grpo.scoring import anls
+from vlm_grpo.task.scores import anls
 
 
 @pytest.mark.parametrize(

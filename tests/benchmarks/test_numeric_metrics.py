@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from vlm_grpo.benchmarks import READERS, load_benchmark
+from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.benchmarks.metrics import mathvista, relaxed_accuracy
+from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.types import Example
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.benchmarks.official import READERS, unwrap
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.types import Example, ImageRef
 
 BOX = {"boxes": [[0, 0, 10, 10]]}

@@ -12,8 +12,8 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from vlm_grpo.benchmarks import apply_rule, get_group, load_benchmark
-from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
+from vlm_grpo.benchmarks.definition import load_benchmark
+from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES, apply_rule, get_group
 from vlm_grpo.types import Example, ImageRef
 
 

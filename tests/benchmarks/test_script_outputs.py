@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlm_grpo.benchmarks import name_files, write_files
+from vlm_grpo.benchmarks.script_outputs import name_files, write_files
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import Example
 

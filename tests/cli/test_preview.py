@@ -13,8 +13,8 @@ from vlm_grpo.cli.common import load_model_prompts
 from vlm_grpo.cli.preview import build_preview
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.registry import load_task
-from vlm_grpo.utils.image_decode import decode_image
+from vlm_grpo.media.image_decode import decode_image
+from vlm_grpo.task.registry import load_task
 
 GIVEN = ("several=true", "--task", "grounding", "--rows", "2")
 

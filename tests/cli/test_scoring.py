@@ -7,10 +7,10 @@ import json
 import pytest
 from commands import fails, run, write_jsonl
 
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.synthetic import write_examples
-from vlm_grpo.evaluation.foreign import LAYOUTS
+from vlm_grpo.eval.foreign import LAYOUTS
+from vlm_grpo.task.coordinates import FRAMES
 
 
 @pytest.fixture

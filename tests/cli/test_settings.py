@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from commands import fails, run
 
-from vlm_grpo.config.base import known_keys
-from vlm_grpo.config.reference import list_blocks
+from vlm_grpo.config.listing import list_blocks
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import known_keys
 
 
 def test_all_settings_are_listed_with_their_defaults(capsys):

@@ -10,8 +10,8 @@ from commands import fails, run, write_jsonl
 from fuzz_files import RECIPE
 
 from vlm_grpo.cli.sft import UNUSED
-from vlm_grpo.config.base import known_keys
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import known_keys
 
 
 def test_a_recipe_is_trained_on_its_gold_answers(

@@ -11,7 +11,7 @@ from commands import run, write_jsonl
 
 from vlm_grpo.cli.new_task import LONGEST_NAME, write_task
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 
 def test_the_task_loads_and_its_class_is_named_after_the_file(tmp_path: Path) -> None:

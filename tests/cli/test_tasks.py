@@ -5,7 +5,7 @@ from __future__ import annotations
 from commands import run
 
 from vlm_grpo.config.recipes import recipe_names
-from vlm_grpo.registry import task_names
+from vlm_grpo.task.registry import task_names
 
 
 def test_every_task_and_recipe_is_listed(capsys):

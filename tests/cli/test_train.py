@@ -1,4 +1,4 @@
-"""``vlm-grpo train``: arguments and errors. tests/test_trainer.py covers the training itself."""
+"""``vlm-grpo train``: arguments and errors."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from vlm_grpo.cli import validation
 from vlm_grpo.cli.validation import build_exploits
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.data_scripts.synthetic import write_examples
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from trl.trainer.grpo_config import GRPOConfig
 
-from vlm_grpo.config.base import known_keys
 from vlm_grpo.config.other_trainers import OTHER_SETTINGS, find_other_setting
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import known_keys
 
 KEYS = {*known_keys(Settings), "task_options.weights", "data.columns.question"}
 KEYS |= {"data.columns.answer", "data.columns.images"}

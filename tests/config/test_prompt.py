@@ -11,7 +11,7 @@ from tiny_models import noise_example
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.utils.chat import Turn
 
 TASK = load_task("counting", tags=True, instruction="Be exact.")

@@ -17,12 +17,13 @@ from pydantic import ValidationError
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.sources import InMemoryRows, get_short_name, get_task_name, is_rows
-from vlm_grpo.coordinates import PERMILLE
+from vlm_grpo.config.sources import InMemoryRows, is_rows
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task, load_task_class
 from vlm_grpo.task import Task, reward
+from vlm_grpo.task.coordinates import PERMILLE
+from vlm_grpo.task.names import get_short_name, get_task_name
+from vlm_grpo.task.registry import load_task, load_task_class
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
 

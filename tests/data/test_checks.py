@@ -19,8 +19,8 @@ from vlm_grpo.data.checks import (
     format_report,
     warn_about_shared_images,
 )
-from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
 

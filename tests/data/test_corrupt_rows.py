@@ -16,7 +16,7 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.checks import check_source
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 ROWS_PER_KIND = 50
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from vlm_grpo.benchmarks import load_data
-from vlm_grpo.checkpoint.compatibility import check_same_settings, flatten_settings
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data.filtering import filter_examples
+from vlm_grpo.data.run_data import load_data
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.checkpoint.compatibility import check_same_settings, flatten_settings
 from vlm_grpo.types import Example
 
 EXAMPLES = [Example(str(n), (), "?", 1, {"pass_rate": n / 10, "kind": "x"}) for n in range(11)]

@@ -13,7 +13,7 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.hub import read_hub
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 COUNTING = load_task("counting")
 

@@ -11,7 +11,7 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.jsonl import MAX_DEPTH, MAX_LINE_BYTES, parse_object, read_jsonl
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 
 def test_rows_have_the_location_of_their_line(tmp_path: Path):

@@ -15,7 +15,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts import make_words
 from vlm_grpo.data_scripts.synthetic import write_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 COUNTING = load_task("counting")
 

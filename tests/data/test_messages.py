@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.messages import read_chat
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
 OCR, COUNTING = load_task("ocr"), load_task("counting")

@@ -10,12 +10,12 @@ import pytest
 
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_run_task, load_split
 from vlm_grpo.data.mixture import Mixed
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
 
 COUNT = Example("count/a", (), "How many cups?", 3, source="count")

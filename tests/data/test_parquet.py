@@ -9,7 +9,7 @@ from dataset_files import get_load_error, png, write_table
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.hub import read_parquet
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 COUNTING = load_task("counting")
 

@@ -13,7 +13,7 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 COUNTING = load_task("counting")
 GROUNDING = load_task("grounding")

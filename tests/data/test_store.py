@@ -17,7 +17,7 @@ from published_formats import write_format
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.store import ExampleStore, JoinedExamples, SelectedExamples
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, FileSlice, ImageRef
 from vlm_grpo.utils.chat import Turn
 

@@ -11,7 +11,7 @@ import pytest
 from dataset_files import get_load_error, make_row
 
 from vlm_grpo.data import load_examples
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 COUNTING = load_task("counting")
 

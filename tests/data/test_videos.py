@@ -14,7 +14,7 @@ from vlm_grpo.config.data import DataSettings, VideoSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.videos import Clip, VideoReader
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, VideoRef
 
 COUNTING = load_task("counting")

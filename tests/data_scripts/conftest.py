@@ -13,7 +13,7 @@ import pytest
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
 

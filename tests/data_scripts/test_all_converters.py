@@ -11,7 +11,7 @@ import pytest
 from dataset_files import png, write_files, write_table
 
 import vlm_grpo.data_scripts
-from vlm_grpo.benchmarks import benchmark_names, load_benchmark
+from vlm_grpo.benchmarks.definition import benchmark_names, load_benchmark
 from vlm_grpo.data_scripts.converter import Converter
 
 FOLDER = Path(vlm_grpo.data_scripts.__file__).parent

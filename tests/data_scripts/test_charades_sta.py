@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from video_files import make_video
 
-from vlm_grpo.benchmarks import load_benchmark
+from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.data_scripts.charades_sta import convert
 from vlm_grpo.types import Example, VideoRef
 

@@ -11,7 +11,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data_scripts.make_clips import draw_examples
 from vlm_grpo.data_scripts.make_shapes import COLORS
 from vlm_grpo.data_scripts.synthetic import write_examples
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, VideoRef
 
 TASK = load_task("temporal")

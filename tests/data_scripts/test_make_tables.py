@@ -11,7 +11,7 @@ from PIL import Image
 
 from vlm_grpo.data_scripts.make_tables import CELL, DIGITS, LETTERS, Tables, draw_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 
 def list_columns(split: str) -> set[tuple[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.trainer import train
+from vlm_grpo.training.trainer import train
 
 
 @pytest.fixture(scope="session")

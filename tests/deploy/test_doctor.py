@@ -10,10 +10,10 @@ from PIL import Image
 from transformers.utils.logging import enable_progress_bar
 
 from vlm_grpo.deploy.doctor import diagnose
-from vlm_grpo.engine.shared import PrefixInputs
-from vlm_grpo.families import Family
-from vlm_grpo.families.qwen import Qwen25VL
 from vlm_grpo.model import loading
+from vlm_grpo.model.engine.shared import PrefixInputs
+from vlm_grpo.model.families import Family
+from vlm_grpo.model.families.qwen import Qwen25VL
 
 
 def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:

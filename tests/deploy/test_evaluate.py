@@ -1,4 +1,4 @@
-"""Evaluation of a run in Python; tests/evaluation/test_evaluate.py tests the evaluation itself."""
+"""Evaluation of a run in Python; tests/eval/test_evaluate.py tests the evaluation itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_run_is_evaluated_by_its_newest_checkpoint(
     settings = load_settings("counting")
     settings.save(tmp_path / "checkpoints" / "step-3" / "config.yaml")
     calls = []
-    monkeypatch.setattr("vlm_grpo.evaluation.evaluate.evaluate", lambda *given: calls.append(given))
+    monkeypatch.setattr("vlm_grpo.eval.evaluate.evaluate", lambda *given: calls.append(given))
     evaluate(settings, tmp_path)
     assert calls == [(settings, tmp_path / "checkpoints" / "step-3", None)]
 

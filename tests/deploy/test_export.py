@@ -21,17 +21,17 @@ from tiny_models import FAMILIES, noise_example, tiny_model
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data.loading import load_examples
 from vlm_grpo.data_scripts.make_shapes import draw_examples
 from vlm_grpo.deploy.export import PREPROCESSOR, build_model_card, export
 from vlm_grpo.deploy.predict import predict
 from vlm_grpo.deploy.resolve import resolve_model
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import SamplingDistribution
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import SamplingDistribution
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.registry import load_task
 from vlm_grpo.task import PlainQuestion
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 
 COMPLETIONS = ((70, 71, 72, 73), (80, 81))

@@ -20,14 +20,14 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.data.videos import Clip
 from vlm_grpo.deploy.predict import Prediction, Predictor, predict
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluation.evaluate import evaluate_policy
-from vlm_grpo.evaluation.generate import LocalModel
+from vlm_grpo.eval.evaluate import evaluate_policy
+from vlm_grpo.eval.generate import LocalModel
+from vlm_grpo.media.video_decode import decode_frames
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.registry import load_task
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.types import Example
-from vlm_grpo.utils.video_decode import decode_frames
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from judge_server import Reply, run_judge
 
-from vlm_grpo.registry import load_task
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
 
 PAGE = Path(__file__).parents[2] / "docs/batch-rewards.md"

@@ -13,9 +13,9 @@ from guide_commands import GUIDES, ROOT, read_commands
 from trl.trainer.grpo_config import GRPOConfig
 
 from vlm_grpo.cli.app import app
-from vlm_grpo.config.base import known_keys
 from vlm_grpo.config.recipes import load_settings, recipe_names
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import known_keys
 
 KEYS = set(known_keys(Settings))
 BLOCKS = {key.split(".")[0] for key in KEYS if "." in key}

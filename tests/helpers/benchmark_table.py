@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from vlm_grpo.benchmarks import READERS, Benchmark, benchmark_names, load_benchmark
+from vlm_grpo.benchmarks.definition import Benchmark, benchmark_names, load_benchmark
+from vlm_grpo.benchmarks.official import READERS
 
 ORDER = [
     "refcoco",

@@ -20,8 +20,8 @@ from tiny_models import make_prompt, noise_example, sample_groups
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from vlm_grpo.engine import decode
-from vlm_grpo.engine.graphs import DecodeStep, compile_step
+from vlm_grpo.model.engine import decode
+from vlm_grpo.model.engine.graphs import DecodeStep, compile_step
 from vlm_grpo.types import Completion
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "qwen3_5")

@@ -28,10 +28,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from small_runs import assert_same_run, read_metrics
 
-from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.trainer import train
+from vlm_grpo.training.checkpoint.store import list_checkpoints
+from vlm_grpo.training.trainer import train
 
 STEPS_PER_KILL = 3
 """Steps of the run per kill, so that it does not end before the last of them."""

@@ -19,7 +19,7 @@ from PIL import Image
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 
 
 def encode_image(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.objective import StepTotals, TokenBatch, group_advantages, policy_loss
+from vlm_grpo.training.objective import StepTotals, TokenBatch, group_advantages, policy_loss
 
 ALPHABET = 3
 LENGTH = 2

@@ -11,12 +11,12 @@ from tiny_models import make_prompt, noise_example, tiny_model
 from torch import Tensor
 
 from vlm_grpo.config.policy import PolicySettings
-from vlm_grpo.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import SamplingDistribution
-from vlm_grpo.families import load_family
 from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
+from vlm_grpo.model.engine.attention import use_shared_attention
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import SamplingDistribution
+from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Prompt

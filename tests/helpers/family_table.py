@@ -13,8 +13,8 @@ from family_models import BUILDERS
 from family_policies import build_family_model, compare_with_transformers
 from tiny_models import FAMILIES
 
-from vlm_grpo.coordinates import FRAMES
-from vlm_grpo.families import load_family
+from vlm_grpo.model.families import load_family
+from vlm_grpo.task.coordinates import FRAMES
 
 TITLES = {
     "qwen2_vl": "Qwen2-VL",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["vlm_grpo.trainer", "vlm_grpo.cli.app", "deepspeed"])
+SERVER.set_forkserver_preload(["vlm_grpo.training.trainer", "vlm_grpo.cli.app", "deepspeed"])
 
 TIMEOUT = 240
 """Seconds after which ranks count as hanging: ten times what they need on a busy machine."""

@@ -29,8 +29,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 from fuzz_files import MUTANTS, RUNS, write_files, write_mutants
 
 from vlm_grpo import cli
-from vlm_grpo.config.base import known_keys
 from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import known_keys
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """Folder of the file system in memory, if there is one."""

@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from vlm_grpo.engine import norms, varlen
-from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.decode import SharedDecoder
-from vlm_grpo.engine.sampling import SamplerState, SamplingSettings
+from vlm_grpo.model.engine import norms, varlen
+from vlm_grpo.model.engine.attention import use_shared_attention
+from vlm_grpo.model.engine.decode import SharedDecoder
+from vlm_grpo.model.engine.sampling import SamplerState, SamplingSettings
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion

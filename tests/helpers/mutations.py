@@ -12,154 +12,187 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {
-    "grpo/update.py": (
+    "training/update.py": (
         0.5,
-        "grpo/test_update.py test_wiring.py grpo/test_reference.py grpo/test_warm_start.py "
-        "grpo/test_targets_trl.py",
+        "training/test_update.py test_wiring.py training/test_reference.py "
+        "training/test_warm_start.py"
+        "training/test_targets_trl.py",
     ),
-    "grpo/batch.py": (0.6, "grpo/test_batch.py test_wiring.py"),
-    "grpo/advantages.py": (0.6, "grpo/test_advantages.py test_wiring.py"),
-    "grpo/balance.py": (0.4, "grpo/test_balance.py"),
-    "grpo/rollout.py": (0.3, "grpo/test_rollout.py test_wiring.py"),
-    "grpo/memory.py": (0.4, "grpo/test_memory.py grpo/test_update.py grpo/test_rollout.py"),
-    "grpo/reference.py": (0.5, "grpo/test_reference.py test_wiring.py"),
-    "grpo/targets.py": (0.4, "grpo/test_targets.py grpo/test_targets_trl.py"),
-    "grpo/nonfinite.py": (0.4, "grpo/test_nonfinite.py"),
-    "objective/advantages.py": (0.2, "objective/test_advantages.py objective/test_trl.py"),
-    "objective/batch.py": (
-        0.5,
-        "objective/test_batch.py objective/test_losses.py objective/test_trl.py",
+    "training/batch.py": (0.6, "training/test_batch.py test_wiring.py"),
+    "training/advantages.py": (0.6, "training/test_advantages.py test_wiring.py"),
+    "training/balance.py": (0.4, "training/test_balance.py"),
+    "training/rollout.py": (0.3, "training/test_rollout.py test_wiring.py"),
+    "training/memory.py": (
+        0.4,
+        "training/test_memory.py training/test_update.py training/test_rollout.py",
     ),
-    "objective/diagnostics.py": (
+    "training/reference.py": (0.5, "training/test_reference.py test_wiring.py"),
+    "training/targets.py": (0.4, "training/test_targets.py training/test_targets_trl.py"),
+    "training/nonfinite.py": (0.4, "training/test_nonfinite.py"),
+    "training/objective/advantages.py": (
         0.2,
-        "objective/test_diagnostics.py objective/test_losses.py objective/test_trl.py",
+        "training/objective/test_advantages.py training/objective/test_trl.py",
     ),
-    "objective/kl.py": (0.6, "objective/test_kl.py objective/test_brute_force_kl.py"),
-    "objective/losses.py": (
+    "training/objective/batch.py": (
+        0.5,
+        "training/objective/test_batch.py training/objective/test_losses.py "
+        "training/objective/test_trl.py",
+    ),
+    "training/objective/diagnostics.py": (
+        0.2,
+        "training/objective/test_diagnostics.py training/objective/test_losses.py "
+        "training/objective/test_trl.py",
+    ),
+    "training/objective/kl.py": (
+        0.6,
+        "training/objective/test_kl.py training/objective/test_brute_force_kl.py",
+    ),
+    "training/objective/losses.py": (
         0.25,
-        "objective/test_losses.py objective/test_trl.py test_wiring.py grpo/test_targets_trl.py",
+        "training/objective/test_losses.py training/objective/test_trl.py test_wiring.py "
+        "training/test_targets_trl.py",
     ),
-    "engine/attention.py": (
+    "model/engine/attention.py": (
         0.2,
-        "engine/test_attention.py engine/test_shared.py engine/test_devices.py "
-        "engine/test_decode.py engine/test_masked.py",
+        "model/engine/test_attention.py model/engine/test_shared.py model/engine/test_devices.py "
+        "model/engine/test_decode.py model/engine/test_masked.py",
     ),
-    "engine/batch.py": (0.3, "engine/test_batch.py engine/test_shared.py"),
-    "engine/decode.py": (
+    "model/engine/batch.py": (0.3, "model/engine/test_batch.py model/engine/test_shared.py"),
+    "model/engine/decode.py": (
         0.08,
-        "engine/test_decode.py engine/test_graphs.py engine/test_kv_cache.py",
+        "model/engine/test_decode.py model/engine/test_graphs.py model/engine/test_kv_cache.py",
     ),
-    "engine/cached_keys.py": (0.2, "engine/test_kv_cache.py engine/test_decode.py"),
-    "engine/kv_cache.py": (0.08, "engine/test_kv_cache.py engine/test_decode.py"),
-    "engine/linear.py": (0.08, "engine/test_linear.py"),
-    "engine/logprobs.py": (0.3, "engine/test_logprobs.py test_wiring.py"),
-    "engine/repeated.py": (
+    "model/engine/cached_keys.py": (
+        0.2,
+        "model/engine/test_kv_cache.py model/engine/test_decode.py",
+    ),
+    "model/engine/kv_cache.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
+    "model/engine/linear.py": (0.08, "model/engine/test_linear.py"),
+    "model/engine/logprobs.py": (0.3, "model/engine/test_logprobs.py test_wiring.py"),
+    "model/engine/repeated.py": (
         0.12,
-        "engine/test_repeated.py engine/test_shared.py engine/test_sampling.py",
+        "model/engine/test_repeated.py model/engine/test_shared.py model/engine/test_sampling.py",
     ),
-    "engine/masked.py": (0.3, "engine/test_masked.py"),
-    "engine/recurrence.py": (0.3, "engine/test_recurrence.py"),
-    "engine/seating.py": (0.08, "engine/test_kv_cache.py engine/test_decode.py"),
-    "engine/sampling.py": (0.2, "engine/test_sampling.py engine/test_decode.py test_wiring.py"),
-    "engine/shared.py": (0.3, "engine/test_shared.py test_wiring.py"),
-    "engine/vision.py": (0.2, "engine/test_vision.py test_wiring.py"),
-    "families/shared_form.py": (
+    "model/engine/masked.py": (0.3, "model/engine/test_masked.py"),
+    "model/engine/recurrence.py": (0.3, "model/engine/test_recurrence.py"),
+    "model/engine/seating.py": (0.08, "model/engine/test_kv_cache.py model/engine/test_decode.py"),
+    "model/engine/sampling.py": (
+        0.2,
+        "model/engine/test_sampling.py model/engine/test_decode.py test_wiring.py",
+    ),
+    "model/engine/shared.py": (0.3, "model/engine/test_shared.py test_wiring.py"),
+    "model/engine/vision.py": (0.2, "model/engine/test_vision.py test_wiring.py"),
+    "model/families/shared_form.py": (
         0.3,
-        "families/test_shared_form.py families/test_every_family.py",
+        "model/families/test_shared_form.py model/families/test_every_family.py",
     ),
     "model/form_check.py": (0.2, "model/test_form_check.py"),
-    "rewards/scorer.py": (0.2, "rewards/test_scorer.py rewards/test_batch_rules.py"),
-    "checkpoint/manager.py": (0.12, "checkpoint/test_manager.py checkpoint/test_partial_step.py"),
-    "checkpoint/partial_step.py": (0.25, "checkpoint/test_partial_step.py"),
-    "checkpoint/store.py": (
+    "task/scorer.py": (0.2, "task/test_scorer.py task/test_batch_rules.py"),
+    "training/checkpoint/manager.py": (
+        0.12,
+        "training/checkpoint/test_manager.py training/checkpoint/test_partial_step.py",
+    ),
+    "training/checkpoint/partial_step.py": (0.25, "training/checkpoint/test_partial_step.py"),
+    "training/checkpoint/store.py": (
         0.08,
-        "checkpoint/test_store.py checkpoint/test_sharded.py checkpoint/test_manager.py",
+        "training/checkpoint/test_store.py training/checkpoint/test_sharded.py "
+        "training/checkpoint/test_manager.py",
     ),
-    "checkpoint/compatibility.py": (0.12, "checkpoint/test_compatibility.py"),
-    "distributed/optimizer.py": (
+    "training/checkpoint/compatibility.py": (0.12, "training/checkpoint/test_compatibility.py"),
+    "dist/optimizer.py": (
         0.4,
-        "distributed/test_optimizer.py test_wiring.py checkpoint/test_manager.py "
-        "grpo/test_warm_start.py",
+        "dist/test_optimizer.py test_wiring.py training/checkpoint/test_manager.py "
+        "training/test_warm_start.py",
     ),
-    "distributed/base.py": (
+    "dist/strategy.py": (
         0.7,
-        "distributed/test_base.py test_wiring.py checkpoint/test_manager.py",
+        "dist/test_strategy.py test_wiring.py training/checkpoint/test_manager.py",
     ),
-    "utils/chat.py": (0.5, "utils/test_chat.py test_task_thinking.py"),
+    "utils/chat.py": (0.5, "utils/test_chat.py task/test_task_thinking.py"),
     "data/messages.py": (0.3, "data/test_messages.py"),
     "config/prompt.py": (0.4, "config/test_prompt.py"),
     "model/chat.py": (0.3, "model/test_chat.py"),
-    "model/prompts.py": (0.1, "model/test_chat.py model/test_prompts.py test_trainer_chats.py"),
-    "server/chat.py": (0.1, "server/test_chat.py"),
-    "trainer.py": (0.12, "test_wiring.py test_trainer.py checkpoint/test_partial_step.py"),
+    "model/prompts.py": (
+        0.1,
+        "model/test_chat.py model/test_prompts.py training/test_trainer_chats.py",
+    ),
+    "serve/chat.py": (0.1, "serve/test_chat.py"),
+    "training/trainer.py": (
+        0.12,
+        "test_wiring.py training/test_trainer.py training/checkpoint/test_partial_step.py",
+    ),
 }
 """The share of each module's mutants to run, and its test files in order."""
 
 WRITTEN: list[tuple[str, str, str]] = [
-    ("grpo/batch.py", '"advantages": batch.', '"advantages": -batch.'),
-    ("grpo/update.py", "old if has_ratio else None)", "None)"),
+    ("training/batch.py", '"advantages": batch.', '"advantages": -batch.'),
+    ("training/update.py", "old if has_ratio else None)", "None)"),
     (
-        "grpo/update.py",
+        "training/update.py",
         "if not updates.count and (batch.num_iterations",
         "if (batch.num_iterations",
     ),
-    ("grpo/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
-    ("grpo/update.py", "and updates.skipped < updates.count", ""),
-    ("grpo/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
-    ("grpo/update.py", "objective, self.surrogate)", "objective)"),
-    ("objective/losses.py", ".sigmoid() * 4", ".sigmoid() * 2"),
+    ("training/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
+    ("training/update.py", "and updates.skipped < updates.count", ""),
+    ("training/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
+    ("training/update.py", "objective, self.surrogate)", "objective)"),
+    ("training/objective/losses.py", ".sigmoid() * 4", ".sigmoid() * 2"),
     (
-        "objective/losses.py",
+        "training/objective/losses.py",
         "vespo_k_pos, settings.vespo_k_neg",
         "vespo_k_neg, settings.vespo_k_pos",
     ),
-    ("objective/losses.py", "inputs.surrogate is vespo_loss", "False"),
-    ("objective/losses.py", "policy = kept / completions", "policy = kept / tokens"),
+    ("training/objective/losses.py", "inputs.surrogate is vespo_loss", "False"),
+    ("training/objective/losses.py", "policy = kept / completions", "policy = kept / tokens"),
     (
-        "grpo/batch.py",
+        "training/batch.py",
         "logprobs=scores.logprobs,",
         "logprobs=torch.cat([torch.cat([part[:-1], part[-1:].detach()]) for part in "
         'scores.logprobs.split(inputs["lengths"].tolist())]),',
     ),
-    ("grpo/batch.py", "by_token.items() if by_row", "by_token.items() if False"),
-    ("grpo/batch.py", "entropies=scores.entropies", "entropies=None"),
-    ("grpo/update.py", "self.reference.refresh(done)", "pass"),
-    ("grpo/update.py", "self.reference.copy_policy()", "pass"),
-    ("grpo/update.py", "self.strategy.reset_optimizer()", "pass"),
-    ("grpo/update.py", "self.policy.score(micro, supervised=True)", "self.policy.score(micro)"),
-    ("grpo/targets.py", ", self.end)\n", ")\n"),
+    ("training/batch.py", "by_token.items() if by_row", "by_token.items() if False"),
+    ("training/batch.py", "entropies=scores.entropies", "entropies=None"),
+    ("training/update.py", "self.reference.refresh(done)", "pass"),
+    ("training/update.py", "self.reference.copy_policy()", "pass"),
+    ("training/update.py", "self.strategy.reset_optimizer()", "pass"),
+    ("training/update.py", "self.policy.score(micro, supervised=True)", "self.policy.score(micro)"),
+    ("training/targets.py", ", self.end)\n", ")\n"),
     (
-        "grpo/targets.py",
+        "training/targets.py",
         '(*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end)',
         '(self.end, *self.tokenizer(text, add_special_tokens=False)["input_ids"])',
     ),
-    ("grpo/batch.py", "/ max(totals.active_tokens, 1)}", "/ max(len(completions), 1)}"),
-    ("grpo/batch.py", "signal = torch.stack(", "torch.stack("),
-    ("objective/advantages.py", ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
-    ("distributed/optimizer.py", "else rate(step - first)", "else rate(step)"),
-    ("distributed/optimizer.py", "supervised(step) if settings.is_supervised(step) else ", ""),
-    ("grpo/update.py", "self.reference.in_place(), ", ""),
-    ("grpo/update.py", "objective.beta * estimate(", "estimate("),
-    ("grpo/batch.py", "return objective.mask_truncated_completions and", "return False and"),
-    ("grpo/batch.py", "int(sums[1])", "int(lengths.sum())"),
-    ("grpo/batch.py", "[k and p == part for", "[k for"),
-    ("grpo/update.py", "updates.count % len(batch.mini_batches)", "0"),
-    ("grpo/batch.py", "{name: weight * count for", "{name: weight for"),
+    ("training/batch.py", "/ max(totals.active_tokens, 1)}", "/ max(len(completions), 1)}"),
+    ("training/batch.py", "signal = torch.stack(", "torch.stack("),
+    ("training/objective/advantages.py", ".flip(0).cumsum(0).flip(0)", ".cumsum(0)"),
+    ("dist/optimizer.py", "else rate(step - first)", "else rate(step)"),
+    ("dist/optimizer.py", "supervised(step) if settings.is_supervised(step) else ", ""),
+    ("training/update.py", "self.reference.in_place(), ", ""),
+    ("training/update.py", "objective.beta * estimate(", "estimate("),
+    ("training/batch.py", "return objective.mask_truncated_completions and", "return False and"),
+    ("training/batch.py", "int(sums[1])", "int(lengths.sum())"),
+    ("training/batch.py", "[k and p == part for", "[k for"),
+    ("training/update.py", "updates.count % len(batch.mini_batches)", "0"),
+    ("training/batch.py", "{name: weight * count for", "{name: weight for"),
     (
-        "grpo/update.py",
+        "training/update.py",
         "updates.old_logprobs |= self._score_later(batch, updates.old_logprobs)",
         "pass",
     ),
-    ("grpo/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
-    ("grpo/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
-    ("grpo/advantages.py", "rewards @ weights", "rewards.sum(1)"),
-    ("grpo/reference.py", " or step % self.every", ""),
-    ("grpo/reference.py", "step % self.every", "step"),
-    ("distributed/base.py", "self.max_norm)", "math.inf)"),
-    ("distributed/base.py", "if math.isfinite(norm):", "if True:"),
-    ("engine/sampling.py", ".div_(self.temperature or 1.0)", ""),
-    ("objective/losses.py", "policy = kept / tokens", "policy = torch.ones_like(kept) / tokens"),
-    ("objective/losses.py", "entropy_coef * kept", "entropy_coef * torch.ones_like(kept)"),
+    ("training/balance.py", "place * mini_batches // len(every)", "place % mini_batches"),
+    ("training/advantages.py", "weights.new_tensor([-1.0])", "weights.new_tensor([1.0])"),
+    ("training/advantages.py", "rewards @ weights", "rewards.sum(1)"),
+    ("training/reference.py", " or step % self.every", ""),
+    ("training/reference.py", "step % self.every", "step"),
+    ("dist/strategy.py", "self.max_norm)", "math.inf)"),
+    ("dist/strategy.py", "if math.isfinite(norm):", "if True:"),
+    ("model/engine/sampling.py", ".div_(self.temperature or 1.0)", ""),
+    (
+        "training/objective/losses.py",
+        "policy = kept / tokens",
+        "policy = torch.ones_like(kept) / tokens",
+    ),
+    ("training/objective/losses.py", "entropy_coef * kept", "entropy_coef * torch.ones_like(kept)"),
     ("utils/chat.py", "IMAGE * count + turns[first].text", "turns[first].text + IMAGE * count"),
     ("utils/chat.py", "if found and found != count:", "if found > count:"),
     ("utils/chat.py", "text = self.opening + text", "pass"),
@@ -172,7 +205,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("model/chat.py", "add_generation_prompt=True, **arguments", "add_generation_prompt=True"),
     ("model/prompts.py", "thinking_tags=self.thinking_tags)", "thinking_tags=THINK_TAGS)"),
     ("model/prompts.py", "for turn in turns:", "for turn in turns[-1:]:"),
-    ("server/chat.py", 'if turn.role == "user" else turn.text', ""),
+    ("serve/chat.py", 'if turn.role == "user" else turn.text', ""),
 ]
 """Module, text and replacement: the signs, constants and data that join the parts of a step."""
 

@@ -16,9 +16,9 @@ from accelerate.utils import gather_object
 from small_runs import small_run
 from torch.distributed.tensor import DTensor
 
-from vlm_grpo.distributed.data_parallel import DataParallel
-from vlm_grpo.distributed.fsdp import FSDP
-from vlm_grpo.distributed.launch import build_accelerator
+from vlm_grpo.dist.data_parallel import DataParallel
+from vlm_grpo.dist.fsdp import FSDP
+from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy, load_policy
 

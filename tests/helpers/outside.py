@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from vlm_grpo.engine.sampling import SamplingSettings
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion, Prompt
 

@@ -1,4 +1,4 @@
-"""The run that several ranks of ``tests/checkpoint/test_partial_step.py`` make."""
+"""The run that several ranks of ``tests/training/checkpoint/test_partial_step.py`` make."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from small_runs import StopAt, small_run
 
-from vlm_grpo import trainer
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped
+from vlm_grpo.training import trainer
 from vlm_grpo.utils.signals import StopRequest
 
 

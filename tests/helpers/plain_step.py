@@ -21,8 +21,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.media.image_mask import PatchMask
 from vlm_grpo.types import Completion, Group, Prompt
-from vlm_grpo.utils.image_mask import PatchMask
 
 BANNED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 

@@ -1,4 +1,4 @@
-"""The cases that the processes of a launch run in ``tests/distributed/test_strategy.py``.
+"""The cases that the processes of a launch run in ``tests/dist/test_build.py``.
 
 ``rank_setup.py`` explains the names of launches. The first rank of each writes the results of its
 cases to ``FOLDER/LAUNCH.pt``.
@@ -52,13 +52,13 @@ from torch.utils._pytree import tree_leaves
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.mixture import load_split
-from vlm_grpo.distributed import data_parallel
-from vlm_grpo.distributed.base import Strategy
-from vlm_grpo.distributed.data_parallel import DataParallel
-from vlm_grpo.distributed.launch import build_accelerator
-from vlm_grpo.distributed.sharding import full_shape, gather_full
+from vlm_grpo.dist import data_parallel
+from vlm_grpo.dist.data_parallel import DataParallel
+from vlm_grpo.dist.launch import build_accelerator
+from vlm_grpo.dist.sharding import full_shape, gather_full
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.training.trainer import Trainer
 
 CHECKED: set[str] = set()
 """Policy settings of the trainers of this process."""

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from rank_setup import BEGUN_BY, make_run_settings, make_settings
 
-from vlm_grpo import trainer
-from vlm_grpo.checkpoint.sharded import write_sharded_checkpoint
-from vlm_grpo.checkpoint.store import CheckpointState, CheckpointStep
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.launch import build_accelerator
-from vlm_grpo.engine.batch import MicroBatch
+from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.evaluation import generate
-from vlm_grpo.evaluation.evaluate import evaluate_policy
-from vlm_grpo.grpo.update import Updater
-from vlm_grpo.trainer import Trainer, train
+from vlm_grpo.eval import generate
+from vlm_grpo.eval.evaluate import evaluate_policy
+from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.training import trainer
+from vlm_grpo.training.checkpoint.sharded import write_sharded_checkpoint
+from vlm_grpo.training.checkpoint.store import CheckpointState, CheckpointStep
+from vlm_grpo.training.trainer import Trainer, train
+from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
 from vlm_grpo.utils.signals import StopRequest
 

@@ -18,11 +18,11 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.evaluation.summary import summarize, write_predictions, write_summary
-from vlm_grpo.registry import load_task
+from vlm_grpo.eval.summary import summarize, write_predictions, write_summary
+from vlm_grpo.report.samples import write_held_out, write_samples
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.metrics import StepLog, group_metrics, rollout_distributions
-from vlm_grpo.tracking.samples import write_held_out, write_samples
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.metrics import StepLog, group_metrics, rollout_distributions
 from vlm_grpo.types import Completion, Example, Group, Prompt
 
 GROUP_SIZE = 8

@@ -15,11 +15,11 @@ from tiny_models import tiny_model
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.engine.sampling import build_sampling_distribution
+from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.registry import load_task
-from vlm_grpo.trainer import Trainer
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.utils.signals import StopRequest
 
 SMALL = (

@@ -1,4 +1,4 @@
-"""The run that several ranks of ``tests/grpo/test_steps_ahead.py`` make."""
+"""The run that several ranks of ``tests/training/test_steps_ahead.py`` make."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from outside import CopySampler
 from small_runs import small_run
 
-from vlm_grpo import trainer
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.base import Strategy
-from vlm_grpo.grpo import rollout
+from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.training import rollout, trainer
 from vlm_grpo.utils.signals import StopRequest
 
 

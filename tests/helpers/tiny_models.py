@@ -30,11 +30,11 @@ from transformers import (
 from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE, SPECIAL_TOKENS
-from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.linear import use_fast_linears
-from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
-from vlm_grpo.families import load_family
+from vlm_grpo.model.engine.attention import use_shared_attention
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.linear import use_fast_linears
+from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
+from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion

@@ -9,11 +9,11 @@ from tiny_models import noise_example, tiny_model
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import build_sampling_distribution
-from vlm_grpo.families import load_family
 from vlm_grpo.model.adapters import apply_lora_or_freeze
+from vlm_grpo.model.engine.attention import use_shared_attention
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import build_sampling_distribution
+from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vlm_grpo.engine.graphs import DecodeStep
+from vlm_grpo.model.engine.graphs import DecodeStep
 
 
 class TracedStep(TorchDispatchMode):

@@ -10,12 +10,12 @@ from rank_setup import STRATEGIES, make_settings
 from safetensors.torch import load_file
 from transfer_server import GPU, run_transfer_server
 
-from vlm_grpo.distributed.launch import build_accelerator
-from vlm_grpo.grpo import build_updater
+from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.server import direct
-from vlm_grpo.server.client import VllmClient
-from vlm_grpo.server.direct import DirectTransfer, IpcChannel
+from vlm_grpo.serve import direct
+from vlm_grpo.serve.client import VllmClient
+from vlm_grpo.serve.direct import DirectTransfer, IpcChannel
+from vlm_grpo.training.update import build_updater
 
 
 def send_weights(folder: Path, launch: str) -> None:

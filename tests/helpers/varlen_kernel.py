@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest
 
-from vlm_grpo.engine import varlen
+from vlm_grpo.model.engine import varlen
 
 
 def plain_varlen_attn(

@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.engine import norms
-from vlm_grpo.engine.batch import MicroBatch
-from vlm_grpo.engine.decode import SharedDecoder
-from vlm_grpo.engine.sampling import build_sampling_settings
+from vlm_grpo.model.engine import norms
+from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.decode import SharedDecoder
+from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.policy import Policy
 
 RECORDED = Path(__file__).parents[1] / "recorded/work.json"

@@ -20,13 +20,10 @@ from tiny_models import (
     tiny_model,
 )
 
-from vlm_grpo import trainer as trainer_module
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.deploy.export import export
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.linear import Linear
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.model.adapters import (
     apply_lora_or_freeze,
@@ -34,9 +31,12 @@ from vlm_grpo.model.adapters import (
     freeze_parts,
     get_largest_rank,
 )
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.linear import Linear
 from vlm_grpo.model.policy import Policy, load_policy
-from vlm_grpo.server.launch import describe_model, describe_policy
-from vlm_grpo.trainer import train
+from vlm_grpo.serve.launch import describe_model, describe_policy
+from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.trainer import train
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},

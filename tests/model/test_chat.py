@@ -16,8 +16,8 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data_scripts.tiny_vlm import CHAT_TEMPLATE
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import Family, load_family
 from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.families import Family, load_family
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.model.prompts import PromptBuilder, load_prompt_builder
 from vlm_grpo.planning.prompt_sizes import PromptCounter

@@ -10,12 +10,12 @@ import torch
 from small_runs import make_embedded_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
 
-from vlm_grpo.engine import attention, cached_keys, kernels
-from vlm_grpo.engine.batch import MicroBatch
-from vlm_grpo.engine.sampling import SamplingSettings
-from vlm_grpo.engine.shared import PrefixInputs
 from vlm_grpo.errors import UserError
 from vlm_grpo.model import form_check
+from vlm_grpo.model.engine import attention, cached_keys, kernels
+from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.model.engine.shared import PrefixInputs
 from vlm_grpo.model.form_check import FormCheck
 from vlm_grpo.model.policy import Counters, Policy
 from vlm_grpo.types import Completion, Group, Prompt

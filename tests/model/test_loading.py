@@ -18,7 +18,7 @@ from transformers.models.smolvlm import processing_smolvlm
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import Family, PixelBudget
+from vlm_grpo.model.families import Family, PixelBudget
 from vlm_grpo.model.loading import (
     find_largest_dropout,
     get_model_source,

@@ -17,13 +17,13 @@ from tiny_models import (
 )
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.engine.attention import use_shared_attention
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.logprobs import TokenScores
-from vlm_grpo.engine.sampling import SamplingDistribution, SamplingSettings
-from vlm_grpo.families import PromptLayout, load_family
 from vlm_grpo.model import policy as policy_module
 from vlm_grpo.model.adapters import freeze_parts
+from vlm_grpo.model.engine.attention import use_shared_attention
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.logprobs import TokenScores
+from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
+from vlm_grpo.model.families import PromptLayout, load_family
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Counters, Policy
 from vlm_grpo.task import PlainQuestion

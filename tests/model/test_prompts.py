@@ -18,13 +18,13 @@ from tiny_models import (
 )
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import load_family
 from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.families import load_family
 from vlm_grpo.model.prompts import PromptBuilder, load_prompt_builder
-from vlm_grpo.registry import load_task
 from vlm_grpo.task import PlainQuestion, Task
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.chat import IMAGE, Turn
 

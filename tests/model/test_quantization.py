@@ -25,21 +25,21 @@ from tiny_models import pack_groups, sample_groups, sampled_logprobs
 from torch import nn
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
-from vlm_grpo import trainer as trainer_module
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.engine.linear import is_quantized, restore
-from vlm_grpo.engine.sampling import SamplingDistribution
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.families import find_part
 from vlm_grpo.model import quantization
+from vlm_grpo.model.engine.linear import is_quantized, restore
+from vlm_grpo.model.engine.sampling import SamplingDistribution
+from vlm_grpo.model.families import find_part
 from vlm_grpo.model.form_check import HALF_BOUND
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.model.quantization import build_quantization, find_quantized
 from vlm_grpo.planning.memory import estimate_memory
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.workload import Workload
-from vlm_grpo.trainer import train
+from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.trainer import train
 
 # With M-RoPE, with images that see each other and sliding windows, with recurrent layers, and with
 # another projector.
@@ -151,14 +151,16 @@ def test_a_rollout_on_a_gpu_restores_matrices_once_if_there_is_room(
     policy.form_check = None
     prompts = build_prompts(policy, "qwen2_5_vl", 2)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # as on a GPU
-    monkeypatch.setattr("vlm_grpo.engine.rollout_weights._has_room", lambda quantized: has_room)
+    monkeypatch.setattr(
+        "vlm_grpo.model.engine.rollout_weights._has_room", lambda quantized: has_room
+    )
     restored = []
 
     def count(weight: torch.Tensor, to: torch.dtype) -> torch.Tensor:
         restored.append(type(weight).__name__)
         return restore(weight, to)
 
-    monkeypatch.setattr("vlm_grpo.engine.linear.restore", count)
+    monkeypatch.setattr("vlm_grpo.model.engine.linear.restore", count)
     groups = sample_groups(policy, prompts, group_size=2, max_tokens=4096, length=4)
     layers = len(names_of_quantized(policy))
     times = restored.count("Params4bit") // layers

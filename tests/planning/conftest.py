@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.planning import Planner
+from vlm_grpo.planning.planner import Planner
 from vlm_grpo.planning.devices import GIB, Device
 
 

@@ -17,10 +17,10 @@ from work_counts import measure_saved_bytes
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.distributed.optimizer import build_optimizer
-from vlm_grpo.engine import norms, varlen
-from vlm_grpo.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.families import ImageFeatures
+from vlm_grpo.dist.optimizer import build_optimizer
+from vlm_grpo.model.engine import norms, varlen
+from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
+from vlm_grpo.model.families import ImageFeatures
 from vlm_grpo.planning.memory import (
     count_bytes_per_patch,
     count_bytes_per_prompt_token,

@@ -9,11 +9,11 @@ import pytest
 from tiny_models import noise_example
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.engine.sampling import build_sampling_distribution
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.sampling import build_sampling_distribution
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.planning import Planner, plan
+from vlm_grpo.planning.planner import Planner, plan
 
 
 def test_sizes_match_the_policys_prompts(planner: Planner) -> None:

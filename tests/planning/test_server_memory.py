@@ -8,7 +8,7 @@ import pytest
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.planning import Planner, plan
+from vlm_grpo.planning.planner import Planner, plan
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device
 
 OWN = "rollout.vllm.python=/opt/vllm/bin/python"

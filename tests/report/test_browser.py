@@ -17,9 +17,9 @@ from report_page import (
 )
 from report_runs import TASKS, load_few_examples, make_group, write_alarms
 
-from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report, compare_runs
-from vlm_grpo.tracking.samples import write_samples
+from vlm_grpo.report.samples import write_samples
+from vlm_grpo.task.registry import load_task
 
 pytestmark = NEEDS_BROWSER
 

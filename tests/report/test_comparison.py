@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from report_runs import make_run
 
+from vlm_grpo.eval.paired_test import mcnemar_p_value
 from vlm_grpo.report.comparison import build_pairs
 from vlm_grpo.report.run import Run, read_run
-from vlm_grpo.utils.paired_test import mcnemar_p_value
 
 
 @pytest.fixture(scope="module")

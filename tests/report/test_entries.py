@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from report_runs import GROUP_SIZE, load_few_examples, make_group, make_run
 
-from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report
 from vlm_grpo.report.entries import (
     build_held_out_entries,
@@ -20,8 +19,9 @@ from vlm_grpo.report.entries import (
     to_script_json,
 )
 from vlm_grpo.report.run import read_run
+from vlm_grpo.report.samples import write_samples
 from vlm_grpo.task import Task
-from vlm_grpo.tracking.samples import write_samples
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.chat import ThinkingTags, Turn
 

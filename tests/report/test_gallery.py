@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from report_runs import load_few_examples, make_group, make_run
 
-from vlm_grpo.registry import load_task
 from vlm_grpo.report import build_report
 from vlm_grpo.report.entries import to_script_json
 from vlm_grpo.report.gallery import build_gallery
 from vlm_grpo.report.run import read_run
-from vlm_grpo.tracking.samples import THUMBNAIL_BYTES, write_samples
+from vlm_grpo.report.samples import THUMBNAIL_BYTES, write_samples
+from vlm_grpo.task.registry import load_task
 
 
 def test_training_groups_are_thinned_out_evenly(tmp_path: Path) -> None:

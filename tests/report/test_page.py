@@ -15,7 +15,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.report import build_report, compare_runs
 from vlm_grpo.report.panels import build_charts
 from vlm_grpo.report.run import read_run
-from vlm_grpo.trainer import train
+from vlm_grpo.training.trainer import train
 
 HELD_OUT = 12
 

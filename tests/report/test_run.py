@@ -10,10 +10,10 @@ import pytest
 from report_runs import make_run
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.eval.bootstrap import bootstrap_interval
 from vlm_grpo.report import build_report
 from vlm_grpo.report.entries import build_training_entries
 from vlm_grpo.report.run import read_run
-from vlm_grpo.utils.bootstrap import bootstrap_interval
 
 
 def test_change_has_the_values_of_the_evaluations(counting_run: Path) -> None:

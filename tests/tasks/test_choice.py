@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vlm_grpo import registry
+from vlm_grpo.task import registry
 from vlm_grpo.types import Example
 
 OPTIONS = ["red", "green", "blue", "a cat"]

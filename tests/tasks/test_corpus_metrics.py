@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from vlm_grpo.coordinates import PERMILLE
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.coordinates import PERMILLE
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef
 
 IMAGE = ImageRef("image", size=(640, 480), resized_size=(640, 480))

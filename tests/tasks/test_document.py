@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.tasks.document import order_distance
 from vlm_grpo.types import Example
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vlm_grpo import registry
 from vlm_grpo.errors import UserError
+from vlm_grpo.task import registry
 from vlm_grpo.types import Example, ImageRef
 
 OLD = ImageRef("old", size=(100, 100), resized_size=(100, 100))

@@ -22,12 +22,12 @@ from vlm_grpo.cli.validation import validate_task
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
-from vlm_grpo.rewards.scorer import RewardScorer
 from vlm_grpo.task import Task
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.tasks.judged import Judged, read_verdict
-from vlm_grpo.trainer import train
+from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Candidate, Example, ImageRef
 from vlm_grpo.utils import http_json
 from vlm_grpo.utils.chat import Turn

@@ -9,8 +9,8 @@ from importlib import import_module
 import pytest
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
 
 TOWER = r"\boxed{9^{9^{9^{9}}}}"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.registry import load_task
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.tasks.numeric import Quantity, parse_quantity
 from vlm_grpo.types import Example
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from vlm_grpo.coordinates import Box
-from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import Box
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef
 
 make_charts, make_clips, make_screens, make_shapes, make_tables, make_words = (

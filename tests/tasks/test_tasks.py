@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
 
-from vlm_grpo.coordinates import FRAMES, CoordinateFrame
-from vlm_grpo.registry import load_task
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
 
 SHARED = {"format": 0.1, "thought": 0.1, "length": 0.1, "repetition": 0.1}

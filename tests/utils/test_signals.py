@@ -17,11 +17,11 @@ import forked
 import pytest
 from small_runs import assert_same_run, save_tiny_model, small_run
 
-from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.cli import main
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped
-from vlm_grpo.trainer import train
+from vlm_grpo.training.checkpoint.store import list_checkpoints
+from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.signals import StopRequest
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
@@ -165,7 +165,7 @@ def test_the_time_limit_includes_loading(run: Any, monkeypatch: pytest.MonkeyPat
     started = time.monotonic()
     # Loading takes two hours, so the limit expires before the first step.
     monkeypatch.setattr(
-        "vlm_grpo.trainer.set_seed",
+        "vlm_grpo.training.trainer.set_seed",
         lambda _: monkeypatch.setattr(
             "vlm_grpo.utils.signals.time.monotonic", lambda: started + 7200
         ),

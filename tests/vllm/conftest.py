@@ -16,18 +16,13 @@ from accelerate import Accelerator
 from vllm_runs import LORA, make_settings
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.distributed.base import Strategy
-from vlm_grpo.grpo import build_updater
+from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.server.client import VllmClient
-from vlm_grpo.server.launch import (
-    build_command,
-    build_environment,
-    build_program,
-    describe_policy,
-)
-from vlm_grpo.server.process import ServerProcess, find_free_port
-from vlm_grpo.server.sampler import VllmSampler
+from vlm_grpo.serve.client import VllmClient
+from vlm_grpo.serve.launch import build_command, build_environment, build_program, describe_policy
+from vlm_grpo.serve.process import ServerProcess, find_free_port
+from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.training.update import build_updater
 
 START_SECONDS = 400.0
 SHORT = ("--enforce-eager", "--max-model-len=512")

@@ -17,12 +17,12 @@ from vllm_runs import make_settings
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.videos import Clip, VideoReader
-from vlm_grpo.engine.sampling import SamplingSettings
-from vlm_grpo.grpo import build_updater
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.server.chat import ChatClient, Endpoint, build_messages, encode_clip
-from vlm_grpo.server.sampler import VllmSampler
+from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages, encode_clip
+from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import PlainQuestion
+from vlm_grpo.training.update import build_updater
 from vlm_grpo.types import Example, VideoRef
 
 # vLLM's attention on a CPU takes heads of at least 32 dimensions.

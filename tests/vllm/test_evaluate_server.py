@@ -15,11 +15,11 @@ from PIL import Image
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.deploy.predict import Predictor
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluation.evaluate import evaluate
+from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.model.prompts import load_prompt_builder
-from vlm_grpo.server.chat import ChatClient, Endpoint, build_messages
-from vlm_grpo.server.process import ServerProcess, find_free_port
+from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
+from vlm_grpo.serve.process import ServerProcess, find_free_port
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.http_json import ServiceError, get_json

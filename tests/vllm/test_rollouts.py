@@ -14,12 +14,12 @@ from small_runs import read_metrics
 from tiny_models import make_prompt, noise_example, pack_groups, sampled_logprobs
 from vllm_runs import LORA, make_settings
 
-from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_settings
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.server import client as client_module
-from vlm_grpo.server.client import VllmClient
-from vlm_grpo.trainer import train
+from vlm_grpo.serve import client as client_module
+from vlm_grpo.serve.client import VllmClient
+from vlm_grpo.training.trainer import train
 from vlm_grpo.types import Completion, Prompt
 
 

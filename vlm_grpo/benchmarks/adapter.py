@@ -10,8 +10,8 @@ import numpy as np
 
 from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES, apply_rule, get_group
-from vlm_grpo.rules import metric
 from vlm_grpo.task import Task
+from vlm_grpo.task.rewards import metric
 from vlm_grpo.types import Example
 
 ERROR_METRICS = frozenset(

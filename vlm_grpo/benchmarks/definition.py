@@ -14,11 +14,11 @@ from vlm_grpo.benchmarks.adapter import build_benchmark_task, is_error_metric
 from vlm_grpo.benchmarks.official import READERS
 from vlm_grpo.benchmarks.rules import CORPUS_RULES, RULES
 from vlm_grpo.benchmarks.script_outputs import FILE_NAMES
-from vlm_grpo.config.base import Frozen
-from vlm_grpo.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.registry import build_task, load_task_class
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
+from vlm_grpo.task.registry import build_task, load_task_class
 
 
 class Published(Frozen):

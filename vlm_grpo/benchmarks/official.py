@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from vlm_grpo.coordinates import Box
-from vlm_grpo.parsing import LabeledBox, parse_boxes
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import Box
+from vlm_grpo.task.parsing import LabeledBox, parse_boxes
 from vlm_grpo.types import Example
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from vlm_grpo.benchmarks import metrics as official
-from vlm_grpo.coordinates import Box, gold_boxes
-from vlm_grpo.scoring import anls, coco_average_precision, iou, iou_matrix
+from vlm_grpo.task.coordinates import Box, gold_boxes
+from vlm_grpo.task.scores import anls, coco_average_precision, iou, iou_matrix
 from vlm_grpo.types import Example
 
 Rule = Callable[[Any, Example], float]

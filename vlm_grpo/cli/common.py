@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.errors import Stopped, UserError, nearest
+from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 
 if TYPE_CHECKING:
     from vlm_grpo.config.data import DataSettings
     from vlm_grpo.config.prompt import PromptSettings
     from vlm_grpo.model.prompts import PromptBuilder
-    from vlm_grpo.server.chat import Endpoint
+    from vlm_grpo.serve.chat import Endpoint
 
 Recipe = Annotated[
     str,
@@ -177,9 +177,9 @@ class SettingsCommand(TyperCommand):
 
 def _explain_option(option: str) -> None:
     """Raise a UserError if the option is a setting; others are left to the parser."""
-    from vlm_grpo.config.base import known_keys
     from vlm_grpo.config.other_trainers import find_other_setting
     from vlm_grpo.config.run import Settings
+    from vlm_grpo.config.section import known_keys
 
     name = option[2:].replace("-", "_")
     keys = list(known_keys(Settings))
@@ -224,7 +224,7 @@ def build_endpoint(url: str | None, **options: Any) -> Endpoint | None:
         for name in given:
             raise UserError(f"{names.get(name, f'--{name}')} needs --server")
         return None
-    from vlm_grpo.server.chat import Endpoint
+    from vlm_grpo.serve.chat import Endpoint
 
     if "price" in given:
         try:

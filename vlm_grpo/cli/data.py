@@ -97,7 +97,7 @@ def check(
         format_overlap,
         format_report,
     )
-    from vlm_grpo.registry import load_task
+    from vlm_grpo.task.registry import load_task
 
     part = _check_split(split)
     limits = {f"{part}_limit": limit}
@@ -156,7 +156,7 @@ def preview(
     """
     from vlm_grpo.cli.preview import build_preview, write_previews
     from vlm_grpo.data.loading import read_examples
-    from vlm_grpo.registry import load_task
+    from vlm_grpo.task.registry import load_task
 
     part = _check_split(split)
     limits = {f"{part}_limit": rows}

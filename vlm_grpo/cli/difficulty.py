@@ -59,8 +59,8 @@ def difficulty(
     with exit_when_stopped("the same command continues it"):
         values = add_task_override(overrides, task)
         found = run_sampling(recipe, values, checkpoint, (samples, out), endpoint)
-        from vlm_grpo.distributed.launch import initialize_distributed
-        from vlm_grpo.evaluation.sampling import write_difficulty
+        from vlm_grpo.dist.launch import initialize_distributed
+        from vlm_grpo.eval.sampling import write_difficulty
 
         if not initialize_distributed().is_main_process:
             return

@@ -27,7 +27,7 @@ from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
     from vlm_grpo.config.run import Settings
-    from vlm_grpo.server.chat import Endpoint
+    from vlm_grpo.serve.chat import Endpoint
 
 _NO_MODEL = "model=none"
 """Override of an evaluation for which no model must be named."""
@@ -143,7 +143,7 @@ def evaluate(
         values = values if endpoint is None else [_NO_MODEL, *values]
         settings = _benchmark_settings(recipe, data, checkpoint, values)
         with exit_when_stopped("the same command continues it"):
-            from vlm_grpo.evaluation import evaluate
+            from vlm_grpo.eval import evaluate
 
             evaluate.evaluate_benchmark(recipe, settings, checkpoint, split, endpoint)
         return
@@ -152,7 +152,7 @@ def evaluate(
     settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
     written_frame = None if frame is None else get_frame(frame)
     with exit_when_stopped("nothing was written"):
-        from vlm_grpo.evaluation.evaluate import score_benchmark
+        from vlm_grpo.eval.evaluate import score_benchmark
 
         outputs = predictions if layout is None else (layout, predictions)
         score_benchmark(recipe, settings, outputs, written_frame, split)
@@ -168,7 +168,7 @@ def _refuse_checkpoint_override(overrides: Sequence[str]) -> None:
 
 def _refuse_benchmark(name: str) -> None:
     """Refuse the name of a benchmark without rows, which would be sought among the recipes."""
-    from vlm_grpo.benchmarks import benchmark_names, load_benchmark
+    from vlm_grpo.benchmarks.definition import benchmark_names, load_benchmark
     from vlm_grpo.config.recipes import recipe_names
 
     if name in benchmark_names() and name not in recipe_names():
@@ -201,8 +201,8 @@ def _evaluate_recipe(
     settings = load_settings(recipe, overrides)
     remains = "nothing was written" if endpoint is None else "the same command continues it"
     with exit_when_stopped(remains):
-        from vlm_grpo.distributed.launch import initialize_distributed
-        from vlm_grpo.evaluation import evaluate
+        from vlm_grpo.dist.launch import initialize_distributed
+        from vlm_grpo.eval import evaluate
 
         evaluation = evaluate.evaluate(settings, checkpoint, endpoint)
         if initialize_distributed().is_main_process:
@@ -224,7 +224,7 @@ def _benchmark_settings(
     """
     from omegaconf import OmegaConf
 
-    from vlm_grpo.benchmarks import load_benchmark
+    from vlm_grpo.benchmarks.definition import load_benchmark
     from vlm_grpo.config.recipes import build_settings, load_settings
 
     benchmark = load_benchmark(name)

@@ -71,6 +71,6 @@ def plan(
         settings = known.build_known_settings(recipe, overrides or [])
         typer.echo(known.KnownPlanner(settings, gpu, devices, weights, reserved).plan())
         return
-    from vlm_grpo.planning import plan
+    from vlm_grpo.planning.planner import plan
 
     typer.echo(plan(load_settings(recipe, overrides or []), gpu, devices, weights, reserved))

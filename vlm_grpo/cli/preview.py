@@ -11,13 +11,13 @@ from textwrap import shorten
 
 from PIL import Image
 
-from vlm_grpo.drawing import GOLD_COLOR, draw_caption
 from vlm_grpo.errors import UserError
+from vlm_grpo.media.image_decode import encode_data_url
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import Task
+from vlm_grpo.task.drawing import GOLD_COLOR, draw_caption
 from vlm_grpo.types import Example, Prompt
 from vlm_grpo.utils.atomic_io import write_atomic
-from vlm_grpo.utils.image_decode import encode_data_url
 
 OUTPUTS = (".html", ".png")
 """Suffixes of the files that a preview can be written to."""

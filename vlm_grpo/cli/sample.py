@@ -26,8 +26,8 @@ from vlm_grpo.cli.evaluate import Checkpoint
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from vlm_grpo.evaluation.sampling import SampledExamples
-    from vlm_grpo.server.chat import Endpoint
+    from vlm_grpo.eval.sampling import SampledExamples
+    from vlm_grpo.serve.chat import Endpoint
 
 Samples = Annotated[int, typer.Option(min=1, max=4096, help="Completions per training example.")]
 Out = Annotated[Path, typer.Option(metavar="FILE", help="File to write, JSON Lines.")]
@@ -76,8 +76,8 @@ def sample(
     with exit_when_stopped("the same command continues it"):
         values = add_task_override(overrides, task)
         found = run_sampling(recipe, values, checkpoint, (samples, out), endpoint)
-        from vlm_grpo.distributed.launch import initialize_distributed
-        from vlm_grpo.evaluation.sampling import find_outside_folder, write_completions
+        from vlm_grpo.dist.launch import initialize_distributed
+        from vlm_grpo.eval.sampling import find_outside_folder, write_completions
 
         if not initialize_distributed().is_main_process:
             return
@@ -132,6 +132,6 @@ def run_sampling(
             f"--out {out} exists: delete it, or give another file; samples of an earlier call are "
             f"in {settings.run_dir}/sampled and are not taken again"
         )
-    from vlm_grpo.evaluation.sampling import sample_examples
+    from vlm_grpo.eval.sampling import sample_examples
 
     return sample_examples(settings, count, find_checkpoint(checkpoint), endpoint)

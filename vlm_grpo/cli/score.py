@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from vlm_grpo.cli.common import ImageRoot, TaskName, TaskOptions, get_frame, parse_task_options
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.errors import UserError
+from vlm_grpo.task.coordinates import FRAMES
 
 
 def score(
@@ -57,10 +57,10 @@ def score(
     vlm-grpo score grounding --data test.jsonl --predictions rec_results_500.json --format vlm_r1 \\
         --frame resized
     """
-    from vlm_grpo.benchmarks import build_benchmark_task
+    from vlm_grpo.benchmarks.adapter import build_benchmark_task
     from vlm_grpo.cli.scoring import print_json, print_table, score_predictions
     from vlm_grpo.config.data import DataSettings
-    from vlm_grpo.registry import build_task, load_task_class
+    from vlm_grpo.task.registry import build_task, load_task_class
 
     values = parse_task_options(options)
     for name, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.coordinates import RESIZED
 from vlm_grpo.data import load_examples
-from vlm_grpo.evaluation.benchmark_report import find_unread, format_unread
-from vlm_grpo.evaluation.foreign import PREDICTIONS, read_outputs
-from vlm_grpo.rewards.failures import FailureGuard
-from vlm_grpo.rewards.scorer import RewardScorer
+from vlm_grpo.eval.benchmark_report import find_unread, format_unread
+from vlm_grpo.eval.foreign import PREDICTIONS, read_outputs
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import RESIZED
+from vlm_grpo.task.failures import FailureGuard
+from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example, Score
 
 _MAX_TABLE_ROWS = 50

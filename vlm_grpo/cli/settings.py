@@ -11,7 +11,7 @@ import typer
 from vlm_grpo.errors import UserError
 
 if TYPE_CHECKING:
-    from vlm_grpo.config.reference import SettingReference
+    from vlm_grpo.config.listing import SettingReference
 
 WIDTH = 88
 
@@ -35,7 +35,7 @@ def settings(
 
 
 def _list_all() -> Iterator[str]:
-    from vlm_grpo.config.reference import list_blocks, list_settings
+    from vlm_grpo.config.listing import list_blocks, list_settings
 
     blocks, block = list_blocks(), ""
     for setting in list_settings():
@@ -50,10 +50,10 @@ def _list_all() -> Iterator[str]:
 
 
 def _explain(key: str) -> Iterator[str]:
-    from vlm_grpo.config.base import known_keys, suggest_key
+    from vlm_grpo.config.listing import list_blocks, list_settings
     from vlm_grpo.config.other_trainers import find_other_setting
-    from vlm_grpo.config.reference import list_blocks, list_settings
     from vlm_grpo.config.run import Settings
+    from vlm_grpo.config.section import known_keys, suggest_key
 
     found = [s for s in list_settings() if s.key == key or s.key.startswith(f"{key}.")]
     if not found and (other := find_other_setting(key)) is not None:

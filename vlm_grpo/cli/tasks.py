@@ -10,7 +10,7 @@ from vlm_grpo.errors import UserError
 def tasks() -> None:
     """List the installed tasks and recipes."""
     from vlm_grpo.config.recipes import describe_recipe, recipe_names
-    from vlm_grpo.registry import load_task_class, task_names
+    from vlm_grpo.task.registry import load_task_class, task_names
 
     typer.echo("Tasks (or give the path of your own .py file):")
     for name in task_names():

@@ -30,6 +30,6 @@ def train(recipe: Recipe, overrides: Overrides = None, task: RecipeTask = None) 
 
     settings = load_settings(recipe, add_task_override(overrides, task))
     with exit_when_stopped("finished checkpoints are kept (resume=true)"):
-        from vlm_grpo import trainer
+        from vlm_grpo.training import trainer
 
         trainer.train(settings)

@@ -46,7 +46,7 @@ def validate(
     vlm-grpo validate counting 'prompt.template={{ question }} Count twice.'
     """
     from vlm_grpo.cli.validation import validate_task
-    from vlm_grpo.registry import load_task
+    from vlm_grpo.task.registry import load_task
 
     source = data or f"embedded:{task}"
     values, prompt, settings = parse_data_options(options, source, image_root=image_root)

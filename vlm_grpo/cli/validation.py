@@ -14,8 +14,8 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.data import load_examples
 from vlm_grpo.data.checks import describe_lengths
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.rewards.scorer import REWARD_TIMEOUT, RewardScorer, get_full_reward
 from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.scorer import REWARD_TIMEOUT, RewardScorer, get_full_reward
 from vlm_grpo.types import Example, ImageRef, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
 

@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from vlm_grpo.config.base import Frozen
 from vlm_grpo.config.filter import Filter
+from vlm_grpo.config.section import Frozen
 from vlm_grpo.config.sources import (
     IN_MEMORY,
     OptionalSource,
     Source,
     TaskOptions,
     TaskSetting,
-    get_short_name,
     split_task,
 )
+from vlm_grpo.task.names import get_short_name
 
 Column = Literal["id", "images", "videos", "question", "answer", "messages", "task"]
 Split = Literal["train", "eval"]

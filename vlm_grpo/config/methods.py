@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.section import Frozen
 
 
 class ReplaySettings(Frozen):

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vlm_grpo.config.base import Frozen
 from vlm_grpo.config.methods import DistillationSettings, PerceptionSettings, ReplaySettings
+from vlm_grpo.config.section import Frozen
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -87,7 +87,7 @@ class ObjectiveSettings(Frozen):
     """Weight of the KL to the reference policy. 0: no KL and no reference policy."""
 
     kl_estimator: KLEstimator = "k3"
-    """Per-token KL estimator; see ``vlm_grpo.objective.kl``."""
+    """Per-token KL estimator; see ``vlm_grpo.training.objective.kl``."""
 
     kl_in: Literal["loss", "reward"] = "loss"
     """``loss``: add the KL to each token's loss. ``reward``: subtract a completion's sum from its

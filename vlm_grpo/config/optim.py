@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.section import Frozen
 from vlm_grpo.config.warm_start import Schedule, WarmupSteps, check_warmup
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]

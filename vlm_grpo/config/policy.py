@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.section import Frozen
 from vlm_grpo.config.vllm import CHOOSE_SERVERS, VllmSettings
-from vlm_grpo.utils.image_noise import MAX_NOISE_STEPS
+from vlm_grpo.media.image_noise import MAX_NOISE_STEPS
 
 DEFAULT_ROLLOUT_TOKENS = 65_536
 """Number of tokens cached at once where free memory is not known."""

@@ -10,7 +10,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field, field_validator
 
-from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import FAILURES, Task, write_prompt
 from vlm_grpo.types import Example

@@ -20,12 +20,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from vlm_grpo.config.base import MOVED, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.config.data import tag_sources
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.sources import InMemoryRows, get_short_name, is_rows
+from vlm_grpo.config.section import MOVED, describe_missing, describe_problems, flatten, merge
+from vlm_grpo.config.sources import InMemoryRows, is_rows
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.task import Task
+from vlm_grpo.task.names import get_short_name
 
 logger = logging.getLogger(__name__)
 

@@ -13,23 +13,18 @@ from typing import Literal
 import yaml
 from pydantic import Field, NonNegativeInt, model_validator
 
-from vlm_grpo.config.base import Frozen, describe_missing
 from vlm_grpo.config.data import DataSettings, is_mixture
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.policy import PolicySettings, RolloutSettings
 from vlm_grpo.config.prompt import PromptSettings
-from vlm_grpo.config.sources import (
-    TaskOptions,
-    TaskSetting,
-    get_short_name,
-    get_task_name,
-    split_task,
-)
+from vlm_grpo.config.section import Frozen, describe_missing
+from vlm_grpo.config.sources import TaskOptions, TaskSetting, split_task
 from vlm_grpo.config.warm_start import WarmStartSettings
 from vlm_grpo.errors import UserError
+from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.task.names import get_short_name, get_task_name
 from vlm_grpo.utils.atomic_io import write_atomic
-from vlm_grpo.utils.image_noise import DiffusionNoise
 
 MIXED = "mixed"
 """The setting ``task`` of a run whose sources all have tasks of their own."""

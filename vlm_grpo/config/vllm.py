@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.section import Frozen
 
 WeightTransfer = Literal["files", "ipc", "nccl"]
 _OWN = ("gpu_memory_utilization", "max_model_length", "arguments", "sleep_level")

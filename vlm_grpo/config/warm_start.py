@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from vlm_grpo.config.base import Frozen
+from vlm_grpo.config.section import Frozen
 
 Schedule = Literal[
     "constant",

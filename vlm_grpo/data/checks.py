@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vlm_grpo.config.data import DataSettings
-from vlm_grpo.coordinates import gold_boxes
 from vlm_grpo.data.duplicates import ImageHash, find_duplicates, hash_image, measure_difference
 from vlm_grpo.data.loading import read_examples
 from vlm_grpo.data.splits import Split
 from vlm_grpo.errors import bullets
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import gold_boxes
 from vlm_grpo.types import Example, FileSlice, ImageRef, VideoRef
 
 logger = logging.getLogger(__name__)

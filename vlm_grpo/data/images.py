@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, Literal
 
 from PIL import Image
 
+from vlm_grpo.media.image_decode import decode_image, read_size
 from vlm_grpo.types import FileSlice, ImageRef
-from vlm_grpo.utils.image_decode import decode_image, read_size
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """Suffixes by which files and columns of images are recognized."""

@@ -10,12 +10,12 @@ from PIL import Image
 
 from vlm_grpo.config.data import SourceSettings, Split, is_mixture
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.sources import SET_BY_LIBRARY
 from vlm_grpo.data.loading import load_source
 from vlm_grpo.data.store import JoinedExamples
-from vlm_grpo.registry import load_task
-from vlm_grpo.rules import Rule
 from vlm_grpo.task import Task
+from vlm_grpo.task.names import SET_BY_LIBRARY
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.rewards import Rule
 from vlm_grpo.types import Example, ImageRef
 
 

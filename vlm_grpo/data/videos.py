@@ -14,8 +14,8 @@ from qwen_vl_utils.vision_process import smart_nframes
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.data.images import IMAGE_SUFFIXES, ImageReader
+from vlm_grpo.media.video_decode import read_shape
 from vlm_grpo.types import FileSlice, ImageRef, VideoRef
-from vlm_grpo.utils.video_decode import read_shape
 
 VIDEO_SUFFIXES = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv"),

@@ -13,8 +13,8 @@ from vlm_grpo.data.images import IMAGE_SUFFIXES
 from vlm_grpo.data.rows import Row
 from vlm_grpo.data.splits import SPLIT_NAMES, Split
 from vlm_grpo.errors import UserError
+from vlm_grpo.media.image_decode import read_size
 from vlm_grpo.task import Task
-from vlm_grpo.utils.image_decode import read_size
 
 _CONFIGS = ("data.yaml", "data.yml", "dataset.yaml")
 _CLASSES = ("classes.txt", "labels/classes.txt", "obj.names")

@@ -16,16 +16,16 @@ from transformers.utils.logging import disable_progress_bar
 from vlm_grpo.config.data import PILLOW_WARNS_AT
 from vlm_grpo.config.run import Settings
 from vlm_grpo.deploy.predict import read_image
-from vlm_grpo.distributed.launch import initialize_distributed
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import SamplingSettings, build_sampling_distribution
-from vlm_grpo.families import Family
+from vlm_grpo.dist.launch import initialize_distributed
+from vlm_grpo.media.image_decode import encode_png
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_distribution
+from vlm_grpo.model.families import Family
 from vlm_grpo.model.form_check import try_form
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Example, Prompt
-from vlm_grpo.utils.image_decode import encode_png
 
 QUESTION = "What is in the image? Describe every object in a few words."
 GROUP_SIZE = 4

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.deploy.resolve import find_checkpoint
-from vlm_grpo.evaluation import evaluate as evaluation
-from vlm_grpo.server.chat import Endpoint
+from vlm_grpo.eval import evaluate as evaluation
+from vlm_grpo.serve.chat import Endpoint
 
 
 def evaluate(

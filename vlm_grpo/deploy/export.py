@@ -19,17 +19,17 @@ from jinja2 import Environment, StrictUndefined
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.sources import get_short_name
-from vlm_grpo.coordinates import FRAMES
 from vlm_grpo.data import load_run_task
 from vlm_grpo.deploy.merge import Merge, measure_merge, replace_with_dequantized
 from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
-from vlm_grpo.distributed.launch import initialize_distributed
+from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import load_family
+from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel, load_config, load_model
 from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.task.names import get_short_name
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_whole_folder, share_weights
 from vlm_grpo.utils.chat import IMAGE

@@ -10,12 +10,12 @@ import torch
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task, load_split
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.linear import is_quantized, restore
 from vlm_grpo.errors import UserError
-from vlm_grpo.grpo.targets import TargetWriter, write_groups
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.loading import LoadedModel
 from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.training.targets import TargetWriter, write_groups
 
 PROMPTS = 16
 """Number of training examples whose gold answers are scored."""

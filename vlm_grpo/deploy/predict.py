@@ -14,20 +14,20 @@ from transformers.utils.logging import disable_progress_bar
 from vlm_grpo.config.data import DataSettings, VideoSettings
 from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.sources import get_task_name
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.images import ImageReader
 from vlm_grpo.data.messages import read_question
 from vlm_grpo.data.mixture import Mixed
 from vlm_grpo.data.videos import VIDEO_SUFFIXES, Clip, VideoReader
 from vlm_grpo.deploy.resolve import NO_TASK, resolve_model, resolve_unknown
-from vlm_grpo.drawing import PREDICTED_COLOR, draw_caption
 from vlm_grpo.errors import UserError
-from vlm_grpo.evaluation.generate import EvaluatedModel
-from vlm_grpo.evaluation.served import UNKNOWN, load_evaluated_model
-from vlm_grpo.registry import load_task
-from vlm_grpo.server.chat import Endpoint
+from vlm_grpo.eval.generate import EvaluatedModel
+from vlm_grpo.eval.served import UNKNOWN, load_evaluated_model
+from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task
+from vlm_grpo.task.drawing import PREDICTED_COLOR, draw_caption
+from vlm_grpo.task.names import get_task_name
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Completion, Example, ImageRef
 
 ImageInput = str | Path | bytes | Image.Image | Clip

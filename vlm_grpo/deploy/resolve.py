@@ -10,16 +10,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from vlm_grpo.benchmarks import get_held_out_task
-from vlm_grpo.checkpoint.store import list_checkpoints
 from vlm_grpo.config.recipes import Overrides, build_settings, load_settings
 from vlm_grpo.config.run import RUNS, Settings
-from vlm_grpo.config.sources import IN_SESSION
 from vlm_grpo.data import load_run_task
+from vlm_grpo.data.run_data import get_held_out_task
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.evaluation.served import UNKNOWN
+from vlm_grpo.eval.served import UNKNOWN
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.report.run import read_run
+from vlm_grpo.task.names import IN_SESSION
+from vlm_grpo.training.checkpoint.store import list_checkpoints
 from vlm_grpo.utils.jsonl import read_object, read_rows
 
 NO_TASK = "none"

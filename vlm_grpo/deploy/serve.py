@@ -9,8 +9,8 @@ from pathlib import Path
 from vlm_grpo.config.recipes import Overrides, load_settings, recipe_names
 from vlm_grpo.deploy.resolve import resolve_model
 from vlm_grpo.errors import UserError
-from vlm_grpo.server.client import SERVED_NAME
-from vlm_grpo.server.launch import (
+from vlm_grpo.serve.client import SERVED_NAME
+from vlm_grpo.serve.launch import (
     build_command,
     build_environment,
     build_program,

@@ -36,9 +36,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vlm_grpo.config.policy import LoraSettings, PolicySettings
-from vlm_grpo.engine.linear import INITIAL_FACTORS, is_quantized, restore
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import find_part
+from vlm_grpo.model.engine.linear import INITIAL_FACTORS, is_quantized, restore
+from vlm_grpo.model.families import find_part
 from vlm_grpo.utils.jsonl import read_object
 
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, SafetensorError)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vlm_grpo.engine.activations import eval_mode
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.sampling import SamplingSettings
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.activations import eval_mode
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.types import Group, Prompt
 
 if TYPE_CHECKING:

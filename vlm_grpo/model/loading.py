@@ -20,10 +20,7 @@ from transformers import (
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import RUNS, Settings
-from vlm_grpo.engine.activations import enable_gradient_checkpointing
-from vlm_grpo.engine.attention import use_shared_attention
 from vlm_grpo.errors import UserError, nearest
-from vlm_grpo.families import Family, PixelBudget, load_family
 from vlm_grpo.model.adapters import (
     LOAD_ERRORS,
     apply_lora_or_freeze,
@@ -32,6 +29,9 @@ from vlm_grpo.model.adapters import (
     load_adapters,
 )
 from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.engine.activations import enable_gradient_checkpointing
+from vlm_grpo.model.engine.attention import use_shared_attention
+from vlm_grpo.model.families import Family, PixelBudget, load_family
 from vlm_grpo.model.hub import check_reachable
 from vlm_grpo.model.one_reader import has_one_reader, read_once
 from vlm_grpo.model.quantization import build_quantization, check_quantization

@@ -16,37 +16,37 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
-from vlm_grpo.coordinates import CoordinateFrame
-from vlm_grpo.engine import kernels
-from vlm_grpo.engine.activations import eval_mode
-from vlm_grpo.engine.attention import plain_attention
-from vlm_grpo.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.engine.decode import SharedDecoder
-from vlm_grpo.engine.graphs import GraphCapture, describe_steps, get_capture
-from vlm_grpo.engine.kv_cache import count_free_tokens
-from vlm_grpo.engine.linear import use_fast_linears
-from vlm_grpo.engine.logprobs import ScoringSettings, TokenScores
-from vlm_grpo.engine.norms import use_fused_norms
-from vlm_grpo.engine.repeated import Padding, sample_repeated, score_repeated
-from vlm_grpo.engine.rollout_weights import rollout_weights
-from vlm_grpo.engine.sampling import (
+from vlm_grpo.model.adapters import is_adapter_weight, save_weights
+from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine.activations import eval_mode
+from vlm_grpo.model.engine.attention import plain_attention
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.decode import SharedDecoder
+from vlm_grpo.model.engine.graphs import GraphCapture, describe_steps, get_capture
+from vlm_grpo.model.engine.kv_cache import count_free_tokens
+from vlm_grpo.model.engine.linear import use_fast_linears
+from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
+from vlm_grpo.model.engine.norms import use_fused_norms
+from vlm_grpo.model.engine.repeated import Padding, sample_repeated, score_repeated
+from vlm_grpo.model.engine.rollout_weights import rollout_weights
+from vlm_grpo.model.engine.sampling import (
     SamplerState,
     SamplingDistribution,
     SamplingSettings,
     build_sampling_distribution,
     draw_uniforms,
 )
-from vlm_grpo.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, score_shared
-from vlm_grpo.engine.vision import ImageEncoder
-from vlm_grpo.families import ImageFeatures, find_part
-from vlm_grpo.families.shared_form import Unit
-from vlm_grpo.families.transfer import copy_to
-from vlm_grpo.model.adapters import is_adapter_weight, save_weights
-from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, score_shared
+from vlm_grpo.model.engine.vision import ImageEncoder
+from vlm_grpo.model.families import ImageFeatures, find_part
+from vlm_grpo.model.families.shared_form import Unit
 from vlm_grpo.model.form_check import FormCheck
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.prompts import PromptBuilder, get_context_length
+from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import CoordinateFrame
 from vlm_grpo.types import Completion, Example, Prompt, StopReason
 from vlm_grpo.utils.timing import Stopwatch
 

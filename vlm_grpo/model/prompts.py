@@ -17,15 +17,15 @@ from PIL import Image
 
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.data.store import SelectedExamples
-from vlm_grpo.engine.limits import RECENT_IMAGES
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.families import Family, PixelBudget, load_family
 from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.engine.limits import RECENT_IMAGES
+from vlm_grpo.model.families import Family, PixelBudget, load_family
 from vlm_grpo.model.image_cache import ImageCache
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.task import Task
+from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 from vlm_grpo.types import Example, ImageRef, Prompt, VideoRef
 from vlm_grpo.utils.chat import IMAGE, THINK_TAGS, ThinkingTags, Turn
 

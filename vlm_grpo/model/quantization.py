@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_bitsandbytes_available
 
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import find_part
+from vlm_grpo.model.families import find_part
 
 _OPTIONS = {"quant_type", "double_quant", "quantized_parts"}
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vlm_grpo.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
+from vlm_grpo.model.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
 from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
 from vlm_grpo.planning.workload import Workload
 

@@ -10,8 +10,8 @@ from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data import load_run_task, load_split
 from vlm_grpo.data.filtering import filter_examples
 from vlm_grpo.errors import UserError
-from vlm_grpo.families import load_family
 from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import get_pixel_budget, load_config, load_processor
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.devices import Device, find_device

@@ -10,7 +10,7 @@ from functools import cache
 from PIL import Image
 
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.families import PixelBudget
+from vlm_grpo.model.families import PixelBudget
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.planning.workload import PromptSize
 from vlm_grpo.task import Task

@@ -11,8 +11,8 @@ from typing import Literal, Self
 from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS, PolicySettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.vllm import choose_adapter_level
-from vlm_grpo.engine.limits import LOGIT_BYTES, fit_tokens
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
 from vlm_grpo.planning.changes import suggest_changes, with_changes
 from vlm_grpo.planning.devices import CONTEXT, Device, find_device
 from vlm_grpo.planning.memory import Memory, count_key_bytes, estimate_memory

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vlm_grpo.config.optim import OptimizerName
 from vlm_grpo.config.policy import Checkpointing, PolicySettings
-from vlm_grpo.engine.limits import ROUNDED_AT_ONCE
+from vlm_grpo.model.engine.limits import ROUNDED_AT_ONCE
 
 Precision = Literal["float32", "bfloat16", "autocast"]
 """Precision of weights and computation; ``autocast``: float32 weights, bfloat16 computation."""

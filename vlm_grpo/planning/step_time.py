@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vlm_grpo.engine.batch import GroupSlice
+from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.planning.devices import Device
 from vlm_grpo.planning.shape import ModelShape
 from vlm_grpo.planning.workload import Workload

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from vlm_grpo.eval.paired_test import adjust_p_values, compare_pairs
 from vlm_grpo.report.entries import display_text
 from vlm_grpo.report.run import HeldOutEvaluation, Run, read_outputs
-from vlm_grpo.utils.paired_test import adjust_p_values, compare_pairs
 
 FEW_PAIRS = 3
 """With more pairs of runs, only the primary metric is tested."""

@@ -15,9 +15,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from vlm_grpo.config.sources import get_short_name
-from vlm_grpo.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.errors import UserError
+from vlm_grpo.eval.bootstrap import format_value
 from vlm_grpo.report.charts import Chart, pack_charts
 from vlm_grpo.report.comparison import Pair, build_pairs
 from vlm_grpo.report.entries import KINDS, display_text, to_script_json
@@ -31,8 +30,9 @@ from vlm_grpo.report.sweep import (
     choose_swept,
     list_differences,
 )
+from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
+from vlm_grpo.task.names import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
-from vlm_grpo.utils.bootstrap import format_value
 
 SCRIPTS = ("base.js", "scales.js", "charts.js", "gallery.js", "comparison.js")
 MAX_CARDS = 3

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vlm_grpo.config.base import flatten
+from vlm_grpo.config.section import flatten
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.entries import display_text

@@ -1,0 +1,113 @@
+"""The base of settings: dotted keys, nested values, and messages about wrong values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import flatten, known_keys, merge
+from vlm_grpo.errors import UserError
+
+
+def get_error(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_settings("counting", overrides)
+    return str(caught.value)
+
+
+def test_known_keys_include_those_of_optional_blocks():
+    assert {"policy.lora.r", "objective.beta", "task"} <= set(known_keys(Settings))
+
+
+def test_flatten_joins_keys_by_dots_and_drops_empty_blocks():
+    values: dict[Any, Any] = {"a": {"b": {"c": 1}, "d": {}}, 2: 3}
+
+    assert flatten(values) == {"a.b.c": 1, "2": 3}
+
+
+def test_merge_leaves_the_merged_values_unchanged():
+    recipe = {"optim": {"lr": 1}}
+    target: dict[str, Any] = {}
+
+    merge(target, recipe)
+    merge(target, {"optim.lr": 2, "policy": None})
+    merge(target, {"policy.lora": {}})
+
+    assert target == {"optim": {"lr": 2}, "policy": {"lora": {}}}
+    assert recipe == {"optim": {"lr": 1}}
+
+
+def test_merge_keeps_dots_inside_the_mapping_of_an_option():
+    target: dict[str, Any] = {"task_options": {"tags": True}}
+
+    merge(target, {"task_options.labels": {"a.b": {"c.d": 1}}, "task_options": {"x": {"y.z": 2}}})
+
+    assert target["task_options"] == {"tags": True, "labels": {"a.b": {"c.d": 1}}, "x": {"y.z": 2}}
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("cuda_graphs=true", "rollout.cuda_graphs"),  # without its block
+        ("rollout.num_generation=4", "rollout.num_generations"),
+        ("policy.lora.rnk=3", "policy.lora.r"),
+        ("optm={}", "optim"),
+        ("zebra=1", None),
+    ],
+)
+def test_unknown_key_error_suggests_the_nearest_known_key(override, suggestion):
+    message = get_error(override)
+
+    assert f"unknown key {override.partition('=')[0]}" in message
+    assert (
+        (f"did you mean {suggestion}?" in message)
+        if suggestion
+        else ("did you mean" not in message)
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("num_generations=4", "TRL's num_generations is rollout.num_generations here"),
+        ("optim.learning_rate=1e-6", "TRL's learning_rate is optim.lr here"),
+        ("policy.lora.rank=3", "EasyR1's worker.actor.model.lora.rank is policy.lora.r here"),
+        ("load_in_4bit=true", "TRL's load_in_4bit is policy.load_in (4bit or 8bit, with policy"),
+    ],
+)
+def test_a_setting_of_another_trainer_is_explained(override, expected):
+    assert f"unknown key {override.partition('=')[0]}: {expected}" in get_error(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lr=abc", 'optim.lr="abc" should be a number'),
+        ("seed=true", "seed=true should be a whole number"),
+        ("rollout.num_generations='4'", 'num_generations="4" should be a whole number'),
+        ("rollout.stop=end", 'rollout.stop="end" should be a list'),
+        ("policy.dtype=fp16", "should be 'float32' or 'bfloat16'"),
+        ("policy.lora.target=3", "policy.lora.target=3 should be 'language' or 'all' or be a list"),
+        ("data=null", "data=null should be a mapping of keys"),
+        ("rollout.num_generations=1", "rollout.num_generations=1 should be greater than or equal"),
+        ("optim.lr=.inf", "should be a finite number"),
+        ("name=../up", 'name="../up" should match'),
+        ("seed.x=1", 'seed={"x": 1} should be a whole number'),
+        ("objective.loss_type=ppo", 'objective.loss_type="ppo" should be'),
+        ("optim.betas=[0.9]", "optim.betas=[0.9] should have 2 items"),
+        ("optim.betas=[]", "optim.betas=[] should have 2 items"),
+        ("optim.betas=[0.9,0.99,1]", "optim.betas=[0.9, 0.99, 1] should have at most 2 items"),
+    ],
+)
+def test_wrong_value_error_names_the_expected_type(override, expected):
+    assert expected in get_error(override)
+
+
+def test_all_problems_are_reported_at_once():
+    message = get_error("optim.lr=abc", "zebra=1", "policy.dtype=fp16")
+
+    assert message.count("\n  - ") == 3
+    assert all(key in message for key in ("optim.lr", "zebra", "policy.dtype"))

@@ -1,0 +1,379 @@
+"""Launches of one, two and four processes make the same steps under every strategy."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_cases import run_launch
+from rank_setup import BFLOAT16
+from safetensors.torch import load_file
+from small_runs import assert_same_weights, read_metrics
+
+from vlm_grpo.training.checkpoint.store import CorruptCheckpoint, verify_checkpoint
+from vlm_grpo.deploy.export import export
+from vlm_grpo.deploy.resolve import resolve_model
+from vlm_grpo.model.loading import load_model
+
+TWO = ["ddp-2", "fsdp-2", "fsdp_held-2"]
+FOUR = ["ddp-4", "fsdp-4", "hsdp-4"]
+RESUMED = ["ddp-2-resumed", "fsdp-2-resumed", "fsdp_held-2-resumed", "ddp-1-resumed"]
+RESUMED += ["fsdp_offload-2-resumed"]
+ZERO = ["zero2-2", "zero3-2"]
+ZERO_RESUMED = [
+    "zero2-2-resumed",
+    "ddp-1-resumed_zero2",
+    "zero3-2-resumed",
+    "fsdp-2-resumed_zero3",
+]
+CASES = {
+    **{"ddp-2": 18, "fsdp-2": 8, "fsdp_held-2": 7, "zero2-2": 7, "zero3-2": 8},
+    **{"ddp-4": 8, "fsdp-4": 3, "hsdp-4": 2},
+}
+"""Number of float32 cases of each launch, of the 18 of ``ddp-1``."""
+OF_EXAMPLES = ("sources/", "rewards/", "curriculum/", "replay/")
+"""Beginnings of the names of metrics of a run's examples."""
+needs_deepspeed = pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed"
+)
+
+Step = dict[str, Any]
+Results = dict[str, dict[str, list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all launches."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+def run_launches(folder: Path, launches: list[str]) -> Results:
+    """Return the results of each launch by case. Launches without results in the folder are run."""
+    for name in launches:
+        if not (folder / f"{name}.pt").exists():
+            run_launch(folder, name)
+    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in launches}
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return ‖found − expected‖ / ‖expected‖ over all tensors, or ‖found‖ if that divides by 0."""
+    assert found.keys() == expected.keys()
+    error = sum(float((found[n] - expected[n]).double().square().sum()) for n in expected)
+    norm = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    return (error / norm) ** 0.5 if norm else error**0.5
+
+
+def select_steps(results: dict[str, Any]) -> dict[str, list[Step]]:
+    """Select the float32 cases with the metrics and gradients of each step."""
+    return {
+        case: steps
+        for case, steps in results.items()
+        if "bfloat16" not in case and isinstance(steps[0], dict) and "grads" in steps[0]
+    }
+
+
+def compare_with_one_process(results: Results) -> None:
+    expected = select_steps(results["ddp-1"])
+    assert len(expected) == 18
+    for launch in results.keys() - {"ddp-1"}:
+        found = select_steps(results[launch])
+        assert expected.keys() >= found.keys()
+        assert len(found) == CASES[launch]
+        for case, steps in found.items():
+            for a, b in zip(expected[case], steps, strict=True):
+                # float32 sums in another order; after a few steps of Adam at most 5e-6.
+                assert distance(b["grads"], a["grads"]) < 1e-5, (launch, case)
+                names = ("reward", "reward_std", "frac_reward_zero_std", "loss", "entropy")
+                # What the sources of a mixture earned, what a curriculum chose, what was replayed.
+                of_examples = [n for n in a["metrics"] if n.startswith(OF_EXAMPLES)]
+                names = {*names, "mean_token_accuracy", "grad_norm"} & a["metrics"].keys()
+                for name in [*names, *of_examples]:
+                    value = pytest.approx(a["metrics"][name], rel=1e-4, abs=1e-6)
+                    assert b["metrics"][name] == value, (launch, case, name)
+
+
+# The steps.
+
+
+def test_two_processes_make_the_steps_of_one(folder: Path) -> None:
+    results = run_launches(folder, ["ddp-1", *TWO])
+    compare_with_one_process(results)
+    decodes = {
+        launch: sum(s["metrics"]["work/image_decodes"] for s in cases["steps, full"])
+        for launch, cases in results.items()
+    }
+    # Groups were moved: the ranks that got them read their images again.
+    assert all(decodes[launch] > decodes["ddp-1"] for launch in TWO)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_gradients_sent_in_the_backward_pass_equal_those_sent_after_it(
+    folder: Path, kind: str
+) -> None:
+    is_equal, sent = run_launches(folder, ["ddp-2"])["ddp-2"][f"overlap, {kind}"]
+    assert is_equal
+    assert sent >= 1  # adapters fit into few buckets
+
+
+def test_two_processes_share_an_evaluation_and_its_errors(folder: Path) -> None:
+    results = run_launches(folder, ["ddp-1", "ddp-2"])
+    (alone, all_twelve), failed = results["ddp-1"]["evaluation"]
+    assert (len(alone), all_twelve) == (12, 12)
+    assert "missing.png" in failed[0]
+    (shared, six), failed = results["ddp-2"]["evaluation"]
+    assert (shared, six) == (alone, 6)  # each output is scored by one process
+    # The first process, whose results these are, has read its own examples.
+    assert "another process of this run has failed" in failed[0]
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_two_processes_with_deepspeed_make_the_steps_of_one(folder: Path) -> None:
+    compare_with_one_process(run_launches(folder, ["ddp-1", *ZERO]))
+
+
+@pytest.mark.slow
+def test_four_processes_make_the_steps_of_one(folder: Path) -> None:
+    results = run_launches(folder, ["ddp-1", *FOUR])
+    compare_with_one_process(results)
+    traffic = results["hsdp-4"]["communication, full"][0]  # two replicas of two shards
+    assert traffic["passes"] > 1
+    scattered = 4 * (traffic["passes"] * traffic["layers"] + traffic["base"] - traffic["layers"])
+    assert traffic["bytes"]["_reduce_scatter_base_"] == scattered
+    assert 0 <= traffic["bytes"]["allreduce_"] - scattered // 2 < 100
+
+
+def test_the_cases_are_uneven(folder: Path) -> None:
+    results = run_launches(folder, ["ddp-1"])["ddp-1"]
+    mixed = [step["metrics"] for step in results["a mixture"]]
+    assert all(row["sources/plain/reward"] > 0 < row["sources/half/reward"] for row in mixed)
+    assert any(step["metrics"]["replay/groups"] for step in results["a curriculum and replay"])
+    steps = [step["metrics"] for steps in select_steps(results).values() for step in steps]
+    metrics = [row for row in steps if "frac_reward_zero_std" in row]  # not of supervised steps
+    # Groups with and without spread in one step: on four ranks some rank has no useful group.
+    assert any(0 < row["frac_reward_zero_std"] < 1 for row in metrics)
+    assert any(row["frac_reward_zero_std"] == 1 for row in metrics)
+    assert any(row["resampled_groups"] for row in metrics)
+    lengths = [row["completions/max_length"] - row["completions/min_length"] for row in metrics]
+    assert max(lengths) > 0  # otherwise all types of loss would be equal
+    assert len({row["reward"] for row in metrics}) > 3
+
+
+@pytest.mark.parametrize(
+    ("launch", "kind"),
+    [
+        pytest.param(*(launch, kind), marks=[pytest.mark.slow, needs_deepspeed] * (launch in ZERO))
+        for launch in ("fsdp-2", "fsdp_held-2", *ZERO)
+        for kind in BFLOAT16[launch]
+    ],
+)
+def test_sharded_weights_compute_in_bfloat16_as_replicated_weights_do(
+    folder: Path, launch: str, kind: str
+) -> None:
+    results = run_launches(folder, ["ddp-1", *TWO, launch])
+    case = f"bfloat16, {kind}"
+    # DeepSpeed's clipping rounds differently: after a step some weights differ in the last bit,
+    # which bfloat16 turns into 2 % of the next gradient. Therefore its launches make one step.
+    steps, expected = results[launch][case], results["ddp-2"][case]
+    assert len(steps) == (1 if launch in ZERO else 2)
+    for a, b in zip(expected, steps, strict=False):
+        assert b["metrics"]["reward"] == a["metrics"]["reward"]
+        # The same values are rounded in the same places and summed in another order. With norms or
+        # a residual stream in bfloat16 other tokens are sampled, and the distance is 1.
+        assert distance(b["grads"], a["grads"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "fsdp_offload-2",
+        *(
+            pytest.param(f"{name}_offload-2", marks=[pytest.mark.slow, needs_deepspeed])
+            for name in ("zero2", "zero3")
+        ),
+    ],
+)
+def test_weights_and_state_in_main_memory_make_the_same_steps(folder: Path, launch: str) -> None:
+    """On a CPU nothing is copied; that the strategy was asked to is in its results."""
+    plain = launch.replace("_offload", "")
+    results = run_launches(folder, ["ddp-1", plain, launch])
+    assert results[launch]["offloaded"] == [True]
+    for a, b in zip(results[plain]["steps, full"], results[launch]["steps, full"], strict=True):
+        assert b["metrics"]["reward"] == a["metrics"]["reward"]
+        assert distance(b["grads"], a["grads"]) < 1e-5  # other sums of the gradient's norm
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("launch", ["ddp-1", *ZERO])
+def test_an_infinite_gradient_changes_no_weight(folder: Path, launch: str) -> None:
+    assert run_launches(folder, [launch])[launch]["infinite gradient"] == [1, True, 0]
+
+
+def test_out_of_memory_on_one_rank_with_sharded_weights_ends_all(folder: Path) -> None:
+    names = ["fsdp-2-oom", "fsdp_held-2-oom"]
+    run_launches(folder, names)
+    for name in names:
+        last, first = ((folder / f"{name}.{rank}").read_text() for rank in ("last", "first"))
+        assert re.search(r"out of memory .* resume=true optim\.max_tokens_per_batch=\d+$", last)
+        assert first.startswith("another process of this run has died")
+        checkpoints = folder / "runs" / name / "checkpoints"
+        assert [path.name for path in checkpoints.iterdir()] == ["step-1"]
+        verify_checkpoint(checkpoints / "step-1")
+
+
+def test_a_late_rank_ends_all_with_one_message_that_names_it(folder: Path) -> None:
+    run_launches(folder, ["ddp-2-late"])  # both processes end with status 2
+    message, nothing = ((folder / f"ddp-2-late.{rank}").read_text() for rank in (0, 1))
+    assert nothing == ""
+    first, rank, remedy = message.splitlines()
+    assert first == "error: 1 of 2 processes did not arrive within ddp_timeout=2 s:"
+    assert re.fullmatch(r"  rank 1 on \S+: in phase update, after step 1 of 4 and 0 of 2 .*", rank)
+    assert "(in phase update, after step 1 of 4" in remedy
+    assert "raise ddp_timeout" in remedy
+    run = folder / "runs" / "ddp-2-late"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-1"]
+    verify_checkpoint(run / "checkpoints" / "step-1")
+    assert [row["step"] for row in read_metrics(run)] == [0]
+
+
+# The communication.
+
+
+def test_communication_is_what_the_guide_states(folder: Path) -> None:
+    results = run_launches(folder, ["ddp-1", *TWO])
+    small = 20_000  # bytes of pickled rewards, metrics and flags
+    for kind in ("full", "lora"):
+        traffic = {name: results[name][f"communication, {kind}"][0] for name in results}
+        assert not traffic["ddp-1"]["calls"]
+        for launch in TWO:
+            counts = traffic[launch]
+            base, layers, sent = counts["base"], counts["layers"], counts["bytes"]
+            is_full, is_streamed = kind == "full", launch == "fsdp-2"
+            passes = counts["passes"] if is_streamed else 0
+            # Frozen weights outside the layers stay gathered from one step to the next.
+            gathered_again = base - layers if is_streamed and is_full else 0
+            gathered = base + gathered_again + 2 * passes * layers
+            if launch == "ddp-2" or (launch == "fsdp_held-2" and not is_full):
+                gathered = 0  # never sharded, or unchanged since the first step
+            is_sharded = is_full and launch != "ddp-2"
+            scattered = (passes * layers + base - layers if is_streamed else base) * is_sharded
+            reduced = 0 if is_sharded else counts["trained"]
+            assert 0 <= sent.get("_allgather_base_", 0) - 4 * gathered < small, launch
+            assert sent.get("_reduce_scatter_base_", 0) == 4 * scattered, launch
+            # In addition the step's totals, and the flags of errors and stop requests.
+            assert 0 <= sent["allreduce_"] - 4 * reduced < 100, launch
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_communication_of_deepspeed_is_what_the_guide_states(folder: Path) -> None:
+    results = run_launches(folder, ZERO)
+    small = 20_000  # bytes of pickled rewards, metrics and flags, and of padding
+    for kind in ("full", "lora"):
+        for launch in ZERO:
+            counts = results[launch][f"communication, {kind}"][0]
+            trained, sent = counts["trained"], counts["bytes"]
+            is_zero3 = launch == "zero3-2"
+            # All weights are gathered for the rollout and again for the update.
+            gathered = 2 * counts["all"] if is_zero3 else trained
+            reduced, scattered = (0, trained) if is_zero3 else (trained, 0)
+            assert 0 <= sent["_allgather_base_"] - 4 * gathered < small, launch
+            assert 0 <= sent.get("_reduce_scatter_base_", 0) - 4 * scattered < small, launch
+            # In addition the step's totals, flags, and the parts of the gradient norm.
+            assert 0 <= sent["allreduce_"] - 4 * reduced < 100, launch
+
+
+# Resumed runs.
+
+
+def check_resumed_runs(folder: Path, launches: list[str]) -> None:
+    """Check that resumed runs have the steps and final weights of an uninterrupted one."""
+    run_launches(folder, ["ddp-1", *TWO])  # each leaves the beginning of a run
+    results = run_launches(folder, ["ddp-1-uninterrupted", *launches])
+    uninterrupted = results["ddp-1-uninterrupted"]["run"]
+    assert len(uninterrupted) == 4
+    expected = load_weights(folder, "ddp-1-uninterrupted", step=4)
+    change = distance(load_weights(folder, "ddp-1", step=2), expected)
+    for name in launches:
+        for a, b in zip(uninterrupted, results[name]["run"], strict=True):
+            for key in ("reward", "loss", "kl", "grad_norm"):
+                assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-6), (name, key)
+        # Rounding makes 2e-5 of the change in the last two steps; a lost optimizer state, 1.3.
+        assert distance(load_weights(folder, name, step=4), expected) < 1e-3 * change, name
+
+
+def load_weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
+    """Load the weights of a checkpoint as evaluations and exports do."""
+    choice = resolve_model(str(folder / "runs" / run), step=step)
+    model = load_model(choice.settings, choice.checkpoint, training=False).model
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def test_a_run_resumes_with_any_number_of_processes(folder: Path) -> None:
+    check_resumed_runs(folder, RESUMED)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_resumes_with_four(folder: Path) -> None:
+    check_resumed_runs(folder, ["fsdp-4-resumed"])
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_run_resumes_with_deepspeed_and_without_it_again(folder: Path) -> None:
+    run_launches(folder, ZERO)
+    check_resumed_runs(folder, ZERO_RESUMED)
+
+
+def test_sharded_runs_interrupted_within_a_step_resume_bit_for_bit(folder: Path) -> None:
+    run_launches(folder, ["ddp-1", *TWO])
+    names = ["fsdp-2-resumed", "fsdp-2-uninterrupted"]
+    run_launches(folder, names)
+    begun, resumed, expected = (folder / "runs" / name for name in ("fsdp-2", *names))
+    assert [path.name for path in (begun / "checkpoints").iterdir()] == ["step-2-1"]
+    for a, b in zip(read_metrics(expected), read_metrics(resumed), strict=True):
+        # A resumed run decodes images again that the other has in its cache.
+        assert {**b, "work/image_decodes": a["work/image_decodes"]} == a
+    assert_same_weights(expected / "checkpoints" / "step-4", resumed / "checkpoints" / "step-4")
+
+
+# Sharded checkpoints.
+
+
+def test_a_sharded_checkpoint_can_be_used_as_a_model(folder: Path, tmp_path: Path) -> None:
+    run_launches(folder, ["ddp-1", *TWO])
+    sharded, full = (
+        folder / "runs" / run / "checkpoints" / "step-2-1" for run in ("fsdp_held-2", "ddp-2")
+    )
+    names = {path.name for path in sharded.iterdir()}
+    parts = [f"0000{rank}-of-00002.safetensors" for rank in (1, 2)]
+    for kind in ("model", "optimizer", "reference"):
+        files = [f"{kind}-{part}" for part in parts]
+        assert names >= set(files)
+        sizes = [(sharded / file).stat().st_size for file in files]
+        assert max(sizes) < 1.1 * min(sizes)  # the largest weight is a tenth of the tiny model
+        full_size = (full / f"{kind}.safetensors").stat().st_size
+        assert sum(sizes) == pytest.approx(full_size, rel=0.02)  # each tensor once, and headers
+    assert "model.safetensors" not in names
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    expected = load_file(full / "model.safetensors")
+    assert sorted(index["weight_map"]) == sorted(expected)
+    exported = load_file(next(export(str(sharded), tmp_path / "out").glob("*.safetensors")))
+    change = distance(load_file(folder / "model" / "model.safetensors"), expected)
+    found = {name: exported[name] for name in expected}
+    assert distance(found, expected) < 1e-3 * change
+    (sharded / f"optimizer-{parts[1]}").write_bytes(b"")
+    with pytest.raises(CorruptCheckpoint, match=parts[1]):
+        verify_checkpoint(sharded)
+
+
+def test_a_part_that_cannot_be_written_leaves_no_checkpoint(folder: Path) -> None:
+    error, files = run_launches(folder, ["fsdp_held-2"])["fsdp_held-2"]["failed part"]
+    assert error.startswith("another process of this run has failed")
+    assert files == []

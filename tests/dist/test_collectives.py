@@ -1,0 +1,160 @@
+"""Exchanges between ranks, the balance of their work, and the errors of lost ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vlm_grpo.dist import collectives
+from vlm_grpo.dist.collectives import (
+    any_rank,
+    balance_by_cost,
+    explain_lost_rank,
+    fail_together,
+    plan_moves,
+    sum_over_ranks,
+)
+from vlm_grpo.errors import UserError
+
+
+def make_two_ranks() -> Accelerator:
+    """Build an accelerator of two ranks."""
+    return cast(Any, SimpleNamespace(num_processes=2, device=torch.device("cpu")))
+
+
+def set_other_flag(monkeypatch: pytest.MonkeyPatch, flag: bool) -> None:
+    """Let the other rank contribute a flag to every sum."""
+    monkeypatch.setattr(collectives.utils, "reduce", lambda flags, _: flags + float(flag))
+
+
+@given(costs=st.lists(st.integers(1, 5000), max_size=60), world_size=st.integers(1, 9))
+def test_costs_are_balanced_over_ranks(costs: list[int], world_size: int) -> None:
+    shares = balance_by_cost(costs, world_size)
+    assert sorted(item for share in shares for item in share) == list(range(len(costs)))
+    totals = [sum(costs[item] for item in share) for share in shares]
+    # Graham 1969: the longest-processing-time rule is at most 4/3 of the optimum, which is at
+    # least the mean and at least the most expensive item.
+    bound = max([sum(costs) / world_size, *costs, 0])
+    descending = sorted(costs, reverse=True)
+    if len(costs) > world_size:  # two of the world_size + 1 most expensive items share a rank
+        bound = max(bound, descending[world_size - 1] + descending[world_size])
+    assert max(totals) <= 4 / 3 * bound + 1e-9
+    if len(costs) >= world_size:
+        assert all(shares)
+
+
+def test_free_items_are_balanced_by_number() -> None:
+    assert [len(share) for share in balance_by_cost([0] * 6, 3)] == [2, 2, 2]
+
+
+shares_of_ranks = st.lists(st.integers(0, 5000), max_size=40).flatmap(
+    lambda costs: st.tuples(
+        st.just(costs), st.lists(st.integers(0, 4), min_size=len(costs), max_size=len(costs))
+    )
+)
+
+
+@given(shares_of_ranks)
+def test_moves_lower_the_highest_total(costs_and_homes: tuple[list[int], list[int]]) -> None:
+    costs, homes = costs_and_homes
+    shares = [{i: costs[i] for i, home in enumerate(homes) if home == rank} for rank in range(5)]
+    moves = plan_moves(shares)
+    owners = [moves.get(item, home) for item, home in enumerate(homes)]
+    assert all(moves[item] != homes[item] for item in moves)
+    before, after = (
+        [sum(costs[i] for i, owner in enumerate(where) if owner == rank) for rank in range(5)]
+        for where in (homes, owners)
+    )
+    assert max(after) < max(before) or not moves
+    if max(after) > 1.02 * sum(costs) / 5:  # moving no item of the highest rank would help
+        high = after.index(max(after))
+        own = [costs[i] for i, owner in enumerate(owners) if owner == high and costs[i]]
+        assert all(cost >= max(after) - min(after) for cost in own)
+
+
+def test_few_moves_even_out_skewed_lengths() -> None:
+    # Eight ranks with four groups each, shared out by their prompts. The completions' lengths are
+    # log-normal (a few are ten times the median), and a third of the groups has no gradient.
+    random = np.random.default_rng(0)
+    prompts = random.integers(200, 1500, 32)
+    tokens = prompts + np.minimum(random.lognormal(5.5, 1.0, (8, 32)), 2048).astype(int).sum(0)
+    tokens[random.random(32) < 1 / 3] = 0
+    shares = [{i: int(tokens[i]) for i in own} for own in balance_by_cost(prompts.tolist(), 8)]
+    moves = plan_moves(shares)
+    kept = [sum(c for i, c in own.items() if i not in moves) for own in shares]
+    after = [kept[r] + sum(int(tokens[i]) for i in moves if moves[i] == r) for r in range(8)]
+    mean = tokens.sum() / 8
+    assert max(sum(own.values()) for own in shares) > 1.3 * mean  # 1.35
+    assert max(after) < 1.05 * mean  # 1.02
+    assert len(moves) < 32 / 2  # a new distribution would move seven of eight
+
+
+def test_every_tensor_is_summed_in_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+
+    def double(flat: torch.Tensor) -> None:  # the sum over two ranks with equal values
+        sent.append(flat.clone())
+        flat *= 2
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", double)
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 40)  # ten float32
+    sizes = [(2, 3), (4,), (1,), (30,), (2,)]
+    tensors = [torch.randn(size) for size in sizes] + [torch.ones(3, dtype=torch.float64)]
+    before = [tensor.clone() for tensor in tensors]
+    sum_over_ranks(make_two_ranks(), tensors)
+    assert [len(flat) for flat in sent] == [10, 1, 30, 2, 3]
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, 2 * old)
+
+
+def test_one_process_exchanges_nothing() -> None:
+    tensor = torch.ones(2)
+    accelerator = Accelerator(cpu=True)  # without a process group, any collective would fail
+    sum_over_ranks(accelerator, [tensor])
+    assert tensor.tolist() == [1, 1]
+    assert any_rank(accelerator, True)
+    assert not any_rank(accelerator, False)
+
+
+@pytest.mark.parametrize(("own", "other"), [(True, False), (False, True), (False, False)])
+def test_a_flag_of_any_rank_counts(monkeypatch: pytest.MonkeyPatch, own: bool, other: bool) -> None:
+    set_other_flag(monkeypatch, other)
+    assert any_rank(make_two_ranks(), own) == (own or other)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_other_flag(monkeypatch, False)
+    with fail_together(make_two_ranks()):
+        pass
+    set_other_flag(monkeypatch, True)
+    message = "another process of this run has failed"
+    with pytest.raises(UserError, match=message), fail_together(make_two_ranks()):
+        pass
+    # A rank that fails itself raises its own error.
+    with pytest.raises(OSError, match="disk"), fail_together(make_two_ranks()):
+        raise OSError("disk")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+        torch.distributed.DistBackendError("NCCL communicator was aborted"),
+    ],
+)
+def test_the_error_of_a_lost_rank_is_explained(error: RuntimeError) -> None:
+    message = "another process of this run has died"
+    with pytest.raises(UserError, match=message), explain_lost_rank():
+        raise error
+
+
+def test_other_errors_are_raised_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), explain_lost_rank():
+        raise RuntimeError("shapes do not match")

@@ -1,0 +1,289 @@
+"""The processes of a launch, and the launcher's settings that are accepted or refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psutil
+import pytest
+import torch
+from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+from forked import TIMEOUT, run_program, run_ranks, start
+from small_runs import read_metrics
+from torch.distributed.launcher.api import LaunchConfig
+
+from vlm_grpo.cli import main
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.dist import launch as launch_module
+from vlm_grpo.dist.launch import (
+    build_accelerator,
+    get_deepspeed_config,
+    get_dp_replicate_size,
+    get_fsdp_plugin,
+    initialize_distributed,
+    is_offloaded,
+)
+from vlm_grpo.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+
+
+def make_settings(*overrides: str) -> Settings:
+    return load_settings("quickstart", list(overrides))
+
+
+# Settings of the launcher.
+
+
+def test_the_launch_files_are_valid_and_listed_in_the_guide() -> None:
+    guide = (CONFIGS.parents[1] / "docs" / "scaling.md").read_text()
+    named = set(re.findall(r"configs/accelerate/(\w+\.yaml)", guide))
+    assert named == {path.name for path in CONFIGS.glob("*.yaml")}
+    for name in named:  # an unknown key is an error
+        assert load_config_from_file(str(CONFIGS / name)).mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "message"),
+    [
+        ("8", {"DP_REPLICATE": "2", "DP_SHARD": "2"}, "dp_shard_size=2 must be the number"),
+        ("4", {"DP_REPLICATE": "4"}, "dp_shard_size must be more than 1"),
+        ("4", {"DP_SHARD": "2", "TP": "2"}, "tp_size, cp_size and sp_size must be 1"),
+    ],
+)
+def test_other_parallelism_is_refused(
+    world_size: str, sizes: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
+    with pytest.raises(UserError, match=message):
+        get_dp_replicate_size()
+
+
+def make_accelerator(**plugins: Any) -> Any:
+    state = SimpleNamespace(**plugins)
+    return cast(Any, SimpleNamespace(state=state, distributed_type=DistributedType.MULTI_GPU))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ({"fsdp_version": 1}, "fsdp_version must be 2"),
+        ({"activation_checkpointing": True}, "policy.gradient_checkpointing does it"),
+        ({"cpu_ram_efficient_loading": True}, "one process reads the model anyway"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, "must be FULL_STATE_DICT"),
+    ],
+)
+def test_unsupported_settings_of_fsdp_are_refused(plugin: dict[str, Any], message: str) -> None:
+    supported = {
+        "fsdp_version": 2,
+        "cpu_ram_efficient_loading": False,
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+    accepted = FullyShardedDataParallelPlugin(**supported)
+    assert get_fsdp_plugin(make_accelerator(fsdp_plugin=accepted)) is accepted
+    refused = FullyShardedDataParallelPlugin(**{**supported, **plugin})
+    with pytest.raises(UserError, match=message):
+        get_fsdp_plugin(make_accelerator(fsdp_plugin=refused))
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_launch_may_keep_the_shards_of_fsdp_in_main_memory(offload: bool) -> None:
+    supported = {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}
+    supported |= {"cpu_ram_efficient_loading": False, "cpu_offload": offload}
+    plugin = FullyShardedDataParallelPlugin(**supported)
+    assert get_fsdp_plugin(make_accelerator(fsdp_plugin=plugin)) is plugin
+    assert is_offloaded(plugin) == offload
+
+
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [
+        ({"zero_stage": 1}, "zero_stage must be 2 or 3"),
+        ({"offload_optimizer_device": "nvme"}, "must be none or cpu"),
+        ({"zero_stage": 3, "offload_param_device": "nvme"}, "must be none or cpu"),
+        ({"zero_stage": 3, "zero3_init_flag": True}, "zero3_init_flag must be false"),
+        ({"gradient_clipping": 1.0}, r"optim\.max_grad_norm sets it"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps must be 1"),
+        ({"hf_ds_config": {"optimizer": {}}}, "optimizer and scheduler must be left out"),
+        ({"hf_ds_config": {"bf16": {"enabled": True}}}, r"policy\.dtype sets the precision"),
+        ({"hf_ds_config": {"stage3_max_live_parameters": 1}}, "stage3_… must be left out"),
+    ],
+)
+def test_unsupported_settings_of_deepspeed_are_refused(
+    plugin: dict[str, Any], message: str
+) -> None:
+    if "hf_ds_config" in plugin:
+        config = plugin["hf_ds_config"]
+        zero = {"stage": 2, **{key: config[key] for key in config if key.startswith("stage3")}}
+        plugin = {"hf_ds_config": {**config, "zero_optimization": zero}}
+    with pytest.raises(UserError, match=message):
+        get_deepspeed_config(make_accelerator(deepspeed_plugin=DeepSpeedPlugin(**plugin)))
+
+
+def test_deepspeed_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(launch_module, "is_deepspeed_available", lambda: False)
+    # A launcher starts processes on GPUs like this; accelerate itself would raise first there.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"pip install 'vlm-grpo\[deepspeed\]'"):
+        build_accelerator(make_settings())
+
+
+def test_sharded_checkpoints_of_replicated_weights_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"sharded=true needs weights sharded by FSDP2 or DeepSpeed"
+    ):
+        build_accelerator(make_settings("checkpoint.sharded=true"))
+
+
+@pytest.mark.parametrize("name", ["cuda_graphs", "torch_compile"])
+def test_captured_steps_of_sharded_weights_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "FULL_STATE_DICT"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=full)
+    accelerator = make_accelerator(fsdp_plugin=plugin)
+    accelerator.num_processes, accelerator.distributed_type = 1, DistributedType.FSDP
+    monkeypatch.setattr(launch_module, "Accelerator", lambda **_: accelerator)
+    build_accelerator(make_settings())
+    with pytest.raises(UserError, match=f"{name}=true is not supported with sharded weights"):
+        build_accelerator(make_settings(f"rollout.{name}=true"))
+
+
+def test_more_processes_than_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = SimpleNamespace(
+        num_processes=3, distributed_type=DistributedType.MULTI_GPU, state=SimpleNamespace()
+    )
+    monkeypatch.setattr(launch_module, "Accelerator", lambda **_: accelerator)
+    build_accelerator(make_settings("optim.prompts_per_step=3"))
+    with pytest.raises(UserError, match=r"optim\.prompts_per_step=2 is less than .*processes, 3"):
+        build_accelerator(make_settings("optim.prompts_per_step=2"))
+
+
+# Processes.
+
+
+def write_device(file: Path, is_told: bool) -> None:
+    """Write this rank's device, and the number of processes that it finds."""
+    if not is_told:
+        del os.environ["ACCELERATE_USE_CPU"]
+    torch.accelerator.is_available = lambda: is_told
+    state = initialize_distributed()
+    assert state.device is not None
+    file.with_suffix(f".{state.process_index}").write_text(
+        f"{state.device.type} {state.num_processes}"
+    )
+    state.wait_for_everyone()  # the end of one would break the other's connection
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["told", "without an accelerator"])
+def test_processes_on_cpus_form_one_group(tmp_path: Path, is_told: bool) -> None:
+    """With an accelerator, if the launcher tells them to use the CPU; or without one."""
+    run_ranks(tmp_path / "log", 2, write_device, tmp_path / "found", is_told)
+    assert [(tmp_path / f"found.{rank}").read_text() for rank in (0, 1)] == ["cpu 2"] * 2
+
+
+# Runs of several processes.
+
+RUN = ("optim.prompts_per_step=4", "evaluation.every=0", "optim.warmup_steps=0")
+RUN += ("data.train_limit=24",)
+
+
+def run_command(*words: str) -> None:
+    """Run the command of a rank, of which a launcher would start an interpreter."""
+    assert words[:3] == ("-u", "-m", "vlm_grpo.cli")
+    try:
+        main(words[3:])
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def launch_run(folder: Path, name: str, *overrides: str) -> None:
+    """Launch a run on two processes as users do, and wait for its end.
+
+    The ranks are forks of the launcher: four interpreters would take 40 seconds.
+    """
+    sys.argv = [
+        *("accelerate launch", "--config_file", str(CONFIGS / "cpu.yaml")),
+        *("--num_processes", "2", "--main_process_port", "0", "--max_restarts", "1"),
+        *("-m", "vlm_grpo.cli", "train", "counting", f"name={name}", f"output_dir={folder}"),
+        *(*RUN, *overrides),
+    ]
+    torch_run: Any = import_module("torch.distributed.run")
+    elastic_launch = torch_run.elastic_launch
+
+    def launch_forks(config: LaunchConfig, entrypoint: str) -> Any:
+        assert entrypoint == sys.executable
+        config.start_method = "fork"
+        return elastic_launch(config, run_command)
+
+    torch_run.elastic_launch = launch_forks
+    accelerate_launch.main()
+
+
+def run_two_steps(folder: Path, name: str, processes: int) -> list[dict[str, Any]]:
+    """Run two steps on several processes, and return the metrics."""
+    # 70 held-out examples are two parts of an evaluation; each of two ranks takes one.
+    overrides = ("optim.max_steps=2", "data.eval=embedded:counting", "data.eval_limit=70")
+    words = ["train", "counting", f"name={name}", f"output_dir={folder}", *RUN, *overrides]
+    run_ranks(folder / f"{name}.log", processes, main, words)
+    return read_metrics(folder / name)
+
+
+@pytest.mark.slow
+def test_the_launcher_continues_after_a_killed_process(tmp_path: Path) -> None:
+    overrides = ("data.eval=null", "data.eval_limit=null", "checkpoint.keep_best=false")
+    overrides += ("optim.max_steps=6", "checkpoint.every=2", "resume=true")
+    log, checkpoints = tmp_path / "log", tmp_path / "killed" / "checkpoints"
+    process = start(log, launch_run, tmp_path, "killed", *overrides)
+    while not (checkpoints / "step-2").exists():
+        assert process.is_alive(), log.read_text()
+        time.sleep(0.02)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    ranks[1].kill()
+    process.join(400)
+    assert process.exitcode == 0, log.read_text()
+    assert "another process of this run has died" in log.read_text()
+    assert [row["step"] for row in read_metrics(tmp_path / "killed")] == list(range(6))
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-4", "step-6"]
+
+
+@pytest.mark.slow
+def test_processes_share_an_evaluation(tmp_path: Path) -> None:
+    one, two = run_two_steps(tmp_path, "one", 1), run_two_steps(tmp_path, "two", 2)
+    for a, b in zip(one, two, strict=True):
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert b["reward"] == pytest.approx(a["reward"], abs=1e-6)
+    before = [tmp_path / name / "evaluation" / "step-000000.jsonl" for name in ("one", "two")]
+    rows = [path.read_text() for path in before]
+    assert rows[0] == rows[1]
+    assert len(rows[0].splitlines()) == 70
+    assert two[-1]["eval/exact"] == pytest.approx(one[-1]["eval/exact"], abs=0.03)  # two of 70
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_resumes_with_another_number_of_processes(tmp_path: Path) -> None:
+    # 130 examples are three parts: one is on disk at the kill, two are left for the two ranks.
+    script, log = Path(__file__).parents[2] / "perf" / "resumed_evaluation.py", tmp_path / "log"
+    arguments = ("--count", "130", "--tasks", "counting")
+    process = start(log, run_program, script, *arguments)
+    process.join(TIMEOUT)
+    assert process.exitcode == 0, log.read_text()[-3000:]
+    assert "resumed on 2 ranks: identical to the byte" in log.read_text()

@@ -1,0 +1,92 @@
+"""Generation for all examples: bounded chunks, and outputs that do not depend on the batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_policy
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
+from vlm_grpo.eval import generate
+from vlm_grpo.eval.generate import LocalModel, generate_all, split_into_chunks
+from vlm_grpo.eval.predictions import PredictionLog
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example, ImageRef
+
+
+def make_example(number: int, *sides: int) -> Example:
+    """Return an example with square images, resized to these sides."""
+    images = tuple(ImageRef("a", (1, 1), (side, side), data=b"") for side in sides)
+    return Example(str(number), images, "?", 1)
+
+
+def test_chunks_have_a_bounded_number_of_pixels_and_examples() -> None:
+    # Sides of 2,048: four such images are the budget of 2 ** 24 pixels.
+    large = [make_example(i, 2048) for i in range(9)]
+    assert split_into_chunks(large) == [range(0, 4), range(4, 8), range(8, 9)]
+    several = [make_example(i, 2048, 2048, 2048) for i in range(3)]
+    assert split_into_chunks(several) == [range(0, 1), range(1, 2), range(2, 3)]
+    huge = [make_example(0, 28), make_example(1, 8000), make_example(2, 28)]
+    assert split_into_chunks(huge) == [range(0, 1), range(1, 2), range(2, 3)]
+    small = [make_example(i, 28) for i in range(150)]
+    assert split_into_chunks(small) == [range(0, 64), range(64, 128), range(128, 150)]
+    assert split_into_chunks([]) == []
+
+
+def test_examples_that_the_model_cannot_use_are_named_before_any_is_generated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    monkeypatch.setattr(policy, "sample", lambda *_: pytest.fail("an output was generated"))
+    examples = [Example("good", (), "What?", 1), Example("bad", (), "What<|im_end|>?", 1)]
+
+    with pytest.raises(UserError, match=r"example bad: its prompt has the text <\|im_end\|>"):
+        generate_all(LocalModel(policy, load_settings("counting")), PlainQuestion(), examples)
+
+
+def test_outputs_do_not_depend_on_the_batch_size() -> None:
+    settings = load_settings("counting", ["data.eval_limit=60"])
+    policy = load_policy(settings, training=False)
+    task = load_task("counting", frame=policy.frame)
+    examples = load_examples("embedded:counting", task, settings.data, "eval")
+    outputs = []
+    for tokens in (1, 500, 100_000):
+        evaluation = settings.evaluation.model_copy(update={"max_tokens_per_batch": tokens})
+        changed = settings.model_copy(update={"evaluation": evaluation})
+        outputs.append(generate_all(LocalModel(policy, changed), task, examples)[1])
+    equal = [len(set(texts)) == 1 for texts in zip(*outputs, strict=True)]
+    # float32 rounds differently in batches of other sizes, which may change a token now and then.
+    assert sum(equal) / len(equal) >= 0.99
+
+
+def test_several_samples_begin_with_the_only_one_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "CHUNK_EXAMPLES", 2)
+    given = ["data.eval_limit=6", "evaluation.temperature=2"]
+    settings = load_settings("counting", given)
+    policy = load_policy(settings, training=False)
+    task = load_task("counting", frame=policy.frame)
+    examples = load_examples("embedded:counting", task, settings.data, "eval")
+    once = generate_all(LocalModel(policy, settings), task, examples)[1]
+    model = LocalModel(policy, load_settings("counting", [*given, "evaluation.samples=4"]))
+    resized, texts = generate_all(model, task, examples)
+    assert [example.id for example in resized] == [example.id for example in examples]
+    assert (texts[::4], len(texts)) == (once, 24)
+    assert len(set(texts[:4])) > 1, "the samples of an example are equal"
+
+    log = PredictionLog(tmp_path, {})
+    keys = [(example.id, number) for example in examples[2:4] for number in range(4)]
+    # One chunk of two is finished, and one sample of the next, which is generated again.
+    log.append(keys, [examples[2]] * 4 + [examples[3]] * 4, ["kept"] * 8)
+    log.append([(examples[0].id, 3)], [examples[0]], ["incomplete"])
+    resumed = generate_all(model, task, examples, PredictionLog(tmp_path, {}))[1]
+    assert resumed == [*texts[:8], *["kept"] * 8, *texts[16:]]
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line)["output"] for line in lines] == resumed

@@ -1,0 +1,70 @@
+"""Paired tests agree with direct computations, and reject no more often than they may."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from vlm_grpo.eval.paired_test import (
+    adjust_p_values,
+    compare_pairs,
+    mcnemar_p_value,
+    sign_flip_p_value,
+)
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0, 0), (5, 0), (3, 3), (10, 2), (2, 10), (59, 121)])
+def test_mcnemar_is_twice_the_tail_of_fair_coins(gained: int, lost: int) -> None:
+    m = gained + lost
+    tail = sum(math.comb(m, k) for k in range(min(gained, lost) + 1)) / 2**m
+    assert mcnemar_p_value(gained, lost) == pytest.approx(min(1.0, 2 * tail))
+
+
+def test_few_sign_flips_are_enumerated() -> None:
+    differences = [0.3, -0.1, 0.0, 0.25, 0.4, 0.1]
+    observed = abs(sum(differences))
+    signs = itertools.product((1, -1), repeat=len(differences))
+    sums = [abs(sum(s * d for s, d in zip(row, differences, strict=True))) for row in signs]
+    share = sum(value >= observed - 1e-12 for value in sums) / len(sums)
+    assert sign_flip_p_value(differences) == pytest.approx(share)
+    assert sign_flip_p_value([0.0, 0.0]) == 1.0
+
+
+def test_many_sign_flips_of_equal_size_agree_with_mcnemar() -> None:
+    # With differences of ±1, the sum of random signs is that of fair coins.
+    differences = [1.0] * 40 + [-1.0] * 22 + [0.0] * 100
+    exact = mcnemar_p_value(40, 22)
+    deviation = math.sqrt(exact * (1 - exact) / 10_000)
+    assert sign_flip_p_value(differences) == pytest.approx(exact, abs=4 * deviation)
+    assert sign_flip_p_value(differences) == sign_flip_p_value(differences)  # seeded
+
+
+def test_equal_models_are_rarely_called_different() -> None:
+    rng = np.random.default_rng(0)
+    trials = 200
+    rejected = sum(
+        sign_flip_p_value(list(rng.standard_t(3, 12)), seed) <= 0.05 for seed in range(trials)
+    )
+    # The level is 0.05: 10 of 200, with a deviation of 3.1.
+    assert rejected <= 20
+
+
+def test_values_choose_the_test() -> None:
+    binary = compare_pairs([0, 1, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0])
+    assert (binary.test, binary.n, binary.higher, binary.lower) == ("McNemar", 6, 4, 1)
+    assert (binary.a, binary.b) == (pytest.approx(2 / 6), pytest.approx(5 / 6))
+    assert binary.p_value == mcnemar_p_value(4, 1)
+    graded = compare_pairs([0.5, 1.0, 0.25], [0.75, 1.0, 0.5])
+    assert graded.test == "sign flips"
+    assert graded.p_value == 0.5  # only (+, +) and (-, -) are as far: 2 of 4
+    low, high = graded.interval
+    assert low <= graded.b - graded.a <= high
+
+
+def test_adjusted_p_values_are_ordered_and_at_most_one() -> None:
+    assert adjust_p_values([0.04, 0.03]) == pytest.approx([0.06, 0.06])  # 2 · 0.03, then no less
+    assert adjust_p_values([0.9, 0.8]) == [1.0, 1.0]
+    assert adjust_p_values([]) == []

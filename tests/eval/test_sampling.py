@@ -1,0 +1,138 @@
+"""Samples of training examples: pass rates, and rows for supervised fine-tuning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.data_scripts import make_shapes
+from vlm_grpo.errors import UserError
+from vlm_grpo.eval.sampling import (
+    SampledExamples,
+    compute_pass_rates,
+    find_outside_folder,
+    write_completions,
+    write_difficulty,
+)
+from vlm_grpo.model.prompts import PromptWriter, load_prompt_builder
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.coordinates import ORIGINAL
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example
+from vlm_grpo.utils.chat import Turn
+
+COUNTING = load_task("counting")
+
+
+class Distance(Task):
+    """A task whose primary metric is an error."""
+
+    primary_metric = "error"
+    lower_is_better = True
+
+    def parse(self, text: str, example: Example) -> float | None:
+        return float(text) if text else None
+
+    @reward()
+    def near(self, answer: float, example: Example) -> float:
+        return 1.0 / (1.0 + abs(answer - example.answer))
+
+    @metric(without_answer=None)
+    def error(self, answer: float, example: Example) -> float:
+        return abs(answer - example.answer)
+
+
+def make_samples(
+    examples: Sequence[Example],
+    texts: Sequence[Sequence[str]],
+    task: Task = COUNTING,
+    columns: Mapping[str, str] = MappingProxyType({}),
+) -> SampledExamples:
+    """Return scored samples of a model whose frame alone is known."""
+    given = [f"data.columns.{name}={value}" for name, value in columns.items()]
+    settings = load_settings("counting", given)
+    writer = PromptWriter(ORIGINAL, None, settings.prompt)
+    pairs = zip(examples, texts, strict=True)
+    scores = [[task.score(text, example) for text in own] for example, own in pairs]
+    return SampledExamples(settings, task, writer, examples, texts, scores)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+EXAMPLES = [Example(name, (), f"How many {name}?", 3) for name in ("dogs", "cats", "cows")]
+TEXTS = [["3", "3", "3 ", "4"], ["5", "5", "5", ""], ["3", "4", "4", "4"]]
+
+
+def test_the_pass_rate_is_the_mean_primary_metric(tmp_path: Path) -> None:
+    found = make_samples(EXAMPLES, TEXTS)
+    assert write_difficulty(found, tmp_path / "d.jsonl") == [0.75, 0.0, 0.25]
+    assert read(tmp_path / "d.jsonl")[0] == {
+        **{"id": "dogs", "pass_rate": 0.75, "samples": 4},
+        "reward": 0.75,
+    }
+
+
+def test_of_an_error_it_is_the_share_with_the_full_reward() -> None:
+    found = make_samples(EXAMPLES[:1], [["3", "3.5", "", "3"]], Distance())
+    assert compute_pass_rates(found) == [0.5]
+
+
+def test_kept_completions_are_distinct_and_the_best(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    assert write_completions(make_samples(EXAMPLES, TEXTS), path) == (2, 2)
+    assert [(row["id"], row["completion"]) for row in read(path)] == [("dogs", "3"), ("cows", "3")]
+    assert write_completions(make_samples(EXAMPLES, TEXTS), path, least=0.0, keep=3) == (6, 3)
+    rows = [(row["id"], row["completion"]) for row in read(path)]
+    assert rows[:4] == [("dogs", "3"), ("dogs#2", "3 "), ("dogs#3", "4"), ("cats", "5")]
+    with pytest.raises(UserError, match="earned the full reward; the highest reward is 0: lower"):
+        write_completions(make_samples(EXAMPLES[1:2], TEXTS[1:2]), tmp_path / "none.jsonl")
+    assert not (tmp_path / "none.jsonl").exists()
+
+
+@pytest.mark.parametrize("columns", [{}, {"answer": "solution", "id": "key"}])
+def test_the_rows_are_read_as_the_examples_that_they_were(
+    tmp_path: Path, columns: dict[str, str]
+) -> None:
+    drawn = make_shapes.draw_examples("counting", 2, seed=1)
+    file = tmp_path / "1.png"
+    drawn[0].images[0].load().save(file)
+    image = replace(drawn[0].images[0], path=file, data=None, name="1.png")
+    turns = (Turn("system", "Be brief."), Turn("user", "Hello"), Turn("assistant", "Hello."))
+    meta = {"kind": "x", "completion": "an old one"}
+    examples = [
+        replace(drawn[0], images=(image,), meta={}),
+        replace(drawn[1], history=turns, meta=meta),
+    ]
+    texts = [[str(example.answer)] for example in examples]
+    path = tmp_path / "s.jsonl"
+    found = make_samples(examples, texts, columns=columns)
+    write_completions(found, path)
+    assert find_outside_folder(found, path) is None
+    assert find_outside_folder(found, tmp_path / "a" / "s.jsonl") == tmp_path
+    assert read(path)[0]["images"] == ["1.png"]
+    again = load_examples(path, COUNTING, found.settings.data, "train")
+    for example, before, (text,) in zip(again, examples, texts, strict=True):
+        assert example.meta == {**before.meta, "completion": text}
+        fields = ("id", "question", "answer", "history")
+        assert [getattr(example, f) for f in fields] == [getattr(before, f) for f in fields]
+        assert example.images[0].load().tobytes() == before.images[0].load().tobytes()
+
+
+def test_truncated_completions_and_control_tokens_are_left_out(tmp_path: Path) -> None:
+    found = make_samples([EXAMPLES[0]] * 2, [["3", "3" * 9], ["3<|im_end|>", "4"]])
+    limit = found.settings.rollout.max_completion_length
+    prompts = load_prompt_builder(found.settings)
+    path = tmp_path / "s.jsonl"
+    write_completions(replace(found, prompts=prompts), path, least=-1.0, keep=9)
+    assert limit <= 9
+    assert [row["completion"] for row in read(path)] == ["3", "4"]

@@ -1,0 +1,400 @@
+"""Evaluation of a model behind an address: the same files, resumed, and honest about failures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from chat_model import Answer, ChatModel, count_by_checksum, fail_some, get_images, serve
+from judge_server import Reply
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
+from vlm_grpo.eval import served
+from vlm_grpo.eval.evaluate import evaluate, evaluate_benchmark
+from vlm_grpo.eval.predictions import PredictionLog
+from vlm_grpo.eval.served import load_evaluated_model
+from vlm_grpo.model.prompts import load_prompt_builder
+from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.task.coordinates import FRAMES
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example
+from vlm_grpo.utils import http_json
+
+COUNT = 40
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_json, "FIRST_WAIT", 0.0)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def make_settings(tmp_path: Path, *overrides: str, name: str = "run") -> Settings:
+    given = [f"data.eval_limit={COUNT}", "model=none", f"output_dir={tmp_path}", f"name={name}"]
+    return load_settings("counting", [*given, *overrides])
+
+
+def load_counting(settings: Settings) -> list[Example]:
+    return [*load_examples("embedded:counting", load_task("counting"), settings.data, "eval")]
+
+
+def read_outputs(path: Path) -> list[tuple[str, str]]:
+    return [(row["id"], row["output"]) for row in map(json.loads, path.read_text().splitlines())]
+
+
+def read_folder(settings: Settings) -> list[tuple[str, str]]:
+    folder = settings.run_dir / "evaluation" / "served-policy"
+    return [row for path in folder.glob("predictions*.jsonl") for row in read_outputs(path)]
+
+
+def test_outputs_are_in_the_order_of_the_examples_and_asked_several_at_once(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    model = ChatModel(seconds=0.02)
+    with serve(model) as server:
+        found = evaluate(settings, None, Endpoint(server.address, concurrency=5))
+    examples, task = load_counting(settings), load_task("counting")
+    expected = [(e.id, count_by_checksum(task.prompt(e), e.images[0].load())) for e in examples]
+    assert model.most == 5
+    path = settings.run_dir / "evaluation" / "served-policy.jsonl"
+    assert (found.path, read_outputs(path)) == (path, expected)
+    assert read_folder(settings) == expected
+    golds = [str(example.answer) for example in examples]
+    correct = [gold == text for gold, (_, text) in zip(golds, expected, strict=True)]
+    assert found.value == sum(correct) / COUNT
+
+
+def test_a_benchmark_has_the_files_of_a_local_evaluation(tmp_path: Path) -> None:
+    definition = tmp_path / "shapes.yaml"
+    definition.write_text("title: Shapes\ntask: counting\nmetric: exact\n")
+    with serve(ChatModel()) as server:
+        settings = make_settings(tmp_path)
+        (report,) = evaluate_benchmark(str(definition), settings, server=server.address)
+    rows = (settings.run_dir / "model" / "predictions.jsonl").read_text().splitlines()
+    assert [*json.loads(rows[0])] == ["id", "output", "seen"]
+    assert json.loads(rows[0])["seen"] == [list(load_counting(settings)[0].images[0].size)]
+    results = json.loads((settings.run_dir / "results.json").read_text())
+    assert results["model"]["value"] == report.value
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Reply(status=429, headers={"Retry-After": "0"}),
+        Reply(status=500),
+        Reply(body=b'{"choices": '),
+        Reply(is_cut=True),
+        Reply(seconds=1.0),
+    ],
+    ids=["429", "500", "broken JSON", "cut", "hanging"],
+)
+def test_failures_that_pass_do_not_change_the_outputs(failure: Reply, tmp_path: Path) -> None:
+    with serve(ChatModel()) as server:
+        expected = evaluate(make_settings(tmp_path, name="good"), None, server.address)
+    model = ChatModel(
+        fail=lambda text, earlier: failure if earlier == 0 and "circles" in text else None
+    )
+    with serve(model) as server:
+        endpoint = Endpoint(server.address, timeout=0.5)
+        found = evaluate(make_settings(tmp_path, name="bad"), None, endpoint)
+    assert found.rows == expected.rows
+    assert len(model.bodies) > COUNT
+
+
+def test_only_examples_without_an_output_are_asked_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    settings = make_settings(tmp_path)
+    prompts = [load_task("counting").prompt(example) for example in load_counting(settings)]
+    failing = [text for text in prompts if "circles" in text]
+    refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
+    model = ChatModel(fail=fail_some(refusal, lambda text: "circles" in text))
+    with serve(model) as server:
+        reason = (
+            rf"example .* and {len(failing) - 1} others: .*context length is 512 tokens\n.*lower"
+        )
+        message = rf"no output for {len(failing)} examples:\n  - {reason} policy.max_pixels"
+        with pytest.raises(UserError, match=message):
+            evaluate(settings, None, server.address)
+    assert 0 < len(failing) < COUNT
+    assert len(read_folder(settings)) == COUNT - len(failing)
+    assert not (settings.run_dir / "evaluation" / "served-policy.jsonl").exists()
+    model = ChatModel()
+    with serve(model) as server:
+        resumed = evaluate(settings, None, server.address)  # at another port
+        assert sorted(model.questions) == sorted(failing)
+        assert f"resuming after {COUNT - len(failing)} of {COUNT}" in capsys.readouterr().err
+        whole = evaluate(make_settings(tmp_path, name="whole"), None, server.address)
+        assert evaluate(settings, None, server.address).rows == whole.rows
+    assert resumed.rows == whole.rows
+    assert len(model.bodies) == len(failing) + COUNT  # a finished evaluation asks for nothing
+
+
+def test_an_interrupted_evaluation_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = make_settings(tmp_path)
+    append, appended = PredictionLog.append, []
+
+    def append_and_stop(log: PredictionLog, *arguments: Any) -> None:
+        append(log, *arguments)
+        appended.append(arguments)
+        if len(appended) == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PredictionLog, "append", append_and_stop)
+    model = ChatModel(seconds=0.02)
+    with serve(model) as server, pytest.raises(KeyboardInterrupt):
+        evaluate(settings, None, Endpoint(server.address, concurrency=2))
+    assert len(model.bodies) <= 7 + 2 + 2  # those that were open, and at most as many that started
+    assert len(read_folder(settings)) == 7
+    monkeypatch.setattr(PredictionLog, "append", append)
+    model = ChatModel()
+    with serve(model) as server:
+        assert evaluate(settings, None, server.address).n == COUNT
+    assert len(model.bodies) == COUNT - 7
+
+
+def test_another_model_does_not_continue_the_outputs(tmp_path: Path) -> None:
+    definition = tmp_path / "shapes.yaml"
+    definition.write_text("title: Shapes\ntask: counting\nmetric: exact\n")
+    settings = make_settings(tmp_path)
+    with serve(ChatModel(models=("a", "b"))) as server:
+        evaluate_benchmark(str(definition), settings, server=Endpoint(server.address, "a"))
+        with pytest.raises(UserError, match="served_model was 'a' and is now 'b'"):
+            evaluate_benchmark(str(definition), settings, server=Endpoint(server.address, "b"))
+
+
+def test_a_server_that_is_gone_is_asked_no_more(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    model = ChatModel(fail=lambda text, earlier: Reply(status=503, body=b"shutting down"))
+    with serve(model) as server:
+        message = rf"no output for {COUNT} examples; after 8 failures it was asked no more:\n"
+        with pytest.raises(UserError, match=message + r"  - example .*503.*shutting down"):
+            evaluate(settings, None, Endpoint(server.address, concurrency=4, retries=1))
+    assert len(model.bodies) <= 2 * (8 + 4)
+
+
+def test_failures_between_answers_do_not_end_the_evaluation(tmp_path: Path) -> None:
+    turns = itertools.cycle((None, Reply(status=500)))
+    model = ChatModel(fail=lambda text, earlier: next(turns))
+    with serve(model) as server, pytest.raises(UserError, match=f"for {COUNT // 2} examples:\n"):
+        evaluate(make_settings(tmp_path), None, Endpoint(server.address, concurrency=1, retries=0))
+    assert len(model.bodies) == COUNT
+
+
+def test_many_refused_prompts_do_not_keep_the_others_from_being_asked(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    refusal = Reply(status=400, body=b"too long")
+    answered: list[str] = []
+
+    def answer_first(text: str, earlier: int) -> Reply | None:
+        answered.append(text)
+        return refusal if len(answered) > 1 else None
+
+    model = ChatModel(fail=answer_first)
+    with serve(model) as server:
+        endpoint = Endpoint(server.address, concurrency=1)
+        with pytest.raises(UserError, match=f"no output for {COUNT - 1} examples:\n"):
+            evaluate(settings, None, endpoint)
+        assert len(model.bodies) == COUNT
+        with pytest.raises(UserError, match=f"no output for {COUNT - 1} examples:\n"):
+            evaluate(settings, None, endpoint)  # the server has answered before
+    assert len(model.bodies) == 2 * COUNT - 1
+
+
+def test_a_server_that_refuses_every_prompt_is_asked_no_more(tmp_path: Path) -> None:
+    model = ChatModel(fail=lambda text, earlier: Reply(status=400, body=b"no images, please"))
+    with serve(model) as server, pytest.raises(UserError, match="after 8 failures it was asked no"):
+        evaluate(make_settings(tmp_path), None, Endpoint(server.address, concurrency=1))
+    assert len(model.bodies) <= 9
+
+
+def test_an_error_of_every_request_ends_the_evaluation(tmp_path: Path) -> None:
+    model = ChatModel(fail=lambda text, earlier: Reply(status=401, body=b"expired"))
+    with serve(model) as server, pytest.raises(UserError, match="asks for an API key"):
+        evaluate(make_settings(tmp_path), None, Endpoint(server.address, concurrency=1))
+    assert len(model.bodies) <= 2
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "price", "lines"),
+    [
+        # 40 examples of 100 and 2 tokens: 40 · (100 · 3 + 2 · 10) / 10^6 = 0.0128.
+        (
+            100,
+            (3.0, 10.0),
+            [
+                "100 prompt and 2 completion tokens per example, a cost of 0.0128 in total, about ",
+                "40 answers: 4,000 prompt and 80 completion tokens, a cost of 0.0128 in total\n",
+            ],
+        ),
+        (
+            100,
+            None,
+            ["estimate from 4 of 40 examples: 100 ", "and 80 completion tokens\n"],
+        ),
+        (None, (3.0, 10.0), ["40 answers: no numbers of tokens, which the server does not tell"]),
+    ],
+)
+def test_tokens_cost_and_time_are_estimated_and_summed(
+    prompt_tokens: int | None,
+    price: tuple[float, float] | None,
+    lines: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    with serve(ChatModel(prompt_tokens=prompt_tokens)) as server:
+        evaluate(make_settings(tmp_path), None, Endpoint(server.address, price=price))
+    err = capsys.readouterr().err
+    assert f"asking policy at {server.address}, 16 requests at once: images in their own" in err
+    assert [line for line in lines if line not in err] == []
+
+
+def test_the_key_is_in_no_output_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    settings = make_settings(tmp_path)
+    failure = Reply(status=500, body=b"Bearer sk-secret is over its quota")
+    model = ChatModel(fail=fail_some(failure, lambda text: "circles" in text))
+    with serve(model) as server:
+        with pytest.raises(UserError, match="Bearer … is over its quota") as caught:
+            evaluate(settings, None, Endpoint(server.address, retries=0))
+        model.fail = lambda text, earlier: None
+        evaluate(settings, None, server.address)
+    out, err = capsys.readouterr()
+    files = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 3
+    assert [text for text in (out, err, str(caught.value), *files) if "sk-secret" in text] == []
+
+
+# What is asked.
+
+
+def ask_once(settings: Settings, example: Example, **options: Any) -> tuple[dict[str, Any], str]:
+    """Return the request for an example, and the text of its answer, which is ``options``'s."""
+    answer: Answer = options.pop("answer", count_by_checksum)
+    model = ChatModel(answer, prompt_tokens=options.pop("prompt_tokens", 100))
+    with serve(model) as server:
+        evaluated = load_evaluated_model(settings, None, Endpoint(server.address, **options))
+        task = load_task("counting", frame=evaluated.prompts.frame)
+        resized = evaluated.prompts.with_resized_sizes(example)
+        ((_, (completion,)),) = evaluated.generate(task, [resized], [(0, "x")], [range(1)])
+    return model.bodies[0], completion.text
+
+
+def test_a_model_of_any_kind_gets_the_original_image_and_no_extension(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, "rollout.stop=['!']")
+    (example, *_) = load_counting(settings)
+    body, _ = ask_once(settings, example)
+    assert sorted(body) == ["max_tokens", "messages", "model", "stop", "temperature"]
+    assert (body["temperature"], body["stop"]) == (0.0, ["!"])
+    assert body["max_tokens"] == settings.rollout.max_completion_length
+    assert [image.size for image in get_images(body)] == [example.images[0].size]
+
+
+def test_images_of_a_model_of_any_kind_keep_their_ratio_within_the_limit(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, "policy.max_pixels=1000")
+    (example, *_) = load_counting(settings)
+    with serve(ChatModel()) as server:
+        evaluated = load_evaluated_model(settings, None, server.address)
+    (seen,) = evaluated.prompts.with_resized_sizes(example).images
+    body, _ = ask_once(settings, example)
+    (width, height), (original_width, original_height) = seen.resized_size, seen.size
+    assert [image.size for image in get_images(body)] == [(width, height)]
+    assert 900 < width * height <= 1000
+    assert width / height == pytest.approx(original_width / original_height, 0.1)
+
+
+def test_sampling_settings_are_sent_where_they_are_set(tmp_path: Path) -> None:
+    settings = make_settings(
+        tmp_path,
+        *("evaluation.temperature=0.7", "prompt.thinking=false"),
+        *("prompt.system=Count.", "rollout.min_new_tokens=2"),
+    )
+    (example, *_) = load_counting(settings)
+    body, _ = ask_once(settings, example)
+    assert body["messages"][0] == {"role": "system", "content": "Count."}
+    # The name in the template of an unknown model is not known.
+    assert body["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
+    assert (body["temperature"], body["min_tokens"]) == (0.7, 2)
+    assert 0 <= body["seed"] < 2**31
+    assert ask_once(settings, example)[0] == body
+
+
+def test_a_known_model_gets_its_resized_image_and_gives_the_text_of_a_policy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = "policy.max_pixels=5000"
+    settings = make_settings(tmp_path, "model=embedded", limit, "rollout.stop=['!']")
+    builder = load_prompt_builder(settings)
+    (example, *_) = load_counting(settings)
+    resized = builder.with_resized_sizes(example)
+    count = len(builder.build(resized, load_task("counting", frame=builder.frame)).token_ids)
+    body, text = ask_once(settings, example, answer=lambda *_: "3!<|im_end|>", prompt_tokens=count)
+    assert text == "3!"  # the box markers of an answer would stay
+    assert [image.size for image in get_images(body)] == [resized.images[0].resized_size]
+    assert resized.images[0].resized_size != example.images[0].size
+    assert (body["skip_special_tokens"], body["include_stop_str_in_output"]) == (False, True)
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (
+        1,
+        -1,
+        0,
+        1,
+    )
+    assert caplog.text == ""
+    ask_once(settings, example, prompt_tokens=count + 1)
+    assert f"the server counts {count + 1} tokens in the prompt of example" in caplog.text
+    assert f"the processor of embedded {count}:" in caplog.text
+
+
+def test_the_frame_is_that_of_the_model_or_given(tmp_path: Path) -> None:
+    unknown = make_settings(tmp_path)
+    known = make_settings(tmp_path, "model=embedded")
+    with serve(ChatModel()) as server:
+        plain, permille = (
+            Endpoint(server.address),
+            Endpoint(server.address, frame=FRAMES["permille"]),
+        )
+        assert load_evaluated_model(unknown, None, plain).prompts.frame == FRAMES["original"]
+        assert load_evaluated_model(unknown, None, permille).prompts.frame == FRAMES["permille"]
+        assert load_evaluated_model(known, None, plain).prompts.frame == FRAMES["resized"]
+        with pytest.raises(UserError, match="--frame needs model=none: the frame of embedded is"):
+            load_evaluated_model(known, None, permille)
+
+
+@pytest.mark.parametrize(("asked", "value"), [("permille", 1.0), ("fraction", 0.0)])
+def test_boxes_are_asked_and_scored_in_the_given_frame(
+    asked: str, value: float, tmp_path: Path
+) -> None:
+    overrides = [f"output_dir={tmp_path}", "model=none", "data.eval_limit=6"]
+    settings = load_settings("grounding", overrides)
+    task = load_task("grounding", frame=FRAMES["permille"])
+    examples = load_examples("embedded:grounding", task, settings.data, "eval")
+    golds = {example.images[0].load().tobytes(): task.gold(example) for example in examples}
+    model = ChatModel(lambda text, image: golds[image.tobytes() if image else b""])
+    with serve(model) as server:
+        found = evaluate(settings, None, Endpoint(server.address, frame=FRAMES[asked]))
+    assert found.value == value  # the model answers in thousandths, whatever it is asked for
+    assert [FRAMES[asked].units in text for text in model.questions] == [True] * 6
+
+
+# What is refused.
+
+
+def test_a_checkpoint_and_several_processes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(tmp_path)
+    with pytest.raises(UserError, match="a server has its own weights"):
+        evaluate(settings, tmp_path, "http://127.0.0.1:1")
+    with pytest.raises(UserError, match="a server has its own weights"):
+        evaluate_benchmark("tallyqa", settings, tmp_path, server="http://127.0.0.1:1")
+    monkeypatch.setattr(served, "initialize_distributed", lambda: SimpleNamespace(num_processes=2))
+    with pytest.raises(UserError, match="--server needs one process"):
+        load_evaluated_model(settings, None, "http://127.0.0.1:1")

@@ -1,0 +1,48 @@
+"""Noise on images: its formula, and what it depends on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlm_grpo.media.image_noise import MAX_NOISE_STEPS, DiffusionNoise
+
+
+def kept_variance(steps: int) -> float:
+    """Return the product of 1 − β over the steps, one after the other."""
+    kept = 1.0
+    for number in range(steps + 1):
+        gate = 1 / (1 + math.exp(-(-6 + 12 * number / 999)))
+        kept *= 1 - (gate * (0.5e-2 - 1e-5) + 1e-5)
+    return kept
+
+
+@pytest.mark.parametrize("steps", [1, 100, 500, MAX_NOISE_STEPS])
+def test_noise_follows_the_diffusion_formula(steps: int) -> None:
+    pixels = np.random.default_rng(5).integers(0, 256, (40, 30, 3), dtype=np.uint8)
+    found = DiffusionNoise(steps, (1, 2))(Image.fromarray(pixels))
+    kept = kept_variance(steps)
+    drawn = np.random.default_rng([1, 2]).standard_normal((40, 30, 3), np.float32).astype(float)
+    exact = math.sqrt(kept) * pixels / 255 + math.sqrt(1 - kept) * drawn
+    assert (found.mode, found.size) == ("RGB", (30, 40))
+    # Half a level of rounding to 8 bits, and float32's own.
+    assert np.abs(np.asarray(found) - 255 * exact.clip(0, 1)).max() < 0.5 + 1e-3
+
+
+def test_noise_depends_on_its_seed_alone() -> None:
+    image = Image.new("RGB", (8, 8), (90, 120, 150))
+    first, again, other = (
+        DiffusionNoise(300, seed)(image).tobytes() for seed in ((0, 1), (0, 1), (1, 0))
+    )
+    assert first == again != other
+
+
+def test_more_steps_hide_more_of_an_image() -> None:
+    gray = Image.new("RGB", (64, 64), (128, 128, 128))
+    spreads = [np.asarray(DiffusionNoise(steps, (0,))(gray)).std() for steps in (1, 200, 500, 900)]
+    assert spreads == sorted(spreads)
+    # √(1 − ᾱ) · 255 before clipping at the ends of the range.
+    assert spreads[1] == pytest.approx(math.sqrt(1 - kept_variance(200)) * 255, rel=0.03)

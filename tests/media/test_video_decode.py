@@ -1,0 +1,183 @@
+"""Videos: headers, frames at given times, and frames side by side."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from video_files import TITLE, level, make_video
+
+from vlm_grpo.media import video_decode
+from vlm_grpo.media.video_decode import build_strip, decode_frames, fit_strip, read_shape
+
+SIZE = (64, 48)
+
+
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
+@pytest.mark.parametrize("container", ["mp4", "matroska", "avi", "mpegts"])
+def test_frames_are_those_shown_at_the_times(container: str, codec: str) -> None:
+    gop = (12, 2) if codec == "libx264" else None
+    data = make_video(container=container, codec=codec, gop=gop)
+    shape = read_shape(io.BytesIO(data))
+    assert (shape.size, shape.fps, shape.count) == (SIZE, 10, 20)
+    frames = decode_frames(io.BytesIO(data), [0.0, 0.3, 0.94, 0.96, 1.9], SIZE)
+    assert [level(frame) for frame in frames] == [0, 3, 9, 10, 19]
+
+
+def test_a_frame_is_shown_until_the_next_one_where_they_are_uneven() -> None:
+    data = make_video(count=4, places=[0, 1, 2, 60])
+    times = [0.0, 0.1, 0.7, 3.0, 5.9, 6.0]
+    shown = [0, 1, 2, 2, 2, 3]
+    assert [level(frame) for frame in decode_frames(io.BytesIO(data), times, SIZE)] == shown
+
+
+UNEVEN = [step + 7 * (step // 20) for step in range(480)]
+
+
+@pytest.mark.parametrize("places", [None, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("codec", ["mpeg4", "libx264"])
+@pytest.mark.parametrize("container", ["mp4", "mpegts", "matroska", "avi"])
+def test_skipping_groups_of_frames_changes_no_frame(
+    container: str, codec: str, places: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_video(480, container=container, codec=codec, places=places, gop=(12, 3))
+    choice = random.Random(0)
+    for count in (2, 20):
+        times = sorted(choice.uniform(0, 47) for _ in range(count))
+        found, read = decode_and_count(data, times, monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(video_decode, "_TIMED", ())
+            expected, num_frames = decode_and_count(data, times, patch)
+        assert found == expected
+        # In AVI the times of frames are guessed from those before.
+        assert read == num_frames if container == "avi" else read <= 24 * (count + 1)
+
+
+def test_an_index_that_leads_back_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_video(480, gop=(400, 0))
+    monkeypatch.setattr(video_decode, "_FAR", 0.1)
+    monkeypatch.setattr(video_decode, "_MAX_GROUP", 1)
+    frames = decode_frames(io.BytesIO(data), [0.0, 20.0, 47.0], SIZE)
+    assert [level(frame) for frame in frames] == [0, 0, 20]  # 200 and 470 modulo 25
+
+
+def decode_and_count(
+    data: bytes, times: list[float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[bytes], int]:
+    """Return the frames at the times, and the number of frames that were decoded for them."""
+    read, number = video_decode._read_frames, itertools.count()  # noqa: SLF001
+
+    def count(*arguments: Any) -> Iterator[Any]:
+        return (next(number) >= 0 and frame for frame in read(*arguments))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(video_decode, "_read_frames", count)
+        frames = decode_frames(io.BytesIO(data), times, SIZE)
+    return [frame.tobytes() for frame in frames], next(number)
+
+
+def test_a_file_whose_key_frames_are_wrong_is_decoded_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(*arguments: Any) -> Iterator[Any]:
+        get_needed = arguments[2]
+        for frame in read(*arguments):
+            if get_needed() > 0:
+                raise ValueError("its index is wrong")
+            yield frame
+
+    read = video_decode._read_frames  # noqa: SLF001
+    monkeypatch.setattr(video_decode, "_read_frames", wrong)
+    frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.9], SIZE)
+    assert [level(frame) for frame in frames] == [0, 19]
+
+
+def test_a_title_need_not_be_utf_8() -> None:
+    data = make_video().replace(TITLE.encode(), b"\xe9" * len(TITLE))
+    assert read_shape(io.BytesIO(data)).count == 20
+
+
+def test_an_unknown_encoding_is_refused() -> None:
+    data = make_video(container="avi").replace(b"FMP4", b"zzzz")
+    with pytest.raises(ValueError, match="its pictures are encoded in an unknown way"):
+        read_shape(io.BytesIO(data))
+
+
+def test_frames_are_resized_one_at_a_time() -> None:
+    def fit(frame: Image.Image) -> Image.Image:
+        return frame.resize((8, 6))
+
+    # also the last frame, which is repeated where the stream is a little short
+    frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.0, 2.5], SIZE, fit)
+    assert [(frame.size, level(frame)) for frame in frames] == [
+        ((8, 6), 0),
+        ((8, 6), 10),
+        ((8, 6), 19),
+    ]
+
+
+def test_a_stream_that_is_a_little_short_ends_with_its_last_frame(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    path.write_bytes(make_video())
+    assert [level(f) for f in decode_frames(path, [1.0, 2.8], SIZE)] == [10, 19]
+    with pytest.raises(ValueError, match=r"ends before 3\.1 seconds: it is incomplete or corrupt"):
+        decode_frames(path, [1.0, 3.1], SIZE)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "it is corrupt or no video"),
+        (b"\x00" * 4096, "it is corrupt or no video"),
+        (make_video()[:300], "it is corrupt or no video"),
+        (b"#EXTM3U\n#EXT-X-VERSION:3\n#EXTINF:1,\nfile:///etc/passwd\n", "it is corrupt or no vid"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "it is corrupt or no video"),
+    ],
+    ids=["empty", "zeros", "cut off", "playlist", "list of files"],
+)
+def test_other_files_are_refused(data: bytes, reason: str) -> None:
+    for read in (read_shape, lambda file: decode_frames(file, [0.0], SIZE)):
+        with pytest.raises(ValueError, match=reason):
+            read(io.BytesIO(data))
+
+
+def test_a_sound_has_no_pictures(tmp_path: Path) -> None:
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(b"\x00" * 8000)
+    with pytest.raises(ValueError, match="it is corrupt or no video"):
+        read_shape(tmp_path / "a.wav")
+
+
+def test_frames_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="a frame of 64x48 pixels instead of 32x32"):
+        decode_frames(io.BytesIO(make_video()), [0.0], (32, 32))
+
+
+def test_damaged_frames_are_refused_or_decoded_but_never_crash() -> None:
+    data = bytearray(make_video(count=8))
+    for start in range(40, len(data) - 16, len(data) // 25):
+        damaged = bytearray(data)
+        damaged[start : start + 16] = b"\xff" * 16
+        try:
+            frames = decode_frames(io.BytesIO(damaged), [0.0, 0.5], SIZE)
+        except ValueError:
+            continue
+        assert len(frames) == 2
+
+
+def test_a_strip_shows_at_most_eight_frames_evenly() -> None:
+    frames = [Image.new("RGB", (640, 100), (n, n, n)) for n in range(20)]
+    strip = build_strip(frames)
+    assert strip.size == fit_strip((640, 100), 20)[0] == (8 * 320, 50)
+    # the middle frame of each eighth of 20 frames
+    shown = [strip.getpixel((320 * place, 0)) for place in range(8)]
+    assert shown == [(n, n, n) for n in (1, 3, 6, 8, 11, 13, 16, 18)]
+    assert build_strip(frames[:1]).size == (320, 50)

@@ -1,0 +1,223 @@
+"""The cache gives every completion a place and its prompt, and attention sees no other keys."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_policies import build_family_policy
+from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
+from transformers import CONFIG_MAPPING
+from varlen_kernel import use_plain_varlen
+
+from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.model.engine import kernels
+from vlm_grpo.model.engine.cached_keys import CachedKeys
+from vlm_grpo.model.engine.decode import SharedDecoder, _fit, _round_up
+from vlm_grpo.model.engine.kv_cache import KVCache, count_free_tokens
+from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
+from vlm_grpo.model.engine.seating import Seating
+
+
+@pytest.mark.parametrize("form", ["cpu", "plain", "varlen"])
+@pytest.mark.parametrize("equal", [True, False])
+def test_cached_attention_equals_a_softmax_over_the_visible_keys(
+    form: str, equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if form == "varlen":
+        use_plain_varlen(monkeypatch)
+    elif form == "plain":
+        monkeypatch.setattr(kernels, "is_cpu", lambda query: False)
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 2, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 3, 7, 2, 8, dtype=torch.float64)
+    lengths = torch.tensor([5, 5, 5] if equal else [5, 1, 4])
+    visible = CachedKeys.build(lengths, 5, equal, key)
+    output, lse = visible(query, key, value, 0.3)
+    for row, length in enumerate(lengths.tolist()):
+        k, v = key[row, :length], value[row, :length]
+        scores = torch.einsum("nhd,mhd->nhm", query[row], k) * 0.3
+        expected = torch.einsum("nhm,mhd->nhd", scores.softmax(-1), v)
+        assert (output[row] - expected).abs().max() < 1e-12
+        assert (lse[row] - scores.logsumexp(-1)).abs().max() < 1e-12
+
+
+def test_queries_in_a_window_see_the_keys_from_their_first_one_to_the_last_of_their_row() -> None:
+    keys = torch.zeros(2, 5, 1, 1)
+    every = CachedKeys.build(torch.tensor([5, 3]), 5, False, keys)
+    mask = every.starting_at(torch.tensor([[2, 0], [-1, 3]]), keys).mask
+    assert mask is not None
+    assert [[row.nonzero().flatten().tolist() for row in seen] for seen in mask[:, 0] == 0] == [
+        [[2, 3, 4], [0, 1, 2, 3, 4]],
+        [[0, 1, 2], []],
+    ]
+
+
+@pytest.mark.parametrize("max_tokens", [100_000, 600, 1])
+def test_the_kernel_of_gpus_samples_the_tokens_of_the_cpu(
+    max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny_policy("qwen2_5_vl", dtype=torch.float64, eos=tuple(range(70, 110)))
+    prompts = mixed_prompts(policy, 6)
+    expected = sample_groups(policy, prompts, max_tokens=max_tokens)
+    use_plain_varlen(monkeypatch)
+    for group, other in zip(
+        sample_groups(policy, prompts, max_tokens=max_tokens), expected, strict=True
+    ):
+        assert [c.token_ids for c in group] == [c.token_ids for c in other]
+
+
+@pytest.mark.parametrize(("slots", "places"), [(1, 2), (2, 3), (3, 4), (6, 24)])
+def test_every_completion_gets_a_place_beside_its_prompt(slots: int, places: int) -> None:
+    """A place is free for another completion, of any prompt, as soon as its own is finished."""
+    random = np.random.default_rng(0)
+    seating = Seating([3, 0, 5, 1, 4, 2], [4] * 6, slots, places)
+    left = random.integers(1, 9, 24)  # steps until each completion is finished
+    started: list[int] = []
+    steps = 0
+    while not seating.is_empty:
+        new_slots, _ = seating.admit()
+        started += seating.prompts[new_slots].tolist()
+        waiting = 24 - int((left <= 0).sum()) - int((seating.rows >= 0).sum())
+        free_slots = int((seating.prompts < 0).sum())
+        assert not waiting or not free_slots or (seating.rows >= 0).all()
+        kept = seating.shrink(0.5)
+        assert kept is None or not waiting
+        used = np.flatnonzero(seating.rows >= 0)
+        assert len(set(seating.rows[used])) == len(used)
+        found = seating.prompts[seating.find_slots(used)]
+        assert (found == seating.rows[used] // 4).all()
+        left[seating.rows[used]] -= 1
+        seating.release(left > 0)
+        steps += 1
+    assert started == [3, 0, 5, 1, 4, 2]
+    assert (left == 0).all()
+    assert steps < 60 * 4 / places + 9
+
+
+def test_empty_places_are_given_up_when_none_waits() -> None:
+    seating = Seating([0, 1], [4] * 2, 2, 8)
+    seating.admit()
+    assert seating.shrink(0.5) is None
+    seating.release(np.array([0, 0, 1, 0, 1, 0, 0, 0], dtype=bool))
+    kept = seating.shrink(0.5)
+    assert kept is not None
+    assert kept[0].tolist() == [0, 1]
+    assert kept[1].tolist() == [2, 4]
+    assert seating.rows.tolist() == [2, 4]
+    seating.release(np.array([0, 0, 0, 0, 1, 0, 0, 0], dtype=bool))
+    kept = seating.shrink(0.5)
+    assert kept is not None
+    assert (kept[0].tolist(), kept[1].tolist()) == ([1], [1])
+
+
+def test_an_empty_slot_is_kept_beside_the_first_prompt() -> None:
+    seating = Seating([0, 1, 2], [2] * 3, 3, 6)
+    seating.admit()
+    seating.release(np.array([1, 0, 0, 0, 1, 0], dtype=bool))
+    kept = seating.shrink(0.5)
+    assert kept is not None
+    assert (kept[0].tolist(), kept[1].tolist()) == ([0, 2, 1], [0, 4, 1])
+    assert seating.prompts.tolist() == [0, 2, -1]
+
+
+def test_slots_and_places_fit_into_the_tokens() -> None:
+    assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50)) == (8, 32)
+    assert _fit(8, 4, 100, 50, 8 * (100 + 4 * 50) - 1) == (8, 20)
+    assert _fit(8, 4, 100, 50, 300) == (1, 4)
+    assert _fit(8, 4, 100, 50, 1) == (1, 4)
+    for tokens in range(300, 3000, 7):
+        slots, places = _fit(8, 4, 100, 50, tokens)
+        assert slots * 100 + places * 50 <= tokens
+
+
+def test_captured_lengths_grow_by_half_at_most() -> None:
+    assert [_round_up(n, 1000) for n in (1, 64, 65, 96, 97, 129, 200, 999)] == [
+        *(64, 64, 96, 96, 128, 192, 256, 1000)
+    ]
+
+
+def test_tokens_that_fit_into_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """28 layers with 4 key heads of 128 numbers take 57,344 bytes per token in bfloat16."""
+    config = SimpleNamespace(
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        hidden_size=3584,
+        vocab_size=100,
+    )
+    one = (1, 256)  # its logits take 3,800 bytes
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert count_free_tokens(config, cpu, torch.bfloat16, one) == DEFAULT_ROLLOUT_TOKENS
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 25 * 2**30)
+    expected = int((0.8 * 45 * 2**30 - 3_800) / 57_344)
+    assert count_free_tokens(config, cuda, torch.bfloat16, one) == expected
+    kept = int((0.8 * 46 * 2**30 - 3_800) / 57_344)
+    assert count_free_tokens(config, cuda, torch.bfloat16, one, 2**30) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token", "state"),
+    [
+        # layers × (keys and values) × heads × width
+        ("gemma4", 2 * 2 * 2 * 8 + 2 * 2 * 2 * 16, 0),
+        ("gemma4_moe", 2 * 2 * 2 * 8 + 2 * 2 * 1 * 16, 0),
+        # inputs of a convolution over 4 tokens in bfloat16, and 4 heads of 8 × 8 in float32
+        ("qwen3_5", 1 * 2 * 2 * 16, 3 * (4 * (16 + 16 + 32) * 2 + 4 * 8 * 8 * 4)),
+        ("lfm2_vl", 2 * 2 * 2 * 8, 2 * 3 * 32 * 2),
+    ],
+)
+def test_layers_that_differ_are_counted_one_by_one(
+    name: str, per_token: int, state: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build_family_policy(name, torch.bfloat16, shared=True)
+    config = policy.model.config.get_text_config()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    found = count_free_tokens(config, torch.device("cuda"), torch.bfloat16, (1000, 4))
+    place = config.vocab_size * (2 + LOGIT_BYTES) + 2 * state
+    assert found == fit_tokens(10**9, 2 * per_token, place, (1000, 4))
+
+    caches: list[KVCache] = []
+    open_cache = SharedDecoder.open_cache
+
+    def record(decoder: SharedDecoder, *arguments: Any) -> KVCache:
+        caches.append(open_cache(decoder, *arguments))
+        return caches[-1]
+
+    monkeypatch.setattr(SharedDecoder, "open_cache", record)
+    prompt = make_prompt(policy, noise_example("0", [], "What?"))
+    sample_groups(policy, [prompt], group_size=3, length=2)
+    [cache] = caches
+    tokens = cache.prompt_length + 3 * 2
+    assert cache.count_bytes() == tokens * 2 * per_token + (1 + 3) * state
+    # The CPU's kernel reads the tokens of a key head one after the other.
+    assert cache.get_keys().transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("kind", ["opt", "pi0", "qwen3_next"])
+def test_a_configuration_of_any_model_is_counted_or_has_the_default(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OPT has no key heads of its own, PI0 names no layers, and Qwen3-Next is hybrid."""
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**10, 10**10))
+    config = CONFIG_MAPPING[kind]().get_text_config()
+    found = count_free_tokens(config, torch.device("cuda"), torch.bfloat16, (8, 64))
+    assert (found == DEFAULT_ROLLOUT_TOKENS) == (kind == "pi0")
+    assert found > 0
+
+
+def test_room_is_left_for_the_logits_of_all_completions_or_of_those_that_have_places() -> None:
+    """Logits of 2,000 bytes per completion beside 10 bytes per token, in 8,000 usable bytes."""
+    assert fit_tokens(10_000, 10, 2_000, (2, 50)) == 400  # both: 4,000 bytes of logits
+    # Of 1,000, those that have places: 160 tokens of 10 bytes, 3.2 completions of 2,000 bytes.
+    assert fit_tokens(10_000, 10, 2_000, (1_000, 50)) == 160
+    assert fit_tokens(-10_000, 10, 2_000, (2, 50)) == 0

@@ -1,0 +1,142 @@
+"""Fused RMS norms: the same values and gradients, and only where the formula is the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_policy
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
+
+from vlm_grpo.model.engine import norms
+from vlm_grpo.model.engine.norms import use_fused_norms
+
+STANDARD = [LlamaRMSNorm, Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm]
+
+
+@pytest.fixture
+def _kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "has_kernel", lambda hidden, weight: True)
+
+
+def build(kind: type, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module, Tensor]:
+    """Return a norm of 16 channels, its fused copy and hidden states."""
+    torch.manual_seed(0)
+    plain = kind(16, eps=1e-3)
+    nn.init.normal_(plain.weight, mean=1.0)
+    plain = plain.to(dtype)
+    fused = copy.deepcopy(plain)
+    use_fused_norms(fused)
+    return plain, fused, torch.randn(2, 5, 16, dtype=dtype)
+
+
+def compute(norm: nn.Module, hidden: Tensor) -> list[Tensor]:
+    """Return the output, and the gradients of the hidden states and of the weights."""
+    hidden = hidden.clone().requires_grad_()
+    output = norm(hidden)
+    (output * torch.arange(16)).sum().backward()
+    assert hidden.grad is not None
+    return [output.detach(), hidden.grad, norm.weight.grad]  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("kind", STANDARD)
+def test_values_and_gradients_equal_those_of_transformers(kind: type) -> None:
+    plain, fused, hidden = build(kind)
+    assert type(fused) is not kind
+    for found, expected in zip(compute(fused, hidden), compute(plain, hidden), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("kind", STANDARD)
+def test_in_bfloat16_it_is_no_further_from_the_formula_than_transformers(kind: type) -> None:
+    plain, fused, hidden = build(kind, torch.bfloat16)
+    wide, weight = hidden.double(), plain.weight.detach().double()  # pyright: ignore[reportCallIssue]
+    exact = weight * wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    errors = [(norm(hidden).double() - exact).abs().mean() for norm in (fused, plain)]
+    assert 0 < errors[0] <= errors[1]
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("kind", [Gemma3RMSNorm, Qwen3_5RMSNormGated, nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_another_formula_stay(kind: type) -> None:
+    norm = kind(16)
+    use_fused_norms(norm)
+    assert type(norm) is kind
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    """A norm of the same formula, with an optional argument."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+
+@pytest.mark.usefixtures("_kernel")
+def test_a_norm_with_another_argument_takes_it() -> None:
+    plain, fused, hidden = build(GatedRMSNorm)
+    assert type(fused) is not GatedRMSNorm
+    gate = torch.rand_like(hidden)
+    assert torch.equal(fused(hidden, gate), plain(hidden, gate))
+    assert torch.equal(fused(hidden, gate=gate), plain(hidden, gate=gate))
+
+
+def test_a_norm_outside_of_a_gpu_is_that_of_transformers() -> None:
+    plain, fused, hidden = build(Qwen2_5_VLRMSNorm, torch.bfloat16)
+    assert torch.equal(fused(hidden), plain(hidden))
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+    assert type(fused).__name__ == type(plain).__name__
+
+
+class Recorded(TorchDispatchMode):
+    """Records the names of dispatched operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_fused"), [(torch.bfloat16, True), (torch.float32, True), (torch.float64, False)]
+)
+def test_a_norm_on_a_gpu_is_one_kernel(dtype: torch.dtype, is_fused: bool) -> None:
+    with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
+        norm = LlamaRMSNorm(16)
+        norm.weight = nn.Parameter(torch.empty(16, dtype=dtype))
+        norm.__class__ = norms._fuse(LlamaRMSNorm)  # noqa: SLF001  # pyright: ignore
+        hidden = torch.empty(4, 16, dtype=dtype)
+        with Recorded() as recorded:
+            output = norm(hidden)
+    assert ([n for n in recorded.names if n != "device"] == ["_fused_rms_norm"]) == is_fused
+    assert (output.dtype, output.device.type) == (dtype, "cuda")
+    assert not norms.has_kernel(hidden, norm.weight.float().to(torch.float16))
+
+
+def test_a_norm_is_known_whatever_the_default_precision() -> None:
+    torch.set_default_dtype(torch.bfloat16)  # while a model is loaded
+    try:
+        assert norms._fuse.__wrapped__(LlamaRMSNorm) is not None  # noqa: SLF001
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_kernel")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_policy_has_fused_norms(family: str) -> None:
+    model = tiny_policy(family).model
+    kinds = {type(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm")}
+    assert {kind.__module__ for kind in kinds} == {norms.__name__}

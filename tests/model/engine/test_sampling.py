@@ -1,0 +1,211 @@
+"""Tokens follow the sampling distribution, and completions end where the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups, tiny_policy
+
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.sampling import (
+    SamplerState,
+    SamplingDistribution,
+    SamplingSettings,
+    _compute_entropy,
+    _invert,
+)
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.types import Prompt
+
+
+def image_prompt(policy: Policy) -> Prompt:
+    return make_prompt(policy, noise_example("a", [(56, 56)]))
+
+
+def first_token_logprobs(policy: Policy, prompt: Prompt) -> torch.Tensor:
+    """Return the log-probability of every token of the vocabulary as the first one."""
+    every = tuple((token,) for token in range(policy.model.config.text_config.vocab_size))
+    batch = MicroBatch((GroupSlice(prompt, every, tuple(range(len(every)))),))
+    with torch.no_grad():
+        return policy.score(batch).logprobs
+
+
+def test_sampled_frequencies_follow_the_scored_distribution() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    prompt = image_prompt(policy)
+    samples = 4000
+    (group,) = sample_groups(policy, [prompt], samples, length=1)
+    probabilities = first_token_logprobs(policy, prompt).double().exp().numpy()
+    # Banned tokens have probability 0; the rest sum to 1.
+    assert probabilities.sum() == pytest.approx(1.0, abs=1e-6)
+    counts = np.bincount([c.token_ids[0] for c in group], minlength=len(probabilities))
+    assert counts[list(policy.distribution.banned)].sum() == 0
+    common = probabilities * samples >= 5  # the test's usual condition on expected counts
+    observed = [*counts[common], counts[~common].sum()]
+    expected = [*(probabilities[common] * samples), probabilities[~common].sum() * samples]
+    expected = np.asarray(expected) * sum(observed) / sum(expected)
+    # The seeds are fixed, so this either always passes or always fails.
+    assert stats.chisquare(observed, expected).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0, 1000.0])
+def test_entropies_are_those_of_the_probabilities(scale: float) -> None:
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0)) * scale + 40
+    logits[:, ::7] = -torch.inf  # banned tokens
+    logits[0, 1:] = -torch.inf
+    logits[0, 0] = 0.0  # one token is certain
+    expected = torch.special.entr(logits.double().softmax(-1)).sum(-1)
+    found = _compute_entropy(logits, logits.softmax(-1))
+    assert found[0] == 0
+    assert (found - expected).abs().max() < 1e-5 * max(1, expected.max())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_completions_end_at_eos_or_at_the_length_limit(shared: bool) -> None:
+    every_fifth = tuple(range(0, 256, 5))
+    policy = tiny_policy("qwen2_5_vl", shared, eos=every_fifth, min_new_tokens=3)
+    groups = sample_groups(policy, mixed_prompts(policy, 8), length=6)
+    reasons = set()
+    for completion in (c for group in groups for c in group):
+        reasons.add(completion.stop)
+        *before, last = completion.token_ids
+        assert 3 <= len(completion.token_ids) <= 6
+        assert not set(before) & set(every_fifth)
+        assert (completion.stop == "eos") == (last in every_fifth)
+        assert completion.stop == "eos" or len(completion.token_ids) == 6
+    assert reasons == {"eos", "length"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_stop_strings_end_a_completion(shared: bool) -> None:
+    policy = tiny_policy("qwen2_5_vl", shared)
+    groups = sample_groups(policy, mixed_prompts(policy, 8), length=40, stop=("%", "Q"))
+    stopped = [c for group in groups for c in group if c.stop == "stop"]
+    assert stopped  # one byte in 128 is a "%" or a "Q", and there are 24 × 40 of them
+    for completion in stopped:
+        assert completion.text[-1] in "%Q"
+        assert not set(completion.text[:-1]) & set("%Q")
+
+
+@pytest.mark.parametrize(
+    "truncation", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
+)
+def test_truncated_sampling_keeps_to_the_most_likely_tokens(truncation: dict) -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    prompt = image_prompt(policy)
+    (group,) = sample_groups(policy, [prompt], 300, length=1, **truncation)
+    probabilities = first_token_logprobs(policy, prompt).exp().double().numpy()
+    order = np.argsort(-probabilities)
+    kept = set(order.tolist())
+    if "top_k" in truncation:
+        kept &= set(order[: truncation["top_k"]].tolist())
+    if "min_p" in truncation:
+        kept &= set(np.flatnonzero(probabilities >= 0.5 * probabilities.max()).tolist())
+    if "top_p" in truncation:
+        rest = np.where([t in kept for t in order], probabilities[order], 0.0)
+        before = (rest.cumsum() - rest) / rest.sum()
+        kept &= set(order[before < truncation["top_p"]].tolist())
+    sampled = {c.token_ids[0]: c.logprobs[0] for c in group}
+    assert set(sampled) <= kept
+    # The recorded probability is the one under the truncated distribution.
+    mass = sum(probabilities[t] for t in kept)
+    for token, logprob in sampled.items():
+        assert logprob == pytest.approx(float(np.log(probabilities[token] / mass)), abs=1e-4)
+
+
+def test_top_p_keeps_no_token_beyond_its_mass() -> None:
+    """Of four equally likely tokens, two have half of the probability."""
+    distribution = SamplingDistribution()
+    uniform = torch.linspace(0, 1, 33, dtype=torch.float64)[:-1, None]
+    state = SamplerState(uniform, SamplingSettings(distribution, 1, top_p=0.5))
+    tokens = state.sample(torch.zeros(32, 4), torch.arange(32))
+    assert len(tokens.unique()) == 2
+    assert state.logprobs[:-1].flatten().exp().tolist() == pytest.approx([0.5] * 32)
+
+
+def test_top_p_of_one_keeps_every_token() -> None:
+    """Also one of probability 1e-13, which float32 loses in a sum with the other's."""
+    distribution = SamplingDistribution()
+    assert not SamplingSettings(distribution, 1, top_p=1.0).truncates
+    settings = SamplingSettings(distribution, 1, top_k=2, top_p=1.0)
+    assert settings.truncates
+    state = SamplerState(torch.tensor([[1 - 1e-14]], dtype=torch.float64), settings)
+    assert state.sample(torch.tensor([[0.0, -30.0, -60.0]]), torch.arange(1)).tolist() == [1]
+
+
+def test_temperature_is_part_of_the_scored_distribution() -> None:
+    cold, warm = (tiny_policy("qwen2_5_vl", temperature=t) for t in (0.5, 2.0))
+    prompt = image_prompt(cold)
+    a, b = (first_token_logprobs(policy, prompt) for policy in (cold, warm))
+    # log-odds between two tokens scale with 1 / temperature.
+    assert torch.allclose((a[0] - a[1]) / 4, b[0] - b[1], atol=1e-4)
+
+
+def test_greedy_settings_score_at_temperature_one() -> None:
+    logits = torch.randn(2, 8)
+    positions = torch.zeros(2, dtype=torch.int64)
+    assert torch.equal(SamplingDistribution(temperature=0.0)(logits, positions), logits)
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string(every: int) -> None:
+    """Also where a character has several tokens, and later ones were sampled before the check."""
+    stop = ("ab", "é!", "</answer>")
+    alphabet = "ab!é\u0161</answer>".encode()  # é and š share their first byte
+    random = np.random.default_rng(0)
+    settings = SamplingSettings(SamplingDistribution(), 24, stop=stop)
+    state = SamplerState(torch.zeros(200, 24, dtype=torch.float64), settings, decode_bytes)
+    texts = random.choice(list(alphabet), (200, 24))
+    texts[:20, 5:14] = list(b"</answer>")
+    for position in range(24):
+        logits = torch.full((200, 256), -torch.inf)
+        logits[torch.arange(200), torch.from_numpy(texts[:, position])] = 0.0
+        state.sample(logits, torch.arange(200))
+        if position % every == every - 1 or position == 23:
+            state.update_active()
+    for row, text in enumerate(texts.tolist()):
+        ends = [n for n in range(1, 25) if any(s in decode_bytes(text[:n]) for s in stop)]
+        assert int(state.lengths[row]) == min([*ends, 24])
+        assert (row in state.stopped) == bool(ends)
+    assert 20 < len(state.stopped) < 200
+
+
+def decode_bytes(tokens: Sequence[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("vocabulary", [5, 2048, 2053, 4096, 6000])
+def test_a_token_is_sampled_where_the_cumulative_probability_exceeds_the_number(
+    vocabulary: int,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.randn(64, vocabulary, generator=generator).mul(3).softmax(-1)
+    probs[:, 1::3] = 0
+    probs /= probs.sum(-1, keepdim=True)
+    uniform = torch.rand(64, dtype=torch.float64, generator=generator)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-53])
+    tokens = _invert(probs, uniform)
+    cumulative = probs.double().cumsum(-1) / probs.double().sum(-1, keepdim=True)
+    chosen = tokens[:, None]
+    assert (probs.gather(1, chosen) > 0).all()
+    assert (cumulative.gather(1, chosen)[:, 0] >= uniform - 1e-7).all()
+    before = cumulative.gather(1, chosen) - probs.double().gather(1, chosen)
+    assert (before[:, 0] <= uniform + 1e-6).all()
+
+
+def test_nothing_is_stored_for_finished_completions() -> None:
+    state = SamplerState(
+        torch.rand(3, 4, dtype=torch.float64),
+        SamplingSettings(SamplingDistribution(eos=(2,)), 4),
+    )
+    logits = torch.full((3, 5), -torch.inf)
+    logits[[0, 1, 2], [1, 2, 3]] = 0.0
+    for _ in range(6):  # two more than the longest completion has tokens
+        state.sample(logits, torch.tensor([0, 1, 2]))
+    assert state.tokens[:3].tolist() == [[1] * 4, [2, 0, 0, 0], [3] * 4]
+    assert state.lengths[:3].tolist() == [4, 1, 4]
+    assert not state.update_active().any()

@@ -1,0 +1,186 @@
+"""Clips: the shared form equals the repeated form and transformers, and encodes each clip once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from family_policies import build_family_policy, make_batch, score_alone
+from gradients import relative_distance
+from tiny_models import (
+    FAMILIES,
+    make_prompt,
+    noise_clip,
+    noise_example,
+    pack_groups,
+    sample_groups,
+    sampled_logprobs,
+    tiny_policy,
+)
+from torch import Tensor
+from varlen_kernel import use_plain_varlen
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.families.shared_form import SharedForm
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.planning.prompt_sizes import PromptCounter
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.training.targets import select_usable
+from vlm_grpo.types import Example, Prompt
+
+IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
+LONG = Example("long", (noise_clip("l", (28, 28), 20, seed=4, fps=0.5),), "?", 0)
+"""40 seconds: in Qwen2.5-VL, its last frames have larger positions than the text behind it."""
+EXAMPLES = [
+    Example("odd", (noise_clip("c", (60, 40), 5, seed=1),), "When?", 0),  # half a last pair
+    Example("mixed", (IMAGE, noise_clip("d", (56, 90), 4, seed=2)), "<image> in <image>?", 0),
+    noise_example("no image", [], "Hello there"),
+    Example("clips", (noise_clip("e", (28, 56), 2), noise_clip("f", (84, 28), 6)), "Which?", 0),
+]
+
+
+def build_prompts(policy: Policy, *more: Example) -> list[Prompt]:
+    return [make_prompt(policy, example) for example in (*EXAMPLES, *more)]
+
+
+def score_with_gradients(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    prompts = build_prompts(policy, LONG)
+    logprobs = policy.score(make_batch([*prompts[:3], prompts[4]])).logprobs
+    more = policy.score(make_batch(prompts[3:])).logprobs
+    logprobs = torch.cat((logprobs, more))
+    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    grads = {n: w.grad for n, w in policy.trainable_parameters() if w.grad is not None}
+    assert any("visual" in name for name in grads)
+    return logprobs.detach(), grads
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "gradient_bound"),
+    [(torch.float32, 1e-5, 1e-5), (torch.float64, 1e-9, 1e-6)],  # as for images
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_equals_repeated(
+    family: str, dtype: torch.dtype, bound: float, gradient_bound: float
+) -> None:
+    results = [score_with_gradients(tiny_policy(family, s, dtype)) for s in (True, False)]
+    (logprobs, grads), (expected, expected_grads) = results
+    assert (logprobs - expected).abs().max() < bound
+    assert relative_distance(grads, expected_grads) < gradient_bound
+
+
+@pytest.mark.parametrize("in_one_kernel", [True, False])
+@pytest.mark.parametrize("name", [*FAMILIES, "qwen3_5"])
+def test_shared_equals_the_forward_of_transformers(
+    name: str, in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if in_one_kernel:
+        use_plain_varlen(monkeypatch)
+    policy, plain = _build(name, True), _build(name, False)
+    batch = make_batch([*build_prompts(policy)[:3], make_prompt(policy, LONG)])
+    with torch.no_grad():
+        found = policy.score(batch).logprobs
+        alone = [
+            score_alone(plain.model, piece.prompt, tokens)
+            for piece in batch.slices
+            for tokens in piece.completions
+        ]
+    # Qwen3.5's recurrence of transformers computes in float32.
+    bound = 1e-4 if name == "qwen3_5" else 1e-9
+    torch.testing.assert_close(found, torch.cat(alone), rtol=0, atol=bound)
+
+
+def _build(name: str, shared: bool) -> Policy:
+    if name in FAMILIES:
+        return tiny_policy(name, shared, torch.float64, banned=())
+    return build_family_policy(name, torch.float64, shared=shared, banned=())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_forms_sample_as_generate_and_score_what_they_sampled(family: str) -> None:
+    tokens = []
+    for shared in (True, False):
+        policy = tiny_policy(family, shared, torch.float64)
+        prompts = build_prompts(policy, LONG)
+        groups = sample_groups(policy, prompts)  # without sharing, by transformers' generate
+        tokens.append([[c.token_ids for c in group] for group in groups])
+        with torch.no_grad():
+            scored = policy.score(pack_groups(prompts, groups)).logprobs
+        assert (scored - sampled_logprobs(groups)).abs().max() < 1e-6
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_are_those_of_transformers(family: str) -> None:
+    policy = tiny_policy(family)
+    for prompt in build_prompts(policy, LONG):
+        found = policy.family.lay_out(policy.model, prompt).positions
+        # What reaches the language model in transformers' own forward.
+        expected = SharedForm().lay_out(policy.model, prompt).positions
+        assert (found == expected).all()
+
+
+def test_a_clip_is_encoded_once_per_group() -> None:
+    policy = tiny_policy("qwen2_5_vl")
+    prompts = build_prompts(policy)
+    assert [prompt.image_decodes for prompt in prompts] == [1, 2, 0, 2]
+    groups = sample_groups(policy, prompts, group_size=5)
+    assert policy.counters.encoder_passes == 5  # four clips and an image, for 20 completions
+    policy.counters.encoder_passes = 0
+    policy.score(pack_groups(prompts, groups))
+    assert policy.counters.encoder_passes == 5  # with gradient, once more
+
+
+def test_a_frozen_tower_encodes_a_clip_once_per_step() -> None:
+    policy = tiny_policy("qwen3_vl")
+    policy._encoder.is_trained = False  # noqa: SLF001
+    prompts = build_prompts(policy)
+    groups = sample_groups(policy, prompts)
+    policy.score(pack_groups(prompts, groups))
+    assert policy.counters.encoder_passes == 5
+
+
+def test_other_families_refuse_videos() -> None:
+    policy = build_family_policy("internvl", torch.float32)
+    with pytest.raises(UserError, match="example odd: it has a video, which only Qwen2-VL"):
+        make_prompt(policy, EXAMPLES[0])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"],
+        ["rollout.noise.strength=400"],
+        ["objective.perception.kl_coef=0.01"],
+    ],
+)
+def test_methods_without_videos_refuse_them_before_the_run(overrides: list[str]) -> None:
+    settings, policy = load_settings("quickstart", overrides), tiny_policy("qwen2_vl")
+    with pytest.raises(UserError, match=r"example odd: (rollout|objective)\.[a-z=]* does not sup"):
+        select_usable(policy, EXAMPLES, PlainQuestion(), settings)
+    usable = select_usable(policy, EXAMPLES, PlainQuestion(), load_settings("quickstart"))
+    assert len(usable) == len(EXAMPLES)
+
+
+def test_qwen3_vl_takes_videos_in_rollouts_of_servers() -> None:
+    settings = load_settings(
+        "quickstart", ["rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:9]"]
+    )
+    usable = select_usable(tiny_policy("qwen3_vl"), EXAMPLES, PlainQuestion(), settings)
+    assert len(usable) == len(EXAMPLES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family: str) -> None:
+    policy = tiny_policy(family)
+    assert policy.budget is not None
+    policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
+    clip = Example("large", (noise_clip("g", (300, 300), 12), IMAGE), "?", 0)
+    resized = policy.with_resized_sizes(clip).images
+    assert resized[0].resized_size in [(56, 56), (64, 64)]  # whole tokens
+    assert resized[1].resized_size in [(56, 84), (64, 96)]
+    counted = PromptCounter([clip, *EXAMPLES], PlainQuestion(), policy.prompts)
+    prompts = build_prompts(policy, clip)
+    tokens = [size.tokens for size in counted.count(policy.prompts.budget)]
+    assert tokens == sorted(len(prompt.token_ids) for prompt in prompts)

@@ -1,0 +1,189 @@
+"""Every family: the forms of sampling and scoring compute what plain transformers computes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_models import BUILDERS
+from family_policies import build_family_policy, build_prompts, make_batch, score_alone
+from float64_steps import use_float64_recurrence
+from gradients import relative_distance
+from small_runs import make_trainer, read_metrics, small_run
+from tiny_models import make_prompt, noise_example, pack_groups, sample_groups, sampled_logprobs
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.form_check import BOUNDS
+from vlm_grpo.types import Prompt
+
+SHARED = [name for name in BUILDERS if name != "mllama"]  # which has cross-attention
+FORMS = [(n, "repeated") for n in BUILDERS] + [(n, "shared") for n in SHARED]
+
+
+def test_an_image_can_have_as_many_patches_as_its_prompt_has_tokens() -> None:
+    policy = build_family_policy("gemma4", torch.float64, banned=())
+    [prompt] = build_prompts(policy, "gemma4", 1)
+    missing = prompt.vision["pixel_values"].shape[1] - len(prompt.token_ids)
+    example = noise_example("0", [(60, 40)], "What is it?" + "?" * missing)
+    prompt = make_prompt(policy, example)
+    assert prompt.vision["pixel_values"].shape[:2] == (1, len(prompt.token_ids))
+    scores = policy.score(MicroBatch((GroupSlice(prompt, ((70, 71, 72),), (0,)),))).logprobs
+    expected = score_alone(policy.model, prompt, (70, 71, 72))
+    torch.testing.assert_close(scores, expected, rtol=0, atol=1e-9)
+
+
+@functools.cache
+def score_each_alone(name: str) -> Tensor:
+    """Score each completion of four prompts alone, by plain transformers."""
+    policy = build_family_policy(name, torch.float64, banned=())
+    alone = [
+        score_alone(policy.model, piece.prompt, completion)
+        for piece in make_batch(build_prompts(policy, name, 4)).slices
+        for completion in piece.completions
+    ]
+    return torch.cat(alone)
+
+
+@functools.cache
+def generate_greedily(name: str) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+    """Build twelve different prompts, and generate four tokens for each by plain transformers."""
+    policy = build_family_policy(name, torch.float64, temperature=0.0)
+    prompts, generated = build_prompts(policy, name, 12), []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt.token_ids])
+        output = policy.model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            **prompt.vision,
+            max_new_tokens=4,
+            do_sample=False,
+            suppress_tokens=list(policy.distribution.banned) or None,
+        )
+        generated.append(tuple(output[0, tokens.shape[1] :].tolist()))
+    return prompts, generated
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_scores_equal_plain_forward_passes(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build_family_policy(name, torch.float64, shared=form == "shared", banned=())
+    use_float64_recurrence(monkeypatch, policy.model)
+    scores = policy.score(make_batch(build_prompts(policy, name, 4)), with_entropy=True)
+    # Where scores are capped, transformers computes the softmax in float32.
+    bound = 1e-6 if name.startswith("paligemma") and form == "shared" else 1e-9
+    torch.testing.assert_close(scores.logprobs, score_each_alone(name), rtol=0, atol=bound)
+
+
+@pytest.mark.no_shapes
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_greedy_samples_equal_generate(
+    name: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = build_family_policy(name, torch.float64, shared=form == "shared", temperature=0.0)
+    use_float64_recurrence(monkeypatch, policy.model)
+    prompts, generated = generate_greedily(name)
+    # Room for 6 prompts: places are given to other completions, and given up.
+    budget = 6 * (max(len(prompt.token_ids) for prompt in prompts) + 2 * 4)
+    groups = sample_groups(policy, prompts, group_size=2, max_tokens=budget, length=4)
+    for expected, group in zip(generated, groups, strict=True):
+        assert [completion.token_ids for completion in group] == [expected] * 2
+    with torch.no_grad():
+        scores = policy.score(pack_groups(prompts[:4], groups[:4])).logprobs
+    # Padding on the left shifts the rotary positions, which are float32: at most 2e-5 here.
+    torch.testing.assert_close(scores.float(), sampled_logprobs(groups[:4]), rtol=0, atol=5e-5)
+
+
+@pytest.mark.no_shapes
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_model_trained_for_two_steps_loads_in_transformers(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, processor = BUILDERS[name]()
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    optim = {"lr": 1e-3, "max_steps": 2, "prompts_per_step": 2}
+    trainer = make_trainer(small_run(tmp_path, tmp_path / "model", optim=optim))
+    trainer.run()
+    [run_dir] = (tmp_path / "runs").iterdir()
+    norms = [row["grad_norm"] for row in read_metrics(run_dir) if "grad_norm" in row]
+    assert len(norms) == 2
+    assert all(0 < norm < 1e3 for norm in norms)
+    [weights] = run_dir.rglob("model.safetensors")
+    result: Any = AutoModelForImageTextToText.from_pretrained(
+        weights.parent, output_loading_info=True
+    )
+    loaded, report = result
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    trained = dict(trainer.policy.model.named_parameters())
+    assert all(torch.equal(value, trained[key]) for key, value in loaded.named_parameters())
+    assert any(not torch.equal(value, trained[key]) for key, value in model.named_parameters())
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"dtype": "float32", "gradient_checkpointing": "none"},
+    "checkpointed": {"dtype": "float32", "gradient_checkpointing": "full"},
+    "frozen": {"dtype": "float32", "freeze": ["vision"]},
+    "lora": {"dtype": "float32", "lora": {"r": 4, "alpha": 8}},
+}
+
+
+def compute_gradient(
+    name: str, shared: bool, settings: dict[str, Any], patch: pytest.MonkeyPatch
+) -> dict[str, Tensor]:
+    """Compute the gradient of a weighted sum of log-probs of four prompts, in float64."""
+    policy = build_family_policy(name, torch.float64, shared=shared, policy=settings, banned=())
+    use_float64_recurrence(patch, policy.model)
+    torch.manual_seed(1)
+    for weight_name, weight in policy.trainable_parameters():
+        if "lora_B" in weight_name:  # initially 0, which would leave the output unchanged
+            torch.nn.init.normal_(weight, std=0.1)
+    logprobs = policy.score(make_batch(build_prompts(policy, name, 4))).logprobs
+    (logprobs * torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)).sum().backward()
+    weights = policy.trainable_parameters()
+    return {n: w.grad for n, w in weights if w.grad is not None and w.grad.any()}
+
+
+@pytest.mark.no_shapes
+@pytest.mark.parametrize("name", SHARED)
+def test_both_forms_have_the_same_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain: dict[str, dict[str, Tensor]] = {}
+    for mode, settings in MODES.items():
+        kind = mode.replace("checkpointed", "full")  # which computes the same
+        if kind not in plain:
+            settings_of_plain = settings | {"gradient_checkpointing": "none"}
+            plain[kind] = compute_gradient(name, False, settings_of_plain, monkeypatch)
+        found = compute_gradient(name, True, settings, monkeypatch)
+        # Norms compute in float32 in most families, and their gradients are rounded to it.
+        assert relative_distance(found, plain[kind]) < 1e-6, mode
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name.startswith("qwen3_5")])
+def test_recurrent_layers_in_float32_differ_by_rounding(name: str) -> None:
+    """A new chunk of tokens begins at the end of a shared prompt."""
+    scores = []
+    for shared in (False, True):
+        policy = build_family_policy(name, shared=shared, banned=())
+        with torch.no_grad():
+            scores.append(policy.score(make_batch(build_prompts(policy, name, 4))).logprobs)
+    difference = (scores[0] - scores[1]).abs()
+    assert 0 < difference.max() < 1e-3
+    assert difference.mean() < BOUNDS[torch.float32] / 5
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_auxiliary_loss_of_routers_is_not_part_of_the_gradient(shared: bool) -> None:
+    gradients: list[dict[str, Tensor]] = []
+    for has_loss in (False, True):
+        policy = build_family_policy("qwen3_vl_moe", shared=shared, policy=MODES["full"])
+        policy.model.config.text_config.output_router_logits = has_loss
+        policy.score(make_batch(build_prompts(policy, "qwen3_vl_moe", 1))).logprobs.sum().backward()
+        weights = policy.trainable_parameters()
+        gradients.append({n: w.grad for n, w in weights if w.grad is not None})
+    assert any("gate.weight" in name for name in gradients[0])  # of routers
+    assert relative_distance(*gradients) == 0

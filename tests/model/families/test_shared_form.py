@@ -1,0 +1,100 @@
+"""The shared form of models that the project has never heard of, and the reasons against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_policies import build_family_policy
+from tiny_models import make_prompt, noise_example, pack_groups, sample_groups
+from transformers import CONFIG_MAPPING, Cache
+from transformers.models.internvl.configuration_internvl import InternVLConfig
+
+from vlm_grpo.model.families import load_family
+from vlm_grpo.model.families.family import Family
+from vlm_grpo.model.families.shared_form import CappedHead
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mllama", "its language model reads images by cross-attention"),
+        ("florence2", "it is an encoder-decoder model"),
+        (
+            "kosmos-2",
+            "its model takes no precomputed image features (transformers 5.18 and later may)",
+        ),
+        ("llama4", "it has layers of the type chunked_attention"),
+    ],
+)
+def test_the_reason_against_the_shared_form(kind: str, reason: str) -> None:
+    assert Family().why_not_shared(CONFIG_MAPPING[kind]()) == reason
+
+
+def test_recurrent_layers_need_the_cache_of_a_newer_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(Cache, "get_conv_state")
+    reason = "its recurrent layers need transformers 5.21 or later"
+    assert Family().why_not_shared(CONFIG_MAPPING["qwen3_5"]()) == reason
+    assert Family().why_not_shared(CONFIG_MAPPING["gemma3"]()) is None
+
+
+def test_code_from_elsewhere_does_not_share_prompts() -> None:
+    class OtherConfig(InternVLConfig):
+        model_type = "other"
+
+    assert Family().why_not_shared(OtherConfig()) == "its code does not come with transformers"
+
+
+def test_the_layout_of_a_prompt_shows_who_sees_whom() -> None:
+    policy = build_family_policy("gemma3")
+    prompt = make_prompt(policy, noise_example("a", [(60, 40)]))
+    layout = policy.family.lay_out(policy.model, prompt)
+    tokens = torch.tensor(prompt.token_ids)
+    image = (tokens == policy.model.config.image_token_id).nonzero().flatten()
+    count = len(tokens)
+    assert layout.positions.tolist() == [list(range(count))]
+    causal = torch.ones(count, count).tril().bool()
+    causal[image[0] : image[-1] + 1, image[0] : image[-1] + 1] = True
+    assert torch.equal(layout.masks["full_attention"], causal)
+    text = make_prompt(policy, noise_example("b", []))
+    mask = policy.family.lay_out(policy.model, text).masks["full_attention"]
+    assert torch.equal(mask, torch.ones_like(mask).tril())
+
+
+def test_positions_have_an_axis_for_time_height_and_width() -> None:
+    policy = build_family_policy("glm4v")
+    prompt = make_prompt(policy, noise_example("a", [(60, 60)]))
+    positions = policy.family.lay_out(policy.model, prompt).positions
+    assert positions.shape == (3, len(prompt.token_ids))
+    assert not (positions[0] == positions[1]).all()
+    text = make_prompt(policy, noise_example("b", []))
+    assert len(policy.family.lay_out(policy.model, text).positions) == 1
+
+
+def test_a_capped_head_caps_its_logits() -> None:
+    head = torch.nn.Linear(3, 2, bias=False)
+    hidden = torch.randn(4, 3) * 20
+    expected = 5 * torch.tanh(head(hidden) / 5)
+    torch.testing.assert_close(CappedHead(head, 5.0)(hidden), expected)
+
+
+@pytest.mark.parametrize("name", ["internvl", "qwen3_vl_moe", "qwen3_5"])
+def test_a_family_that_is_unknown_shares_its_prompt(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family under another name, as a new version of transformers might bring it."""
+    known = build_family_policy(name, torch.float64, shared=True, banned=())
+    prompt = make_prompt(known, noise_example("a", [(60, 40), (90, 30)]))
+    config = known.model.config
+    monkeypatch.setattr(type(config), "model_type", "novel_vl")
+    assert type(load_family(config)) is Family
+    novel = build_family_policy(name, torch.float64, shared=True, banned=())
+    assert type(novel.family) is Family
+    groups = sample_groups(known, [prompt])
+    assert [c.token_ids for group in sample_groups(novel, [prompt]) for c in group] == [
+        c.token_ids for group in groups for c in group
+    ]
+    batch = pack_groups([prompt], groups)
+    found, expected = novel.score(batch).logprobs, known.score(batch).logprobs
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

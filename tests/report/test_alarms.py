@@ -1,0 +1,221 @@
+"""No alarms on a run that goes well, and one alarm for each kind of failure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vlm_grpo.report.alarms import RULES, SHORT, WINDOW, Alarm, AlarmContext, AlarmMonitor, Row
+
+CONTEXT = AlarmContext({"exact": 1.0, "format": 0.2}, "exact", 100)
+STEPS = 80
+
+
+def healthy(step: int) -> dict[str, float]:
+    """A step of a run that learns: accuracy 0.3 to 0.7, format nearly always earned."""
+    done = step / STEPS
+    return {
+        "step": step,
+        "reward": 0.5 + 0.4 * done,
+        "frac_reward_zero_std": 0.1 + 0.4 * done,
+        "completions/mean_length": 30.0,
+        "completions/clipped_ratio": 0.01,
+        "entropy": 0.5 - 0.3 * done,
+        "kl": 0.1 * done,
+        "sampling/sampling_logp_difference/mean": 2e-3,
+        "rewards/exact/mean": 0.3 + 0.4 * done,
+        "rewards/exact/std": 0.45,
+        "rewards/exact/failed": 0,
+        "rewards/format/mean": 0.95,
+        "rewards/format/std": 0.2,
+        "rewards/format/failed": 0,
+    }
+
+
+def collect_alarms(rows: Sequence[Row], context: AlarmContext = CONTEXT) -> list[Alarm]:
+    monitor = AlarmMonitor(context)
+    return [alarm for step, row in enumerate(rows) for alarm in monitor.update(step, row)]
+
+
+def make_rows(**changes: Callable[[float], float]) -> list[dict[str, float]]:
+    """The healthy run with some metrics replaced by functions of its progress, 0 to 1."""
+    rows = [healthy(step) for step in range(STEPS)]
+    for name, value in changes.items():
+        for step, row in enumerate(rows):
+            row[name] = value(step / STEPS)
+    return rows
+
+
+def test_a_recorded_quickstart_raises_nothing() -> None:
+    lines = (Path(__file__).parents[1] / "recorded" / "quickstart.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == 200  # the recipe's steps; exact rose from 0.46 to 0.83 in them
+    # 32 prompts with 8 completions each.
+    assert collect_alarms(rows, AlarmContext({"exact": 1.0}, "exact", 256)) == []
+
+
+def test_a_run_that_learns_raises_nothing() -> None:
+    assert collect_alarms(make_rows()) == []
+
+
+FAILURES: dict[str, dict[str, Callable[[float], float]]] = {
+    "groups without a reward": {
+        "frac_reward_zero_std": lambda t: 1.0,
+        "reward": lambda t: 0.02,
+        "completions/answered": lambda t: 0.05,
+    },
+    "groups without a spread": {"frac_reward_zero_std": lambda t: min(1.0, 0.1 + 1.5 * t)},
+    "length drift": {"completions/mean_length": lambda t: 30 + 100 * t},
+    "cut off": {"completions/clipped_ratio": lambda t: t},
+    "entropy collapse": {"entropy": lambda t: 0.5 * math.exp(-8 * t)},
+    "KL blow-up": {"kl": lambda t: 0.01 * math.exp(10 * t)},
+    "one reward dominates": {
+        "rewards/exact/mean": lambda t: 0.01,
+        "rewards/exact/std": lambda t: 0.01 * (1 - t),
+        "rewards/format/mean": lambda t: 0.5,
+    },
+    "rewards diverge": {
+        "rewards/exact/mean": lambda t: 0.6 - 0.4 * t,
+        "rewards/format/mean": lambda t: 0.5 + 0.4 * t,
+    },
+    "sampler mismatch": {"sampling/sampling_logp_difference/mean": lambda t: 0.2 * t},
+    "reward fails": {"rewards/format/failed": lambda t: 30 * t},
+}
+
+
+def test_every_rule_has_its_failure() -> None:
+    assert set(FAILURES) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_raises_one_alarm_with_a_remedy(name: str) -> None:
+    found = collect_alarms(make_rows(**FAILURES[name]))
+    assert [alarm.name for alarm in found] == [name]
+    alarm = found[0]
+    assert 0 < alarm.step < STEPS
+    assert alarm.message
+    assert alarm.remedy
+    assert "nan" not in alarm.message
+
+
+def test_shrinking_raises_length_drift_and_a_few_tokens_do_not() -> None:
+    shrinking = make_rows(**{"completions/mean_length": lambda t: 60 - 50 * t})
+    assert [alarm.name for alarm in collect_alarms(shrinking)] == ["length drift"]
+    # From 2 to 8 tokens: four times as many, but a count of "12" for "3" is no drift.
+    assert collect_alarms(make_rows(**{"completions/mean_length": lambda t: 2 + 6 * t})) == []
+
+
+def test_format_that_rises_with_accuracy_raises_nothing() -> None:
+    assert collect_alarms(make_rows(**{"rewards/format/mean": lambda t: 0.5 + 0.4 * t})) == []
+
+
+def test_a_dominating_reward_raises_nothing_if_the_others_are_earned() -> None:
+    # format is always earned and has no spread left: all of the spread is exact's.
+    rows = make_rows(**{"rewards/format/mean": lambda t: 1.0, "rewards/format/std": lambda t: 0.0})
+    assert collect_alarms(rows) == []
+
+
+def test_a_mismatch_that_is_corrected_raises_nothing() -> None:
+    rows = make_rows(**FAILURES["sampler mismatch"])
+    for row in rows:
+        row["sampling/importance_sampling_ratio/mean"] = 1.0
+    assert collect_alarms(rows) == []
+
+
+def test_a_mismatch_of_an_outside_sampler_is_measured_on_fresh_completions() -> None:
+    """It is always corrected for, and completions of older weights are meant to differ."""
+
+    def collect(staleness: list[int], context: AlarmContext = CONTEXT) -> list[int]:
+        rows = [healthy(0) for _ in staleness]
+        for row, steps in zip(rows, staleness, strict=True):
+            row["sampling/importance_sampling_ratio/mean"] = 1.0
+            row["sampling/sampling_logp_difference/mean"] = 0.1
+            row["staleness/max"] = steps
+        found = collect_alarms(rows, context)
+        assert {alarm.name for alarm in found} <= {"sampler mismatch"}
+        return [alarm.step for alarm in found]
+
+    assert collect([0] * 10) == [2]  # the third of five rows
+    assert collect([1] * 10) == []
+    assert collect([0] + [1] * 40) == [1]  # the first step's are always fresh
+    assert collect([0] * 10, replace(CONTEXT, truncates=True)) == []
+
+
+def test_an_alarm_is_raised_again_only_after_it_was_cleared() -> None:
+    def raised_at(*levels: float) -> list[int]:
+        """Return the positions of alarms if each share of truncated completions lasts 2 windows."""
+        rows = [healthy(0) for _ in range(2 * WINDOW * len(levels))]
+        for step, row in enumerate(rows):
+            row["completions/clipped_ratio"] = levels[step // (2 * WINDOW)]
+        return [alarm.step // (2 * WINDOW) for alarm in collect_alarms(rows)]
+
+    # 0.25 raises and 0.15 clears: between them neither happens.
+    assert raised_at(0.0, 0.3, 0.2, 0.3) == [1]
+    assert raised_at(0.0, 0.3, 0.1, 0.3) == [1, 3]
+
+
+def test_a_failing_reward_raises_an_alarm_within_a_few_steps() -> None:
+    (alarm,) = collect_alarms(make_rows(**{"rewards/exact/failed": lambda t: 100}))
+    assert alarm.step < SHORT
+    assert "exact failed on 100.0%" in alarm.message
+
+
+@pytest.mark.parametrize("value", [math.nan, None, "odd"])
+def test_values_that_are_not_numbers_raise_nothing(value: object) -> None:
+    rows: list[Row] = [dict.fromkeys(healthy(step), value) for step in range(STEPS)]
+    assert collect_alarms(rows) == []
+
+
+def test_the_history_does_not_grow() -> None:
+    monitor = AlarmMonitor(CONTEXT)
+    for step in range(500):
+        monitor.update(step, healthy(step % STEPS))
+    assert len(monitor.history.first) == len(monitor.history.last) == WINDOW
+
+
+def test_a_primary_metric_that_is_an_error_is_better_if_lower() -> None:
+    """The format is learned while the answers get worse: the error rises from 0.5 to 1.5."""
+
+    def messages(errors: list[float], lower_is_better: bool) -> list[str]:
+        weights = {"exact": 1.0, "format": 0.2}
+        rows = [
+            {
+                "metrics/absolute_error": error,
+                "rewards/exact/mean": 0.5,
+                "rewards/format/mean": 0.2 + 0.6 * step / len(errors),
+            }
+            for step, error in enumerate(errors)
+        ]
+        context = AlarmContext(weights, "absolute_error", 64, lower_is_better)
+        return [alarm.message for alarm in collect_alarms(rows, context)]
+
+    rising = [0.5] * 20 + [0.5 + step / 30 for step in range(31)]
+    assert any("absolute_error went from 0.50 to" in text for text in messages(rising, True))
+    assert not any("absolute_error" in text for text in messages(rising[::-1], True))
+    assert not any("absolute_error" in text for text in messages(rising, False))
+
+
+def test_a_model_that_earns_nothing_is_told_how_to_begin_in_its_first_steps() -> None:
+    changes = FAILURES["groups without a reward"]
+    context = replace(CONTEXT, recipe="runs/zero/config.yaml")
+    (alarm,) = collect_alarms(make_rows(**changes), context)
+    assert alarm.step == 2  # three of the last five steps suffice
+    assert "mean over 300 completions is 0.02, 5% of them have an answer" in alarm.message
+    for command in ("train", "sft", "difficulty"):
+        assert f"vlm-grpo {command} runs/zero/config.yaml" in alarm.remedy
+    assert "warm_start.steps=" in alarm.remedy
+
+
+def test_supervised_steps_are_not_part_of_the_history() -> None:
+    """They have no samples: the first window and every mean begin with the first rollout."""
+    supervised: list[Row] = [{"loss": 2.0, "mean_token_accuracy": 0.1}] * WINDOW
+    for changes in FAILURES.values():
+        rows = make_rows(**changes)
+        expected = [(a.step + WINDOW, a.name, a.message) for a in collect_alarms(rows)]
+        found = [(a.step, a.name, a.message) for a in collect_alarms([*supervised, *rows])]
+        assert found == expected

@@ -1,0 +1,100 @@
+"""Progress is live in a terminal and plain in a pipe."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+from pathlib import Path
+
+import forked
+import pytest
+from commands import run
+from rich.text import Text
+
+from vlm_grpo.cli import main
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.report.progress import Progress
+from vlm_grpo.utils.timing import Stopwatch
+
+SETTINGS = (
+    "optim.max_steps=3",
+    "optim.warmup_steps=0",
+    "optim.prompts_per_step=2",
+    "rollout.num_generations=2",
+    "data.train_limit=8",
+    "data.eval_limit=8",
+    "evaluation.every=1",
+    "logging.trackers=[]",
+    "name=run",
+)
+
+
+def train_in_terminal(folder: Path) -> str:
+    """Train in a terminal of 100 columns and return its output."""
+    ours, theirs = pty.openpty()
+    words = ["train", "quickstart", *SETTINGS, f"output_dir={folder}"]
+    terminal = {"COLUMNS": "100", "TERM": "xterm-256color"}
+    process = forked.start(Path(os.ttyname(theirs)), main, words, **terminal)
+    parts = []
+    while select.select([ours], [], [], 0.1)[0] or process.is_alive():
+        if select.select([ours], [], [], 0.1)[0]:
+            parts.append(os.read(ours, 65536))
+    os.close(theirs)
+    os.close(ours)
+    assert process.exitcode == 0
+    return b"".join(parts).decode()
+
+
+@pytest.mark.parametrize(
+    ("columns", "ending"),
+    [("200", "1.5 GiB"), ("80", "length 12.0"), ("60", "held-out edit_distance 0.250")],
+)
+def test_the_live_line_fits_the_terminal(
+    columns: str, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    stopwatch = Stopwatch()
+    progress = Progress(load_settings("quickstart"), "edit_distance", stopwatch, 0, enabled=True)
+    metrics = {"reward": 0.5, "completions/mean_length": 12.0, "time/step": 2.0}
+    progress.advance(metrics | {"memory/resident": 1.5, "eval/edit_distance": 0.25})
+    with stopwatch("evaluation"):
+        _, line = progress.bar.get_renderables()
+    assert isinstance(line, Text)
+    assert line.cell_len <= int(columns)
+    assert line.plain.startswith("evaluation reward 0.500  held-out edit_distance 0.250")
+    assert line.plain.endswith(ending)
+
+
+def test_a_terminal_shows_live_progress(tmp_path: Path) -> None:
+    shown = train_in_terminal(tmp_path)
+    assert "\x1b[" in shown  # lines are drawn over
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    assert "3/3" in text
+    assert re.search(
+        r"reward \d\.\d+  held-out exact \d\.\d+  length \d\.\d  [\d.e+]+ samples/s  \d\.\d GiB",
+        text,
+    )
+    assert re.search(r"\b(evaluation|saving|update|decode|rollout) +reward", text)
+
+
+def test_a_pipe_gets_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "train", "quickstart", *SETTINGS, f"output_dir={tmp_path}")
+    assert status == 0
+    assert "\x1b" not in out + err
+    assert "\r" not in out + err
+    (line,) = [line for line in err.splitlines() if line.startswith("step ")]
+    assert re.match(
+        r"step 3/3  reward .* held-out exact .* samples/s .* GiB  [\d,]+ tokens/s  0 s left$", line
+    )
+    starts = ["model", "task", "data", "images", "rewards", "step", "attention"]
+    starts += ["reference", "note"]
+    starts += ["run folder", "before", "after", "change", "best", "report", "samples"]
+    starts += ["checkpoint", "next", ""]
+    lines = out.splitlines()
+    assert [text[:11].strip() for text in lines] == starts
+    for text in lines[-2:]:  # the next commands
+        assert " vlm-grpo " in text
+    assert (tmp_path / "run/report.html").is_file()

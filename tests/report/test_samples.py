@@ -1,0 +1,96 @@
+"""Thumbnails and drawings of the sampled answers."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from report_runs import load_few_examples
+
+from vlm_grpo.report.samples import (
+    THUMBNAIL_BYTES,
+    THUMBNAIL_SIDE,
+    ThumbnailStore,
+    draw_answers,
+    thumbnail,
+)
+from vlm_grpo.task.drawing import GOLD_COLOR
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import ImageRef
+
+
+def test_a_drawing_is_the_tasks_own(tmp_path: Path) -> None:
+    task = load_task("grounding")
+    example = load_few_examples("grounding", task)[0]
+    (x1, y1, x2, y2), *_ = task.gold_answer(example)
+    thumbnails = ThumbnailStore(tmp_path)
+    name = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
+    assert name is not None
+    with Image.open(tmp_path / "images" / name) as image:
+        drawn = image.convert("RGBA")
+    assert drawn.size == example.images[0].size  # small enough to be kept unchanged
+    red, green, blue = (int(GOLD_COLOR[i : i + 2], 16) for i in (1, 3, 5))
+    middle = int((x1 + x2) / 2)
+    assert drawn.getpixel((middle, int(y1))) == (red, green, blue, 255)
+    assert drawn.getpixel((middle, int((y1 + y2) / 2))) == (0, 0, 0, 0)  # only an outline
+
+
+def test_both_answers_are_drawn() -> None:
+    task = load_task("grounding")
+    (example,) = load_few_examples("grounding", task)
+    drawn = draw_answers(task, example, ((0.0, 0.0, 9.0, 9.0),))
+    assert drawn is not None
+    colors = {color for _, color in drawn.getcolors(84 * 84) or ()}
+    assert {(255, 176, 0), (220, 38, 127)} <= colors  # GOLD_COLOR and PREDICTED_COLOR
+    assert draw_answers(task, example, "no boxes") is None
+    assert draw_answers(task, replace(example, images=()), None) is None
+
+
+def test_an_answer_is_drawn_on_the_image_that_it_refers_to(tmp_path: Path) -> None:
+    (old, new), task = load_few_examples("grounding", load_task("grounding"), 2), load_task("gui")
+    small = replace(old.images[0], size=(20, 10))  # never decoded
+    example = replace(new, images=(small, *new.images))
+    drawn = draw_answers(task, example, None)
+    assert drawn is not None
+    assert drawn.size == new.images[0].size
+    name = ThumbnailStore(tmp_path).add_drawing(task, example, task.gold_answer(example), "red")
+    with Image.open(tmp_path / "images" / str(name)) as image:
+        assert image.size == new.images[0].size
+
+
+def test_a_task_that_draws_nothing_or_fails_leaves_no_file(tmp_path: Path) -> None:
+    task = load_task("ocr")
+    example = load_few_examples("ocr", task)[0]
+    thumbnails = ThumbnailStore(tmp_path)
+    assert thumbnails.add_drawing(task, example, "ABC", GOLD_COLOR) is None
+    grounding = load_task("grounding")
+    assert thumbnails.add_drawing(grounding, example, "no boxes", GOLD_COLOR) is None
+    assert list(thumbnails.folder.iterdir()) == []
+
+
+def test_a_thumbnail_is_small_and_written_once(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), dtype=np.uint8)
+    path = tmp_path / "noise.png"
+    Image.fromarray(noise).save(path)
+    thumbnails = ThumbnailStore(tmp_path)
+    ref = ImageRef("noise", (1600, 1200), (1600, 1200), path=path)
+    name = thumbnails.add_image(ref)
+    assert name is not None
+    kept = thumbnails.folder / name
+    assert kept.stat().st_size <= THUMBNAIL_BYTES
+    with Image.open(kept) as image:
+        assert max(image.size) <= THUMBNAIL_SIDE
+    kept.write_bytes(b"as it was")
+    assert thumbnails.add_image(ref) == name
+    assert kept.read_bytes() == b"as it was"
+    assert thumbnails.add_image(replace(ref, path=tmp_path / "missing.png")) is None
+
+
+def test_a_small_image_is_kept_exactly() -> None:
+    # 84×84 pixels of shapes are far below the limit, so no pixel may change.
+    image = load_few_examples("counting", load_task("counting"))[0].images[0].load()
+    kept = Image.open(io.BytesIO(thumbnail(image))).convert("RGB")
+    assert kept.tobytes() == image.tobytes()

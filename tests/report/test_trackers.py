@@ -1,0 +1,267 @@
+"""Trackers receive metrics and images, and one that fails is dropped without ending the run."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from PIL import Image
+from report_runs import load_few_examples, make_group
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.report.samples import build_completion_rows
+from vlm_grpo.report.trackers import Trackers, check_installed
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.trainer import train
+from vlm_grpo.types import Example
+
+
+def load_events(run_dir: Path) -> EventAccumulator:
+    events = EventAccumulator(str(run_dir))
+    events.Reload()
+    return events
+
+
+def find_runs(folder: Path) -> list[str]:
+    """Return TensorBoard's names of the runs in a folder."""
+    return sorted(
+        {path.parent.relative_to(folder).as_posix() for path in folder.rglob("events.out.*")}
+    )
+
+
+def start_trackers(names: list[str], run_dir: Path, resume_at: int = 0) -> Trackers:
+    PartialState()  # Accelerate's trackers need it to log
+    trackers = Trackers(names, run_dir)
+    trackers.start({"optim.lr": "0.1"}, resume_at)
+    return trackers
+
+
+def test_tensorboard_gets_finite_metrics_and_images(tmp_path: Path) -> None:
+    trackers = start_trackers(["tensorboard"], tmp_path)
+    trackers.log(1, {"reward": 0.5, "kl": math.nan})
+    trackers.log_images(1, {"samples/0": Image.new("RGB", (6, 4), (255, 0, 0))})
+    trackers.log(2, {"reward": 0.75, "kl": 0.1})
+    trackers.finish()
+
+    events = load_events(tmp_path)
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.5), (2, 0.75)]
+    assert [e.step for e in events.Scalars("kl")] == [2]
+    (shown,) = events.Images("samples/0")
+    image = Image.open(io.BytesIO(shown.encoded_image_string))
+    assert (image.size, image.getpixel((0, 0))) == ((6, 4), (255, 0, 0))
+
+
+def test_tensorboard_has_one_run_per_folder_with_its_name(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        trackers = start_trackers(["tensorboard"], tmp_path / name)
+        trackers.log(1, {"reward": 0.5})
+        trackers.finish()
+    assert find_runs(tmp_path) == ["first", "second"]
+    assert [e.value for e in load_events(tmp_path / "second").Scalars("reward")] == [0.5]
+
+
+def test_a_run_of_an_older_version_goes_on_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "old/tensorboard").mkdir(parents=True)
+    start_trackers(["tensorboard"], tmp_path / "old", resume_at=2).finish()
+    assert find_runs(tmp_path) == ["old/tensorboard"]
+
+
+def test_a_resumed_run_hides_the_steps_that_are_run_again(tmp_path: Path) -> None:
+    first = start_trackers(["tensorboard"], tmp_path)
+    for step in (1, 2, 3):
+        first.log(step, {"reward": float(step)})
+    first.finish()
+    # Files are read by name: time and a number per process, where 10 comes before 9.
+    for path in tmp_path.glob("events*"):
+        path.rename(path.with_name(path.name.replace("tfevents.", "tfevents.0")))
+    again = start_trackers(["tensorboard"], tmp_path, resume_at=2)
+    again.log(3, {"reward": 30.0})
+    again.finish()
+
+    assert [e.value for e in load_events(tmp_path).Scalars("reward")] == [1, 2, 30]
+
+
+class Broken(GeneralTracker):
+    """A service that fails at one point."""
+
+    name = "wandb"
+    requires_logging_directory = False
+    fails_in = ""
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, run_name: str, **_: Any) -> None:
+        super().__init__()
+        self.calls.append("init")
+
+    tracker = None
+
+    def _do(self, what: str) -> None:
+        self.calls.append(what)
+        if what == self.fails_in:
+            raise ConnectionError("the service is down")
+
+    def start(self) -> None:
+        self._do("start")
+
+    def store_init_configuration(self, values: dict) -> None:
+        self._do("config")
+
+    def log(self, values: dict, step: int | None = None, **_: Any) -> None:
+        self._do("log")
+
+    def log_images(self, values: dict, step: int | None = None, **_: Any) -> None:
+        self._do("images")
+
+    def finish(self) -> None:
+        self._do("finish")
+
+
+@pytest.mark.parametrize("point", ["start", "config", "log", "images", "finish"])
+def test_a_tracker_that_fails_is_reported_once_and_dropped(
+    point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Broken):
+        fails_in = point
+
+    Failing.calls = []
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Failing)
+    with caplog.at_level(logging.WARNING):
+        trackers = start_trackers(["wandb", "tensorboard"], tmp_path)
+        for step in (1, 2):
+            trackers.log(step, {"reward": 0.5})
+            trackers.log_images(step, {"samples/0": Image.new("RGB", (4, 4))})
+        trackers.finish()
+
+    assert caplog.text.count("tracker wandb failed and is dropped") == 1
+    assert "ConnectionError: the service is down" in caplog.text
+    assert Failing.calls[-1] == point  # it is not called afterwards
+    events = load_events(tmp_path)
+    assert len(events.Scalars("reward")) == len(events.Images("samples/0")) == 2
+
+
+class Image_:
+    """An image as trackers with tables hold it."""
+
+    def __init__(self, value: Image.Image) -> None:
+        self.value = value
+
+
+class Table:
+    """A table with the arguments that Weights & Biases and trackio have in common."""
+
+    def __init__(self, columns: list[str], data: list[list[Any]]) -> None:
+        self.rows = [dict(zip(columns, row, strict=True)) for row in data]
+
+
+def log_completions(trackers: Trackers, texts: list[str]) -> Example:
+    """Log a group with these completions after one step, and return its example."""
+    task = load_task("grounding")
+    example = load_few_examples("grounding", task)[0]
+    group = make_group(task, example, texts)
+    advantages = [[0.5 - index for index in range(len(texts))]]
+    rows = build_completion_rows(task, 0, [group], advantages)
+    trackers.log_table(1, "completions", rows)
+    return example
+
+
+def test_trackers_with_tables_get_the_completions_with_their_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged = {}
+
+    class Tracker(Broken):
+        name = "trackio"
+
+        def log(self, values: dict, step: int | None = None, **_: Any) -> None:
+            logged.update({name: (step, value) for name, value in values.items()})
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", Tracker)
+    library = ModuleType("trackio")
+    library.__dict__.update(Table=Table, Image=Image_)
+    monkeypatch.setitem(sys.modules, "trackio", library)
+    trackers = start_trackers(["trackio", "tensorboard"], tmp_path)
+    assert trackers.takes_tables
+    example = log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
+    trackers.finish()
+
+    step, table = logged["completions"]
+    assert step == 1
+    first, second = table.rows
+    assert first["id"] == example.id
+    assert first["gold"] == str(example.answer)
+    assert first["completion"] == "<answer>[1, 2, 30, 40]</answer>"
+    assert (first["advantage"], second["advantage"]) == (0.5, -0.5)
+    assert second["truncated"]  # the helper's text has no closing tag
+    assert {"prompt", "reward", "tokens", "step"} <= set(first)
+    assert any(name.startswith("rewards/") for name in first)
+    assert first["image"].value.size == (84, 84)  # the embedded scenes
+    assert not start_trackers(["tensorboard"], tmp_path / "other").takes_tables
+
+
+def test_wandb_writes_the_table_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")  # not among the development tools
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    trackers = start_trackers(["wandb"], tmp_path)
+    log_completions(trackers, ["<answer>[1, 2, 30, 40]</answer>", "nothing"])
+    assert trackers.any  # it has not failed
+    trackers.finish()
+    (path,) = tmp_path.rglob("completions*.table.json")
+    table = json.loads(path.read_text())
+    texts = [row[table["columns"].index("completion")] for row in table["data"]]
+    assert texts == ["<answer>[1, 2, 30, 40]</answer>", "nothing"]
+    files = [path.read_bytes() for path in (tmp_path / "data/artifacts/staging").iterdir()]
+    images = [Image.open(io.BytesIO(data)) for data in files if data.startswith(b"\x89PNG")]
+    assert [image.size for image in images] == [(84, 84)] * 2  # one per completion
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_command() -> None:
+    check_installed(["tensorboard"])
+    with pytest.raises(UserError, match="no_such_service is not installed: pip install"):
+        check_installed(["tensorboard", "no_such_service"])
+
+
+@pytest.mark.filterwarnings("default")  # mlflow's libraries warn
+def test_mlflow_gets_metrics_settings_and_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")  # not among the development tools: it brings 60 others
+    monkeypatch.chdir(tmp_path)
+    store = f"sqlite:///{tmp_path / 'store.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    short = ["optim.max_steps=2", "optim.prompts_per_step=2", "optim.warmup_steps=0"]
+    short += ["data.eval_limit=8"]
+    result = train(
+        load_settings(
+            "counting",
+            [*short, "name=logged", "logging.trackers=[mlflow]", "logging.samples_every=1"],
+        )
+    )
+
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("vlm-grpo")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("logged", "FINISHED")
+    assert run.data.params["rollout.num_generations"] == "8"
+    lines = (result.run_dir / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    history = client.get_metric_history(run.info.run_id, "reward")
+    assert [(m.step, m.value) for m in history] == [
+        (row["step"] + 1, row["reward"]) for row in logged
+    ]
+    images = [a.path for a in client.list_artifacts(run.info.run_id, "images")]
+    (first,) = [p for p in images if re.match(r"images/samples~0\+step\+1\+.*\.png", p)]
+    shown = Image.open(client.download_artifacts(run.info.run_id, first))
+    assert shown.size == (84, 84)  # the embedded scenes, with the answers drawn on

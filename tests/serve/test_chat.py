@@ -1,0 +1,214 @@
+"""The client of a chat-completions server: its requests, and what each failure says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chat_model import ChatModel, get_images, serve
+from judge_server import Reply, run_judge
+from PIL import Image
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages
+from vlm_grpo.utils import http_json
+from vlm_grpo.utils.chat import ThinkingTags, Turn
+from vlm_grpo.utils.http_json import ServiceError
+
+QUESTION = build_messages([Turn("user", "?")], [])
+OPTIONS = {"temperature": 0.0, "max_tokens": 9}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_json, "FIRST_WAIT", 0.0)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def test_a_request_has_the_system_prompt_the_images_in_order_and_the_text() -> None:
+    images = [Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 4), "blue")]
+    chat = Turn("system", "Be brief."), Turn("user", "<image><image>Which?")
+    with serve(ChatModel()) as server:
+        client = ChatClient(Endpoint(server.address))
+        client.ask(build_messages(chat, images), OPTIONS)
+    (listed, (path, headers, body)) = server.requests
+    assert listed[0] == "/v1/models"
+    assert (path, body["model"], body["max_tokens"]) == ("/v1/chat/completions", "policy", 9)
+    assert "Authorization" not in headers
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert body["messages"][1]["content"][-1] == {"type": "text", "text": "Which?"}
+    sent = [(image.size, image.getpixel((0, 0))) for image in get_images(body)]
+    assert sent == [((4, 2), (255, 0, 0)), ((2, 4), (0, 0, 255))]
+
+
+def test_the_turns_of_a_chat_keep_their_images() -> None:
+    red, blue = Image.new("RGB", (4, 2), "red"), Image.new("RGB", (2, 4), "blue")
+    chat = Turn("user", "<image>?"), Turn("assistant", "Red."), Turn("user", "And <image>?")
+    first, answer, second = build_messages(chat, [red, blue])
+    assert answer == {"role": "assistant", "content": "Red."}
+    assert [part["type"] for part in first["content"]] == ["image_url", "text"]
+    assert [part["type"] for part in second["content"]] == ["text", "image_url", "text"]
+    assert [part.get("text") for part in second["content"]] == ["And ", None, "?"]
+    sent = [image.size for turn in (first, second) for image in get_images({"messages": [turn]})]
+    assert sent == [(4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("message", "is_open", "text"),
+    [
+        ({"content": "3", "reasoning_content": "4?"}, False, "[T]4?[/T]3"),
+        ({"content": "3", "reasoning": "4?"}, True, "4?[/T]3"),
+        ({"content": None, "reasoning": "4?"}, False, "[T]4?"),
+        ({"content": "3", "reasoning": None}, False, "3"),
+    ],
+)
+def test_a_thinking_that_the_server_returns_apart_is_part_of_the_text(
+    message: dict, is_open: bool, text: str
+) -> None:
+    tags = ThinkingTags("[T]", "[/T]", is_open=is_open, is_native=True)
+    response = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+    with run_judge(lambda body: Reply(body=response)) as server:
+        answer = ChatClient(Endpoint(server.address, "policy")).ask(QUESTION, OPTIONS, tags)
+    assert answer.completion.text == text
+
+
+@pytest.mark.parametrize("given", [None, "MY_KEY"])
+def test_the_key_of_the_environment_is_sent(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(given or "OPENAI_API_KEY", "sk-secret")
+    with serve(ChatModel()) as server:
+        ChatClient(Endpoint(server.address, api_key_env=given)).ask(QUESTION, {})
+    assert {headers["Authorization"] for _, headers, _ in server.requests} == {"Bearer sk-secret"}
+
+
+def test_a_named_variable_without_a_key_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"NO_KEY holds no API key: set it, or .*--api-key-env"):
+        ChatClient(Endpoint("http://127.0.0.1:1", api_key_env="NO_KEY"))
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [(("a", "b"), r"serves\n  - a\n  - b\n.*--served-model"), ((), r"lists no models.*served-mod")],
+)
+def test_without_a_name_the_server_must_serve_one_model(
+    models: tuple[str, ...], message: str
+) -> None:
+    with serve(ChatModel(models=models)) as server:
+        with pytest.raises(UserError, match=message):
+            ChatClient(Endpoint(server.address))
+        assert ChatClient(Endpoint(server.address, "b")).model == "b"
+
+
+def test_a_server_that_lists_nothing_is_asked_by_name() -> None:
+    with run_judge(lambda body: Reply("4") if body else Reply(status=404)) as server:
+        answer = ChatClient(Endpoint(server.address, "b")).ask(QUESTION, {})
+    assert (answer.completion.text, answer.prompt_tokens) == ("4", None)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("sk-secret", "the server refuses the API key in OPENAI_API_KEY: .*status 401"),
+        ("", "asks for an API key: put it into the environment variable OPENAI_API_KEY, or "),
+    ],
+)
+def test_a_refused_or_missing_key_is_named_without_its_value(
+    key: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    refusal = Reply(status=401, body=b'{"error": "bad key sk-secret"}' if key else b"no key")
+    with (
+        run_judge(lambda body: refusal) as server,
+        pytest.raises(UserError, match=message) as caught,
+    ):
+        ChatClient(Endpoint(server.address))
+    assert "sk-secret" not in str(caught.value)
+
+
+def test_a_model_that_is_not_served_is_answered_with_those_that_are() -> None:
+    model = ChatModel(models=("a", "b"), fail=lambda text, earlier: Reply(status=404, body=b"no c"))
+    with serve(model) as server:
+        client = ChatClient(Endpoint(server.address, "c"))
+        with pytest.raises(UserError, match=r"no model c, .* no c; it serves\n  - a\n  - b"):
+            client.ask(QUESTION, OPTIONS)
+
+
+def test_an_address_without_a_server_is_named() -> None:
+    with pytest.raises(UserError, match=r"no server .* answers: http://127.0.0.1:1/v1/models: 2 "):
+        ChatClient(Endpoint("http://127.0.0.1:1"))
+
+
+def test_a_server_that_renamed_the_limit_gets_its_new_name_from_then_on() -> None:
+    refusal = Reply(status=400, body=b"use 'max_completion_tokens' instead of 'max_tokens'")
+    model = ChatModel()
+    with run_judge(lambda b: refusal if b and "max_tokens" in b else model.respond(b)) as server:
+        client = ChatClient(Endpoint(server.address))
+        for _ in range(2):
+            client.ask(QUESTION, OPTIONS)
+    limits = [body.get("max_completion_tokens") for _, _, body in server.requests[1:]]
+    assert limits == [None, 9, 9]
+
+
+def test_a_refused_prompt_is_an_error_of_its_request() -> None:
+    refusal = Reply(status=400, body=b"maximum context length is 512 tokens")
+    with serve(ChatModel(fail=lambda text, earlier: refusal)) as server:
+        client = ChatClient(Endpoint(server.address))
+        with pytest.raises(ServiceError, match=r"status 400 .*context length is 512"):
+            client.ask(QUESTION, OPTIONS)
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "stop"),
+    [
+        ({"message": {"content": "4"}, "finish_reason": "stop"}, "4", "eos"),
+        ({"message": {"content": "4"}, "finish_reason": "length"}, "4", "length"),
+        ({"message": {"content": None}, "finish_reason": "length"}, "", "length"),
+    ],
+)
+def test_the_end_of_an_answer_is_read(choice: dict, text: str, stop: str) -> None:
+    reply = Reply(body=json.dumps({"choices": [choice], "usage": None}).encode())
+    with run_judge(lambda body: reply) as server:
+        completion = ChatClient(Endpoint(server.address, "a")).ask([], {}).completion
+    assert (completion.text, completion.stop, completion.token_ids) == (text, stop, ())
+
+
+@pytest.mark.parametrize(
+    "body", ['{"error": "busy"}', "[]", '{"choices": []}', '{"choices": [{"message": {}}]}']
+)
+def test_a_response_without_an_answer_is_a_failure(body: str) -> None:
+    with run_judge(lambda _: Reply(body=body.encode())) as server:
+        client = ChatClient(Endpoint(server.address, "a"))
+        with pytest.raises(ServiceError, match="the response has no answer"):
+            client.ask([], {})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"url": "localhost:8000"}, "'localhost:8000' must start with http://"),
+        ({"url": "http://"}, "must start with"),
+        ({"url": "https://me:sk-secret@host/v1"}, r"https://host/…: an address has no user"),
+        ({"url": "https://host/v1?key=sk-secret"}, r"https://host/…: an address has no user"),
+        ({"url": "http://host", "concurrency": 0}, "concurrency is 0; it must be at least 1"),
+        ({"url": "http://host", "price": (1.0, -1.0)}, "a price is negative"),
+    ],
+)
+def test_a_value_that_is_not_valid_is_named(values: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        Endpoint(**values)
+    assert "sk-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "base"),
+    [
+        ("http://localhost:8000", "http://localhost:8000/v1"),
+        ("http://localhost:8000/", "http://localhost:8000/v1"),
+        ("https://api.openai.com/v1/", "https://api.openai.com/v1"),
+        ("https://host/v1beta/openai", "https://host/v1beta/openai"),
+    ],
+)
+def test_an_address_without_a_path_gets_that_of_the_interface(url: str, base: str) -> None:
+    assert Endpoint(url).base == base

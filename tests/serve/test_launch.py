@@ -1,0 +1,194 @@
+"""The commands that start vLLM servers, and the choices that depend on the device."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import save_tiny_model
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.serve import launch
+from vlm_grpo.serve.launch import (
+    build_command,
+    build_environment,
+    build_public_command,
+    choose_sleep_level,
+    choose_transfer,
+    describe_model,
+    describe_policy,
+    round_up_rank,
+)
+
+OWN = "rollout.vllm.python=/opt/vllm/bin/python"
+SHARED = "rollout.vllm.urls=[http://127.0.0.1:8000]"
+ADDRESS = ("127.0.0.1", 8000)
+GPU = torch.device("cuda", 1)
+
+
+def make_settings(*overrides: str) -> Settings:
+    return load_settings("quickstart", ["rollout.sampler=vllm", *overrides])
+
+
+def read_options(command: list[str]) -> dict[str, str]:
+    """Return the options of a command, with empty values for flags."""
+    assert command[0] == "serve"
+    pairs = (word.removeprefix("--").partition("=") for word in command[2:])
+    return {name: value for name, _, value in pairs}
+
+
+class PolicyOnGpu:
+    """What is read of a policy on a GPU."""
+
+    def __init__(self, weights: int, adapters: Any = None) -> None:
+        self.device, self.adapters = GPU, adapters
+        weight = torch.nn.Parameter(torch.empty(weights, dtype=torch.uint8, device="meta"), False)
+        self.model = torch.nn.ParameterList([weight])
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [(), ("policy.lora.r=8",), ("policy.lora.r=9", "policy.lora.target=all")],
+    ids=["full", "language", "all"],
+)
+def test_a_server_is_described_with_and_without_the_weights(lora: tuple[str, ...]) -> None:
+    settings = make_settings(OWN, "policy.max_pixels=5000", *lora)
+    model = describe_policy(load_policy(settings), settings)
+    assert describe_model(settings, for_rollouts=True) == model
+    options = read_options(build_command(model, ADDRESS))
+    assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
+    assert options["logprobs-mode"] == "processed_logprobs"
+    assert options["served-model-name"] == "policy"
+    assert options["dtype"] == settings.policy.dtype
+    assert ("enable-lora" in options) == bool(lora)
+    assert ("enable-tower-connector-lora" in options) == (len(lora) == 2)
+    if lora:
+        assert options["max-lora-rank"] == ("16" if len(lora) == 2 else "8")
+
+
+def test_only_a_server_of_the_run_has_its_memory_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = make_settings(OWN, "rollout.vllm.max_model_length=900", "rollout.vllm.arguments=[--x=1]")
+    options = read_options(build_command(describe_model(own, for_rollouts=True), ADDRESS))
+    assert (options["max-model-len"], options["x"]) == ("900", "1")
+    assert options["gpu-memory-utilization"] == "0.3"
+    assert "weight-transfer-config" not in options
+    assert "enable-sleep-mode" not in options
+    shared = describe_model(make_settings(SHARED), for_rollouts=True)
+    assert "gpu-memory-utilization" not in read_options(build_command(shared, ADDRESS))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transfer", "sleeps"),
+    [
+        ((OWN,), "ipc", True),
+        ((OWN, "rollout.steps_ahead=1"), "ipc", False),
+        ((OWN, "rollout.steps_ahead=2"), None, False),
+        ((OWN, "rollout.vllm.weight_transfer=files"), None, True),
+        ((OWN, "policy.lora.r=8"), None, True),
+        ((SHARED,), "nccl", False),  # a server of vlm-grpo serve, whose runs may ask for it
+        ((SHARED, "policy.lora.r=8"), None, False),
+    ],
+)
+def test_flags_of_a_gpu(
+    overrides: tuple[str, ...],
+    transfer: str | None,
+    sleeps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = make_settings(*overrides)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = describe_model(settings, for_rollouts=True)
+    options = read_options(build_command(model, ADDRESS))
+    expected = None if transfer is None else json.dumps({"backend": transfer})
+    assert options.get("weight-transfer-config") == expected
+    assert ("enable-sleep-mode" in options) == sleeps
+    assert "worker-extension-cls" not in options  # for CPUs
+    if settings.rollout.vllm and settings.rollout.vllm.python:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+        own = build_environment(settings, GPU)
+        assert own["CUDA_VISIBLE_DEVICES"] == "6"
+        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in own) == (transfer == "ipc")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights", "level"),
+    [
+        ((OWN,), 1, 2),
+        ((OWN, "rollout.vllm.sleep_level=1"), 1, 1),
+        ((OWN, "policy.lora.r=8"), 250, 0),
+        ((OWN, "policy.lora.r=8"), 251, 1),
+        ((OWN, "rollout.steps_ahead=1"), 1, None),
+        ((SHARED,), 1, None),
+    ],
+)
+def test_what_a_server_frees_depends_on_what_fits(
+    overrides: tuple[str, ...], weights: int, level: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = make_settings(*overrides)
+    properties: Any = type("Properties", (), {"total_memory": 1000})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    policy: Any = PolicyOnGpu(weights, settings.policy.lora)
+    assert choose_sleep_level(policy, settings) == level
+
+
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+def test_what_needs_a_gpu_is_refused_on_a_cpu(way: str) -> None:
+    servers = OWN if way == "ipc" else SHARED
+    settings = make_settings(servers, f"rollout.vllm.weight_transfer={way}")
+    with pytest.raises(UserError, match=f"weight_transfer={way} needs a GPU"):
+        choose_transfer(settings, on_gpu=False)
+    assert choose_transfer(settings, on_gpu=True) == way
+    asleep = make_settings(OWN, "rollout.vllm.sleep_level=1")
+    with pytest.raises(UserError, match="sleep_level has no effect on a CPU"):
+        choose_sleep_level(load_policy(asleep), asleep)
+    assert choose_sleep_level(load_policy(settings), make_settings(OWN)) is None
+
+
+def test_users_get_the_trained_model_under_its_name(tmp_path: Path) -> None:
+    settings = load_settings("quickstart", ["policy.lora.r=8", "policy.max_pixels=5000"])
+    folder = tmp_path / "step-3"
+    load_policy(settings).save(folder, load_policy(settings).weights())
+    model = describe_model(settings, folder)
+    assert (model.adapter, model.rank, model.adapted) == (folder, 8, {"language"})
+    options = read_options(build_public_command(model, "mine", ADDRESS))
+    assert options["lora-modules"] == f"mine={folder}"
+    assert options["served-model-name"] == "mine-base"
+    assert options["generation-config"] == "vllm"
+    assert json.loads(options["mm-processor-kwargs"])["size"]["longest_edge"] == 5000
+    video = {"video": {"num_frames": -1, "fps": 2}}  # the default of data.video.fps
+    assert json.loads(options["media-io-kwargs"]) == video
+    full = load_settings("quickstart", ["policy.max_pixels=5000", "policy.max_video_pixels=90000"])
+    save_tiny_model(tmp_path / "qwen3", "qwen3_vl")
+    model = describe_model(full, tmp_path / "qwen3")
+    assert read_options(build_command(model, ADDRESS))["mm-processor-cache-gb"] == "0"
+    command = build_public_command(model, "mine", ADDRESS)
+    assert "mm-processor-cache-gb" not in read_options(command)  # no clips of runs
+    sizes = json.loads(read_options(command)["mm-processor-kwargs"])
+    # Of an image of one frame, and of all frames of a clip.
+    assert sizes["images_kwargs"]["size"]["longest_edge"] == 5000
+    assert sizes["videos_kwargs"]["size"]["longest_edge"] == 90000
+    save_tiny_model(tmp_path / "full")
+    command = build_public_command(describe_model(full, tmp_path / "full"), "mine", ADDRESS)
+    assert command[1] == str(tmp_path / "full")
+    assert read_options(command)["served-model-name"] == "mine"
+    assert "enable-lora" not in read_options(command)
+
+
+def test_the_arguments_of_the_chat_template_are_the_server_s_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch.ChatTemplate, "_is_switch", lambda self, name: True)
+    settings = load_settings("quickstart", ["prompt.thinking=false"])
+    options = read_options(build_public_command(describe_model(settings), "mine", ADDRESS))
+    assert json.loads(options["default-chat-template-kwargs"]) == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(("rank", "allowed"), [(1, 1), (2, 8), (64, 64), (300, 320), (600, 600)])
+def test_ranks_of_adapters_are_those_that_vllm_allows(rank: int, allowed: int) -> None:
+    assert round_up_rank(rank) == allowed

@@ -1,0 +1,289 @@
+"""Runs whose servers work, fail, and are stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from commands import fails
+from fake_vllm import read_calls, run_fake
+from processes import is_alive, is_listening, wait_for
+from safetensors.torch import load_file
+from small_runs import LORA, assert_same_run, make_trainer, read_metrics, read_samples
+
+from vlm_grpo import cli
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.serve import client, sampler
+from vlm_grpo.training.trainer import train
+
+GENERATE = "/inference/v1/generate"
+EVERY_STEP = {"every": 1, "keep_last": 10}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks() -> None:
+    forked.start_server()
+
+
+def find_pids(fake: Path) -> list[int]:
+    """Return all servers and children that a run has started."""
+    pids = [call["pid"] for call in read_calls(fake, "start")]
+    return [*pids, *([int((fake / "child").read_text())] if (fake / "child").exists() else [])]
+
+
+def assert_nothing_is_left(settings: Settings, fake: Path) -> None:
+    """Check that no server, child or port is left, and no file of weights."""
+    wait_for(lambda: not any(is_alive(pid) for pid in find_pids(fake)))
+    assert find_pids(fake)
+    for call in read_calls(fake, "start"):
+        (port,) = (int(a.partition("=")[2]) for a in call["body"] if a.startswith("--port="))
+        wait_for(lambda port=port: not is_listening(port))
+    assert not (settings.run_dir / "vllm").exists()
+
+
+def write(settings: Settings, folder: Path) -> Path:
+    """Write the settings as a file for the command line."""
+    path = folder / "run.yaml"
+    path.write_text(settings.model_dump_json())
+    return path
+
+
+@pytest.mark.parametrize("policy", [{"dtype": "float32"}, LORA], ids=["full weights", "adapters"])
+def test_each_step_is_sampled_with_the_weights_of_its_checkpoint(
+    settings: Any, fake: Path, model_folder: Path, policy: Any
+) -> None:
+    build = settings({"has_child": True}, policy=policy, checkpoint=EVERY_STEP)
+    trainer = make_trainer(build)
+    trainer.run()
+    assert len(read_metrics(build.run_dir)) == 4
+    versions = [call["version"] for call in read_calls(fake, GENERATE)[1:]]
+    assert [int(version.rpartition("/")[2]) for version in versions] == sorted([0, 1, 2, 3] * 3)
+    (name,) = {file.name for file in (fake / "loaded/1").glob("*.safetensors")} - {"", None}
+    pattern = "adapter_model.safetensors" if "lora" in policy else "model.safetensors"
+    for version in range(1, 4):
+        found = load_file(fake / f"loaded/{version}/{name}")
+        saved = load_file(build.run_dir / f"checkpoints/step-{version}" / pattern)
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[key], saved[key]) for key in saved)
+    first = load_file(fake / f"loaded/0/{name}")
+    if "lora" in policy:
+        assert all(not weight.any() for key, weight in first.items() if "lora_B" in key)
+    else:
+        initial = load_file(model_folder / "model.safetensors")
+        assert all(torch.equal(first[key], initial[key]) for key in initial)
+    assert_nothing_is_left(build, fake)
+
+
+@pytest.fixture(scope="module")
+def whole_runs() -> dict[Any, Path]:
+    """Folders of runs without a failure, by their number of steps ahead and prompts per step."""
+    return {}
+
+
+@pytest.fixture
+def find_whole(settings: Any, whole_runs: Any, tmp_path_factory: Any, model_folder: Path) -> Any:
+    """Return a function that makes the run of some settings without a failure, once."""
+
+    def find(**changes: Any) -> Path:
+        if str(changes) not in whole_runs:
+            folder = tmp_path_factory.mktemp("whole")
+            with run_fake(folder / "fake", model_folder) as url:
+                build = settings(urls=[url], output_dir=str(folder / "runs"), **changes)
+                train(build)
+            whole_runs[str(changes)] = build.run_dir
+        return whole_runs[str(changes)]
+
+    return find
+
+
+@pytest.mark.parametrize(("fault", "ahead"), [("die", 0), ("die", 1), ("hang", 0), ("500", 1)])
+def test_a_server_that_fails_in_mid_rollout_is_restarted(
+    settings: Any, fake: Path, find_whole: Any, caplog: Any, fault: str, ahead: int
+) -> None:
+    """The run is the same as one without a failure."""
+    rollout = {"steps_ahead": ahead}
+    # The 6th request is the 2nd of the second step: before it are the check's and three.
+    plan = {"faults": {GENERATE: {"6": fault}}, "has_child": True}
+    build = settings(plan, vllm={"request_timeout": 2.0}, rollout=rollout)
+    train(build)
+    assert_same_run(find_whole(rollout=rollout), build.run_dir)
+    assert len(read_calls(fake, "start")) == 2
+    assert "the vLLM server failed (http://127.0.0.1:" in caplog.text
+    assert "is restarted (1 of 3); its log is" in caplog.text
+    assert str(build.run_dir / "vllm-0.log") in caplog.text
+    assert_nothing_is_left(build, fake)
+
+
+def test_a_server_that_fails_each_time_ends_the_run_and_loses_nothing(
+    settings: Any, fake: Path, find_whole: Any, capsys: Any, tmp_path: Path
+) -> None:
+    """The first step is made; the next one's first request fails at every start."""
+    # The requests of the first start: the check's, and one of each of two steps; of the second
+    # one: the check's, and the same prompt's again.
+    plan = {"faults": {GENERATE: {"3": "die", "5": "die"}}}
+    build = settings(plan, optim={"prompts_per_step": 1}, vllm={"max_restarts": 1})
+    error = fails(capsys, "train", write(build, tmp_path))
+    log = build.run_dir / "vllm-0.log"
+    assert "failed 2 times in one rollout (rollout.vllm.max_restarts=1)" in error
+    assert f"its log {log} ends with:" in error
+    assert "INFO fake vLLM loads the model" in error
+    assert_nothing_is_left(build, fake)
+    (fake / "plan.json").write_text("{}")
+    train(build.model_copy(update={"resume": True}))
+    assert_same_run(find_whole(optim={"prompts_per_step": 1}), build.run_dir)
+    assert log.read_text().count("$ ") == 3  # what failed is still there
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"starts": {"*": "exit"}}, "ended while it started; its log .*No available memory"),
+        (
+            {"starts": {"*": "never"}},
+            r"not ready after [01] s \(rollout.vllm.startup_timeout\); its",
+        ),
+        ({"version": "0.9.1"}, "runs vLLM 0.9.1: install 0.32 or later"),
+        ({"faults": {GENERATE: {"2": "400"}}}, "example .*: vLLM refuses its prompt: .*status 400"),
+        ({"image_tokens": 2}, "its images have 3 tokens here and 5 in the vLLM server"),
+        (
+            {"keeps_version": True},
+            "failed 2 times in one rollout .*: .*weights of no step of this run",
+        ),
+    ],
+)
+def test_what_the_user_is_told(
+    settings: Any, fake: Path, capsys: Any, tmp_path: Path, plan: Any, message: str
+) -> None:
+    timeout = 0.5 if "never" in str(plan) else 60.0
+    build = settings(plan, vllm={"startup_timeout": timeout, "max_restarts": 1})
+    error = fails(capsys, "train", write(build, tmp_path))
+    assert re.search(message, error, re.DOTALL), error
+    assert error.count("error: ") == 1
+    assert_nothing_is_left(build, fake)
+
+
+def test_a_python_without_vllm(settings: Any, capsys: Any, tmp_path: Path) -> None:
+    python = tmp_path / "bare"
+    python.write_text("#!/bin/sh\necho \"$0: No module named 'vllm'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    build = settings(vllm={"python": str(python)})
+    error = fails(capsys, "train", write(build, tmp_path))
+    assert "the vLLM server ended while it started" in error
+    assert "No module named 'vllm'" in error
+    missing = build.rollout.vllm.model_copy(update={"python": tmp_path / "none"})
+    rollout = build.rollout.model_copy(update={"vllm": missing})
+    error = fails(capsys, "train", write(build.model_copy(update={"rollout": rollout}), tmp_path))
+    assert f"{tmp_path}/none is not a program: set rollout.vllm.python" in error
+
+
+def test_a_port_that_is_in_use(
+    settings: Any, fake: Path, capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(client, "SHORT_TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(sampler, "find_free_port", lambda: port)
+        build = settings()
+        error = fails(capsys, "train", write(build, tmp_path))
+    assert "the vLLM server ended while it started" in error
+    assert "Address already in use" in error
+
+
+def test_running_servers_of_which_one_is_lost_and_then_the_last(
+    settings: Any, find_whole: Any, tmp_path: Path, model_folder: Path, caplog: Any
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    dies = {"faults": {GENERATE: {"3": "die"}}}
+    later = {"faults": {GENERATE: {"12": "die"}}, "seconds": 0.05}
+    with (
+        run_fake(folders[0], model_folder, **dies) as a,
+        run_fake(folders[1], model_folder, **later) as b,
+    ):
+        build = settings(urls=[a, b], checkpoint={"every": 0})
+        with pytest.raises(UserError, match=f"the last vLLM server failed: {b}.*resume=true"):
+            train(build)
+    assert f"the vLLM server {a} failed" in caplog.text
+    done = len(read_metrics(build.run_dir))
+    assert 1 <= done < 4
+    assert (build.run_dir / f"checkpoints/step-{done}").is_dir()
+    assert not (build.run_dir / "vllm").exists()
+    with run_fake(tmp_path / "third", model_folder) as url:
+        train(settings(urls=[url], resume=True))
+    whole = find_whole(rollout={"steps_ahead": 0})
+    assert read_samples(build.run_dir) == read_samples(whole)
+    assert read_metrics(build.run_dir) == read_metrics(whole)
+
+
+# Stops.
+
+
+def call_cli(arguments: list[str]) -> None:
+    os.setpgid(0, 0)  # as a shell does
+    cli.main(arguments)
+
+
+@pytest.mark.parametrize("when", ["rollout", "start"])
+def test_ctrl_c_saves_the_run_and_ends_its_servers(
+    settings: Any, fake: Path, tmp_path: Path, when: str
+) -> None:
+    plan = (
+        {"faults": {GENERATE: {"6": "hang"}}} if when == "rollout" else {"starts": {"1": "never"}}
+    )
+    build = settings({**plan, "has_child": True}, vllm={"request_timeout": 200.0})
+    process = forked.start(tmp_path / "output", call_cli, ["train", str(write(build, tmp_path))])
+    try:
+        if when == "rollout":
+            wait_for(lambda: len(read_calls(fake, GENERATE)) == 7)  # the other two are answered
+        else:
+            wait_for(lambda: (fake / "child").exists() and "run folder" in _read(tmp_path))
+        assert process.pid is not None
+        assert all(is_alive(pid) for pid in find_pids(fake))
+        os.killpg(process.pid, signal.SIGINT)
+        process.join(60)
+    finally:
+        process.kill()
+    assert process.exitcode == 130, _read(tmp_path)
+    assert "Traceback" not in _read(tmp_path)
+    steps = 1 if when == "rollout" else 0
+    assert f"checkpoints/step-{steps}; continue with resume=true" in _read(tmp_path)
+    assert_nothing_is_left(build, fake)
+
+
+def _read(folder: Path) -> str:
+    return (folder / "output").read_text() if (folder / "output").exists() else ""
+
+
+def test_a_run_that_is_killed_leaves_no_process(settings: Any, fake: Path, tmp_path: Path) -> None:
+    """Its files of weights stay, and the next start of the run replaces them."""
+    build = settings({"faults": {GENERATE: {"6": "hang"}}, "has_child": True})
+    process = forked.start(tmp_path / "output", call_cli, ["train", str(write(build, tmp_path))])
+    try:
+        wait_for(lambda: len(read_calls(fake, GENERATE)) >= 6)
+    finally:
+        process.kill()
+    process.join(60)
+    wait_for(lambda: not any(is_alive(pid) for pid in find_pids(fake)))
+
+
+def test_a_stop_in_this_process_also_ends_the_threads(settings: Any, fake: Path) -> None:
+    build = settings({"faults": {GENERATE: {"6": "hang"}}})
+
+    def interrupt() -> None:
+        wait_for(lambda: len(read_calls(fake, GENERATE)) == 7)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(Stopped, match="stopped by SIGINT after step 1") as stopped:
+        train(build)
+    assert stopped.value.status == 130
+    assert_nothing_is_left(build, fake)
+    wait_for(lambda: not any(t.name == "vllm" for t in threading.enumerate()))

@@ -1,0 +1,363 @@
+"""Sampling by servers that share the prompts, fail, and are given new weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from fake_vllm import read_calls, run_fake
+from processes import wait_for
+from small_runs import small_run
+from tiny_models import make_prompt, noise_example
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.serve import member
+from vlm_grpo.serve.client import VllmClient, WeightLabel
+from vlm_grpo.serve.process import find_free_port
+from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.training.update import build_updater
+from vlm_grpo.types import Completion, Prompt
+
+NO_TRANSFER = SimpleNamespace(stage=lambda _: None, forget=lambda _: None, close=lambda: None)
+"""The part in the transfer of a rank that loads no weights."""
+GENERATE, LOAD = "/inference/v1/generate", "/collective_rpc"
+
+
+@pytest.fixture(scope="module")
+def strategy(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    settings = small_run(tmp_path_factory.mktemp("run"), model_folder)
+    return build_updater(load_policy(settings), settings, Accelerator(cpu=True)).strategy
+
+
+@pytest.fixture(scope="module")
+def prompts(strategy: Any) -> list[Prompt]:
+    policy = strategy.policy
+    return [make_prompt(policy, noise_example(str(i), [(60, 30 + i)] * (i % 2))) for i in range(8)]
+
+
+class Servers:
+    """Servers of the tests, and the sampler that asks them.
+
+    Attributes:
+        sampler: the sampler, which has published version 0.
+        folders: the servers' folders.
+        urls: their addresses.
+    """
+
+    def __init__(self, sampler: VllmSampler, folders: list[Path], urls: list[str]) -> None:
+        self.sampler, self.folders, self.urls = sampler, folders, urls
+
+    def paths(self, number: int = 0) -> list[str]:
+        """Return the paths of a server's requests from the first weights on."""
+        paths = [call["path"] for call in read_calls(self.folders[number])]
+        return paths[paths.index("/pause") :] if "/pause" in paths else []
+
+
+@pytest.fixture
+def start(
+    strategy: Any, settings: Any, tmp_path: Path, model_folder: Path
+) -> Iterator[Callable[..., Servers]]:
+    """Return a function that starts servers of these plans in threads, and a sampler."""
+    with ExitStack() as stack:
+
+        def run(*plans: dict[str, Any], publish: bool = True, **vllm: Any) -> Servers:
+            first = len(list(tmp_path.glob("server-*")))
+            folders = [tmp_path / f"server-{first + number}" for number in range(len(plans))]
+            pairs = zip(folders, plans, strict=True)
+            urls = [stack.enter_context(run_fake(f, model_folder, **plan)) for f, plan in pairs]
+            sampler = VllmSampler(strategy, settings(urls=urls, vllm=vllm))
+            stack.callback(sampler.close)
+            if publish:
+                sampler.publish(0)
+            return Servers(sampler, folders, urls)
+
+        yield run
+
+
+def sample(sampler: VllmSampler, prompts: list[Prompt], count: int = 3) -> Any:
+    return begin(sampler, prompts, count).result(60)
+
+
+def begin(sampler: VllmSampler, prompts: list[Prompt], count: int = 3) -> Any:
+    settings = SamplingSettings(sampler.policy.distribution, 6)
+    return sampler.start(
+        prompts, settings, [range(count)] * len(prompts), [(0, i) for i in range(len(prompts))]
+    )
+
+
+def tokens(groups: list[tuple[Completion, ...]]) -> Any:
+    return [[completion.token_ids for completion in group] for group in groups]
+
+
+@pytest.fixture
+def expected(start: Any, prompts: list[Prompt]) -> Any:
+    """The tokens of all prompts from one server that works."""
+    return tokens(sample(start({}).sampler, prompts))
+
+
+def test_groups_are_in_the_order_of_the_prompts(start: Any, prompts: list[Prompt]) -> None:
+    servers = start({})
+    groups = sample(servers.sampler, prompts)
+    assert [len(group) for group in groups] == [3] * 8
+    assert len({str(group) for group in tokens(groups)}) == 8
+    # Each prompt has its own seed, so that a prompt alone gives the same.
+    assert tokens(sample(servers.sampler, prompts[:1])) == tokens(groups)[:1]
+    assert {c.version for group in groups for c in group} == {0}
+
+
+def test_several_servers_share_the_prompts(
+    start: Any, prompts: list[Prompt], expected: Any
+) -> None:
+    servers = start({"seconds": 0.05}, {"seconds": 0.05})
+    assert tokens(sample(servers.sampler, prompts)) == expected
+    counts = [servers.paths(number).count(GENERATE) for number in range(2)]
+    assert sum(counts) == 8
+    assert min(counts) > 0
+
+
+def test_all_servers_have_the_weights_before_the_first_prompt(
+    start: Any, prompts: list[Prompt]
+) -> None:
+    servers = start({}, {})
+    for version in range(3):
+        if version:
+            servers.sampler.publish(version)
+        groups = sample(servers.sampler, prompts)
+        assert {c.version for group in groups for c in group} == {version}
+        sample(servers.sampler, prompts)  # has the weights already
+    for number in range(2):
+        assert servers.paths(number).count("/pause") == 3
+        found = [call["version"] for call in read_calls(servers.folders[number], GENERATE)[1:]]
+        assert found == sorted(found)
+
+
+def test_a_rollout_has_the_weights_of_when_it_was_started(
+    start: Any, prompts: list[Prompt]
+) -> None:
+    """Also if later ones were published before its turn came."""
+    servers = start({"seconds": 0.05})
+    first = begin(servers.sampler, prompts)
+    second = begin(servers.sampler, prompts)
+    servers.sampler.publish(1)
+    third = begin(servers.sampler, prompts)
+    found = [{c.version for group in job.result(60) for c in group} for job in (first, second)]
+    assert found == [{0}, {0}]
+    assert {c.version for group in third.result(60) for c in group} == {1}
+
+
+# Faults.
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [
+        (GENERATE, "500"),
+        (GENERATE, "503"),
+        (GENERATE, "404"),  # such as for an adapter that a restarted server does not have
+        (GENERATE, "abort"),
+        (GENERATE, "{}"),
+        (GENERATE, "[]"),
+        (GENERATE, '{"prompt_token_ids": null, "choices": []}'),
+        ("/pause", "500"),
+        (LOAD, "500"),
+        ("/reset_encoder_cache", "500"),
+        ("/reset_prefix_cache", '{"success": false}'),
+        ("/update_weight_version", "500"),
+        ("/resume", "500"),
+    ],
+)
+def test_a_server_that_fails_once_is_given_the_weights_and_asked_again(
+    start: Any,
+    prompts: list[Prompt],
+    expected: Any,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    fault: str,
+) -> None:
+    number = "4" if path == GENERATE else "1"  # the first request is the check's empty one
+    servers = start({"faults": {path: {number: fault}}})
+    assert tokens(sample(servers.sampler, prompts)) == expected
+    assert f"the vLLM server {servers.urls[0]} failed (" in caplog.text
+    assert "is asked again (1 of 3)" in caplog.text
+    assert servers.paths().count("/pause") == 2
+    again = len(servers.paths()) - 1 - servers.paths()[::-1].index("/pause")
+    loads = [LOAD, LOAD, "/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version"]
+    assert servers.paths()[again : again + 7] == ["/pause", *loads, "/resume"]
+
+
+def test_only_what_failed_is_asked_again(start: Any, prompts: list[Prompt], expected: Any) -> None:
+    servers = start({"faults": {GENERATE: {"9": "500"}}})
+    assert tokens(sample(servers.sampler, prompts)) == expected
+    assert servers.paths().count(GENERATE) == 9
+
+
+def test_a_server_that_hangs_is_given_up_after_the_timeout(
+    start: Any, prompts: list[Prompt], expected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = start({"faults": {GENERATE: {"3": "hang"}}}, request_timeout=0.5)
+    assert tokens(sample(servers.sampler, prompts)) == expected
+    assert "timed out" in caplog.text
+
+
+def test_a_server_that_is_gone_is_dropped(
+    start: Any, prompts: list[Prompt], expected: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = start({"seconds": 0.02}, {"faults": {GENERATE: {"3": "die"}}})
+    assert tokens(sample(servers.sampler, prompts)) == expected
+    assert [server.client.url for server in servers.sampler.servers] == servers.urls[:1]
+    assert f"the vLLM server {servers.urls[1]} failed" in caplog.text
+    assert "is asked for nothing more; 1 are left" in caplog.text
+    assert "is asked again" not in caplog.text
+    servers.sampler.publish(1)
+    assert {c.version for g in sample(servers.sampler, prompts) for c in g} == {1}
+
+
+def test_the_last_server_is_lost(start: Any, prompts: list[Prompt]) -> None:
+    servers = start({"faults": {GENERATE: {"3": "die"}}})
+    with pytest.raises(UserError, match=r"the last vLLM server failed: .*continue with resume"):
+        sample(servers.sampler, prompts)
+
+
+def test_a_server_that_fails_each_time_is_asked_no_more_than_the_limit(
+    start: Any, prompts: list[Prompt]
+) -> None:
+    servers = start({"faults": {GENERATE: {"1": "400", "*": "500"}}}, max_restarts=2)
+    with pytest.raises(UserError, match=r"the last vLLM server failed: .*status 500"):
+        sample(servers.sampler, prompts[:1])
+    assert servers.paths().count(GENERATE) == 3
+
+
+def test_failures_before_a_finished_rollout_are_forgotten(
+    start: Any, prompts: list[Prompt]
+) -> None:
+    faults = {"2": "500", "4": "500", "6": "500"}
+    servers = start({"faults": {GENERATE: faults}}, max_restarts=1)
+    for _ in range(3):
+        sample(servers.sampler, prompts[:1])
+
+
+def test_a_refused_prompt_names_the_example(start: Any, prompts: list[Prompt]) -> None:
+    servers = start({"faults": {GENERATE: {"2": "400"}}})
+    with pytest.raises(
+        UserError, match=r"example 0: vLLM refuses its prompt: .*fault of status 400"
+    ):
+        sample(servers.sampler, prompts[:1])
+    sample(servers.sampler, prompts[:1])  # the server is as good as before
+    assert servers.paths().count("/pause") == 1
+
+
+def test_an_image_of_another_size_there_names_the_example(
+    start: Any, prompts: list[Prompt]
+) -> None:
+    servers = start({"image_tokens": 1})
+    with pytest.raises(UserError, match=r"example [1357]: its images have .* in the vLLM server"):
+        sample(servers.sampler, prompts)
+
+
+def test_a_server_with_weights_that_are_not_the_run_s(start: Any, prompts: list[Prompt]) -> None:
+    servers = start({"keeps_version": True}, max_restarts=1)
+    expected = "sampled with weights of no step of this run instead of step 0"
+    with pytest.raises(UserError, match=f"the last vLLM server failed: .*{expected}"):
+        sample(servers.sampler, prompts)
+
+
+def test_an_answer_of_older_weights_is_not_used(
+    start: Any, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as by a server that another run was given, or that has lost an update."""
+    servers = start({}, max_restarts=0)
+    sample(servers.sampler, prompts)
+    servers.sampler.publish(1)
+    monkeypatch.setattr(VllmClient, "resume", lambda *_: None)
+    monkeypatch.setattr(VllmClient, "pause", lambda *_: None)
+    monkeypatch.setattr(VllmClient, "load_files", lambda *_: None)
+    with pytest.raises(UserError, match="sampled with weights of step 0 instead of step 1"):
+        sample(servers.sampler, prompts)
+
+
+def test_base_weights_that_were_replaced_are_refused(start: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(WeightLabel, "kind", "adapters")
+    servers = start({"weights": "weights/another/3"}, publish=False)
+    with pytest.raises(UserError, match=f"{servers.urls[0]}: its base weights were replaced"):
+        servers.sampler.publish(0)
+
+
+# Starts and ends.
+
+
+def test_a_server_that_does_not_come_up(
+    strategy: Any, settings: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(member, "REPORT_SECONDS", 0.05)
+    url = f"http://127.0.0.1:{find_free_port()}"
+    sampler = VllmSampler(strategy, settings(urls=[url], vllm={"startup_timeout": 0.3}))
+    with pytest.raises(UserError, match=rf"{url} was not ready after 0 s .*startup_timeout"):
+        sampler.publish(0)
+    sampler.close()
+    assert f"waiting for vLLM at {url} (0 s)" in capsys.readouterr().out
+
+
+def test_a_cancelled_rollout_is_not_sampled(start: Any, prompts: list[Prompt]) -> None:
+    """Those after it are."""
+    servers = start({"seconds": 0.05})
+    first, second = begin(servers.sampler, prompts), begin(servers.sampler, prompts)
+    assert second.cancel()
+    third = begin(servers.sampler, prompts[:1])
+    assert len(first.result(60)) == 8
+    assert len(third.result(60)) == 1
+    assert servers.paths().count(GENERATE) == 9
+
+
+def test_the_end_of_the_run_ends_a_rollout(start: Any, prompts: list[Prompt]) -> None:
+    servers = start({"seconds": 0.1})
+    job = begin(servers.sampler, prompts)
+    wait_for(lambda: GENERATE in servers.paths())
+    servers.sampler.close()
+    with pytest.raises(UserError, match="the run was stopped"):
+        job.result(60)
+    wait_for(lambda: not any(t.name == "vllm" for t in threading.enumerate()))
+
+
+# Ranks that share servers.
+
+
+def test_other_ranks_wait_for_the_weights_that_the_first_loads(
+    start: Any, strategy: Any, prompts: list[Prompt]
+) -> None:
+    servers = start({})
+    first = servers.sampler
+    second: Any = VllmSampler(strategy, first.settings)
+    second.ranks = SimpleNamespace(is_main_process=False, num_processes=1, process_index=1)
+    second.transfer = NO_TRANSFER
+    second.publish(0)
+    job = begin(second, prompts[4:])
+    assert GENERATE not in servers.paths()
+    sample(first, prompts[:4])
+    assert {c.version for group in job.result(60) for c in group} == {0}
+    assert servers.paths().count("/pause") == 1
+    for sampler in (first, second):
+        sampler.publish(1)
+    job = begin(second, prompts[4:])
+    sample(first, prompts[:4])
+    assert {c.version for group in job.result(60) for c in group} == {1}
+    second.close()
+
+
+def test_other_ranks_wait_no_longer_than_for_a_request(
+    start: Any, strategy: Any, prompts: list[Prompt]
+) -> None:
+    servers = start({}, publish=False, request_timeout=0.1, max_restarts=0)
+    sampler: Any = servers.sampler
+    sampler.ranks = SimpleNamespace(is_main_process=False, num_processes=1, process_index=1)
+    sampler.transfer = NO_TRANSFER
+    sampler.publish(0)
+    with pytest.raises(UserError, match="was not given the weights of step 0"):
+        sample(sampler, prompts)

@@ -1,0 +1,249 @@
+"""Batch rewards and metrics: what they see, what a failure affects, and that workers agree."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.types import Batch, Example, Score
+
+# Options select what the rewards do. As with users' files, workers cannot import the module.
+BATCHED = '''
+import os, time
+from collections import Counter
+from vlm_grpo.task import Task, metric, reward
+
+class Batched(Task):
+    """Rewards of many completions at once."""
+
+    primary_metric = "right"
+    does: str = ""
+
+    def parse(self, text, example):
+        if text == "the parser raises":
+            raise RuntimeError("unreadable")
+        return text or None
+
+    def write(self, answer, example):
+        return answer
+
+    @reward()
+    def right(self, answer, example):
+        return float(answer == example.answer)
+
+    @reward(weight=0.5, batch=True)
+    def rare(self, batch):
+        """The inverse of the number of equal answers in the group."""
+        if self.does == "raises":
+            raise KeyError("no such column")
+        if self.does == "exits":
+            raise SystemExit(1)
+        if self.does == "dies":
+            os._exit(1)
+        if self.does == "loops":
+            while True:
+                pass
+        if self.does == "too few":
+            return [1.0]
+        counts = Counter((c.group, c.answer) for c in batch)
+        return (1 / counts[c.group, c.answer] for c in batch)
+
+    @reward(weight=0.25, batch=True, needs_answer=False)
+    def brief(self, batch):
+        odd = {"odd": float("nan"), "none": None, "fails": ValueError("no verdict")}
+        return [odd.get(c.text, -len(c.text) / 100) for c in batch]
+
+    @metric(without_answer=None, batch=True)
+    def size(self, batch):
+        return [len(batch)] * len(batch)
+
+    @reward(weight=0.0, batch=True, optional=True)
+    def remote(self, batch):
+        return batch.map(lambda text: len(text) / 10, lambda c: c.text)
+'''
+EXAMPLE = Example("row 7", (), "?", "good")
+LIMIT = 0.1
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("task") / "batched.py"
+    path.write_text(BATCHED)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardScorer]:
+    cache = tmp_path_factory.mktemp("run") / "reward_cache" / "rank-0.jsonl"
+    with RewardScorer(LIMIT, workers=1, cache=cache) as scorer:
+        yield scorer
+
+
+@pytest.fixture(params=["in this process", "in a worker"])
+def scorer(request: pytest.FixtureRequest) -> RewardScorer:
+    if request.param == "in a worker":
+        return request.getfixturevalue("workers")
+    return RewardScorer(LIMIT)
+
+
+TEXTS = ["good", "bad", "bad", "", "bad", "the parser raises"]
+GROUPS = [0, 0, 0, 0, 1, 1]
+
+
+def score(scorer: RewardScorer, task: Task, groups: list[int] | None = GROUPS) -> list[Score]:
+    return scorer(task, TEXTS, [EXAMPLE] * len(TEXTS), None, groups)
+
+
+def test_a_batch_reward_sees_groups_and_its_values_are_weighted(
+    scorer: RewardScorer, source: str
+) -> None:
+    good, bad, again, empty, other, unread = score(scorer, load_task(source))
+    # Twice "bad" in group 0 and once in group 1; right 1 + rare / 2 − letters / 400.
+    assert good.rewards == {"right": 1.0, "rare": 1.0, "brief": -0.04}
+    assert good.total == pytest.approx(1.0 + 0.5 - 0.01)
+    assert (bad.rewards["rare"], again.rewards["rare"], other.rewards["rare"]) == (0.5, 0.5, 1.0)
+    assert bad.total == pytest.approx(0.25 - 0.0075)
+    # Without an answer a reward is 0 and the method is not called for it; a penalty is called.
+    assert empty.rewards == {"right": 0.0, "rare": 0.0, "brief": 0.0}
+    assert [s.metrics["size"] for s in (good, bad, again, empty, other)] == [4, 4, 4, None, 4]
+    assert (unread.total, set(unread.failures)) == (None, {"parse"})
+    assert unread.rewards == {"right": None, "rare": None, "brief": None}
+
+
+def test_without_groups_each_completion_is_its_own(source: str) -> None:
+    scores = score(RewardScorer(LIMIT), load_task(source), None)
+    assert [s.rewards["rare"] for s in scores] == [1.0, 1.0, 1.0, 0.0, 1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        ("raises", "KeyError: 'no such column'"),
+        ("exits", "SystemExit: 1"),
+        ("loops", "longer than its limit of 0.4 s"),  # four completions of 0.1 s
+        ("too few", "it returned 1 values for 4 completions"),
+    ],
+)
+def test_a_batch_reward_that_fails_makes_its_batch_unscorable(
+    scorer: RewardScorer, source: str, does: str, reason: str
+) -> None:
+    scores = score(scorer, load_task(source, does=does))
+    assert [s.total is None for s in scores] == [True, True, True, False, True, True]
+    assert all(reason in s.failures["rare"] for s in (*scores[:3], scores[4]))
+    assert [s.rewards["right"] for s in scores[:3]] == [1.0, 0.0, 0.0]  # other rewards are kept
+    assert scores[0].rewards["brief"] == -0.04
+
+
+def test_a_batch_reward_that_ends_its_worker_is_named(workers: RewardScorer, source: str) -> None:
+    scores = score(workers, load_task(source, does="dies"))
+    assert scores[0].failures == {"rare": "the process that scored it ended with exit code 1"}
+    assert score(workers, load_task(source))[0].total is not None
+
+
+def test_one_bad_value_affects_its_own_completion(scorer: RewardScorer, source: str) -> None:
+    texts = ["good", "odd", "none", "fails"]
+    good, *failed = scorer(load_task(source), texts, [EXAMPLE] * 4)
+    assert good.failures == {}
+    for found, reason in zip(
+        failed, ["not a finite number", "NoneType", "no verdict"], strict=True
+    ):
+        assert (found.rewards["rare"], found.rewards["brief"], found.total) == (1.0, None, None)
+        assert reason in found.failures["brief"]
+
+
+def test_a_batch_of_one_gives_the_score_of_a_task(source: str) -> None:
+    task = load_task(source)
+    (expected,) = RewardScorer(LIMIT)(task, ["good"], [EXAMPLE])
+    assert task.score("good", EXAMPLE) == expected
+    assert list(task.score("the parser raises", EXAMPLE).metrics) == ["size"]
+
+
+def test_values_of_map_are_kept_for_later_processes(workers: RewardScorer, source: str) -> None:
+    task = load_task(source, weights={"remote": 1.0})
+    assert workers.cache is not None
+    path = workers.cache.path
+    first = workers(task, ["good", "bad", "good"], [EXAMPLE] * 3)
+    assert [s.rewards["remote"] for s in first] == [0.4, 0.3, 0.4]
+    kept = path.read_text()
+    assert len(kept.splitlines()) == 2
+    path.write_text(kept.replace("0.4", "0.5"))  # to see where the value comes from
+    (again,) = RewardScorer(10.0, cache=path)(task, ["good"], [EXAMPLE])
+    assert again.rewards["remote"] == 0.5
+
+
+def test_the_limit_of_a_rule_replaces_that_of_the_run() -> None:
+    class Slow(Task):
+        primary_metric = "endless"
+
+        def parse(self, text: str, example: Example) -> str:
+            return text
+
+        @reward(batch=True, seconds=0.05)
+        def endless(self, batch: Batch) -> list[float]:
+            while True:
+                pass
+
+        @metric(batch=True, seconds=float("inf"))
+        def patient(self, batch: Batch) -> list[float]:
+            return [1.0] * len(batch)
+
+    (found,) = RewardScorer(60.0)(Slow(), ["a"], [EXAMPLE])
+    assert "longer than its limit of 0.05 s" in found.failures["endless"]
+    assert found.metrics == {"patient": 1.0}
+
+
+def test_the_limit_of_the_run_is_multiplied_by_the_number_of_completions() -> None:
+    class Waiting(Task):
+        primary_metric = "waited"
+
+        def parse(self, text: str, example: Example) -> str:
+            return text
+
+        @reward(batch=True)
+        def waited(self, batch: Batch) -> list[float]:
+            time.sleep(0.3)
+            return [1.0] * len(batch)
+
+    limited = RewardScorer(0.2)
+    assert [s.total for s in limited(Waiting(), ["a"] * 5, [EXAMPLE] * 5)] == [1.0] * 5  # 1 s
+    assert limited(Waiting(), ["a"], [EXAMPLE])[0].total is None
+
+
+def test_a_batch_is_a_sequence(source: str) -> None:
+    seen: list[Batch] = []
+
+    class Seen(Task):
+        primary_metric = "kept"
+
+        def parse(self, text: str, example: Example) -> str:
+            return text
+
+        @reward(batch=True)
+        def kept(self, batch: Batch) -> list[float]:
+            seen.append(batch)
+            return [0.0] * len(batch)
+
+    RewardScorer(None)(Seen(), ["a", "b"], [EXAMPLE] * 2, [5, 6], [0, 0])
+    ((first, second),) = seen
+    assert (first.answer, first.example, first.tokens, second.group) == ("a", EXAMPLE, 5, 0)
+    assert seen[0][1:] == (second,)
+
+
+@pytest.mark.parametrize(
+    ("mark", "method", "message"),
+    [
+        (reward(batch=True), lambda self, answer, example: 1.0, r"must take \(self, batch\)"),
+        (reward(), lambda self, batch: [1.0], r"with @reward\(batch=True\)"),
+        (metric(), lambda self, batch: [1.0], r"with @metric\(batch=True\)"),
+        (reward(seconds=5), lambda self, answer, example: 1.0, "seconds must be positive, and"),
+        (reward(batch=True, seconds=0), lambda self, batch: [1.0], "seconds must be positive"),
+    ],
+)
+def test_a_wrong_mark_is_refused(mark, method, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        mark(method)

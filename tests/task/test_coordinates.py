@@ -1,0 +1,169 @@
+"""Conversion and round trips of boxes in all coordinate frames, and the check of gold boxes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from vlm_grpo.task.coordinates import FRAMES, Box, CoordinateFrame, Size, gold_boxes
+from vlm_grpo.task.parsing import parse_boxes, parse_points
+from vlm_grpo.task.scores import iou
+
+SIZE, RESIZED = (640, 480), (320, 240)
+BOX = (64.0, 48.0, 320.0, 240.0)
+
+
+def get_unit_size(frame: CoordinateFrame, size: Size, resized_size: Size) -> tuple[float, float]:
+    """Return original pixels per unit of the frame in each direction, by its definition."""
+    spans = {"original": size, "resized": resized_size, "paligemma": (1024, 1024)}
+    width, height = spans.get(frame.name, (1000, 1000))
+    return size[0] / width, size[1] / height
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("original", '{"bbox_2d": [64, 48, 320, 240]}'),
+        ("resized", '{"bbox_2d": [32, 24, 160, 120]}'),  # resized to half of each side
+        ("permille", '{"bbox_2d": [100, 100, 500, 500]}'),  # a tenth to a half of each side
+        ("fraction", '{"bbox_2d": [0.1, 0.1, 0.5, 0.5]}'),
+        ("qwen2_vl", "<|box_start|>(100,100),(500,500)<|box_end|>"),
+        ("internvl", "<box>[[100,100,500,500]]</box>"),
+        # 0.1 · 1024 = 102.4 and 0.5 · 1024 = 512, y before x
+        ("paligemma", "<loc0102><loc0102><loc0512><loc0512>"),
+        ("glm", '<|begin_of_box|>{"bbox_2d": [100, 100, 500, 500]}<|end_of_box|>'),
+        ("gemma4", '{"box_2d": [100, 100, 500, 500]}'),
+    ],
+)
+def test_a_box_is_written_in_the_grammar_of_its_family(name: str, written: str):
+    assert FRAMES[name].write(BOX, SIZE, RESIZED) == written
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_a_round_trip_through_text_is_accurate_to_half_a_unit(frame: CoordinateFrame):
+    rng = random.Random(frame.name)
+    for _ in range(2_000):
+        size = (rng.randint(28, 4000), rng.randint(28, 4000))
+        resized_size = (28 * rng.randint(1, 100), 28 * rng.randint(1, 100))
+        x, y = get_unit_size(frame, size, resized_size)
+        # Boxes of at least one unit that end before the last one, which PaliGemma cannot write.
+        x1, y1 = rng.uniform(0, size[0] - 3 * x), rng.uniform(0, size[1] - 3 * y)
+        x2, y2 = rng.uniform(x1 + x, size[0] - x), rng.uniform(y1 + y, size[1] - y)
+
+        parsed = parse_boxes(
+            frame.write((x1, y1, x2, y2), size, resized_size), y_first=frame.y_first
+        )
+
+        assert parsed is not None
+        result = frame.to_pixels(parsed[0][0], size, resized_size)
+        for value, expected, unit in zip(result, (x1, y1, x2, y2), (x, y, x, y), strict=True):
+            assert abs(value - expected) <= unit * (0.5 + 1e-9)  # rounding moves half a unit
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_a_box_thinner_than_a_unit_keeps_an_area(frame: CoordinateFrame):
+    size = resized_size = (100_000, 100_000)  # a thousandth of it is 100 pixels, 1/1024 nearly so
+    thin = [(50.2, 10.3, 50.4, 10.4), (99_999.5, 99_999.5, 99_999.9, 99_999.9)]
+    for box in thin:
+        parsed = parse_boxes(frame.write(box, size, resized_size), y_first=frame.y_first)
+        assert parsed is not None
+        for value, expected in zip(
+            frame.to_pixels(parsed[0][0], size, resized_size), box, strict=True
+        ):
+            assert abs(value - expected) <= 2 * 100_000 / 1000  # within two of the coarsest units
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_several_labeled_boxes_survive_a_round_trip(frame: CoordinateFrame):
+    boxes = [BOX, (32.0, 24.0, 608.0, 456.0)]
+    written = frame.write_all(boxes, SIZE, RESIZED, labels=["red mug", "猫"])
+    parsed = parse_boxes(written, y_first=frame.y_first)
+    assert parsed is not None
+    assert [label for _, label in parsed] == ["red mug", "猫"]
+    for (box, _), expected in zip(parsed, boxes, strict=True):
+        assert iou(frame.to_pixels(box, SIZE, RESIZED), expected) > 0.98  # half units of 1/1000
+    unlabeled = parse_boxes(frame.write_all(boxes, SIZE, RESIZED), y_first=frame.y_first)
+    assert unlabeled is not None
+    assert [(box, None) for box, _ in parsed] == unlabeled
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_an_empty_answer_is_written_as_an_empty_list(frame: CoordinateFrame):
+    assert frame.write_all([], SIZE, RESIZED) == "[]"
+    assert parse_boxes("[]") == []
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_least_iou_bounds_the_loss_by_rounding(frame: CoordinateFrame):
+    rng = random.Random(frame.name)
+    smallest_slack = 1.0
+    for _ in range(2_000):
+        x1, y1 = rng.uniform(0, 600), rng.uniform(0, 440)
+        box = (x1, y1, rng.uniform(x1 + 1, 640), rng.uniform(y1 + 1, 480))
+        parsed = parse_boxes(frame.write(box, SIZE, RESIZED), y_first=frame.y_first)
+        assert parsed is not None
+        actual = iou(frame.to_pixels(parsed[0][0], SIZE, RESIZED), box)
+        bound = frame.least_iou(box, SIZE, RESIZED)
+        assert actual >= bound - 1e-9
+        smallest_slack = min(smallest_slack, actual - bound)
+    assert smallest_slack < 0.1  # the bound is not trivial
+
+
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=list(FRAMES))
+def test_points_survive_a_round_trip(frame: CoordinateFrame):
+    points = [(64.0, 240.0), (576.0, 48.0)]
+    for some in (points, points[:1]):
+        written = frame.write_points(some, SIZE, RESIZED)
+        parsed = parse_points(written, frame.describe_units(SIZE), frame.y_first)
+        assert parsed is not None
+        found = [frame.to_pixels((x, y, x, y), SIZE, RESIZED)[:2] for x, y in parsed]
+        # Whole units of every frame but PaliGemma's, whose unit is 640/1024 pixels.
+        assert found == [pytest.approx(point, abs=0.625) for point in some]
+    key = "point" if frame.y_first else "point_2d"
+    assert f'"{key}"' in frame.describe_point(SIZE)
+
+
+def test_integer_coordinates_lose_nothing():
+    assert FRAMES["original"].least_iou((10, 10, 20, 20), SIZE, RESIZED) == 1.0
+    # A 10 × 10 box between pixels may lose half a pixel per edge: 9 × 9 of 10 × 10 remain.
+    assert FRAMES["original"].least_iou((10.5, 10, 20.5, 20), SIZE, RESIZED) == pytest.approx(0.81)
+
+
+def test_a_description_names_the_units():
+    assert "pixels of the 640x480 image" in FRAMES["original"].describe(SIZE)
+    assert "0-1000" in FRAMES["permille"].describe(SIZE)
+    assert FRAMES["resized"].describe(SIZE, form="[x, y]") == "[x, y] in pixels"
+
+
+def test_gold_boxes_become_tuples_of_floats():
+    answer = {"boxes": [[1, 2, 3, 4], [-5, 0.5, 6, 7]], "labels": ["a", "b"]}
+    assert gold_boxes(answer) == ((1.0, 2.0, 3.0, 4.0), (-5.0, 0.5, 6.0, 7.0))
+    assert gold_boxes({"boxes": []}) == ()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "no list of boxes"),
+        ([1, 2, 3, 4], "no list of boxes"),
+        ({"boxes": "1234"}, "no list of boxes"),
+        ({"boxes": [1, 2, 3, 4]}, "must be four numbers"),
+        ({"boxes": [[1, 2, 3]]}, "must be four numbers"),
+        ({"boxes": [["a", 2, 3, 4]]}, "must be four numbers"),
+        ({"boxes": [[100, 100, 50, 50]]}, "x1 < x2"),  # a width and a height
+        ({"boxes": [[1, 2, 1, 4]]}, "x1 < x2"),
+        ({"boxes": [[1, 2, float("inf"), 4]]}, "finite"),
+        ({"boxes": [[1, 2, float("nan"), 4]]}, "finite"),
+    ],
+)
+def test_a_bad_gold_answer_is_refused_with_the_reason(answer: object, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        gold_boxes(answer)
+
+
+def test_conversion_is_linear_in_both_directions():
+    box: Box = (-20.0, 0.0, 5000.0, 480.0)  # not clipped to the image
+    for frame in FRAMES.values():
+        units = frame.from_pixels(box, SIZE, RESIZED)
+        assert frame.to_pixels(units, SIZE, RESIZED) == pytest.approx(box, abs=1e-9)

@@ -1,0 +1,350 @@
+"""Parsers: accepted and rejected forms, robustness against any text, and linear time."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vlm_grpo.task.parsing import (
+    MAX_CHARACTERS,
+    MAX_COORDINATE,
+    MAX_ITEMS,
+    extract_answer,
+    parse_boxes,
+    parse_integer,
+    parse_points,
+)
+
+PARSERS = {
+    "extract_answer with tags": lambda text: extract_answer(text, tags=True),
+    "extract_answer": lambda text: extract_answer(text, tags=False),
+    "parse_integer": parse_integer,
+    "parse_boxes": parse_boxes,
+    "parse_points": parse_points,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "tagged", "untagged"),
+    [
+        ("a", None, "a"),
+        ("<answer>a</answer>", "a", "<answer>a</answer>"),
+        ("x <answer> a\n</answer> y", "a", "x <answer> a\n</answer> y"),
+        ("<think>t</think> <answer>a</answer>", "a", "<answer>a</answer>"),
+        ("t</think>a", None, "a"),  # a chat template that opens the thinking in the prompt
+        ("\n<think>t</think>a", None, "a"),
+        ("a <think>t</think> b", None, None),  # words before the thinking
+        ("<think>t", None, None),
+        ("<think>t</think>", None, None),
+        ("</think><think>a", None, None),
+        ("<think>t</think>a</think>b", None, None),
+        ("<answer>a", None, "<answer>a"),
+        ("</answer>a<answer>", None, "</answer>a<answer>"),
+        ("<answer> </answer>", None, "<answer> </answer>"),
+        ("<answer>a</answer><answer>b</answer>", None, "<answer>a</answer><answer>b</answer>"),
+        ("<answer>a<think>t</think>b</answer>", None, None),
+        ("", None, None),
+        (" \n\t", None, None),
+    ],
+)
+def test_an_answer_is_extracted_with_and_without_tags(
+    text: str, tagged: str | None, untagged: str | None
+):
+    assert extract_answer(text, tags=True) == tagged
+    assert extract_answer(text, tags=False) == untagged
+
+
+def test_number_words_are_parsed():
+    words = (
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+        "fifteen sixteen seventeen eighteen nineteen twenty"
+    )
+    assert [parse_integer(word) for word in words.split()] == list(range(21))
+    tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+    for join in ("-", " "):
+        compounds = [f"{ten}{join}{unit}" for ten in tens for unit in words.split()[1:10]]
+        expected = [10 * ten + unit for ten in range(2, 10) for unit in range(1, 10)]
+        assert [parse_integer(word) for word in compounds] == expected
+
+
+@given(st.integers(0, 10**18 - 1))
+def test_written_integers_are_parsed(number: int):
+    assert parse_integer(str(number)) == number
+    assert parse_integer(f"{number:,} apples") == number
+    assert parse_integer(f"-{number}") is None
+    assert parse_integer(f"{number}.5") is None
+    assert parse_integer(f"{number} or {number + 1}") is None
+    assert parse_integer(f"{number}.0") == number
+    assert parse_integer(f"{number} ({number})") == number
+    for form in ("{} ({})", "{}: {}", "{}, {}", "{} {}", "{}; {}"):
+        assert parse_integer(form.format(number, number + 1)) is None
+
+
+@given(st.integers(1, 999), st.integers(1, 999), st.integers(0, 1998))
+def test_a_breakdown_must_add_up(first: int, second: int, total: int):
+    right = total == first + second or total == first == second
+    text = f"{total} dogs: {first} black and {second} white"
+    assert parse_integer(text) == (total if right else None)
+    total = first + second
+    assert parse_integer(f"{total} dogs, {first} black and {second} white") is None
+    assert parse_integer(f"{total} dogs ({first} black, {second} white)") == total
+
+
+COORDINATES = st.floats(-MAX_COORDINATE, MAX_COORDINATE, allow_nan=False).map(
+    lambda value: round(value, 3)
+)
+
+
+@given(COORDINATES, COORDINATES, COORDINATES, COORDINATES)
+def test_four_numbers_are_a_box_if_it_has_an_area(x1: float, y1: float, x2: float, y2: float):
+    expected = [((x1, y1, x2, y2), None)] if x1 < x2 and y1 < y2 else None
+    plain = [f"{value:.3f}" for value in (x1, y1, x2, y2)]
+    assert parse_boxes(f"[{', '.join(plain)}]") == expected
+    token = f"<|box_start|>({plain[0]},{plain[1]}),({plain[2]},{plain[3]})<|box_end|>"
+    assert parse_boxes(token) == expected
+    assert parse_points(f"[{plain[0]}, {plain[1]}]") == [(x1, y1)]
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000), st.integers(1, 2000))
+def test_only_the_size_of_the_prompt_may_be_repeated(w: int, h: int, x: int, y: int):
+    units = f"in pixels of the {w}x{h} image"
+    parsed = parse_boxes(f"In the {x}x{y} image: [1, 2, 3, 4]", units)
+    assert parsed == ([((1, 2, 3, 4), None)] if (x, y) == (w, h) else None)
+    assert parse_boxes(f"In the {w} × {h} image: (1, 2, 3, 4)", units) == [((1, 2, 3, 4), None)]
+    assert parse_boxes(f"In the {w}x{h} image: (1, 2, 3, 4)") is None
+    assert parse_points(f"{w}x{h}: [1, 2]", units) == [(1, 2)]
+
+
+def test_repeated_boxes_must_agree():
+    box, labeled = "[1, 2, 3, 4]", '{"bbox_2d": [1, 2, 3, 4], "label": "cat"}'
+    assert parse_boxes(f"{box}, that is {labeled}") == [((1, 2, 3, 4), "cat")]
+    assert parse_boxes(f"{box} or {labeled}") is None
+    assert parse_boxes(f"{labeled} {labeled.replace('cat', 'dog')}") is None
+    assert parse_boxes(f"{box} [1, 2, 3, 5]") is None
+
+
+def test_boxes_truncated_at_any_length_are_rejected():
+    text = '[{"bbox_2d": [1, 2, 30, 40], "label": "cat"}, {"bbox_2d": [5, 6, 70, 80]}]'
+    assert parse_boxes(text) is not None
+    assert [n for n in range(len(text)) if parse_boxes(text[:n]) is not None] == []
+
+
+def test_labels_must_be_text():
+    assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": "a cat"}') == [((1, 2, 3, 4), "a cat")]
+    assert parse_boxes('{"bbox_2d": [1, 2, 3, 4], "label": ["a", "b"]}') is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<box>[[1,2,1,4]]</box>",
+        "<box>cat</box>",
+        "<box></box>",
+        "<box>[[1,2,3,4]]</box> and more",
+        "<|box_start|>(1,2),(1,4)<|box_end|>",
+        "<|box_start|>(1,2),(3,x)<|box_end|>",
+        "<|box_start|>(1,2)<|box_end|>",
+        "<loc0001><loc0001><loc0001><loc0002>",
+        "<loc1><loc1><loc2><loc2>",
+        "<loc0001><loc0001><loc0002><loc0002> 3 <loc",
+    ],
+)
+def test_malformed_tokens_are_rejected(text: str):
+    assert parse_boxes(text) is None
+
+
+@pytest.mark.parametrize(
+    ("one", "between"),
+    [
+        ("[1,2,3,4]", ","),
+        ("<box>[[1,2,3,4]]</box>", ""),
+        ("<|box_start|>(1,2),(3,4)<|box_end|>", ""),
+        ("<loc0001><loc0001><loc0002><loc0002>", ";"),
+    ],
+)
+def test_the_number_of_boxes_is_limited_in_every_grammar(one: str, between: str):
+    def repeat(count: int) -> str:
+        text = between.join([one] * count)
+        return f"[{text}]" if one.startswith("[") else text
+
+    assert len(parse_boxes(repeat(MAX_ITEMS)) or []) == MAX_ITEMS
+    assert parse_boxes(repeat(MAX_ITEMS + 1)) is None
+
+
+def test_the_number_of_boxes_is_limited_across_tags():
+    half = f"<box>[{','.join(['[1,2,3,4]'] * (MAX_ITEMS // 2 + 1))}]</box>"
+    assert len(parse_boxes(half) or []) == MAX_ITEMS // 2 + 1
+    assert parse_boxes(half * 2) is None
+
+
+def test_the_length_of_an_answer_is_limited():
+    padding = " " * (MAX_CHARACTERS - len("[1,2,3,4]"))
+    assert parse_boxes("[1,2,3,4]" + padding) is not None
+    assert parse_boxes("[1,2,3,4]" + padding + " ") is None
+    assert parse_integer("3" + " " * 999) == 3
+    assert parse_integer("3" + " " * 1000) is None
+
+
+N = 100_000
+ADVERSARIAL = {
+    "open brackets": "[" * N,
+    "open objects": '{"a":' * (N // 5),
+    "nested lists": "[" * (MAX_CHARACTERS // 2) + "]" * (MAX_CHARACTERS // 2),
+    "nested objects": '{"a":' * 3000 + "1" + "}" * 3000,
+    "digits": "1" * N,
+    "a number of 19,000 digits": "[" + "1" * 19_000 + ",2,3,4]",
+    "a long fraction": "[1." + "1" * 19_000 + ",2,3,4]",
+    "a long exponent": "[1e" + "1" * 19_000 + ",2,3,4]",
+    "NaN": "[NaN, NaN, NaN, NaN]",
+    "infinity": "[-Infinity, 1, Infinity, 2]",
+    "white space": " " * N,
+    "line breaks and a number": "\n" * N + "3",
+    "start tags": "<answer>" * (N // 8),
+    "tag pairs": "<answer></answer>" * (N // 17),
+    "partial tags": "<answ" * (N // 5) + "er>",
+    "thinking": "<think>" * (N // 7),
+    "location tokens": "<loc0001>" * (N // 9),
+    "location boxes": "<loc0001><loc0001><loc0002><loc0002>;" * 500,
+    "box tags": "<box>" * 4000,
+    "box pairs": "<box>[[1,2,3,4]]</box>" * 900,
+    "references": "<ref>" * 3900 + "<box>",
+    "box tokens": "<|box_start|>" * 1500,
+    "boxes in tokens": "<|box_start|>(1,2),(3,4)<|box_end|>" * 550,
+    "references in tokens": "<|box_start|>" + "<|object_ref_start|>" * 900,
+    "parentheses": "( " * 9000,
+    "boxes": "[" + ",".join(["[1,2,3,4]"] * MAX_ITEMS) + "]",
+    "too many boxes": "[" + ",".join(["[1,2,3,4]"] * 1900) + "]",
+    "points": "[" + ",".join(["[1,2]"] * MAX_ITEMS) + "]",
+    "one long list": "[" + ",".join(["1"] * 9000) + "]",
+    "lists of a long list": "[[" + ",".join(["1"] * 9000) + "]]",
+    "quotes": "'" * MAX_CHARACTERS,
+    "escapes": '["' + "\\" * 19_000 + '"]',
+    "lone surrogates": '["' + "\\ud800" * 3000 + '"]',
+    "null characters": "\x00" * N,
+    "combining marks": "a\u0300" * (N // 2),
+    "one character that expands to 18": "\ufdfa" * N,
+    "separators": "1" + ",111" * 240,
+    "number words": "three " * 160,
+    "numbers and spaces": "1 " * 500,
+    "numbers and brackets": "1 (" * 330,
+    "words that deny": "no " * 330 + "3",
+    "empty lists": "[] " * 6000,
+    "equal boxes": "[1,2,3,4] " * 1900,
+    "round brackets": "(1,2,3,4)" * 2000,
+    "open round brackets": "(1,2,3," * 2800,
+    "sizes": "640 x 480 " * 2000,
+    "minus signs": "-" * 999,
+}
+
+
+@pytest.mark.parametrize("parser", PARSERS.values(), ids=list(PARSERS))
+@pytest.mark.parametrize("text", ADVERSARIAL.values(), ids=list(ADVERSARIAL))
+def test_adversarial_texts_take_linear_time(parser, text: str):
+    # Also truncated to the limits, where the real work begins.
+    for version in (text, text[:MAX_CHARACTERS], text[:1000]):
+        assert measure_scans(parser, version) < MAX_SCANS
+
+
+MAX_SCANS = 15
+"""Allowed CPU time of a parser in scans of a long text (about 0.7 ms each). The slowest pair takes
+6 scans; quadratic time would take thousands."""
+LONG_TEXT = "word 12, (3) " * (MAX_CHARACTERS // 13)
+
+
+def scan(text: str) -> int:
+    """Do the least that reading a text takes: normalize it and find its words."""
+    return len(re.findall(r"(?<!\w)\w+", unicodedata.normalize("NFKC", text).lower()))
+
+
+def measure_scans(parser, text: str, attempts: int = 20) -> float:
+    """Return a parser's CPU time for a text as a multiple of one scan, at the fastest attempts.
+
+    Other load only adds time, and a slower machine slows both.
+    """
+    parsing = scanning = float("inf")
+    for _ in range(attempts):
+        parsing = min(parsing, measure(parser, text))
+        scanning = min(scanning, measure(scan, LONG_TEXT))
+        if parsing < MAX_SCANS * scanning:
+            break
+    return parsing / scanning
+
+
+def measure(function, text: str) -> float:
+    """Return the CPU seconds of one call."""
+    start = time.thread_time()
+    function(text)
+    return time.thread_time() - start
+
+
+PIECES = [
+    *("<answer>", "</answer>", "<think>", "</think>", "<answ", "er>", "```json", "```", "{", "}"),
+    *("[", "]", "[[", "]]", "(", ")", ",", ":", '"', "'", "\\", '"bbox_2d"', '"label"', "label"),
+    *('"bbox_2d": [1, 2, 3, 4]', "[1,2,3,4]", "[]", "{}", "null", "true", "NaN", "-Infinity"),
+    *("1", "-1", "3.5", "1e999", "1,234", "9" * 400, "½", "³", "③", "３", "٣", "−", "–", " ", "\n"),
+    *("\x00", "\u202e", "\ud800", "\U0001f431", "你", "three", "two", " or ", "at least", "<box>"),
+    *("</box>", "<ref>", "</ref>", "<loc0001>", "<loc", "<|box_start|>", "<|box_end|>"),
+    *("(1,2),(3,4)", "<|object_ref_start|>", "<|object_ref_end|>", ";"),
+]
+
+
+REPEATED_PIECES = [piece * count for piece in PIECES for count in (1, 1, 1, 1, 2, 50)]
+
+
+def random_text(rng: random.Random) -> str:
+    """Return a text, mostly short, of pieces of the grammars and a tenth of random characters."""
+    length = rng.choice([3, 10, 30, 30, 100] * 4 + [1000])
+    parts = rng.choices(REPEATED_PIECES, k=length)
+    for index in rng.choices(range(length), k=round(length / 10 + rng.uniform(-0.5, 0.5))):
+        parts[index] = chr(rng.randrange(0x110000))
+    return "".join(parts)[:N]
+
+
+def parse_all(text: str) -> dict[str, Any]:
+    return {name: parser(text) for name, parser in PARSERS.items()}
+
+
+def check_forms(text: str, values: dict[str, Any]) -> None:
+    """Check that every parser has returned None or a value of its documented form."""
+    for inner in (values["extract_answer with tags"], values["extract_answer"]):
+        assert inner is None or (inner == inner.strip() != "" and inner in text)
+    number = values["parse_integer"]
+    assert number is None or (type(number) is int and number >= 0)
+    for box, label in values["parse_boxes"] or ():
+        assert len(box) == 4
+        assert box[0] < box[2]
+        assert box[1] < box[3]
+        assert max(map(abs, box)) <= MAX_COORDINATE
+        assert label is None or isinstance(label, str)
+    for point in values["parse_points"] or ():
+        assert len(point) == 2
+        assert max(map(abs, point)) <= MAX_COORDINATE
+
+
+@given(
+    st.one_of(st.text(max_size=200), st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+)
+@settings(max_examples=500)
+def test_any_text_yields_a_value_or_none(text: str):
+    check_forms(text, parse_all(text))
+
+
+@pytest.mark.slow
+def test_100_000_random_texts_each_yield_a_value_of_the_documented_form_in_linear_time():
+    rng = random.Random(0)
+    limit = MAX_SCANS * min(measure(scan, LONG_TEXT) for _ in range(20))
+    for _ in range(100_000):
+        text = random_text(rng)
+        start = time.thread_time()
+        values = parse_all(text)
+        if time.thread_time() - start >= limit:  # all together: each is measured alone
+            for name, parser in PARSERS.items():
+                assert measure_scans(parser, text) < MAX_SCANS, (name, text[:200])
+        check_forms(text, values)

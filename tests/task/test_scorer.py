@@ -1,0 +1,213 @@
+"""A failure of a user's reward affects its own completion only, in this process and in workers."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.task import Task, reward
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.types import Example, Score
+
+# The answer selects what the reward does. As with users' files, workers cannot import the module.
+FAILING = '''
+import os, re, time
+from vlm_grpo.task import Task, metric, reward
+
+class Failing(Task):
+    """Fails in the way that the answer names."""
+
+    primary_metric = "right"
+
+    def parse(self, text, example):
+        if text == "the parser dies":
+            os._exit(3)
+        if text == "the parser raises":
+            raise RuntimeError("unreadable")
+        return text
+
+    def write(self, answer, example):
+        return answer
+
+    @reward()
+    def right(self, answer, example):
+        return float(answer == example.answer)
+
+    @reward()
+    def trouble(self, answer, example):
+        if answer == "raises":
+            raise KeyError("no such column")
+        if answer == "exits":
+            raise SystemExit(1)
+        if answer == "dies":
+            os._exit(1)
+        while answer == "loops":
+            pass
+        if answer == "swallows":
+            try:
+                time.sleep(60)
+            except Exception:
+                return 1.0
+        if answer == "matches":
+            re.match("(a|aa)+$", 60 * "a" + "b")
+        if answer == "computes":  # some 20 s in compiled code, which no signal interrupts
+            return float(sum(range(10**9)))
+        odd = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "much"}
+        return odd.get(answer, 0.5)
+
+    @metric()
+    def letters(self, answer, example):
+        if answer == "raises":
+            raise ValueError("a metric fails too")
+        return len(answer)
+'''
+EXAMPLE = Example("row 7", (), "?", "good")
+SOFT = ["good", "fine", "raises", "exits", "nan", "inf", "none", "text", "the parser raises"]
+SLOW = ["loops", "swallows", "matches"]
+LIMIT = 0.2
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    path = tmp_path_factory.mktemp("task") / "failing.py"
+    path.write_text(FAILING)
+    return load_task(str(path))
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[RewardScorer]:
+    with RewardScorer(LIMIT, workers=2) as scorer:
+        yield scorer
+
+
+def score(scorer: RewardScorer, task: Task, texts: list[str]) -> list[Score]:
+    return scorer(task, texts, [EXAMPLE] * len(texts))
+
+
+def without_tracebacks(found: Score) -> tuple:
+    return found.answer, found.rewards, found.total, found.metrics, set(found.failures)
+
+
+def test_a_failing_reward_affects_its_own_completion_only(failing: Task):
+    scores = score(RewardScorer(LIMIT), failing, SOFT + SLOW)
+    # 1 for the right text and 0.5 for no trouble; the others cannot be scored.
+    assert [each.total for each in scores] == [1.5, 0.5] + [None] * (len(SOFT + SLOW) - 2)
+    for text, found in zip((SOFT + SLOW)[2:], scores[2:], strict=True):
+        if text != "the parser raises":
+            assert (found.rewards["right"], found.rewards["trouble"]) == (0.0, None)
+            assert "trouble" in found.failures
+
+
+def test_failures_hold_the_traceback(failing: Task):
+    texts = ["raises", "loops", "text", "the parser raises"]
+    raises, loops, text, parser = score(RewardScorer(LIMIT), failing, texts)
+    assert "KeyError: 'no such column'" in raises.failures["trouble"]
+    assert "a metric fails too" in raises.failures["letters"]
+    assert "longer than its limit of 0.2 s" in loops.failures["trouble"]
+    assert "while answer ==" in loops.failures["trouble"]  # the line where it hung
+    assert "could not convert string to float" in text.failures["trouble"]
+    assert (parser.answer, set(parser.rewards.values())) == (None, {None})
+    assert "unreadable" in parser.failures["parse"]
+
+
+def test_workers_give_the_same_scores_in_the_same_order(failing: Task, workers: RewardScorer):
+    texts = (SOFT + SLOW) * 2
+    here = score(RewardScorer(LIMIT), failing, texts)
+    there = score(workers, failing, texts)
+    assert list(map(without_tracebacks, here)) == list(map(without_tracebacks, there))
+
+
+def test_a_reward_that_ends_its_worker_is_named(failing: Task, workers: RewardScorer):
+    good, dies, parser, fine = score(workers, failing, ["good", "dies", "the parser dies", "fine"])
+    assert (good.total, fine.total) == (1.5, 0.5)
+    assert (dies.total, dies.answer) == (None, "dies")
+    # The values of the other rules are kept.
+    assert (dies.rewards, dies.metrics) == ({"right": 0.0, "trouble": None}, {"letters": 4.0})
+    assert dies.failures == {"trouble": "the process that scored it ended with exit code 1"}
+    assert parser.failures == {"parse": "the process that scored it ended with exit code 3"}
+
+
+def test_a_worker_in_compiled_code_is_killed_at_the_limit(failing: Task, workers: RewardScorer):
+    started = time.monotonic()
+    (computes,) = score(workers, failing, ["computes"])
+    # Twice 0.2 s and 1 s of grace (the second time to find the rule), and a new worker; the sum
+    # itself takes ten times as long.
+    assert time.monotonic() - started < 20
+    assert (computes.answer, computes.total) == ("computes", None)
+    assert "was killed" in computes.failures["trouble"]
+
+
+def test_the_first_failure_of_a_rule_is_logged_with_its_traceback(
+    failing: Task, caplog: pytest.LogCaptureFixture
+):
+    scorer = RewardScorer(LIMIT)
+    with caplog.at_level(logging.WARNING):
+        score(scorer, failing, ["good", "raises", "nan", "raises"])
+        score(scorer, failing, ["raises"])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2  # one for the reward, one for the metric
+    assert "trouble failed on example row 7" in messages[0]
+    assert "KeyError: 'no such column'" in messages[0]
+    assert "Traceback" in messages[0]
+    assert "letters failed on example row 7" in messages[1]
+
+
+def test_a_slow_reward_completes_without_a_limit():
+    class Slow(Task):
+        primary_metric = "slept"
+
+        def parse(self, text: str, example: Example) -> str:
+            return text
+
+        @reward()
+        def slept(self, answer: str, example: Example) -> float:
+            time.sleep(0.3)
+            return 1.0
+
+    assert RewardScorer(None)(Slow(), ["a"], [EXAMPLE])[0].total == 1.0
+    assert RewardScorer(0.1)(Slow(), ["a"], [EXAMPLE])[0].total is None
+    with pytest.raises(UserError, match=r"Slow cannot be sent .* in a file of its own"):
+        RewardScorer(None, workers=1)(Slow(), ["a"], [EXAMPLE])
+
+
+def test_the_limit_holds_outside_the_main_thread(failing: Task):
+    found: list[Score] = []
+    with RewardScorer(LIMIT) as scorer:
+        thread = threading.Thread(
+            target=lambda: found.extend(score(scorer, failing, ["good", "loops"]))
+        )
+        thread.start()
+        thread.join()
+    assert [each.total for each in found] == [1.5, None]
+
+
+def test_workers_that_do_not_start_are_an_error_and_none_is_left(
+    failing: Task, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("vlm_grpo.utils.worker_pool.START_SECONDS", 0.001)
+    before = set(multiprocessing.active_children())
+    with (
+        pytest.raises(UserError, match="the reward workers did not start"),
+        RewardScorer(LIMIT, workers=1) as scorer,
+    ):
+        score(scorer, failing, ["good"])
+    started = set(multiprocessing.active_children()) - before
+    for process in started:
+        process.join(10)  # it has been killed, and may not be gone yet
+    assert not any(process.is_alive() for process in started)
+
+
+def test_the_end_of_a_scorers_block_closes_it(monkeypatch: pytest.MonkeyPatch):
+    closed: list[bool] = []
+    scorer = RewardScorer(LIMIT)
+    monkeypatch.setattr(scorer, "close", lambda: closed.append(True))
+    with scorer:
+        assert not closed
+    assert closed

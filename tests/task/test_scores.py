@@ -1,0 +1,211 @@
+"""Scores compared with other libraries or with direct computations of their definitions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchvision.ops import box_iou, generalized_box_iou
+
+from vlm_grpo.task.scores import (
+    Box,
+    anls,
+    character_error_rate,
+    coco_average_precision,
+    f1,
+    giou,
+    giou_matrix,
+    iou,
+    iou_matrix,
+    match,
+    matched_mean,
+    repeated_share,
+    word_error_rate,
+)
+
+
+def random_boxes(rng: random.Random, count: int) -> list[Box]:
+    boxes = []
+    for _ in range(count):
+        x, y = rng.uniform(-50, 500), rng.uniform(-50, 400)
+        boxes.append((x, y, x + rng.uniform(0.5, 300), y + rng.uniform(0.5, 300)))
+    return boxes
+
+
+def test_iou_and_giou_equal_those_of_torchvision():
+    rng = random.Random(0)
+    predicted, gold = random_boxes(rng, 60), random_boxes(rng, 40)
+    tensors = torch.tensor(predicted, dtype=torch.float64), torch.tensor(gold, dtype=torch.float64)
+    # 1e-9: both are a few float64 operations on numbers of about 1,000.
+    np.testing.assert_allclose(iou_matrix(predicted, gold), box_iou(*tensors), atol=1e-9)
+    giou_expected = generalized_box_iou(*tensors)
+    np.testing.assert_allclose(giou_matrix(predicted, gold), giou_expected, atol=1e-9)
+    assert iou(predicted[0], gold[0]) == iou_matrix(predicted, gold)[0, 0]
+    assert giou(predicted[0], gold[0]) == giou_matrix(predicted, gold)[0, 0]
+
+
+def test_matrices_without_boxes_are_empty():
+    box = (0.0, 0.0, 1.0, 1.0)
+    for matrix in (iou_matrix, giou_matrix):
+        assert matrix([], [box]).shape == (0, 1)
+        assert matrix([box], []).shape == (1, 0)
+
+
+def test_matching_is_the_best_of_all_permutations():
+    rng = np.random.default_rng(0)
+    for rows, columns in itertools.product(range(1, 5), range(1, 5)):
+        scores = rng.random((rows, columns))
+        wide = scores if rows <= columns else scores.T
+        best = max(
+            sum(wide[i, j] for i, j in enumerate(order))
+            for order in itertools.permutations(range(wide.shape[1]), wide.shape[0])
+        )
+        pairs = match(scores)
+        assert len(pairs) == min(rows, columns)
+        assert sum(scores[pair] for pair in pairs) == pytest.approx(best)
+        assert matched_mean(scores) == pytest.approx(best / max(rows, columns))
+
+
+def test_matched_mean_of_empty_sets():
+    assert matched_mean(np.zeros((0, 0))) == 1.0  # both say that there are none
+    assert matched_mean(np.zeros((0, 3))) == 0.0
+    assert matched_mean(np.zeros((3, 0))) == 0.0
+
+
+def test_f1_is_the_harmonic_mean():
+    for hits, predicted, gold in [(1, 2, 3), (4, 4, 4), (2, 5, 2)]:
+        precision, recall = hits / predicted, hits / gold
+        assert f1(hits, predicted, gold) == pytest.approx(
+            2 * precision * recall / (precision + recall)
+        )
+    assert f1(0, 0, 0) == 1.0
+    assert f1(0, 3, 0) == f1(0, 0, 3) == 0.0
+
+
+def edit_distance(first, second) -> int:
+    """Return the Levenshtein distance, computed by dynamic programming."""
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        previous, row[0] = row[0], i
+        for j, b in enumerate(second, 1):
+            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
+    return row[-1]
+
+
+# Few letters, so that most distances lie between the extremes.
+WORDS = st.text(alphabet="abAB 你", max_size=12)
+
+
+@given(WORDS, WORDS.filter(lambda text: text.strip()))
+def test_error_rates_equal_their_definition(predicted: str, gold: str):
+    expected = min(1.0, edit_distance(predicted, gold) / len(gold))
+    assert character_error_rate(predicted, gold) == pytest.approx(expected)
+    words = gold.split()
+    expected = min(1.0, edit_distance(predicted.split(), words) / len(words))
+    assert word_error_rate(predicted, gold) == pytest.approx(expected)
+
+
+@given(WORDS, st.lists(WORDS.filter(lambda text: text.strip()), min_size=1, max_size=3))
+def test_anls_equals_the_definition_in_its_paper(predicted: str, gold: list[str]):
+    def plain(text: str) -> str:
+        return " ".join(text.lower().split())
+
+    best = 0.0
+    for accepted in map(plain, gold):
+        distance = edit_distance(plain(predicted), accepted)
+        normalized = distance / max(len(plain(predicted)), len(accepted))
+        best = max(best, 1 - normalized if normalized < 0.5 else 0.0)
+    assert anls(predicted, gold) == pytest.approx(best)
+
+
+def test_an_empty_gold_text_allows_no_prediction():
+    assert character_error_rate("", "") == word_error_rate("", " ") == 0.0
+    assert character_error_rate("a", "") == word_error_rate("a", "") == 1.0
+
+
+def test_error_rates_of_full_pages_are_correct():
+    page = "the quick brown fox " * 900  # 18,000 characters, near the parsers' limit
+    assert character_error_rate(page[:-18], page) == pytest.approx(18 / 18_000)
+
+
+def average_precision(flags: list[bool], golds: int) -> float:
+    """Return COCO's 101-point interpolated AP of detections in rank order."""
+    hits, points = 0, []
+    for rank, flag in enumerate(flags, 1):
+        hits += flag
+        points.append((hits / golds, hits / rank))
+    total = 0.0
+    for level in np.linspace(0, 1, 101):  # compared without tolerance, as in pycocotools
+        total += max((p for recall, p in points if recall >= level), default=0.0)
+    return total / 101
+
+
+def test_coco_average_precision_equals_its_definition():
+    rng = random.Random(0)
+    for _ in range(20):
+        golds, found, flags = [], [], []
+        for _ in range(4):
+            # Far apart, so that each prediction belongs to one gold box.
+            boxes = [(1000.0 * i, 0.0, 1000.0 * i + 100, 100.0) for i in range(rng.randint(1, 4))]
+            hits = [rng.random() < 0.6 for _ in boxes]
+            golds.append([(box, "cat") for box in boxes])
+            found.append(
+                [
+                    (box if hit else (box[0] + 500, box[1], box[2] + 500, box[3]), "cat")
+                    for box, hit in zip(boxes, hits, strict=True)
+                ]
+            )
+            flags += hits
+        expected = average_precision(flags, len(flags))
+        result = coco_average_precision(found, golds)
+        # Every hit is exact, so it counts at every threshold.
+        assert result == pytest.approx({"ap": expected, "ap_50": expected, "ap_75": expected})
+
+
+def test_coco_average_precision_of_special_cases(capsys):
+    cat, dog = ((0.0, 0.0, 100.0, 100.0), "cat"), ((200.0, 0.0, 300.0, 100.0), "dog")
+    half = ((200.0, 0.0, 300.0, 60.0), "dog")  # IoU 0.6: 0.50, 0.55 and 0.60 of ten thresholds
+    assert coco_average_precision([[cat]], [[]]) == {}
+    assert coco_average_precision([[]], [[cat]]) == {"ap": 0.0, "ap_50": 0.0, "ap_75": 0.0}
+    result = coco_average_precision([[cat], [half]], [[cat], [dog]])
+    assert result == pytest.approx({"ap": (1 + 0.3) / 2, "ap_50": 1.0, "ap_75": 0.5})
+    # A class without gold boxes is not part of the average.
+    assert coco_average_precision([[cat, dog]], [[cat]])["ap"] == pytest.approx(1.0)
+    # A box on a crowd region of its class is not an error: first in order, it would halve the AP.
+    assert coco_average_precision([[cat, cat]], [[]], [[cat]]) == {}
+    crowd = ((200.0, 0.0, 300.0, 60.0), "dog")
+    far = ((500.0, 0.0, 600.0, 100.0), "dog")
+    golds, crowds = [[far]], [[crowd]]
+    assert coco_average_precision([[crowd, far]], golds)["ap"] == pytest.approx(0.5)
+    assert coco_average_precision([[crowd, far]], golds, crowds)["ap"] == pytest.approx(1.0)
+    assert capsys.readouterr().out == ""  # the table of pycocotools is not printed
+
+
+def test_settings_and_tasks_load_neither_scipy_nor_pycocotools():
+    code = "import sys, vlm_grpo.config.run, vlm_grpo.tasks.ocr; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"scipy", "pycocotools"} & set(loaded.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("", 0.0),
+        ("one two three four five six", 0.0),  # a single 6-gram
+        ("a " * 105, 0.99),  # 100 equal 6-grams
+        ("你好世界" * 3, 3 / 7),  # 12 characters with 7 6-grams, 4 of them distinct
+        ('[{"bbox_2d": [1, 2, 3, 4]}, {"bbox_2d": [5, 6, 7, 8]}]', 0.0),
+        ("no no no", 0.0),  # shorter than an n-gram
+    ],
+)
+def test_repeated_share(text: str, share: float):
+    assert repeated_share(text) == pytest.approx(share)

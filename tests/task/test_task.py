@@ -1,0 +1,393 @@
+"""The base class of tasks: scores, failures, refused names, prompts and the optional rewards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from vlm_grpo.config.data import DataSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.task import PlainQuestion, Task, metric, reward, write_prompt
+from vlm_grpo.task.parsing import parse_integer
+from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.types import Example
+
+EXAMPLE = Example("1", (), "How many?", 3, meta={"color": "red"})
+
+
+class Sum(Task):
+    """A task with an exact, a graded and an untrained reward, and two metrics."""
+
+    primary_metric = "exact"
+    offset: int = 0
+
+    def parse(self, text: str, example: Example) -> int | None:
+        return parse_integer(text)
+
+    def write(self, answer: int, example: Example) -> str:
+        return str(answer)
+
+    @reward(weight=0.75)
+    def exact(self, answer: int, example: Example) -> float:
+        return float(answer == example.answer + self.offset)
+
+    @reward(weight=0.25)
+    def near(self, answer: int, example: Example) -> float:
+        return 1.0 / (1.0 + abs(answer - example.answer))
+
+    @reward(weight=0.0)
+    def shown(self, answer: int, example: Example, text: str) -> float:
+        return float(len(text))
+
+    @metric(without_answer=None)
+    def error(self, answer: int, example: Example) -> float:
+        return abs(answer - example.answer)
+
+    @metric()
+    def red(self, answer: int, example: Example) -> float:
+        return float(example.meta["color"] == "red")
+
+
+class Broken(Sum):
+    """Rewards that raise or return invalid values."""
+
+    @reward(weight=0.0)
+    def raises(self, answer: int, example: Example) -> float:
+        raise KeyError("no such column")
+
+    @reward(weight=0.0)
+    def infinite(self, answer: int, example: Example) -> float:
+        return float("inf")
+
+    @reward(weight=0.0)
+    def nothing(self, answer: int, example: Example) -> Any:
+        return None
+
+
+def test_the_total_is_the_weighted_sum_of_the_rewards():
+    score = Sum().score("4", EXAMPLE)
+    assert score.answer == 4
+    assert score.rewards == {"exact": 0.0, "near": 0.5, "shown": 1.0}  # 1 / (1 + 1); one letter
+    assert score.total == 0.125  # 0.75 · 0 + 0.25 · 0.5
+    assert score.metrics == {"error": 1.0, "red": 1.0}
+    assert not score.failures
+
+
+def test_the_gold_completion_earns_the_full_reward():
+    for options in [{}, {"tags": True}, {"thinking": True}, {"tags": True, "thinking": True}]:
+        task = Sum(**options)
+        score = task.score(task.gold(EXAMPLE), EXAMPLE)
+        assert score.total == 1.0 == task.gold_reward(EXAMPLE)
+
+
+def test_a_completion_without_an_answer_earns_zero_and_the_declared_metrics():
+    score = Sum().score("none", EXAMPLE)
+    assert score.answer is None
+    assert score.rewards == {"exact": 0.0, "near": 0.0, "shown": 0.0}
+    assert score.total == 0.0
+    assert score.metrics == {"error": None, "red": 0.0}
+
+
+def test_weights_override_those_in_the_code():
+    task = Sum(weights={"exact": 2.0, "near": 0.0})
+    assert task.reward_weights() == {"exact": 2.0, "near": 0.0, "shown": 0.0}
+    assert task.score("3", EXAMPLE).total == 2.0
+
+
+def test_an_unknown_weight_error_lists_the_rewards():
+    with pytest.raises(ValueError, match=r"no reward exakt; it has exact, near, .*repetition"):
+        Sum(weights={"exakt": 1.0})
+
+
+def test_a_failing_reward_without_weight_does_not_change_the_total():
+    score = Broken().score("3", EXAMPLE)
+    assert score.total == 1.0
+    assert {name: score.rewards[name] for name in ("raises", "infinite", "nothing")} == {
+        "raises": None,
+        "infinite": None,
+        "nothing": None,
+    }
+    assert "no such column" in score.failures["raises"]
+    assert "inf" in score.failures["infinite"]
+    assert set(score.failures) == {"raises", "infinite", "nothing"}
+
+
+def test_a_failing_reward_with_weight_makes_the_completion_unscorable():
+    score = Broken(weights={"raises": 0.1}).score("3", EXAMPLE)
+    assert score.total is None
+    assert score.rewards["exact"] == 1.0  # values that could be computed are kept
+    # Without an answer no reward is called.
+    assert Broken(weights={"raises": 0.1}).score("none", EXAMPLE).total == 0.0
+
+
+def test_a_parser_that_raises_makes_the_completion_unscorable():
+    class Careless(Sum):
+        def parse(self, text: str, example: Example) -> int:
+            return int(text)
+
+    assert Careless().score("3", EXAMPLE).total == 1.0
+    score = Careless().score("three", EXAMPLE)
+    assert (score.answer, score.total) == (None, None)
+    assert set(score.rewards.values()) == {None}
+    assert "ValueError" in score.failures["parse"]
+
+
+def test_rules_are_found_by_kind():
+    assert list(Sum.rules("reward")) == ["exact", "near", "shown"]
+    assert list(Sum.rules("metric")) == ["error", "red"]
+    optional = ["format", "thought", "length", "overlong", "repetition"]
+    assert list(Sum.rules("optional")) == optional
+
+
+def test_a_rule_with_wrong_arguments_is_refused_where_it_is_defined():
+    with pytest.raises(TypeError, match="must take"):
+
+        class Wrong(Sum):
+            @reward()
+            def exact(self, answer: int) -> float:  # type: ignore[override]
+                return 1.0
+
+
+def test_options_are_checked_like_the_fields_of_a_dataclass():
+    assert Sum(offset=1).score("4", EXAMPLE).rewards["exact"] == 1.0
+    with pytest.raises(TypeError, match="ofset"):
+        Sum(ofset=1)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="length_budget is 0"):
+        Sum(length_budget=0)
+
+
+@pytest.mark.parametrize("decorate", [reward(), metric()], ids=["reward", "metric"])
+@pytest.mark.parametrize(
+    "name", ["at", "read", "score", "apply_rule", "combine", "parse", "length", "format", "weights"]
+)
+def test_a_rule_with_the_name_of_an_attribute_of_task_is_refused(decorate: Any, name: str):
+    def rule(self: Task, answer: int, example: Example) -> float:
+        return 1.0
+
+    kind = decorate(rule).rule.kind
+    with pytest.raises(TypeError, match=rf"Mine\.{name}: .* which this {kind} would replace: give"):
+        type("Mine", (Sum,), {name: decorate(rule)})
+
+
+def test_other_attributes_that_would_replace_an_optional_reward_are_refused():
+    with pytest.raises(TypeError, match=r"Helper\.length: .* which this method would replace"):
+        type("Helper", (Sum,), {"length": lambda self, text: len(text)})
+    for name in ("length", "check"):
+        with pytest.raises(TypeError, match=rf"Option\.{name}: .* which this option would replace"):
+            type("Option", (Sum,), {name: 3, "__annotations__": {name: "int"}})
+
+
+def test_own_rules_and_options_may_be_overridden():
+    class Stricter(Sum):
+        offset: int = 1
+        tags: bool = True
+
+        @reward(weight=1.0)
+        def exact(self, answer: int, example: Example) -> float:
+            return float(answer == example.answer)
+
+        def check(self, example: Example) -> None:
+            raise ValueError("no")
+
+    assert Stricter().reward_weights()["exact"] == 1.0
+    assert (Stricter().offset, Stricter().tags) == (1, True)
+
+
+def test_headline_is_accepted_as_the_former_name_of_primary_metric():
+    with pytest.warns(
+        FutureWarning, match=r"Former\.headline is now called primary_metric"
+    ) as seen:
+
+        class Former(Sum):
+            headline = "near"
+
+    class Heir(Former):
+        pass
+
+    assert (Former.primary_metric, Heir.primary_metric) == ("near", "near")
+    assert seen[0].filename == __file__
+    with pytest.warns(FutureWarning):
+        type("Same", (Sum,), {"headline": "near", "primary_metric": "near"})
+
+
+def test_headline_and_another_primary_metric_are_refused():
+    with pytest.raises(TypeError, match=r"headline = 'near' and primary_metric = 'red'.*remove"):
+        type("Two", (Sum,), {"headline": "near", "primary_metric": "red"})
+
+
+def test_a_plain_question_takes_the_full_output_as_the_answer():
+    task = PlainQuestion()
+    assert task.prompt(EXAMPLE) == EXAMPLE.question
+    assert task.read("It is 3.", EXAMPLE) == "It is 3."
+
+
+def test_progress_is_set_on_a_copy():
+    task = Sum(offset=1)
+    late = task.at(0.5)
+    assert (task.progress, late.progress, late.offset) == (0.0, 0.5, 1)
+
+
+def test_the_prompt_states_how_to_answer():
+    assert Sum().prompt(EXAMPLE) == "How many?"
+    assert "<answer> </answer>" in Sum(tags=True).prompt(EXAMPLE)
+    assert "<think> </think>" in Sum(thinking=True).prompt(EXAMPLE)
+    assert "<answer>" not in Sum(thinking=True).prompt(EXAMPLE)
+
+
+def test_an_instruction_stands_between_the_question_and_the_tags():
+    task = Sum(instruction="Count twice.", tags=True)
+    assert task.prompt(EXAMPLE).startswith("How many? Count twice. Give only the final answer in")
+
+
+@pytest.mark.parametrize("result", [None, 3, ["How many?"]])
+def test_a_prompt_that_is_no_text_is_named(result: Any):
+    for name in ("question", "prompt"):
+        task = type("Odd", (Sum,), {name: lambda self, example: result})(instruction="Count.")
+        with pytest.raises(ValueError, match=r"prompt.* returned .*, not text"):
+            write_prompt(task, EXAMPLE)
+
+
+def test_a_prompt_that_ends_the_program_is_an_error_of_its_example():
+    def question(self: Task, example: Example) -> str:
+        raise SystemExit(3)
+
+    with pytest.raises(ValueError, match="cannot write its prompt: SystemExit: 3"):
+        write_prompt(type("Ends", (Sum,), {"question": question})(), EXAMPLE)
+
+
+def test_defaults_of_a_task():
+    class Bare(Task):
+        primary_metric = "none"
+
+    with pytest.raises(NotImplementedError):
+        Bare().parse("3", EXAMPLE)
+    with pytest.raises(NotImplementedError):
+        Bare().write(3, EXAMPLE)
+    Bare().check(EXAMPLE)  # accepts any gold answer
+    assert Bare().corpus_metrics([3], [EXAMPLE]) == {}
+    image = object()
+    assert Bare().draw(image, 3, EXAMPLE, "red") is image  # type: ignore[arg-type]
+
+
+def compute_optional(name: str, text: str, **options: Any) -> float | None:
+    return Sum(weights={name: 0.1}, **options).score(text, EXAMPLE).rewards[name]
+
+
+def test_optional_rewards_are_used_only_if_weights_name_them():
+    assert "format" not in Sum().score("3", EXAMPLE).rewards
+    assert compute_optional("format", "3") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "value"),
+    [
+        ("<answer>3</answer>", {"tags": True}, 1.0),
+        (" <answer>3</answer>\n", {"tags": True}, 1.0),
+        ("So: <answer>3</answer>", {"tags": True}, 0.0),
+        ("<answer>3</answer> Done.", {"tags": True}, 0.0),
+        ("<think>t</think><answer>3</answer>", {"tags": True}, 0.0),  # thinking was not requested
+        ("<think>t</think>\n<answer>3</answer>", {"tags": True, "thinking": True}, 1.0),
+        ("<answer>3</answer>", {"tags": True, "thinking": True}, 0.0),
+        ("<think>t</think> so <answer>3</answer>", {"tags": True, "thinking": True}, 0.0),
+        (
+            "<answer>none</answer>",
+            {"tags": True},
+            0.0,
+        ),  # without an answer, the format earns nothing
+        ("<answer></answer>", {"tags": True}, 0.0),
+        ("<answer>3</answer><answer>3</answer>", {"tags": True}, 0.0),
+        ("3", {}, 1.0),
+        ("<think>t</think>3", {"thinking": True}, 1.0),
+    ],
+)
+def test_the_format_reward(text: str, options: dict[str, bool], value: float):
+    assert compute_optional("format", text, **options) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "value"),
+    [
+        ("<think>one, two, three</think>3", True, 1.0),
+        ("<think> </think>3", True, 0.0),
+        ("3", True, 0.0),
+        ("3", False, 1.0),
+        ("<think> </think>3", False, 1.0),
+        ("<think>t</think>3", False, 0.0),
+        ("<think>t</think>none", True, 0.0),
+    ],
+)
+def test_the_reward_for_thinking(text: str, thinking: bool, value: float):
+    assert compute_optional("thought", text, thinking=thinking) == value
+
+
+def test_penalties_apply_to_completions_without_an_answer():
+    loop = "never again " * 100  # 1,200 characters, a cycle of 2 words, no answer
+    task = Sum(weights={"length": 1.0, "repetition": 1.0}, length_budget=800)
+    score = task.score(loop, EXAMPLE)
+    assert score.answer is None
+    assert score.rewards["length"] == -0.5  # 1,200 characters are halfway between 800 and 1,600
+    # 200 words have 195 6-grams, two of them different.
+    assert score.rewards["repetition"] == pytest.approx(-193 / 195)
+    assert score.total == pytest.approx(-0.5 - 193 / 195)
+
+
+def test_the_length_penalty_ends_at_minus_one():
+    assert compute_optional("length", "3".ljust(1000), length_budget=1000) == 0.0
+    assert compute_optional("length", "3".ljust(5000), length_budget=1000) == -1.0
+
+
+class Pixels(Task):
+    """Rewards that use the image and other columns of the row."""
+
+    primary_metric = "reddish"
+
+    def parse(self, text: str, example: Example) -> str:
+        return text
+
+    def write(self, answer: str, example: Example) -> str:
+        return answer
+
+    @reward()
+    def reddish(self, answer: str, example: Example) -> float:
+        red, green, blue = example.images[0].load().resize((1, 1)).getpixel((0, 0))  # type: ignore[misc]
+        return float((answer == "red") == (red > max(green, blue)))
+
+    @reward()
+    def paid(self, answer: str, example: Example) -> float:
+        return example.meta["pay"][answer]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_sees_the_image_and_all_columns(tmp_path: Path, workers: int):
+    Image.new("RGB", (9, 9), "red").save(tmp_path / "a.png")
+    row = {"id": 1, "images": ["a.png"], "question": "?", "answer": "x", "pay": {"red": 0.25}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    source = str(tmp_path / "rows.jsonl")
+    (example,) = load_examples(source, Pixels(), DataSettings(train=source))
+    with RewardScorer(workers=workers) as scorer:
+        (score,) = scorer(Pixels(), ["red"], [example])
+    assert score.rewards == {"reddish": 1.0, "paid": 0.25}
+
+
+@pytest.mark.parametrize("decorate", [reward, metric])
+def test_a_decorator_without_parentheses_is_refused(decorate: Any):
+    def near(self: Task, answer: int, example: Example) -> float:
+        return 1.0
+
+    with pytest.raises(TypeError, match=rf"near: write @{decorate.__name__}\(\), with parenthes"):
+        decorate(near)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), "1", True, None])
+def test_a_weight_that_is_not_a_finite_number_is_refused(weight: Any):
+    def near(self: Task, answer: int, example: Example) -> float:
+        return 1.0
+
+    with pytest.raises(ValueError, match=r"weight of .*near must be a finite number"):
+        reward(weight)(near)
+    with pytest.raises(ValueError, match="weight of exact must be a finite number"):
+        Sum(weights={"exact": weight})

@@ -1,0 +1,205 @@
+"""A checkpoint is written atomically, and a corrupt one is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.training.checkpoint import store
+from vlm_grpo.training.checkpoint.store import (
+    CheckpointState,
+    CheckpointStep,
+    CorruptCheckpoint,
+    find_newest_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    read_metadata,
+    read_tensors,
+    verify_checkpoint,
+    write_checkpoint,
+)
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(torch.nan)}
+
+
+def write_weights(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "part").mkdir()
+    (folder / "part" / "weights.bin").write_bytes(bytes(1000))
+
+
+def write(folder: Path, at: CheckpointStep, value: int = 0) -> Path:
+    state = CheckpointState({"value": value}, {"optimizer": TENSORS, "reference": {}})
+    return write_checkpoint(folder, at, state, write_weights)
+
+
+def list_names(folder: Path) -> list[str]:
+    return [at.name for at, _ in list_checkpoints(folder)]
+
+
+def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path: Path) -> None:
+    path = write(tmp_path, CheckpointStep(3), value=7)
+    assert path.name == "step-3"
+    assert read_metadata(path) == {"format": 1, "value": 7}
+    found = read_tensors(path, "optimizer")
+    assert torch.equal(found["a"], TENSORS["a"])
+    assert bool(found["b"].isnan())
+    assert read_tensors(path, "reference") == {}
+    verify_checkpoint(path)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    modes = {file.stat().st_mode for file in files}  # whoever reads one reads all
+    assert len(modes) == 1
+
+
+def test_checkpoints_are_listed_in_order(tmp_path: Path) -> None:
+    for steps, updates in ((10, -1), (2, -1), (2, 1), (2, 0)):
+        write(tmp_path, CheckpointStep(steps, updates))
+    assert list_names(tmp_path) == ["step-2", "step-2-0", "step-2-1", "step-10"]
+    assert find_newest_checkpoint(tmp_path) == tmp_path / "step-10"
+
+
+def flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE = {
+    "differs from what was written": flip_bit,
+    "bytes, and had": truncate,
+    "is missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("file", ["part/weights.bin", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_corrupt_file_is_named(tmp_path: Path, file: str, what: str) -> None:
+    path = write(tmp_path, CheckpointStep(1))
+    DAMAGE[what](path / file)
+    with pytest.raises(CorruptCheckpoint, match=what) as caught:
+        verify_checkpoint(path)
+    assert str(path / file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{}", '{"files": {}', "[]", '{"files": [1]}', '{"files": {"a": {}}}']
+)
+def test_a_manifest_without_files_is_corrupt(tmp_path: Path, text: str | None) -> None:
+    path = write(tmp_path, CheckpointStep(1))
+    (path / "manifest.json").unlink()
+    if text is not None:
+        (path / "manifest.json").write_text(text)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is missing or cannot be read"):
+        verify_checkpoint(path)
+
+
+def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (1, 2, 3):
+        write(tmp_path, CheckpointStep(steps))
+    truncate(tmp_path / "step-3" / "state.json")
+    with caplog.at_level(logging.WARNING):
+        assert find_newest_checkpoint(tmp_path) == tmp_path / "step-2"
+    assert "step-3/state.json has" in caplog.text
+    assert "is renamed damaged-step-3, and the run resumes from step-2" in caplog.text
+    # It no longer counts: otherwise it would take the place of an intact one when pruning.
+    assert list_names(tmp_path) == ["step-1", "step-2"]
+    assert (tmp_path / "damaged-step-3").is_dir()
+
+
+def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path: Path) -> None:
+    assert find_newest_checkpoint(tmp_path) is None
+    for steps in (1, 2):
+        path = write(tmp_path, CheckpointStep(steps)) / "part" / "weights.bin"
+        size = path.stat().st_size
+        truncate(path)
+    with pytest.raises(UserError) as caught:
+        find_newest_checkpoint(tmp_path)
+    assert str(caught.value) == (
+        f"{path} has {path.stat().st_size} bytes, and had {size} when it was written; no other "
+        f"checkpoint in {tmp_path} is intact: restore one from a backup, or start a new run with "
+        "another name=…"
+    )
+    assert list_names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_a_disk_that_corrupts_data_is_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, CheckpointStep(1))
+    flush = store._flush  # noqa: SLF001 - the place where bytes leave the program
+
+    def flush_and_corrupt(path: Path) -> None:
+        flush(path)
+        if path.name == "optimizer.safetensors":
+            flip_bit(path)
+
+    monkeypatch.setattr(store, "_flush", flush_and_corrupt)
+    with pytest.raises(CorruptCheckpoint, match="reads back differently"):
+        write(tmp_path, CheckpointStep(2))
+    assert list_names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system has no posix_fadvise")
+def test_files_are_read_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is dropped from the page cache once it is on the disk, before it is read."""
+    events: list[tuple[str, int]] = []
+
+    def record(name: str, call: Any, descriptor: int, *rest: int) -> None:
+        events.append((name, os.fstat(descriptor).st_ino))
+        call(descriptor, *rest)
+
+    read_back = store._read_back  # noqa: SLF001 - the first to read
+    for name in ("fsync", "posix_fadvise"):
+        monkeypatch.setattr(os, name, partial(record, name, getattr(os, name)))
+    monkeypatch.setattr(
+        store, "_read_back", lambda *args: (events.append(("read", 0)), read_back(*args))
+    )
+    files = [path for path in write(tmp_path, CheckpointStep(1)).rglob("*") if path.is_file()]
+    before = events[: events.index(("read", 0))]
+    for number in (path.stat().st_ino for path in files if path.name != "manifest.json"):
+        assert before.index(("fsync", number)) < before.index(("posix_fadvise", number))
+
+
+def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path: Path) -> None:
+    write(tmp_path, CheckpointStep(1), value=1)
+    write(tmp_path, CheckpointStep(1), value=2)
+    assert read_metadata(tmp_path / "step-1")["value"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
+    (tmp_path / ".step-4.tmp").mkdir()
+    (tmp_path / ".step-4.tmp" / "state.json").write_text("{")
+    assert list_checkpoints(tmp_path) == []
+    write(tmp_path, CheckpointStep(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    for steps in range(1, 6):
+        write(tmp_path, CheckpointStep(steps))
+    prune_checkpoints(tmp_path, keep_last=0)
+    assert len(list_names(tmp_path)) == 5
+    prune_checkpoints(tmp_path, keep_last=2, keep={CheckpointStep(1)})
+    assert list_names(tmp_path) == ["step-1", "step-4", "step-5"]
+
+
+def test_another_format_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path, CheckpointStep(1)) / "state.json"
+    path.write_text(json.dumps({"format": 99}))
+    with pytest.raises(UserError, match="has format 99, this version reads format 1"):
+        read_metadata(path.parent)

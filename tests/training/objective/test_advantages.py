@@ -1,0 +1,234 @@
+"""Advantages from rewards: groups by id, groups without spread, unscorable completions, scales."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vlm_grpo.training.objective import (
+    ADVANTAGE_ESTIMATORS,
+    STEP_ESTIMATORS,
+    group_advantages,
+    per_reward_advantages,
+    step_advantages,
+)
+
+NAN = math.nan
+
+
+def double(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_formula_on_an_example_computed_by_hand():
+    """Rewards 1, 0, 0, 1: mean 1/2, deviation sqrt(4 · 1/4 / 3) = 0.57735 with ddof 1."""
+    result = group_advantages(double(1, 0, 0, 1), ["a"] * 4)
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    assert result.values.tolist() == pytest.approx([expected, -expected, -expected, expected])
+    assert result.group_stds.tolist() == pytest.approx([math.sqrt(1 / 3)])
+
+
+def test_leave_one_out_on_an_example_computed_by_hand():
+    """Of 3, 0, 0, the means of the other rewards are 0, 3/2, 3/2."""
+    result = group_advantages(double(3, 0, 0), "aaa", estimator="rloo", scale_rewards="none")
+    assert result.values.tolist() == pytest.approx([3, -1.5, -1.5])
+
+
+def test_groups_are_identified_by_id_in_any_order_and_of_any_size():
+    rewards, ids = double(1, 5, 0, 2, 3, 8), ["b", "a", "b", "c", "a", "a"]
+    result = group_advantages(rewards, ids)
+    for name in "abc":
+        rows = [i for i, group in enumerate(ids) if group == name]
+        alone = group_advantages(rewards[rows], [name] * len(rows))
+        assert result.values[rows].tolist() == pytest.approx(alone.values.tolist())
+    assert result.zero_spread.tolist() == [False, False, True]  # c has one completion
+    assert result.values[3] == 0
+
+
+def test_group_ids_may_be_a_tensor():
+    rewards = double(1, 0, 0.5, 0.2)
+    by_tensor = group_advantages(rewards, torch.tensor([7, -1, 7, -1]))
+    assert torch.equal(by_tensor.values, group_advantages(rewards, list("xyxy")).values)
+
+
+def test_unscorable_completions_are_left_out():
+    result = group_advantages(double(1, NAN, 0), "aaa")
+    pair = group_advantages(double(1, 0), "aa")
+    assert result.values.tolist() == [pair.values[0], 0.0, pair.values[1]]
+    assert result.unscorable == 1
+    assert result.scorable.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("estimator", list(ADVANTAGE_ESTIMATORS))
+def test_groups_without_spread_have_advantage_zero(scale_rewards, estimator):
+    """Groups of one, of one scorable completion, of none, and of equal rewards; no NaN anywhere."""
+    rewards = double(0.3, 0.7, NAN, NAN, NAN, 0.1 + 0.2, 0.3, 1, 0)
+    ids = ["one", "scorable", "scorable", "none", "none", "equal", "equal", "live", "live"]
+    result = group_advantages(rewards, ids, estimator=estimator, scale_rewards=scale_rewards)
+    assert result.values[:7].tolist() == [0.0] * 7
+    assert result.values[7] == -result.values[8] > 0
+    assert result.zero_spread.tolist() == [True, True, True, True, False]
+    assert result.frac_reward_zero_std == 0.8
+    assert result.group_stds[:4].tolist() == [0.0] * 4
+
+
+def test_zero_spread_depends_on_the_deviation_and_not_on_the_mean():
+    """Group a has mean 0, group b mean 1."""
+    result = group_advantages(double(-1, 1, 1, 1), "aabb")
+    assert result.zero_spread.tolist() == [False, True]
+
+
+def test_small_graded_rewards_do_not_count_as_equal():
+    """A spread of 1e-7 is large for rewards of 1e-7: rounding is relative to the rewards."""
+    result = group_advantages(double(1e-7, 2e-7), "aa", scale_rewards="none")
+    assert result.values.tolist() == pytest.approx([-0.5e-7, 0.5e-7])
+
+
+def test_large_rewards_that_differ_by_rounding_count_as_equal():
+    assert 3 * 100.1 != 300.3  # they differ by 6e-14
+    assert group_advantages(double(3 * 100.1, 300.3), "aa").values.tolist() == [0, 0]
+
+
+def test_batch_scale_is_the_deviation_of_all_scorable_rewards():
+    rewards = double(1, 0, 5, 3, NAN)
+    result = group_advantages(rewards, "aabbb", scale_rewards="batch")
+    scale = rewards[:4].std().item() + 1e-4
+    assert result.values.tolist() == pytest.approx(
+        [0.5 / scale, -0.5 / scale, 1 / scale, -1 / scale, 0]
+    )
+
+
+def test_normalizing_each_reward_distinguishes_combinations_with_equal_sums():
+    """Rewards (1, 0) and (0, 1) have one sum; GDPO distinguishes them if their spreads differ."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    weights = double(1, 1)
+    summed = group_advantages(rewards.sum(dim=1), "aaaa").values
+    each = per_reward_advantages(rewards, weights, "aaaa").values
+    assert summed[0] == summed[1]
+    assert abs(each[0] - each[1]) > 0.1
+    # The statistics of the groups describe the weighted sums: 2, 1/2, 5/2, 1/2.
+    weighted = per_reward_advantages(rewards, double(2, 0.5), "aaaa")
+    assert weighted.group_stds.tolist() == pytest.approx([double(2, 0.5, 2.5, 0.5).std().item()])
+
+
+def test_normalizing_each_reward_ignores_the_scale_of_a_reward():
+    rewards = torch.rand(8, 2, dtype=torch.float64)
+    weights = double(1, 0.5)
+    plain = per_reward_advantages(rewards, weights, "aaaabbbb").values
+    wide = per_reward_advantages(rewards * double(1, 1000), weights, "aaaabbbb").values
+    # Not exact: the 1e-4 added to the deviation matters less when rewards are large.
+    assert torch.allclose(plain, wide, atol=1e-3)
+
+
+def test_a_reward_of_weight_zero_cannot_make_a_completion_unscorable():
+    rewards = torch.tensor([[1.0, NAN], [0.0, 1.0]], dtype=torch.float64)
+    assert per_reward_advantages(rewards, double(1, 0), "aa").unscorable == 0
+    half = per_reward_advantages(rewards, double(1, 1), "aa")
+    assert half.unscorable == 1
+    assert half.values.tolist() == [0.0, 0.0]
+
+
+def test_invalid_arguments_are_refused():
+    with pytest.raises(ValueError, match="2 rewards but 1 group ids"):
+        group_advantages(double(0, 1), ["a"])
+    with pytest.raises(ValueError, match="infinite"):
+        group_advantages(double(0, math.inf), "aa")
+    with pytest.raises(ValueError, match="group, batch or none"):
+        group_advantages(double(0, 1), "aa", scale_rewards="std")
+    with pytest.raises(ValueError, match="choose grpo or rloo"):
+        group_advantages(double(0, 1), "aa", estimator="gae")
+
+
+def test_a_step_without_completions_has_no_advantages():
+    result = group_advantages(torch.zeros(0), [])
+    assert result.values.shape == (0,)
+    assert result.frac_reward_zero_std == 0.0
+
+
+REWARDS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.one_of(st.none(), st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.floats(-5, 5)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(REWARDS, st.randoms(), st.sampled_from(["group", "batch", "none"]))
+def test_properties_of_any_batch(rows, random, scale_rewards):
+    """Finite, centered in each group, ordered as the rewards, independent of the rows' order."""
+    ids = [group for group, _ in rows]
+    rewards = double(*[NAN if value is None else value for _, value in rows])
+    result = group_advantages(rewards, ids, scale_rewards=scale_rewards)
+    assert torch.isfinite(result.values).all()
+    for number, name in enumerate(dict.fromkeys(ids)):  # in order of first appearance
+        members = torch.tensor([group == name for group in ids]) & result.scorable
+        # No advantage exceeds 5/1e-4 in size: 1e-9 is rounding.
+        assert abs(result.values[members].sum()) < 1e-9
+        if not result.zero_spread[number]:
+            best, worst = rewards[members].argmax(), rewards[members].argmin()
+            assert result.values[members][best] > result.values[members][worst]
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    shuffled = group_advantages(
+        rewards[order], [ids[i] for i in order], scale_rewards=scale_rewards
+    )
+    assert torch.allclose(shuffled.values, result.values[order], atol=1e-9)
+    assert shuffled.frac_reward_zero_std == result.frac_reward_zero_std
+
+
+LENGTHS, GROUPS = torch.tensor([3, 1, 2, 4]), torch.tensor([0, 0, 1, 1])
+PENALTIES = [double(0.1, 0.2, 0.3), double(0.5), double(0.0, -0.4), double(0.1, 0.0, 0.2, 0.1)]
+
+
+def normalize_tokens(returns: list[list[float]]) -> list[list[float]]:
+    tokens = [value for row in returns for value in row]
+    mean = statistics.fmean(tokens)
+    scale = math.sqrt(statistics.variance(tokens) + 1e-8)
+    return [[(value - mean) / scale for value in row] for row in returns]
+
+
+@pytest.mark.parametrize(("name", "means"), [("", (0.0, 0.0)), ("_baseline", (0.5, 2.0))])
+def test_reinforce_plus_plus_normalizes_returns_over_all_tokens(name: str, means: tuple):
+    rewards = [1.0, 0.0, 3.0, 1.0]
+    estimator = STEP_ESTIMATORS[f"reinforce_plus_plus{name}"]
+    result = step_advantages(double(*rewards), GROUPS, LENGTHS, estimator, PENALTIES)
+    centered = [reward - means[row // 2] for row, reward in enumerate(rewards)]
+    expected = normalize_tokens(
+        [
+            [value - sum(penalty[place:]) for place in range(len(penalty))]
+            for value, penalty in zip(centered, (p.tolist() for p in PENALTIES), strict=True)
+        ]
+    )
+    assert result.tokens is not None
+    for found, values in zip(result.tokens, expected, strict=True):
+        assert found.tolist() == pytest.approx(values)
+    assert result.values.tolist() == pytest.approx([statistics.fmean(row) for row in expected])
+    without = step_advantages(double(*rewards), GROUPS, LENGTHS, estimator)
+    repeated = [[value] * length for value, length in zip(centered, LENGTHS.tolist(), strict=True)]
+    assert without.tokens is None
+    assert without.values.tolist() == pytest.approx([r[0] for r in normalize_tokens(repeated)])
+
+
+def test_step_estimators_leave_out_unscorable_completions():
+    estimator = STEP_ESTIMATORS["reinforce_plus_plus_baseline"]
+    rewards = double(1, NAN, 3, 1)
+    found = step_advantages(rewards, GROUPS, LENGTHS, estimator, PENALTIES)
+    kept = [0, 2, 3]
+    alone = step_advantages(
+        rewards[kept], GROUPS[kept], LENGTHS[kept], estimator, [PENALTIES[row] for row in kept]
+    )
+    assert found.tokens is not None
+    assert alone.tokens is not None
+    assert found.tokens[1].tolist() == [0.0]
+    assert [found.tokens[row].tolist() for row in kept] == [row.tolist() for row in alone.tokens]
+    nothing = step_advantages(double(NAN, NAN, NAN, NAN), GROUPS, LENGTHS, estimator)
+    assert nothing.values.tolist() == [0.0] * 4

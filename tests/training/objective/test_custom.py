@@ -1,0 +1,149 @@
+"""Losses and advantage estimators from a user's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.errors import UserError
+from vlm_grpo.training.objective import (
+    STEP_ESTIMATORS,
+    AdvantageInputs,
+    StepTotals,
+    TokenBatch,
+    load_estimator,
+    load_surrogate,
+    policy_loss,
+    step_advantages,
+)
+
+GUIDE = Path(__file__).parents[3] / "docs/objective.md"
+BATCH = TokenBatch(
+    logprobs=torch.tensor([-1.0, -2.0, -0.5]),
+    completion=torch.tensor([0, 0, 1]),
+    advantages=torch.tensor([1.0, -1.0]),
+    lengths=torch.tensor([2, 1]),
+    old_logprobs=torch.tensor([-1.1, -1.8, -0.5]),
+)
+
+
+def write_loss(folder: Path, body: str, **fields: str) -> ObjectiveSettings:
+    path = folder / "my_loss.py"
+    path.write_text(f"import torch\n\n\ndef compute(ratio, batch, settings):\n    {body}\n")
+    return ObjectiveSettings(loss=f"{path}:compute", **fields)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_loss_of_a_file_replaces_that_of_the_loss_type(tmp_path: Path, loss_type: str) -> None:
+    """The same formula gives the same loss, with the weights of the loss type."""
+    body = "return -ratio.clamp(max=1.05) * batch.per_token_advantages"
+    settings = write_loss(tmp_path, body, loss_type=loss_type)
+    own = policy_loss(BATCH, StepTotals(2, 3, 4), settings, load_surrogate(settings))
+    bounds = {"epsilon": 0.999, "epsilon_high": 1e9, "delta": 1.05}
+    equal = ObjectiveSettings(loss_type=loss_type, num_iterations=2).model_copy(update=bounds)
+    theirs = policy_loss(BATCH, StepTotals(2, 3, 4), equal)
+    assert own.loss.item() == pytest.approx(theirs.loss.item(), abs=1e-7)
+    assert not any("clip" in name for name in own.metrics.means)  # its bounds are not known
+    assert not settings.can_skip_zero_advantages
+    assert load_surrogate(ObjectiveSettings()) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return ratio * batch.advantages.mean()", "depends on how a step is cut"),
+        ("return ratio * batch.per_token_advantages / len(ratio)", "depends on how a step is cut"),
+        ("return (ratio * batch.per_token_advantages).sum()", r"not one of shape \[\]"),
+        ("return None", "not NoneType"),
+        ("return ratio.detach()", "have no gradient"),
+        ("return ratio * batch.logprobs / 0", "is not finite"),
+        ("return ratio * unknown", r"my_loss.py, line 5: NameError"),
+        ("raise SystemExit(3)", r"my_loss.py, line 5: SystemExit: 3"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(tmp_path: Path, body: str, problem: str) -> None:
+    with pytest.raises(UserError, match=f"objective.loss=.*my_loss.py:compute.*{problem}"):
+        load_surrogate(write_loss(tmp_path, body))
+
+
+def test_sums_over_a_completion_are_allowed(tmp_path: Path) -> None:
+    body = "return (ratio * batch.completion_mean(ratio)[batch.completion]).log()"
+    assert load_surrogate(write_loss(tmp_path, body)) is not None
+
+
+def test_a_file_without_the_function_is_refused(tmp_path: Path) -> None:
+    write_loss(tmp_path, "return ratio")
+    with pytest.raises(UserError, match="the file has no function missing"):
+        load_surrogate(ObjectiveSettings(loss=f"{tmp_path / 'my_loss.py'}:missing"))
+    with pytest.raises(UserError, match="there is no loss file"):
+        load_surrogate(ObjectiveSettings(loss="nowhere.py:compute"))
+
+
+def write_estimator(folder: Path, body: str) -> str:
+    path = folder / "my_advantages.py"
+    path.write_text(f"import torch\n\n\ndef compute(inputs):\n    {body}\n")
+    return f"{path}:compute"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return inputs.rewards[:1]", "one advantage per completion, or for each completion"),
+        ("return [torch.ones(2) for _ in inputs.rewards]", "a tensor of one per token"),
+        ("return inputs.rewards / 0", "is not finite"),
+        ("return inputs.rewards.cumsum(0)", "depend on the order of the groups"),
+        ("return inputs.rewards + inputs.groups", "depend on the order of the groups"),
+        ("return unknown", r"my_advantages.py, line 5: NameError"),
+        ("return None", "one advantage per completion"),
+    ],
+)
+def test_an_estimator_that_cannot_be_used_is_refused(
+    tmp_path: Path, body: str, problem: str
+) -> None:
+    with pytest.raises(
+        UserError, match=f"advantage_estimator=.*my_advantages.py:compute.*{problem}"
+    ):
+        load_estimator(write_estimator(tmp_path, body))
+
+
+def test_an_estimator_of_a_file_gets_what_the_own_ones_get(tmp_path: Path) -> None:
+    body = (
+        "values = inputs.rewards - inputs.group_means\n"
+        "    return values / (values.std() + 1e-4) if inputs.penalties is None else "
+        "[v - p.flip(0).cumsum(0).flip(0) for v, p in zip(values, inputs.penalties)]"
+    )
+    estimator = load_estimator(write_estimator(tmp_path, body))
+    rewards = torch.tensor([1.0, 0.0, 2.0, 2.0])
+    found = step_advantages(rewards, "aabb", torch.tensor([1, 2, 1, 1]), estimator)
+    assert found.values.tolist() == pytest.approx([1.2245, -1.2245, 0, 0], abs=1e-3)
+    assert found.zero_spread.tolist() == [False, True]
+    with pytest.raises(UserError, match="there is no advantage estimator file x"):
+        load_estimator("x.py:f")
+    assert load_estimator("reinforce_plus_plus") is STEP_ESTIMATORS["reinforce_plus_plus"]
+
+
+def test_an_estimator_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    """As in a notebook, where one process starts several runs."""
+    inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1, 1]))
+    for factor in (1.0, 20.0):  # a file of another size is new even within the same second
+        name = write_estimator(tmp_path, f"return {factor} * inputs.rewards")
+        assert list(load_estimator(name)(inputs)) == [factor, 0.0]
+
+
+def test_the_examples_of_the_guide_can_be_used(tmp_path: Path) -> None:
+    code = GUIDE.read_text("utf-8").split("```python\n")[1:]
+    path = tmp_path / "mine.py"
+    path.write_text("\n\n".join(part.partition("```")[0] for part in code))
+    assert load_surrogate(ObjectiveSettings(loss=f"{path}:soft_loss")) is not None
+    estimator = load_estimator(f"{path}:decayed_advantages")
+    inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([3, 1]))
+    first, second = estimator(inputs)
+    # GAE with the group's mean as the value of every token, by its recursion from the end.
+    expected = [0.5]
+    for _ in range(2):
+        expected.insert(0, 0.0 + 0.95 * expected[0])
+    assert first.tolist() == pytest.approx(expected)
+    assert second.tolist() == [-0.5]

@@ -1,0 +1,397 @@
+"""Losses: invariance to splits and order, skipped and masked completions, clipping, metrics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.training.objective import (
+    StepTotals,
+    TokenBatch,
+    compute_loss,
+    needs_update,
+    policy_loss,
+)
+
+LENGTHS = torch.tensor([9, 1, 4, 16, 2, 7, 16, 3])
+MAX_LENGTH = 16
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+ALL_TERMS: dict[str, Any] = {
+    "num_iterations": 2,
+    "beta": 0.1,
+    "reference_refresh_every": "never",
+    "entropy_coef": 0.01,
+    "sampler_correction": "token",
+}
+
+
+def make_settings(loss_type: str, **fields: Any) -> ObjectiveSettings:
+    levels = {"luspo": "sequence", "vespo": "token"}  # of those that take only one
+    own = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+    if loss_type in levels:
+        fields["importance_sampling_level"] = levels[loss_type]
+    return ObjectiveSettings(**{"loss_type": loss_type, **own, **fields})
+
+
+def make_step(dtype: torch.dtype = torch.float32) -> TokenBatch:
+    """Build a step of eight completions, two of them masked out, with every optional tensor."""
+    tokens = int(LENGTHS.sum())
+    logprobs = -3 * torch.rand(tokens, dtype=dtype)
+    near = [logprobs + 0.3 * torch.randn(tokens, dtype=dtype) for _ in range(3)]
+    return TokenBatch(
+        logprobs=logprobs.requires_grad_(),
+        completion=torch.arange(len(LENGTHS)).repeat_interleave(LENGTHS),
+        advantages=torch.randn(len(LENGTHS), dtype=dtype),
+        lengths=LENGTHS,
+        old_logprobs=near[0],
+        reference_logprobs=near[1],
+        sampler_logprobs=near[2],
+        entropies=torch.rand(tokens, dtype=dtype).requires_grad_(),
+        active=torch.tensor([True, True, False, True, True, True, False, True]),
+    )
+
+
+def select(step: TokenBatch, completions: list[int]) -> TokenBatch:
+    """Build a micro-batch of these completions in this order."""
+    rows = [(step.completion == c).nonzero().flatten() for c in completions]
+    tokens = torch.cat(rows)
+
+    def take(values: Tensor | None, index: Any) -> Tensor | None:
+        return None if values is None else values[index]
+
+    return TokenBatch(
+        logprobs=step.logprobs[tokens],
+        completion=torch.arange(len(completions)).repeat_interleave(step.lengths[completions]),
+        advantages=step.advantages[completions],
+        lengths=step.lengths[completions],
+        old_logprobs=take(step.old_logprobs, tokens),
+        reference_logprobs=take(step.reference_logprobs, tokens),
+        sampler_logprobs=take(step.sampler_logprobs, tokens),
+        entropies=take(step.entropies, tokens),
+        active=take(step.active, completions),
+    )
+
+
+def count_totals(step: TokenBatch) -> StepTotals:
+    return StepTotals.from_lengths(step.lengths, step.active, MAX_LENGTH)
+
+
+def gradients(loss: Tensor, step: TokenBatch) -> Tensor:
+    assert step.entropies is not None
+    found = torch.autograd.grad(
+        loss, (step.logprobs, step.entropies), allow_unused=True, materialize_grads=True
+    )
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
+def test_neither_the_split_nor_the_order_changes_a_step(loss_type, level, micro_batches):
+    """Loss, gradient and metrics of the step, split into micro-batches in a shuffled order."""
+    settings = make_settings(loss_type, importance_sampling_level=level, **ALL_TERMS)
+    step = make_step()
+    totals = count_totals(step)
+    unsplit = policy_loss(step, totals, settings)
+    order = torch.randperm(len(LENGTHS)).tolist()
+    size = len(order) // micro_batches
+    parts = [
+        policy_loss(select(step, order[i : i + size]), totals, settings)
+        for i in range(0, len(order), size)
+    ]
+    assert len(parts) == micro_batches
+    loss = torch.stack([part.loss for part in parts]).sum()
+    assert loss.item() == pytest.approx(unsplit.loss.item(), abs=1e-6)
+    # float32 holds 7 digits and gradients here are below 0.1.
+    assert (gradients(loss, step) - gradients(unsplit.loss, step)).abs().max() < 1e-6
+    metrics = reduce(add, [part.metrics for part in parts]).values()
+    assert metrics == pytest.approx(unsplit.metrics.values(), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_completions_without_advantage_may_be_skipped(loss_type):
+    """The gradient is the same without them, as long as the totals count them."""
+    settings = make_settings(loss_type, num_iterations=2)
+    step = make_step()
+    zero = torch.tensor([True, False, False, True, True, False, False, False])
+    step = replace(step, advantages=-step.advantages.abs().masked_fill(zero, 0.0))
+    kept = needs_update(step.advantages, step.active, settings)
+    assert kept.tolist() == [False, True, False, False, False, True, False, True]
+    full = gradients(policy_loss(step, count_totals(step), settings).loss, step)
+    part = select(step, kept.nonzero().flatten().tolist())
+    skipped = gradients(policy_loss(part, count_totals(step), settings).loss, step)
+    assert torch.equal(full, skipped)
+
+
+def test_completions_without_advantage_stay_if_another_term_trains_on_them():
+    advantages = torch.tensor([0.0, 1.0])
+    for fields in ({"entropy_coef": 0.1}, {"beta": 0.1, "reference_refresh_every": "never"}):
+        settings = ObjectiveSettings(**fields)  # type: ignore[arg-type]
+        assert needs_update(advantages, None, settings).tolist() == [True, True]
+    in_reward = ObjectiveSettings(
+        beta=0.1, kl_in="reward", kl_estimator="k1", reference_refresh_every="never"
+    )
+    assert needs_update(advantages, None, in_reward).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_one_update_needs_no_old_logprobs(loss_type, level):
+    """Without old log-probs the gradient equals the one with the policy's stored log-probs."""
+    settings = make_settings(loss_type, importance_sampling_level=level)
+    step = replace(make_step(), old_logprobs=None, reference_logprobs=None)
+    stored = replace(step, old_logprobs=step.logprobs.detach())
+    totals = count_totals(step)
+    without, given = (policy_loss(batch, totals, settings).loss for batch in (step, stored))
+    assert torch.equal(gradients(without, step), gradients(given, step))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "dapo"}),
+        ({"loss_type": "bnpo"}, {"loss_type": "dapo"}),
+        ({"importance_sampling_level": "sequence"}, {}),
+    ],
+)
+def test_with_one_update_some_losses_are_equal(one, other):
+    """At ratio 1 cispo and bnpo have the gradient of dapo, and GSPO has the gradient of grpo."""
+    step = replace(make_step(), old_logprobs=None, reference_logprobs=None)
+    found = [
+        gradients(policy_loss(step, count_totals(step), ObjectiveSettings(**fields)).loss, step)
+        for fields in (one, other)
+    ]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
+    grpo = gradients(policy_loss(step, count_totals(step), ObjectiveSettings()).loss, step)
+    dapo = policy_loss(step, count_totals(step), ObjectiveSettings(loss_type="dapo")).loss
+    assert (gradients(dapo, step) - grpo).abs().max() > 1e-3  # lengths differ
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_a_fresh_reference_costs_nothing_and_adds_nothing(estimator):
+    """k = 1, μ = 1: β changes neither loss nor gradient, without any reference log-probs."""
+    step = replace(make_step(), old_logprobs=None, reference_logprobs=None)
+    totals = count_totals(step)
+    without = policy_loss(step, totals, ObjectiveSettings())
+    fresh = policy_loss(step, totals, ObjectiveSettings(beta=0.5, kl_estimator=estimator))
+    assert fresh.loss.item() == without.loss.item()
+    assert torch.equal(gradients(fresh.loss, step), gradients(without.loss, step))
+    assert fresh.metrics.values()["kl"] == 0.0
+
+
+def test_a_fresh_reference_is_the_old_policy_in_later_iterations():
+    step = replace(make_step(), reference_logprobs=None)
+    totals = count_totals(step)
+    settings = ObjectiveSettings(beta=0.5, num_iterations=2)
+    given = replace(step, reference_logprobs=step.old_logprobs)
+    implicit, explicit = (policy_loss(batch, totals, settings).loss for batch in (step, given))
+    assert implicit.item() == explicit.item()
+    plain = policy_loss(step, totals, ObjectiveSettings(num_iterations=2)).loss
+    assert (gradients(implicit, step) - gradients(plain, step)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_masked_completions_have_no_gradient_and_no_metric(loss_type):
+    settings = make_settings(loss_type, **ALL_TERMS)
+    step = make_step()
+    active = step.active
+    assert active is not None
+    assert step.old_logprobs is not None
+    assert step.sampler_logprobs is not None
+    # Ratios of e² in the masked completions, larger than all others: no maximum may include them.
+    far = 2.0 * ~active[step.completion]
+    step = replace(
+        step,
+        old_logprobs=step.old_logprobs - far,
+        sampler_logprobs=step.sampler_logprobs - 2 * far,
+    )
+    output = policy_loss(step, count_totals(step), settings)
+    masked = ~active[step.completion]
+    assert (gradients(output.loss, step)[: len(masked)][masked] == 0).all()
+    kept = select(step, active.nonzero().flatten().tolist())
+    alone = policy_loss(kept, count_totals(step), settings).metrics.values()
+    assert output.metrics.values() == pytest.approx(alone, abs=1e-6)
+
+
+def test_clipping_removes_the_gradient_on_the_binding_side_only():
+    """Ratios 0.5, 1, 2 with both signs of the advantage, clip at 0.8 and 1.28."""
+    ratios = [0.5, 1.0, 2.0, 0.5, 1.0, 2.0]
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+    logprobs = torch.zeros(6, requires_grad=True)
+    old = -torch.tensor(ratios).log()
+    batch = TokenBatch(
+        logprobs, torch.arange(6), advantages, torch.ones(6, dtype=torch.long), old_logprobs=old
+    )
+    settings = ObjectiveSettings(num_iterations=2, epsilon_high=0.28)
+    output = policy_loss(batch, StepTotals(6, 6, 1), settings)
+    output.loss.backward()
+    assert logprobs.grad is not None
+    # −ρA/6; 0 where the ratio is too high with A > 0, or too low with A < 0.
+    expected = [-0.5, -1.0, 0.0, 0.0, 1.0, 2.0]
+    assert (6 * logprobs.grad).tolist() == pytest.approx(expected)
+    metrics = output.metrics.values()
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(1 / 6)
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(1 / 6)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(2 / 6)
+    assert metrics["ratio/max"] == pytest.approx(2.0)
+    # delta also bounds a large ratio with a negative advantage, which min() does not.
+    bounded = ObjectiveSettings(num_iterations=2, epsilon_high=0.28, delta=1.5)
+    loss = policy_loss(batch, StepTotals(6, 6, 1), bounded).loss
+    assert torch.autograd.grad(loss, logprobs)[0][5] == 0
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    """ρ = 10, capped at 5: the weight is 5, where the clipped losses have no gradient."""
+    logprob = torch.zeros(1, requires_grad=True)
+    batch = TokenBatch(
+        logprob,
+        torch.zeros(1, dtype=torch.long),
+        torch.ones(1),
+        torch.ones(1, dtype=torch.long),
+        old_logprobs=-torch.tensor([10.0]).log(),
+    )
+    output = policy_loss(batch, StepTotals(1, 1, 1), make_settings("cispo", num_iterations=2))
+    assert torch.autograd.grad(output.loss, logprob)[0].item() == pytest.approx(-5.0)
+    assert output.metrics.values()["cispo_clip_ratio"] == 1.0
+
+
+def test_the_sampler_mismatch_is_logged_and_its_weight_capped():
+    """Differences of log 2 and log 8 at two tokens: weights 2 and min(8, 3)."""
+    trainer = torch.tensor([-1.0, -1.0], requires_grad=True)
+    batch = TokenBatch(
+        trainer,
+        torch.zeros(2, dtype=torch.long),
+        torch.ones(1),
+        torch.tensor([2]),
+        sampler_logprobs=trainer.detach() - torch.tensor([2.0, 8.0]).log(),
+    )
+    totals = StepTotals(1, 2, 2)
+    plain = policy_loss(batch, totals, ObjectiveSettings()).metrics.values()
+    log2 = math.log(2)
+    assert plain["sampling/sampling_logp_difference/mean"] == pytest.approx(2 * log2)
+    assert plain["sampling/sampling_logp_difference/max"] == pytest.approx(3 * log2)
+    assert batch.sampler_logprobs is not None
+    below = replace(batch, sampler_logprobs=2 * trainer.detach() - batch.sampler_logprobs)
+    assert policy_loss(below, totals, ObjectiveSettings()).metrics.values() == plain
+    token = policy_loss(batch, totals, ObjectiveSettings(sampler_correction="token"))
+    grad = torch.autograd.grad(token.loss, trainer)[0]
+    assert grad.tolist() == pytest.approx([-2 / 2, -3 / 2])
+    assert token.metrics.values()["sampling/importance_sampling_ratio/capped"] == 0.5
+    sequence = policy_loss(
+        batch, totals, ObjectiveSettings(sampler_correction="sequence", sampler_correction_cap=20)
+    )
+    grad = torch.autograd.grad(sequence.loss, trainer)[0]
+    assert grad.tolist() == pytest.approx([-16 / 2, -16 / 2])  # 2 × 8, on both tokens
+    masked = policy_loss(batch, totals, ObjectiveSettings(sampler_correction="token_mask"))
+    grad = torch.autograd.grad(masked.loss, trainer)[0]
+    assert grad.tolist() == pytest.approx([-2 / 2, 0])  # both tokens count in the mean
+    weights = {
+        name.rpartition("/")[2]: value
+        for name, value in masked.metrics.values().items()
+        if "importance_sampling_ratio" in name
+    }
+    assert weights == pytest.approx(
+        {"mean": 1, "mean_square": 2, "rejected": 0.5, "min": 0, "max": 2}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing", "message"),
+    [
+        ({"beta": 0.1, "reference_refresh_every": 5}, "reference_logprobs", "reference_logprobs"),
+        ({"entropy_coef": 0.1}, "entropies", "entropies"),
+        ({"sampler_correction": "token"}, "sampler_logprobs", "sampler_logprobs"),
+    ],
+)
+def test_a_batch_without_a_tensor_that_the_settings_need_is_refused(fields, missing, message):
+    step = replace(make_step(), **{missing: None})
+    with pytest.raises(ValueError, match=message):
+        policy_loss(step, count_totals(step), ObjectiveSettings(**fields))
+
+
+def test_a_step_of_one_token_is_divided_by_one():
+    one = torch.zeros(1, requires_grad=True)
+    batch = TokenBatch(
+        one, torch.tensor([0]), torch.ones(1), torch.tensor([1]), entropies=torch.tensor([3.0])
+    )
+    output = policy_loss(batch, StepTotals(1, 1, 1), ObjectiveSettings(entropy_coef=0.5))
+    assert output.loss.item() == -1.0 - 0.5 * 3.0
+
+
+def test_an_empty_batch_has_no_loss():
+    """A rank whose completions were all skipped still takes part in the step."""
+    logprobs = torch.zeros(0, requires_grad=True)
+    batch = TokenBatch(
+        logprobs, torch.zeros(0, dtype=torch.long), torch.zeros(0), torch.zeros(0, dtype=torch.long)
+    )
+    output = policy_loss(batch, StepTotals(8, 50, 16), ObjectiveSettings())
+    assert output.loss.item() == 0.0
+    assert output.metrics.values() == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "formula"),
+    [
+        (
+            {"distillation": {"teacher": "any", "coef": 2.0, "only": True}},
+            "teacher_logprobs",
+            lambda now, old, other: 2.0 * (now - old).exp() * (old - other),
+        ),
+        (
+            {"perception": {"kl_coef": 0.1}, "loss_type": "dapo", "epsilon": 0.9},
+            "masked_logprobs",
+            lambda now, old, other: -0.1 * ((other - now).exp() - 1 - (other - now)),
+        ),
+    ],
+    ids=["distillation", "perception"],
+)
+def test_the_terms_of_other_models_and_images(fields: Any, values: str, formula: Any) -> None:
+    """Each is its formula over the active tokens, beside the policy's loss, or alone."""
+    step = make_step(torch.float64)
+    assert step.old_logprobs is not None
+    other = step.logprobs.detach() - torch.linspace(-0.5, 0.5, len(step.logprobs)).double()
+    settings = ObjectiveSettings(**fields)
+    batch = replace(step, **{values: other})
+    totals = count_totals(step)
+    found = policy_loss(batch, totals, settings).loss
+    plain = settings.model_copy(update={"distillation": None, "perception": None})
+    rest = 0.0 if settings.distillation else policy_loss(step, totals, plain).loss
+    expected = formula(step.logprobs, step.old_logprobs, other) * step.active_tokens
+    torch.testing.assert_close(found - rest, expected.sum() / totals.active_tokens)
+    with pytest.raises(ValueError, match=f"needs {values} in the batch"):
+        policy_loss(step, totals, settings)
+
+
+def test_factors_weigh_the_policy_loss_alone() -> None:
+    step = make_step(torch.float64)
+    totals, settings = count_totals(step), ObjectiveSettings()
+    zero = replace(step, token_factors=torch.zeros_like(step.logprobs).detach())
+    assert policy_loss(zero, totals, settings).loss.item() == 0
+    bonus = ObjectiveSettings(entropy_coef=-0.1)
+    only = policy_loss(zero, totals, bonus).loss
+    plain, both = (policy_loss(step, totals, s).loss for s in (settings, bonus))
+    torch.testing.assert_close(both - plain, only)
+    assert only.item() > 0  # entropy is penalized
+
+
+def test_the_cross_entropy_is_the_mean_over_its_weights() -> None:
+    logprobs = torch.tensor([-1.0, -3.0, -0.5], requires_grad=True)
+    batch = TokenBatch(
+        logprobs,
+        completion=torch.tensor([0, 0, 1]),
+        advantages=torch.ones(2),
+        lengths=torch.tensor([2, 1]),
+        is_top=torch.tensor([True, False, True]),
+        weights={"cross_entropy": torch.full((3,), 1 / 3)},
+    )
+    output = compute_loss(batch, ObjectiveSettings(sampler_correction="token"))
+    assert output.loss.item() == pytest.approx(1.5)
+    assert output.metrics.values() == {"mean_token_accuracy": pytest.approx(2 / 3)}

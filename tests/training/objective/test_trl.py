@@ -1,0 +1,351 @@
+"""Advantages, losses, gradients and metrics against TRL's own GRPOTrainer, in float64.
+
+Where this package differs on purpose, a test shows both results and gives the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+from trl.trainer.grpo_config import GRPOConfig
+from trl_step import LENGTHS, MAX_LENGTH, Case, make_case, run_trl_loss, run_trl_scoring
+
+from vlm_grpo.config.objective import LossType, ObjectiveSettings, SamplerCorrection
+from vlm_grpo.training.objective import (
+    StepTotals,
+    TokenBatch,
+    group_advantages,
+    per_reward_advantages,
+    policy_loss,
+)
+
+pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.no_shapes]
+TOLERANCE = 1e-10  # float64: far above rounding (1e-16), far below any difference in formula
+
+
+def build_batch(case: Case) -> TokenBatch:
+    """Flatten the completions; a fully masked row becomes an inactive completion."""
+    lengths = torch.tensor(LENGTHS[: len(case.mask)])
+    real = torch.arange(case.mask.shape[1]) < lengths[:, None]
+
+    def flatten(padded: Tensor | None) -> Tensor | None:
+        return None if padded is None else padded[real]
+
+    return TokenBatch(
+        logprobs=case.logps[real],
+        completion=torch.arange(len(lengths)).repeat_interleave(lengths),
+        advantages=case.advantages,
+        lengths=lengths,
+        old_logprobs=flatten(case.old),
+        reference_logprobs=flatten(case.ref),
+        sampler_logprobs=flatten(case.sampler),
+        entropies=case.entropies[real],
+        active=case.mask.any(dim=1),
+    )
+
+
+def count_totals(batch: TokenBatch) -> StepTotals:
+    assert batch.active is not None
+    return StepTotals.from_lengths(batch.lengths, batch.active, MAX_LENGTH)
+
+
+def gradients(loss: Tensor, case: Case) -> tuple[Tensor, Tensor]:
+    found = torch.autograd.grad(
+        loss, (case.logps, case.entropies), allow_unused=True, materialize_grads=True
+    )
+    return found[0], found[1]
+
+
+def assert_equal(settings: ObjectiveSettings, inactive: tuple[int, ...] = ()) -> None:
+    case = make_case(settings, inactive)
+    theirs, their_metrics = run_trl_loss(case, settings)
+    batch = build_batch(case)
+    ours = policy_loss(batch, count_totals(batch), settings)
+    assert abs(ours.loss.item() - theirs.item()) < TOLERANCE
+    for mine, other in zip(gradients(ours.loss, case), gradients(theirs, case), strict=True):
+        assert (mine - other).abs().max() < TOLERANCE
+    metrics = ours.metrics.values()
+    shared = set(metrics) & set(their_metrics)
+    assert shared >= {"entropy"}
+    if settings.importance_sampling_level == "sequence":
+        shared -= {"kl"}  # TRL logs the trained KL; here the logged KL stays unbiased
+        if inactive:  # TRL counts masked completions as unclipped; here they are not counted
+            shared = {name for name in shared if "clip" not in name}
+    if not settings.use_bias_correction_kl:
+        shared -= {"kl"}  # as above
+    for name in shared:
+        # TRL counts clipped tokens in float32.
+        assert metrics[name] == pytest.approx(their_metrics[name][0], abs=1e-7)
+
+
+BOUNDS = (
+    {},
+    {"epsilon_high": 0.28},
+    {"delta": 1.5},
+    {"epsilon": 0.1, "epsilon_high": 0.28, "delta": 1.5},
+)
+KLS = (
+    {},
+    {"beta": 0.3, "reference_refresh_every": "never"},
+    {"beta": 0.3, "reference_refresh_every": "never", "use_bias_correction_kl": False},
+)
+LEVELS = ("token", "sequence")
+LOSS_TYPES = get_args(LossType)
+CORRECTIONS = [name for name in get_args(SamplerCorrection) if name != "none"]
+
+
+def levels_of(loss_type: str) -> tuple[str, ...]:
+    """Return the levels of ratios that a loss type takes."""
+    return {"luspo": ("sequence",), "vespo": ("token",)}.get(loss_type, LEVELS)
+
+
+def test_the_loss_types_are_trls():
+    """If a new TRL version documents another type, add it to the package."""
+    text = inspect.getdoc(GRPOConfig) or ""
+    listed = text.partition("loss_type (`str`")[2].partition("mask_truncated_completions (`bool`")[
+        0
+    ]
+    theirs = set(re.findall(r'^ *- `"(\w+)"`', listed, re.MULTILINE))
+    assert theirs == set(LOSS_TYPES)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+def test_clipped_losses_equal_trl(loss_type):
+    for level, bounds, kl in itertools.product(levels_of(loss_type), BOUNDS, KLS):
+        fields = {"loss_type": loss_type, "importance_sampling_level": level, **bounds, **kl}
+        assert_equal(ObjectiveSettings(num_iterations=2, **fields))
+        if not bounds:
+            assert_equal(ObjectiveSettings(**fields))  # without old log-probs the ratio is 1
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_cispo_equals_trl(level, num_iterations):
+    for kl, bound in itertools.product(KLS, (1.0, 1.3, 5.0)):
+        assert_equal(
+            ObjectiveSettings(
+                loss_type="cispo",
+                epsilon_high=bound,
+                importance_sampling_level=level,
+                num_iterations=num_iterations,
+                **kl,
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "fields"),
+    [
+        ("sapo", {}),
+        ("sapo", {"sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.7}),
+        ("vespo", {}),
+        ("vespo", {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.2}),
+        ("vespo", {"vespo_lambda_neg": 4.0}),
+    ],
+)
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_smooth_losses_equal_trl(loss_type, fields, num_iterations):
+    for level, kl in itertools.product(levels_of(loss_type), KLS):
+        own = {"loss_type": loss_type, "importance_sampling_level": level, **fields, **kl}
+        assert_equal(ObjectiveSettings(num_iterations=num_iterations, **own))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_entropy_bonus_and_masked_completions_equal_trl(loss_type):
+    for level, kl in itertools.product(levels_of(loss_type), KLS):
+        settings = ObjectiveSettings(
+            loss_type=loss_type,
+            epsilon_high=5.0 if loss_type == "cispo" else None,
+            importance_sampling_level=level,
+            num_iterations=2,
+            entropy_coef=0.05,
+            mask_truncated_completions=True,
+            **kl,
+        )
+        assert_equal(settings, inactive=(1, 4))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_sampler_correction_equals_trl(loss_type, correction, num_iterations):
+    bounds = ((1.2, None), (1.2, 0.9), (None, 0.9))
+    # Each pair of bounds meets each KL in some of the cases.
+    first = LOSS_TYPES.index(loss_type) + CORRECTIONS.index(correction)
+    cases = itertools.product(levels_of(loss_type), KLS)
+    for number, (level, kl) in enumerate(cases, first):
+        cap, floor = bounds[number % len(bounds)]
+        assert_equal(
+            ObjectiveSettings(
+                loss_type=loss_type,
+                epsilon_high=5.0 if loss_type == "cispo" else None,
+                sampler_correction=correction,
+                sampler_correction_cap=cap,
+                sampler_correction_floor=floor,
+                num_iterations=num_iterations,
+                importance_sampling_level=level,
+                **kl,
+            )
+        )
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_metrics_of_the_sampler_equal_trl(correction):
+    settings = ObjectiveSettings(
+        sampler_correction=correction, sampler_correction_cap=1.5, sampler_correction_floor=0.5
+    )
+    case = make_case(settings)
+    rewards = torch.zeros(len(case.mask), 1)
+    _, theirs = run_trl_scoring(rewards, case=case, settings=settings)
+    batch = build_batch(case)
+    ours = policy_loss(batch, count_totals(batch), settings).metrics.values()
+    shared = {name for name in theirs if name.startswith("sampling/")}
+    assert len(shared) == 5  # mean and max of the difference; min, mean and max of the weight
+    assert {name: ours[name] for name in shared} == pytest.approx(
+        {name: theirs[name][0] for name in shared}, abs=TOLERANCE
+    )
+    # Both beyond a bound: some of the weights, and not all of them.
+    form = "rejected" if correction.endswith("_mask") else "capped"
+    assert 0 < ours[f"sampling/importance_sampling_ratio/{form}"] < 1
+
+
+@pytest.mark.parametrize("loss_type", [name for name in LOSS_TYPES if name != "bnpo"])
+def test_accumulation_equals_trl(loss_type):
+    """Two micro-batches of three completions; bnpo differs, see below."""
+    settings = ObjectiveSettings(
+        loss_type=loss_type,
+        epsilon_high=5.0 if loss_type == "cispo" else None,
+        num_iterations=2,
+        importance_sampling_level=levels_of(loss_type)[-1],
+    )
+    case = make_case(settings)
+    theirs, _ = run_trl_loss(case, settings, micro_batches=(slice(0, 3), slice(3, 6)))
+    batch = build_batch(case)
+    ours = policy_loss(batch, count_totals(batch), settings).loss
+    assert (gradients(ours, case)[0] - gradients(theirs, case)[0]).abs().max() < TOLERANCE
+
+
+def test_bnpo_differs_from_trl_where_trl_depends_on_the_split():
+    """TRL divides by the tokens of each micro-batch; here the step's tokens are the normalizer.
+
+    The step's gradient must not depend on its split, so bnpo here equals TRL's bnpo with one
+    micro-batch per step.
+    """
+    settings = ObjectiveSettings(loss_type="bnpo", num_iterations=2)
+    case = make_case(settings)
+    unsplit = gradients(run_trl_loss(case, settings)[0], case)[0]
+    # 9 tokens and 11 tokens: a token's weight is 1/18 or 1/22, and 1/20 without the split.
+    split, _ = run_trl_loss(case, settings, micro_batches=(slice(0, 3), slice(3, 6)))
+    halves = gradients(split, case)[0]
+    assert (unsplit - halves).abs().max() > 1e-3
+    batch = build_batch(case)
+    ours = policy_loss(batch, count_totals(batch), settings).loss
+    assert (gradients(ours, case)[0] - unsplit).abs().max() < TOLERANCE
+
+
+# Advantages.
+
+
+GROUPS = 3
+SIZE = 4
+IDS = [str(i // SIZE) for i in range(GROUPS * SIZE)]
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_advantages_equal_trl(scale_rewards):
+    rewards = torch.rand(GROUPS * SIZE)
+    rewards[1] = rewards[6] = torch.nan  # every reward function returned None: unscorable in both
+    theirs, metrics = run_trl_scoring(
+        rewards[:, None], num_generations=SIZE, scale_rewards=scale_rewards
+    )
+    ours = group_advantages(rewards, IDS, scale_rewards=scale_rewards)
+    assert (ours.values - theirs["advantages"]).abs().max() < TOLERANCE
+    assert ours.unscorable == 2
+    assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 0.0
+
+
+def test_advantages_normalized_per_reward_equal_trl():
+    rewards = torch.rand(GROUPS * SIZE, 3)
+    weights = torch.tensor([1.0, 0.5, 2.0])
+    theirs, _ = run_trl_scoring(rewards, num_generations=SIZE, weights=weights, each=True)
+    ours = per_reward_advantages(rewards, weights, IDS)
+    assert (ours.values - theirs["advantages"]).abs().max() < TOLERANCE
+
+
+def test_a_reward_that_is_none_differs_from_trl():
+    """One of two reward functions failed on completion 0.
+
+    TRL counts the missing reward as 0, so the completion is penalized for an error of the reward
+    function; here it is unscorable, and its advantage is 0.
+    """
+    rewards = torch.tensor([[1.0, torch.nan], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
+    theirs, _ = run_trl_scoring(rewards, num_generations=4)
+    assert theirs["advantages"][0] < 0
+    ours = group_advantages(rewards.sum(dim=1), ["a"] * 4, scale_rewards="none")
+    assert ours.values[0] == 0
+    assert ours.values[1:].tolist() == pytest.approx([1 / 3, 1 / 3, -2 / 3])  # mean of 2, 2, 1
+
+
+def test_equal_rewards_differ_from_trl_by_being_exactly_zero():
+    """TRL divides a rounding error of the mean by 1e-4, in float32 as its rewards are.
+
+    Here the advantages are exactly 0, so the update may skip the group.
+    """
+    rewards = torch.full((7,), 0.1, dtype=torch.float32)
+    theirs, metrics = run_trl_scoring(
+        rewards[:, None], num_generations=7, weights=torch.ones(1, dtype=torch.float32)
+    )
+    ours = group_advantages(rewards, ["a"] * 7)
+    assert theirs["advantages"].abs().max() > 0
+    assert ours.values.abs().max() == 0
+    assert ours.frac_reward_zero_std == metrics["frac_reward_zero_std"][0] == 1.0
+
+
+def test_zero_spread_is_counted_by_group_under_batch_scaling():
+    """TRL tests the batch's deviation there, and so never reports a group without spread."""
+    rewards = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    _, metrics = run_trl_scoring(rewards[:, None], num_generations=2, scale_rewards="batch")
+    assert metrics["frac_reward_zero_std"] == [0.0]
+    ours = group_advantages(rewards, list("aabb"), scale_rewards="batch")
+    assert ours.frac_reward_zero_std == 0.5  # group a of a and b
+
+
+def test_a_group_of_one_has_zero_spread():
+    """TRL has groups of one only in evaluation; their advantage is 0.
+
+    Here groups of different sizes are valid, so one may appear among others with advantages.
+    """
+    alone, _ = run_trl_scoring(torch.tensor([[0.5]]), num_generations=1)
+    assert alone["advantages"].tolist() == [0.0]
+    ours = group_advantages(torch.tensor([0.5, 1.0, 0.0]), list("abb"), scale_rewards="batch")
+    assert ours.values[0] == 0
+    assert ours.values[1] == -ours.values[2] > 0
+    assert ours.zero_spread.tolist() == [True, False]
+
+
+def test_the_logged_kl_differs_from_trl_at_sequence_level():
+    """TRL logs k3 times the completion's ratio there; here it is always the token's ratio.
+
+    Only the token's ratio makes k3 an unbiased estimate once the policy has moved.
+    """
+    settings = ObjectiveSettings(
+        beta=0.3,
+        reference_refresh_every="never",
+        num_iterations=2,
+        importance_sampling_level="sequence",
+    )
+    case = make_case(settings)
+    _, theirs = run_trl_loss(case, settings)
+    batch = build_batch(case)
+    totals = count_totals(batch)
+    by_sequence = policy_loss(batch, totals, settings).metrics.values()["kl"]
+    tokens = settings.model_copy(update={"importance_sampling_level": "token"})
+    by_token = policy_loss(batch, totals, tokens).metrics.values()["kl"]
+    assert by_sequence == by_token
+    assert abs(by_sequence - theirs["kl"][0]) > 1e-3

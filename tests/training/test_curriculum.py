@@ -1,0 +1,125 @@
+"""The choice of prompts by the pass rates of earlier steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from streams import EXAMPLES, build_mixture
+
+from vlm_grpo.config.data import CurriculumSettings
+from vlm_grpo.data.stream import ExampleStream, Stream, StreamCursor
+from vlm_grpo.training.curriculum import Curriculum
+from vlm_grpo.types import Example
+
+
+def make_curriculum(stream: Stream, rows: int, **settings: Any) -> Curriculum:
+    return Curriculum(stream, rows, CurriculumSettings(**settings), seed=0)
+
+
+def test_the_posterior_follows_the_formula() -> None:
+    stream = ExampleStream(EXAMPLES, seed=0)
+    curriculum = make_curriculum(stream, 20, decay=0.5)
+    first, second = stream.locate(0)[1], stream.locate(1)[1]
+    metrics = curriculum.observe([(0, 6.0, 8), (1, 0.0, 8)])
+    assert metrics == {
+        "curriculum/predicted_pass_rate": 0.5,  # the prior's
+        "curriculum/pass_rate": 6 / 16,
+        "curriculum/unseen": 1.0,
+    }
+    # λ·1 + (1 − λ)·1 + s and k − s
+    assert curriculum.posterior[[first, second]].tolist() == [[7.0, 3.0], [1.0, 9.0]]
+    metrics = curriculum.observe([(0, 8.0, 8), (2, 4.0, 8)])
+    assert metrics == {
+        "curriculum/predicted_pass_rate": pytest.approx((0.7 + 0.5) / 2),
+        "curriculum/pass_rate": 12 / 16,
+        "curriculum/unseen": 0.5,
+    }
+    assert curriculum.posterior[first].tolist() == [0.5 * 7 + 0.5 + 8, 0.5 * 3 + 0.5]
+    assert curriculum.observe([]) == {}
+
+
+@pytest.mark.parametrize(("target", "expected"), [(0.5, 0.5), (0.9, 0.9)])
+def test_examples_near_the_target_are_chosen(target: float, expected: float) -> None:
+    """Of examples whose pass rates are known well: row r has the rate r / 19."""
+    curriculum = make_curriculum(
+        ExampleStream(EXAMPLES, seed=0), 20, target=target, pool=5, unseen=0.0
+    )
+    rates = np.arange(20) / 19
+    curriculum.posterior = 1 + 1e4 * np.stack([rates, 1 - rates], axis=1)
+    chosen = curriculum.choose(0, 4)
+    assert sorted(chosen) == chosen
+    found = sorted(rates[curriculum.stream.locate(index)[1]] for index in chosen)
+    best = sorted(rates, key=lambda rate: abs(rate - expected))[:4]
+    assert found == pytest.approx(sorted(best))
+
+
+def test_a_share_is_reserved_for_examples_that_were_not_sampled_yet() -> None:
+    stream = ExampleStream(EXAMPLES, seed=0)
+    for share, least in ((0.5, 4), (0.25, 2), (1.0, 8)):
+        curriculum = make_curriculum(stream, 20, pool=2, unseen=share)
+        curriculum.posterior[:12] = 1e6  # at the target, and certain of it
+        unseen = [stream.locate(index)[1] >= 12 for index in curriculum.choose(0, 8)]
+        assert sum(unseen) >= min(least, sum(stream.locate(i)[1] >= 12 for i in range(16)))
+    curriculum = make_curriculum(stream, 20, pool=2, unseen=0.0)
+    curriculum.posterior[:12] = 1e6
+    assert not any(stream.locate(i)[1] >= 12 for i in curriculum.choose(0, 8))
+
+
+def test_a_share_below_one_prompt_is_reserved_as_often() -> None:
+    examples = [Example(str(number), (), "?", number) for number in range(400)]
+    curriculum = make_curriculum(ExampleStream(examples, seed=0), 400, pool=4, unseen=0.25)
+    curriculum.posterior[::2] = 1e6
+    rows = [
+        curriculum.stream.locate(curriculum.choose(position, 1)[0])[1]
+        for position in range(0, 1600, 4)
+    ]
+    share = sum(row % 2 for row in rows) / len(rows)
+    assert 0.17 < share < 0.36  # 400 draws: a deviation of 0.022, and pools of one kind only
+
+
+def test_a_small_data_set_repeats_an_example_only_if_it_must() -> None:
+    stream = ExampleStream(EXAMPLES[:4], seed=0)
+    curriculum = make_curriculum(stream, 4, pool=4)
+    for position in range(0, 96, 16):
+        assert len({stream.locate(i)[1] for i in curriculum.choose(position, 4)}) == 4
+    assert len(curriculum.choose(0, 6)) == 6
+
+
+def test_each_source_has_the_prompts_of_the_mixture() -> None:
+    counts = {"a": 30, "b": 10, "c": 60}
+    stream = build_mixture(counts)
+    curriculum = make_curriculum(stream, 100, pool=3)
+    curriculum.posterior[40:] = 1e6  # source c alone is at the target
+    total: Counter[str] = Counter()
+    for position in range(0, 3000, 30):
+        chosen = Counter(stream[index].source for index in curriculum.choose(position, 10))
+        assert chosen == Counter(stream[position + place].source for place in range(10))
+        total += chosen
+    for name, count in counts.items():
+        assert total[name] / 1000 == pytest.approx(count / 100, abs=0.01)
+
+
+def test_the_choice_depends_on_the_place_and_the_posterior_only() -> None:
+    chosen = []
+    for _ in range(2):
+        curriculum = make_curriculum(ExampleStream(EXAMPLES, seed=0), 20, pool=4)
+        chosen.append([curriculum.choose(position, 3) for position in (24, 0, 12, 24)])
+    assert chosen[0] == chosen[1]
+    assert chosen[0][0] == chosen[0][3]
+    pairs = zip((24, 0, 12), chosen[0][:3], strict=True)
+    places = [[index - position for index in own] for position, own in pairs]
+    assert len({*map(tuple, places)}) > 1  # other draws at another place
+
+
+def test_a_cursor_passes_the_candidates_and_takes_returned_indices_first() -> None:
+    curriculum = make_curriculum(ExampleStream(EXAMPLES, seed=0), 20, pool=4)
+    cursor = StreamCursor(8, [3, 5])
+    expected = (3, 5, *curriculum.choose(8, 1))
+    assert cursor.peek(3, curriculum) == expected
+    assert cursor.take(3, curriculum) == expected
+    assert (cursor.position, cursor.returned) == (12, [])
+    assert cursor.take(2) == (12, 13)  # as supervised steps do
+    assert cursor.position == 14

@@ -1,0 +1,198 @@
+"""What a run learns of its examples: their difficulty, and groups to replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_runs import StopAt, assert_same_weights, make_trainer, read_metrics, read_samples
+
+from vlm_grpo.config.objective import ReplaySettings
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.training import rollout as rollout_module
+from vlm_grpo.training.checkpoint.experience_state import restore_experience, serialize_experience
+from vlm_grpo.training.experience import Experience, KeptGroup, ReplayBuffer
+from vlm_grpo.training.trainer import train
+from vlm_grpo.types import Completion, Score
+
+SMALL_GROUPS = {"num_generations": 2, "max_completion_length": 2}
+"""With at most two letters, some groups of two have equal rewards."""
+BOTH = {
+    "data": {"curriculum": {"pool": 2}},
+    "objective": {"replay": {"size": 3, "max_age": 2}},
+    "rollout": SMALL_GROUPS,
+    "optim": {"max_steps": 5, "lr": 1e-3},
+}
+
+
+def keep(index: int, step: int) -> KeptGroup:
+    completion = Completion((index, 7), (-0.5, -index / 3), f"text {index}", "eos")
+    return KeptGroup(index, step, (completion,), (Score(None, {"r": 1.0}, 1.0, {"m": None}),))
+
+
+def test_a_buffer_replays_the_newest_first_and_each_group_once() -> None:
+    buffer = ReplayBuffer(ReplaySettings(size=4, max_age=2))
+    assert buffer.choose(3, 0) == []
+    for step in range(3):
+        buffer.update([], [keep(2 * step, step), keep(2 * step + 1, step)])
+    assert [group.index for group in buffer.groups] == [2, 3, 4, 5]  # four groups at most
+    assert [group.index for group in buffer.choose(3, 3)] == [5, 4, 3]
+    assert [group.index for group in buffer.choose(9, 4)] == [5, 4]  # the others are 3 steps old
+    assert buffer.choose(0, 3) == []
+    buffer.update(buffer.choose(1, 3), [keep(6, 3)])
+    assert [group.index for group in buffer.groups] == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_groups_without_a_spread_let_others_be_replayed(
+    settings: Any, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three groups count as equal in each step after the first."""
+    optim = {"lr": 1e-3, "max_steps": 4, "mini_batches": parts}
+    run = settings(objective={"replay": {}}, optim=optim)
+    trainer = make_trainer(run)
+    metrics = [trainer.step()]
+    first = trainer.sampler.experience.replay
+    assert first is not None
+    assert [group.index for group in first.groups] == [0, 1, 2]  # this reward always differs
+    monkeypatch.setattr(
+        trainer.sampler, "_split_by_spread", lambda groups: ([*groups][:1], [*groups][1:])
+    )
+    rollouts, sample = [], trainer.sampler.sample
+    monkeypatch.setattr(
+        trainer.sampler, "sample", lambda *a: rollouts.append(sample(*a)) or rollouts[-1]
+    )
+    packed, update = [], trainer.updater.update
+    monkeypatch.setattr(
+        trainer.updater, "update", lambda b, u, *a: packed.append((b, u)) or update(b, u, *a)
+    )
+    metrics += [trainer.step() for _ in range(3)]
+    for batch, updates in packed:
+        assert batch.replayed == range(12, 20)  # 3 + 2 groups of 4
+        assert {*batch.replayed} < {row for piece in batch.slices for row in piece.rows}
+        for row in batch.replayed:
+            assert torch.equal(updates.old_logprobs[row], batch.sampler_logprobs[row])
+    assert [row["replay/groups"] for row in metrics] == [0, 2, 2, 2]
+    assert [row.get("replay/age") for row in metrics] == [None, 1, 1, 1]
+    replayed = [[group.id for group in rollout.replayed] for rollout in rollouts]
+    stream = trainer.sampler.stream
+    assert replayed == [[stream[i].id, stream[i - 1].id] for i in (2, 5, 8)]
+    assert all(len(rollout.groups) == 3 for rollout in rollouts)
+    assert [rollout.rounds[-1] for rollout in rollouts] == [(2, 1), (5, 4), (8, 7)]
+
+
+def test_only_groups_with_different_rewards_are_kept(settings: Any) -> None:
+    sampler = make_trainer(settings(objective={"replay": {}})).sampler
+    experience, groups = sampler.experience, sampler.sample(0).groups
+    assert experience.replay is not None
+    assert len(experience.replay.groups) == 3
+    object.__setattr__(sampler.task, "weights", {"letters": 0.0})  # all totals are 0
+    rollout = sampler.sample(1)
+    assert [group.id for group in rollout.replayed] == [group.id for group in reversed(groups)]
+    assert experience.replay.groups == []
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("checks", [3, 6])
+def test_a_run_with_both_resumes_bit_for_bit(settings: Any, iterations: int, checks: int) -> None:
+    changes = {**BOTH, "objective": {**BOTH["objective"], "num_iterations": iterations}}
+    uninterrupted = settings(name="uninterrupted", **changes)
+    train(uninterrupted)
+    rows = read_metrics(uninterrupted.run_dir)
+    assert sum(row["replay/groups"] for row in rows) > 2
+    assert 0 < rows[-1]["curriculum/unseen"] < 1
+    stopped = settings(name="stopped", **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vlm_grpo.training.trainer.StopRequest", lambda *_: StopAt(checks))
+        with pytest.raises(Stopped):
+            train(stopped)
+    train(stopped.model_copy(update={"resume": True}))
+    for a, b in zip(rows, read_metrics(stopped.run_dir), strict=True):
+        # A resumed run decodes images again that the other has in its cache.
+        assert {**b, "work/image_decodes": a["work/image_decodes"]} == a
+    assert read_samples(stopped.run_dir) == read_samples(uninterrupted.run_dir)
+    folders = (run.run_dir / "checkpoints" / "step-5" for run in (stopped, uninterrupted))
+    assert_same_weights(*folders)
+
+
+def test_the_state_is_restored_as_it_was(settings: Any) -> None:
+    def build(**changes: Any) -> Experience:
+        return make_trainer(settings(**changes)).sampler.experience
+
+    both = {"data": BOTH["data"], "objective": {"replay": {"size": 3}}}
+    experience = build(**both)
+    assert experience.curriculum is not None
+    assert experience.replay is not None
+    experience.curriculum.observe([(0, 1.5, 4)])
+    experience.replay.update([], [keep(1, 0), keep(2, 0)])
+    values, tensors = serialize_experience(experience)
+    restored = build(**both)
+    restore_experience(restored, values, tensors)
+    assert restored.curriculum is not None
+    assert restored.replay is not None
+    assert (restored.curriculum.posterior == experience.curriculum.posterior).all()
+    assert restored.replay.groups == experience.replay.groups
+    smaller = build(objective={"replay": {"size": 1}})  # may change between steps
+    restore_experience(smaller, values, tensors)
+    assert smaller.replay is not None
+    assert [group.index for group in smaller.replay.groups] == [2]
+    restore_experience(build(), values, tensors)
+    restore_experience(restored, [], {})  # of a run without either: they begin empty
+    assert serialize_experience(build()) == ([], {})
+
+
+def test_a_failed_step_teaches_nothing(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = make_trainer(settings(**{**BOTH, "rollout": {"dynamic_sampling": True}})).sampler
+    sampler.sample(0)
+    experience = sampler.experience
+    assert experience.curriculum is not None
+    assert experience.replay is not None
+    before, groups = experience.curriculum.posterior.copy(), list(experience.replay.groups)
+    assert len(groups) == 3
+    place = sampler.cursor.position
+    assert place == 6  # three prompts of two candidates each
+
+    def fail(*_: Any) -> Any:
+        raise UserError("gold_reward failed")
+
+    monkeypatch.setattr("vlm_grpo.training.experience.measure_pass", fail)
+    with pytest.raises(UserError, match="gold_reward failed"):
+        sampler.sample(1)
+    assert (experience.curriculum.posterior == before).all()
+    assert experience.replay.groups == groups
+    assert sampler.cursor.position == place
+
+
+def test_supervised_steps_use_every_example_in_turn(settings: Any) -> None:
+    trainer = make_trainer(settings(data=BOTH["data"], warm_start={"steps": 1, "lr": 1e-4}))
+    trainer.step()
+    assert trainer.sampler.cursor.position == 3
+    assert trainer.step()["curriculum/unseen"] == 1.0
+    assert trainer.sampler.cursor.position == 9
+
+
+def test_every_rank_gets_a_part_of_the_replayed_groups(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(settings(objective={"replay": {}}))
+    sampler = trainer.sampler
+    groups = sampler.sample(0).groups
+    experience = sampler.experience
+    assert experience.replay is not None
+    experience.replay.update([], [keep(index, 0) for index in range(3, 6)])
+    assert rollout_module.RolloutSampler is type(sampler)
+    shares = []
+    for rank in range(2):
+        ranks: Any = type("Ranks", (), {"process_index": rank, "num_processes": 2})()
+        ranks.device = torch.device("cpu")
+        monkeypatch.setattr(experience, "accelerator", ranks)
+        monkeypatch.setattr("vlm_grpo.dist.collectives.any_rank", lambda _, flag: flag)
+        kept = list(experience.replay.groups)
+        rollout = experience.finish(
+            1, sampler.task, {}, rollout_module.Rollout(groups, step=1), count=3
+        )
+        experience.replay.groups = kept
+        shares.append(rollout.rounds[-1])
+        assert rollout.metrics == {"replay/groups": 3, "replay/age": 1.0}
+    assert shares == [(5, 3), (4,)]

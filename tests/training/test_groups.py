@@ -1,0 +1,316 @@
+"""Groups of which a part is sampled behind images with noise (NoisyRollout)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from outside import CopySampler
+from pydantic import ValidationError
+from small_runs import (
+    StopAt,
+    assert_same_run,
+    make_trainer,
+    read_metrics,
+    read_samples,
+)
+from tiny_models import noise_example
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.media import image_noise
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.training import rollout as rollout_module
+from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.experience import _observe
+from vlm_grpo.training.groups import SamplingArguments, join_groups
+from vlm_grpo.training.objective import TokenBatch
+from vlm_grpo.training.objective.diagnostics import loss_metrics
+from vlm_grpo.training.objective.losses import sampler_weights
+from vlm_grpo.training.rollout import RolloutSampler, build_rollout_sampler
+from vlm_grpo.training.trainer import train
+from vlm_grpo.types import Completion, Example, Group, Prompt
+
+CONSTANT = {"noise": {"midpoint": 9.0}}
+"""Noise whose strength does not fall."""
+FROZEN = {"dtype": "float32", "freeze": ["vision", "projector"]}
+
+
+def get_completions(groups: Sequence[Group]) -> dict[str, tuple[Completion, ...]]:
+    return {group.id: group.completions for group in groups}
+
+
+def score(sampler: RolloutSampler, prompt: Prompt, completion: Completion) -> torch.Tensor:
+    with torch.no_grad():
+        batch = MicroBatch((GroupSlice(prompt, (completion.token_ids,), (0,)),))
+        return sampler.policy.score(batch).logprobs
+
+
+def test_prompts_without_a_noisy_one_are_sampled_whole(settings: Any) -> None:
+    run = settings(rollout={"noise": {"share": 0.25}})
+    plain, clean = (Prompt(Example(name, (), "", 0), "", (1,), {}) for name in "ab")
+    image = SimpleNamespace(noise=image_noise.DiffusionNoise(7, (0,)))
+    noisy = replace(clean, example=replace(clean.example, images=(image,)))  # pyright: ignore
+    prompts = [plain, replace(clean, noisy=noisy)]
+    found = SamplingArguments.build(prompts, [5, 9], SimpleNamespace(), run)  # pyright: ignore
+    assert found.prompts == [*prompts, noisy]
+    assert found.num_generations == [range(4), range(3), range(3, 4)]
+    assert found.seeds == [(0, 5), (0, 9), (0, 9)]
+    parts = [
+        tuple(Completion((number,), (0.0,), "", "eos") for number in numbers)
+        for numbers in found.num_generations
+    ]
+    joined, groups = join_groups(prompts, parts)
+    assert joined == [plain, clean]
+    assert [[(c.token_ids[0], c.noise) for c in group] for group in groups] == [
+        [(0, 0), (1, 0), (2, 0), (3, 0)],
+        [(0, 0), (1, 0), (2, 0), (3, 7)],
+    ]
+
+
+def test_noise_that_has_ended_leaves_the_rollout_as_it_was(settings: Any) -> None:
+    """Bit for bit, with the whole group in one part again."""
+    ended = settings(rollout={"noise": {"midpoint": 1e-6, "steepness": 1e3}})
+    rollout, plain = (make_trainer(run).sampler.sample(0) for run in (ended, settings()))
+    assert get_completions(rollout.groups) == get_completions(plain.groups)
+    assert rollout.metrics == {"noise/strength": 0}
+
+
+@pytest.mark.parametrize("engine", ["shared", "repeated"])
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, share: float, engine: str
+) -> None:
+    """Each completion keeps its random stream; log-probs differ by rounding."""
+    policy = {"policy": {"dtype": "float32", "engine": engine}}
+    monkeypatch.setattr(image_noise.DiffusionNoise, "__call__", lambda self, image: image)
+    noisy = settings(rollout={"noise": {"share": share, "midpoint": 9.0}}, **policy)
+    groups, plain = (
+        get_completions(make_trainer(run).sampler.sample(0).groups)
+        for run in (noisy, settings(**policy))
+    )
+    for name, members in groups.items():
+        expected = [0, 0, 500, 500] if share == 0.5 else [0, 0, 0, 500]
+        assert [completion.noise for completion in members] == expected
+        for completion, other in zip(members, plain[name], strict=True):
+            assert completion.token_ids == other.token_ids
+            assert completion.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_completions_are_sampled_behind_their_own_image_and_kept_with_the_clean_one(
+    settings: Any,
+) -> None:
+    sampler = make_trainer(settings(rollout=CONSTANT)).sampler
+    rollout = sampler.sample(0)
+    noise = sampler.settings.noise_at(0)
+    assert noise is not None
+    assert rollout.metrics == {"noise/strength": noise.steps}
+    prompts = {p.example.id: p for p in sampler.loader.load(rollout.rounds[0], noise)}
+    for group in rollout.groups:
+        assert group.prompt.noisy is None
+        assert all(image.noise is None for image in group.prompt.example.images)
+        prompt = prompts[group.id]
+        assert prompt.noisy is not None
+        assert prompt.noisy.token_ids == prompt.token_ids == group.prompt.token_ids
+        for completion in group.completions:
+            drawn = torch.tensor(completion.logprobs)
+            behind_clean, behind_noise = (
+                (score(sampler, p, completion) - drawn).abs().max() for p in (prompt, prompt.noisy)
+            )
+            right, wrong = behind_clean, behind_noise
+            if completion.noise:
+                right, wrong = wrong, right
+            assert right < 1e-4 < wrong  # rounding; another image
+
+
+@pytest.mark.parametrize(("policy", "passes"), [(FROZEN, 2), ({"dtype": "float32"}, 3)])
+def test_each_image_is_encoded_once_with_noise_and_once_without(
+    settings: Any, policy: dict[str, Any], passes: int
+) -> None:
+    """A trained tower encodes clean images once more in the update, and noisy ones do not stay."""
+    trainer = make_trainer(settings(rollout={**CONSTANT, "num_generations": 8}, policy=policy))
+    metrics = trainer.step()
+    assert metrics["frac_reward_zero_std"] == 0
+    assert metrics["work/image_decodes"] == 3
+    assert metrics["work/encoder_passes"] == 3 * passes
+    policy_counters = trainer.policy.counters
+    rollout = trainer.sampler.sample(1)
+    before = policy_counters.encoder_passes
+    noise = trainer.settings.noise_at(1)
+    prompts = trainer.sampler.loader.load(rollout.rounds[0], noise)
+    trainer.policy.encode_images(prompts)
+    assert policy_counters.encoder_passes == before  # kept, or never kept with a trained tower
+    trainer.policy.encode_images([p.noisy for p in prompts if p.noisy is not None])
+    assert policy_counters.encoder_passes == before + (3 if passes == 2 else 0)
+
+
+def test_clean_features_are_those_of_a_run_without_noise(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of the vision tower do not mix the two, so that a resumed step has the same bits."""
+    passes = []
+    for rollout in (CONSTANT, {}):
+        sampler = make_trainer(settings(rollout=rollout, policy=FROZEN)).sampler
+        encode, own = sampler.policy.family.encode_images, []
+
+        def record(model: Any, vision: Any, encode: Any = encode, own: Any = own) -> Any:
+            own.append(torch.cat([image["pixel_values"] for image in vision]))
+            return encode(model, vision)
+
+        monkeypatch.setattr(sampler.policy.family, "encode_images", record)
+        sampler.sample(0)
+        passes.append(own)
+    plain = [images.numpy().tobytes() for images in passes[1]]
+    others = [images.numpy().tobytes() for images in passes[0]]
+    added = [images for images in others if images not in plain]
+    assert [images for images in others if images in plain] == plain
+    assert [len(images) for images in added] == [len(plain[-1])]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_completions_do_not_depend_on_the_number_of_ranks(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    run = settings(rollout=CONSTANT, optim={"prompts_per_step": 4})
+    expected = get_completions(make_trainer(run).sampler.sample(0).groups)
+    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: flag)
+    monkeypatch.setattr(rollout_module, "sum_over_ranks", lambda ranks, tensors: None)
+    found: dict[str, tuple[Completion, ...]] = {}
+    for rank in range(world):
+        sampler = make_trainer(run).sampler
+        ranks: Any = SimpleNamespace(process_index=rank, num_processes=world, device="cpu")
+        monkeypatch.setattr(sampler, "accelerator", ranks)
+        monkeypatch.setattr(sampler, "world_size", world)
+        found |= get_completions(sampler.sample(0).groups)
+    assert found.keys() == expected.keys()
+    for name, members in found.items():
+        for completion, other in zip(members, expected[name], strict=True):
+            assert (completion.token_ids, completion.noise) == (other.token_ids, other.noise)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_run_resumes_bit_for_bit_and_marks_its_samples(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Stopped within the first and within the second step; the strength falls from step to step."""
+    noise = {"rollout": {"noise": {"steepness": 4.0}}, "objective": {"num_iterations": 2}}
+    run, stopped = settings(name="whole", **noise), settings(name="stopped", **noise)
+    train(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(count))
+        with pytest.raises(Stopped, match="update"):
+            train(stopped)
+    train(stopped.model_copy(update={"resume": True}))
+    assert_same_run(run.run_dir, stopped.run_dir)
+    strengths = [row["noise/strength"] for row in read_metrics(run.run_dir)]
+    schedule = run.rollout.noise
+    assert schedule is not None
+    assert strengths == [schedule.anneal(done) for done in (0.25, 0.5, 0.75, 1.0)]
+    files = [v for k, v in sorted(read_samples(run.run_dir).items()) if k.endswith(".jsonl")]
+    for strength, content in zip(strengths, files, strict=True):
+        for group in map(json.loads, content.splitlines()):
+            marks = [completion.get("noise") for completion in group["completions"]]
+            assert marks == [None, None, strength, strength]
+
+
+def test_steps_ahead_have_the_noise_of_their_own_step(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        rollout_module, "VllmSampler", lambda strategy, _: CopySampler(strategy.policy)
+    )
+    vllm = {"sampler": "vllm", "vllm": {"urls": ["http://127.0.0.1:8000"]}, "steps_ahead": 2}
+    run = settings(rollout={**vllm, "noise": {"steepness": 4.0}})
+    assert run.objective.sampler_correction == "sequence_mask"
+    train(run)
+    rows = read_metrics(run.run_dir)
+    samples = [v for k, v in sorted(read_samples(run.run_dir).items()) if k.endswith(".jsonl")]
+    for row, content in zip(rows, samples, strict=True):
+        marks = {
+            completion["noise"]
+            for group in map(json.loads, content.splitlines())
+            for completion in group["completions"][2:]
+        }
+        assert marks == {row["noise/strength"]}
+    assert len({row["noise/strength"] for row in rows}) == 4
+    # The first step's clean completions are the policy's own; noise has no part in the difference.
+    assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+def test_what_was_sampled_behind_noise_has_no_difference_and_no_correction() -> None:
+    logprobs = torch.full((4,), -1.0)
+    batch = TokenBatch(
+        logprobs=logprobs,
+        completion=torch.tensor([0, 0, 1, 1]),
+        advantages=torch.ones(2),
+        lengths=torch.tensor([2, 2]),
+        old_logprobs=logprobs,
+        sampler_logprobs=torch.tensor([-1.5, -1.5, -9.0, -9.0]),
+        noisy=torch.tensor([False, True]),
+    )
+    objective = ObjectiveSettings(sampler_correction="sequence")
+    weights = sampler_weights(batch, objective)
+    assert weights is not None
+    # e^(0.5 + 0.5) = 2.718, below the cap of 3.
+    assert weights.tolist() == pytest.approx([2.71828, 2.71828, 1, 1], rel=1e-4)
+    found = loss_metrics(batch, logprobs, None, torch.ones(4), weights, objective).values()
+    assert found["sampling/sampling_logp_difference/mean"] == 0.5
+    assert found["sampling/sampling_logp_difference/max"] == 0.5
+
+
+def test_a_curriculum_counts_clean_completions_alone(settings: Any) -> None:
+    sampler = make_trainer(settings(rollout=CONSTANT)).sampler
+    for group in sampler.sample(0).groups:
+        assert _observe(3, sampler.task, group)[2] == 2  # of four
+
+
+def test_multiple_images_have_noise_of_their_own(settings: Any) -> None:
+    example = noise_example("a", [(56, 28), (56, 28)])
+    twice = replace(example, images=(example.images[0], example.images[0]))
+    noisy = twice.with_noise(image_noise.DiffusionNoise(400, (0, 7)))
+    assert [image.noise.seed for image in noisy.images if image.noise] == [(0, 7, 0), (0, 7, 1)]
+    prompts = make_trainer(settings()).policy.prompts
+    (first, _), (second, _) = prompts.load_images(noisy)
+    (clean, _), (same, _) = prompts.load_images(twice)
+    assert clean.tobytes() == same.tobytes()
+    assert len({image.tobytes() for image in (first, second, clean)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"objective": {"top_entropy_quantile": 0.2}},
+            "rollout.noise raises them for some completions only",
+        ),
+        ({"objective": {"beta": 0.1}}, "rollout.noise needs objective.beta=0, and no replay"),
+        ({"objective": {"replay": {}}}, "and no replay, distillation or perception"),
+        ({"objective": {"distillation": {"teacher": "x"}}}, "no replay, distillation"),
+        ({"objective": {"perception": {"kl_coef": 0.01}}}, "no replay, distillation or perception"),
+        ({"warm_start": {"steps": "all"}}, "rollout.noise has no effect in a run of supervised"),
+    ],
+)
+def test_settings_that_need_the_policys_own_completions_are_refused(
+    settings: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        settings(rollout=CONSTANT, **changes)
+
+
+def test_noise_without_any_image_is_refused(settings: Any) -> None:
+    trainer = make_trainer(settings())
+    examples = [Example("a", (), "What?", "b")]
+    with pytest.raises(UserError, match="no training example has an image"):
+        build_rollout_sampler(trainer.strategy, trainer.task, examples, settings(rollout=CONSTANT))
+
+
+def test_noise_begins_with_the_first_step_after_a_warm_start(settings: Any) -> None:
+    run: Settings = settings(rollout=CONSTANT, warm_start={"steps": 2})
+    strengths = [noise and noise.steps for noise in map(run.noise_at, range(4))]
+    assert strengths == [None, None, 500, 500]

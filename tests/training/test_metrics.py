@@ -1,0 +1,91 @@
+"""Metrics of a rollout, and the log that a resumed run continues."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import groups
+import pytest
+from report_runs import load_few_examples, make_group
+
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.metrics import StepLog, group_metrics, rollout_distributions
+
+
+def test_group_metrics_count_rewards_lengths_and_truncations() -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    gold, truncated = task.gold(example), "<answer>"
+    values = group_metrics([make_group(task, example, [gold, truncated])]).values(empty=math.nan)
+    # The helper makes a token of each letter, and stops at a closing tag.
+    assert values["completions/min_length"] == len(truncated)
+    assert values["completions/max_length"] == len(gold)
+    assert values["completions/mean_length"] == (len(truncated) + len(gold)) / 2
+    assert values["completions/clipped_ratio"] == 0.5
+    assert values["completions/answered"] == 0.5
+    assert values["rewards/exact/mean"] == 0.5
+    assert values["rewards/exact/std"] == pytest.approx(math.sqrt(0.5))
+    assert values["rewards/exact/failed"] == 0
+
+
+def test_completions_from_behind_noise_have_a_reward_of_their_own_and_no_entropy() -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    gold = task.gold(example)
+    clean = make_group(task, example, [gold, "<answer>", gold])
+    right, wrong, last = clean.completions
+    noisy = replace(clean, completions=(right, wrong, replace(last, noise=7, entropies=(9.0,))))
+    before, values = (group_metrics([clean, group]).values() for group in (clean, noisy))
+    assert not {"noise/reward", "noise/clean_reward"} & before.keys()
+    assert (values["noise/reward"], values["noise/clean_reward"]) == (1.0, 0.5)
+    assert values["reward"] == before["reward"]
+    assert values["entropy"] < 9.0 / 7  # no part of the noisy one's
+
+
+def test_distributions_have_all_values_of_few_completions() -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    gold = task.gold(example)
+    found = rollout_distributions([make_group(task, example, [gold, "<answer>", gold])])
+    assert found["reward"] == [0.0, 1.0, 1.0]
+    assert found["completions/length"] == [8, len(gold), len(gold)]
+    assert rollout_distributions([]) == {"reward": [], "completions/length": []}
+
+
+def test_distributions_of_many_completions_are_quantiles() -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    groups = [make_group(task, example, ["x" * n for n in range(128)]) for _ in range(5)]
+    lengths = rollout_distributions(groups)["completions/length"]
+    # Each of 64 values stands for 10 of 640, of which it is one in the middle: five of each length.
+    assert lengths == [2 * i + 1 for i in range(64)]
+
+
+def test_a_rollout_without_groups_has_means_that_are_nan() -> None:
+    values = group_metrics([]).values(empty=math.nan)
+    assert set(values) >= {"reward", "entropy", "completions/mean_length"}
+    assert all(math.isnan(value) for value in values.values())
+
+
+def test_a_resumed_log_drops_the_steps_that_are_run_again(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        log.write(step, {"reward": step / 4})
+    resumed = StepLog(log.path)
+    resumed.truncate(2)
+    resumed.write(2, {"reward": 1.0})
+    assert log.path.read_text() == (
+        '{"step": 0, "reward": 0.0}\n{"step": 1, "reward": 0.25}\n{"step": 2, "reward": 1.0}\n'
+    )
+    assert resumed.read() == [json.loads(line) for line in log.path.read_text().splitlines()]
+
+
+def test_the_entropy_of_an_outside_sampler_is_estimated_from_its_log_probs() -> None:
+    group = groups.make_group({"exact": 1.0}, {"exact": 0.0}, lengths=[3, 1])  # of −0.5 each
+    assert group_metrics([group]).values()["entropy"] == 0.5
+    first, second = group.completions
+    known = replace(group, completions=(replace(first, entropies=(1.0, 2.0, 3.0)), second))
+    assert group_metrics([known]).values()["entropy"] == pytest.approx(6.5 / 4)

@@ -1,0 +1,268 @@
+"""The reference policy in real training steps: its weights, its refreshes and its cost."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recorded_copies import record_copies
+from small_runs import SMALL, make_embedded_trainer
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.loading import LoadedModel
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.training.batch import Rollout, build_slices
+from vlm_grpo.training.reference import Reference
+from vlm_grpo.training.trainer import Trainer, train
+from vlm_grpo.types import Group
+
+FULL: tuple[str, ...] = ()
+LORA = ("policy.lora.r=4", "policy.lora.alpha=8")
+KL = "objective.beta=0.05"
+
+both_kinds = pytest.mark.parametrize("weights", [FULL, LORA], ids=["full", "lora"])
+
+
+def make_reference(device: str, weight: torch.nn.Parameter) -> Reference:
+    fields = {"beta": 0.1, "reference_refresh_every": 2, "reference_device": device}
+    return Reference([("w", weight)], ObjectiveSettings.model_validate(fields))
+
+
+def test_a_host_snapshot_leaves_the_weights_device() -> None:
+    """Torch's device without memory replaces an accelerator: nothing can be copied from it."""
+    weight = torch.nn.Parameter(torch.zeros(3, device="meta"))
+    assert make_reference("model", weight).state_dict()["w"].device.type == "meta"
+    with pytest.raises(NotImplementedError, match="meta"):
+        make_reference("cpu", weight)
+
+
+@pytest.mark.gpu
+def test_a_host_snapshot_on_an_accelerator() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    host = make_reference("cpu", weight)
+    assert host.state_dict()["w"].device.type == "cpu"
+    weight.data.add_(1)
+    with host.in_place():
+        assert weight.device.type == "cuda"
+        assert weight.tolist() == [0, 0, 0]
+    assert weight.tolist() == [1, 1, 1]
+    host.refresh(2)
+    assert host.state_dict()["w"].tolist() == [1, 1, 1]
+
+
+def test_a_host_snapshot_is_pinned_and_swapped_in_without_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    calls, _ = record_copies(monkeypatch)
+    reference = make_reference("cpu", weight)
+    assert calls == ["pin", "copy_ without waiting", "wait"]
+    calls.clear()
+    with reference.in_place():
+        assert calls == ["to without waiting"]
+
+
+def test_a_snapshot_shares_no_memory_with_weights_or_loaded_state() -> None:
+    for device in ("model", "cpu"):
+        weight = torch.nn.Parameter(torch.zeros(3))
+        reference = make_reference(device, weight)
+        weight.data.add_(1)
+        assert reference.state_dict()["w"].tolist() == [0, 0, 0]
+        saved = {"w": torch.full((3,), 7.0)}
+        reference.load_state_dict(saved)
+        reference.refresh(1)  # not due: 1 is no multiple of 2
+        assert reference.state_dict()["w"].tolist() == [7, 7, 7]
+        reference.refresh(2)
+        assert reference.state_dict()["w"].tolist() == [1, 1, 1]
+        assert not reference.state_dict()["w"].requires_grad
+        assert saved["w"].tolist() == [7, 7, 7]
+
+
+def test_the_reference_is_swapped_in_by_reference_and_into_shards_by_value() -> None:
+    """A shard is a view of memory that the strategy manages; a full weight is not copied."""
+    full, shard = torch.nn.Parameter(torch.zeros(3)), torch.zeros(2)
+    sharded: Any = torch.nn.Parameter(torch.zeros(3))
+    sharded.ds_tensor = shard  # as DeepSpeed keeps this rank's part of a weight
+    for weight, held in ((full, full), (sharded, shard)):
+        reference = make_reference("model", weight)
+        with torch.no_grad():
+            held += 1
+        pointer = held.data_ptr()
+        with reference.in_place():
+            assert not held.any()
+            assert (held.data_ptr() == pointer) == (held is shard)
+        assert (held == 1).all()
+        assert held.data_ptr() == pointer
+
+
+def test_a_snapshot_of_another_model_is_refused() -> None:
+    reference = make_reference("model", torch.nn.Parameter(torch.zeros(3)))
+    for wrong in ({}, {"v": torch.zeros(3)}, {"w": torch.zeros(1)}):  # the last would broadcast
+        with pytest.raises(UserError, match="other weights"):
+            reference.load_state_dict(wrong)
+
+
+def run_steps(trainer: Trainer, count: int) -> list[dict[str, float]]:
+    return [trainer.step() for _ in range(count)]
+
+
+class FrozenPolicy:
+    """A deep copy of the trainer's policy, which scores completions."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        own = trainer.policy
+        loaded = LoadedModel(
+            copy.deepcopy(own.model), own.processor, own.family, own.budget, own.shared, None
+        )
+        self.updater = replace(trainer.updater, policy=Policy(loaded, own.distribution))
+
+    def logprobs(self, groups: Sequence[Group]) -> dict[int, torch.Tensor]:
+        keep = [True] * sum(len(group.completions) for group in groups)
+        return self.updater.logprobs(build_slices(groups, keep))
+
+
+@both_kinds
+@pytest.mark.parametrize("every", [2, "never"])
+def test_the_reference_is_the_policy_at_its_last_refresh(
+    tmp_path: Path, weights: tuple[str, ...], every: int | str
+) -> None:
+    """Over 5 steps: the log-probs of a deep copy made before steps 0, 2, 4, or 0 alone."""
+    trainer = make_embedded_trainer(
+        tmp_path, KL, f"objective.reference_refresh_every={every}", *weights
+    )
+    reference = FrozenPolicy(trainer)
+    passes: list[tuple[Sequence[Group], Mapping[int, torch.Tensor]]] = []
+    score_step = trainer.updater.score_step
+
+    def record_pass(rollout: Rollout) -> Any:
+        scores = score_step(rollout)
+        passes.append((rollout.groups, scores.values["reference_logprobs"]))
+        return scores
+
+    trainer.updater.score_step = record_pass
+    differences = []
+    for step in range(5):
+        if every != "never" and step % int(every) == 0:
+            reference = FrozenPolicy(trainer)
+        current = FrozenPolicy(trainer)
+        run_steps(trainer, 1)
+        groups, found = passes[-1]
+        expected, policy = reference.logprobs(groups), current.logprobs(groups)
+        assert set(found) == set(expected) == set(range(12))
+        # Equal numbers went through equal operations: bit-identical.
+        assert all(torch.equal(found[row], expected[row]) for row in found)
+        differences.append(max((found[row] - policy[row]).abs().max().item() for row in found))
+    fresh = [step for step in range(5) if differences[step] == 0]
+    assert fresh == ([0] if every == "never" else [0, 2, 4])
+    assert max(differences) > 0.01  # nats: the policy has changed, or the test would be empty
+
+
+@both_kinds
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_reference_refreshed_in_every_step_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[str, ...], iterations: int
+) -> None:
+    """k = 1: no snapshot, no reference pass, and the work of a run without a reference."""
+    works = {}
+    for beta in (0, 0.05):
+        trainer = make_embedded_trainer(
+            tmp_path,
+            f"objective.beta={beta}",
+            "objective.entropy_coef=1e-9",  # so that no group is left out in either run
+            f"objective.num_iterations={iterations}",
+            *weights,
+        )
+        calls: list[int] = []
+        score = trainer.policy.score
+
+        def count_calls(*arguments: Any, score: Any = score, calls: list[int] = calls) -> Any:
+            calls.append(arguments[0].num_tokens)
+            return score(*arguments)
+
+        monkeypatch.setattr(trainer.policy, "score", count_calls)
+        rows = run_steps(trainer, 2)
+        assert trainer.updater.reference.snapshot is None
+        assert trainer.updater.reference.state_dict() == {}
+        names = [name for name in rows[0] if name.startswith("work/")]
+        assert "work/update_tokens" in names
+        assert len(calls) == 2 * iterations  # one forward pass per update, no others
+        # Only the first step: the completions of the second depend on β.
+        works[beta] = ({name: rows[0][name] for name in names}, calls[:iterations])
+    assert works[0] == works[0.05]
+
+
+def test_a_snapshot_costs_one_pass_per_step(tmp_path: Path) -> None:
+    """The test above would find this cost if there were a snapshot with k = 1."""
+    works = []
+    for every in (1, 5):
+        trainer = make_embedded_trainer(tmp_path, KL, f"objective.reference_refresh_every={every}")
+        works.append(run_steps(trainer, 1)[0]["work/update_tokens"])
+    assert works[1] == 2 * works[0]
+
+
+@both_kinds
+def test_a_snapshot_on_the_host_gives_the_same_run(
+    tmp_path: Path, weights: tuple[str, ...]
+) -> None:
+    runs = []
+    for device in ("model", "cpu"):
+        trainer = make_embedded_trainer(
+            tmp_path,
+            KL,
+            "objective.reference_refresh_every=2",
+            f"objective.reference_device={device}",
+            *weights,
+        )
+        rows = run_steps(trainer, 4)
+        weights_after = [(n, w.detach()) for n, w in trainer.policy.trainable_parameters()]
+        runs.append(([(row["loss"], row["kl"]) for row in rows], weights_after))
+    assert runs[0][0] == runs[1][0]
+    pairs = zip(runs[0][1], runs[1][1], strict=True)
+    assert all(n == m and torch.equal(a, b) for (n, a), (m, b) in pairs)
+
+
+def test_gathered_weights_are_dropped_around_the_reference_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of the policy's weights must not serve the reference, nor the other way round."""
+    trainer = make_embedded_trainer(tmp_path, KL, "objective.reference_refresh_every=never")
+    _, weight = trainer.strategy.trainable[0]
+    weight.data.zero_()  # the policy's; the reference's are not 0
+    dropped: list[bool] = []
+    monkeypatch.setattr(trainer.strategy, "release", lambda: dropped.append(bool(weight.any())))
+    trainer.updater.reference_logprobs(())
+    assert dropped == [False, True]
+    assert not weight.any()
+
+
+def test_a_host_snapshot_is_part_of_the_checkpoint(tmp_path: Path) -> None:
+    """A run that is resumed between two refreshes keeps its reference."""
+    changes = [
+        f"output_dir={tmp_path}",
+        *SMALL,
+        KL,
+        "objective.reference_refresh_every=3",
+        "objective.reference_device=cpu",
+        "optim.max_steps=4",
+        "checkpoint.every=2",
+    ]
+    kls = []
+    for name in ("uninterrupted", "resumed"):
+        settings = load_settings("quickstart", [*changes, f"name={name}"])
+        train(settings)
+        if name == "resumed":
+            last = settings.run_dir / "checkpoints" / "step-4"
+            last.rename(tmp_path / "last")
+            train(settings.model_copy(update={"resume": True}))
+        lines = (settings.run_dir / "metrics.jsonl").read_text().splitlines()
+        kls.append([json.loads(line)["kl"] for line in lines])
+    assert kls[0] == kls[1]
+    assert kls[0][2] > 0  # step 2 uses the snapshot of step 0, which the checkpoint holds

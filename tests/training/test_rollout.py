@@ -1,0 +1,189 @@
+"""The rollout of a step: resampled groups, lack of memory, and failures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_runs import TASK, make_trainer
+from tiny_models import make_prompt, noise_example, tiny_policy
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.task import PlainQuestion
+from vlm_grpo.training import rollout as rollout_module
+from vlm_grpo.training.batch import Rollout, score_groups
+from vlm_grpo.types import Completion, Example, Score
+
+
+def get_tokens(rollout: Rollout) -> list[tuple[int, ...]]:
+    return [c.token_ids for group in rollout.groups for c in group.completions]
+
+
+@pytest.mark.parametrize("limit", [130, 1])
+def test_a_rollout_that_runs_out_of_memory_samples_the_same_tokens_in_parts(
+    settings: Any, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    sample = sampler.policy.sample
+    expected = sampler.sample(0)
+    assert expected.resampled == 0  # without dynamic sampling
+
+    def sample_within_limit(*args: Any) -> Any:
+        if (args[-1] or sys.maxsize) > limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return sample(*args)
+
+    monkeypatch.setattr(sampler.policy, "sample", sample_within_limit)
+    sampler.cursor.position = 0
+    if limit == 1:
+        with pytest.raises(UserError, match="num_generations"):
+            sampler.sample(0)
+        return
+    assert get_tokens(sampler.sample(0)) == get_tokens(expected)
+    assert sampler.budget.limit <= limit
+
+
+def test_other_errors_of_sampling_are_raised(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(sampler.policy, "sample", fail)
+    with pytest.raises(RuntimeError, match="shapes"):
+        sampler.sample(0)
+
+
+def test_dynamic_sampling_replaces_uniform_groups_up_to_its_limit(settings: Any) -> None:
+    sampler = make_trainer(settings(rollout={"dynamic_sampling": True, "max_resample": 2})).sampler
+    assert sampler.sample(0).resampled == 0  # this reward differs in every group
+    object.__setattr__(sampler.task, "weights", {"letters": 0.0})
+    position = sampler.cursor.position
+    rollout = sampler.sample(0)
+    # Now all totals are 0: two rounds of 3 new prompts, then the step continues with the first 3.
+    assert rollout.resampled == 6
+    assert sampler.cursor.position == position + 9
+    assert [len(indices) for indices in rollout.rounds] == [3, 3, 3]
+    expected = [sampler.stream[position + place].id for place in range(3)]
+    assert [group.id for group in rollout.groups] == expected
+
+
+@pytest.mark.parametrize(
+    ("spread", "chosen", "rounds"), [({1, 2}, [1, 2, 0], [3, 1]), ({2, 3}, [2, 3, 0], [3, 2])]
+)
+def test_groups_with_spread_come_first_and_equal_ones_fill_the_step(
+    settings: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    spread: set[int],
+    chosen: list[int],
+    rounds: list[int],
+) -> None:
+    """A step of three groups, those with a spread by their index, and one round of replacement."""
+    run = settings(rollout={"dynamic_sampling": True, "max_resample": 1})
+    sampler = make_trainer(run).sampler
+    ids = {sampler.stream[index].id: index for index in range(5)}
+    monkeypatch.setattr(rollout_module, "has_spread", lambda group, *_: ids[group.id] in spread)
+    rollout = sampler.sample(0)
+    assert [ids[group.id] for group in rollout.groups] == chosen
+    assert [len(indices) for indices in rollout.rounds] == rounds
+    assert rollout.resampled == rounds[1]
+
+
+def test_ranks_share_the_prompts_of_a_step(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: flag)
+    monkeypatch.setattr(rollout_module, "sum_over_ranks", lambda ranks, tensors: None)
+    shares = []
+    for rank in range(2):
+        sampler = make_trainer(settings()).sampler
+        ranks: Any = SimpleNamespace(process_index=rank, num_processes=2, device="cpu")
+        monkeypatch.setattr(sampler, "accelerator", ranks)
+        monkeypatch.setattr(sampler, "world_size", 2)
+        sampler.sample(0)
+        shares += sampler.sample(0).rounds[0]
+    assert sorted(shares) == [3, 4, 5]  # prompts_per_step=3, the second step
+
+
+def test_the_next_prompts_are_loaded_ahead_and_closing_stops_the_scorer(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    ahead: list[Any] = []
+    monkeypatch.setattr(sampler.loader, "prefetch", lambda indices, noise: ahead.append(indices))
+    monkeypatch.setattr(sampler.scorer, "close", lambda: ahead.append("closed"))
+    sampler.sample(0)
+    sampler.close()
+    assert ahead == [[3, 4, 5], "closed"]
+
+
+def test_a_failure_of_another_rank_ends_the_rollout(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: True)
+    with pytest.raises(UserError, match="another process"):
+        sampler.sample(0)
+
+
+def test_a_reward_that_fails_on_every_completion_ends_the_rollout(
+    settings: Any, tmp_path: Path
+) -> None:
+    broken = "    @reward()\n    def broken(self, answer, example):\n        raise ValueError\n"
+    (tmp_path / "broken.py").write_text(f"{TASK}\n{broken}")
+    sampler = make_trainer(settings(task=str(tmp_path / "broken.py"))).sampler
+    with pytest.raises(UserError, match="reward broken failed on every completion"):
+        sampler.sample(0)
+
+
+def test_a_failed_rollout_leaves_the_position(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make_trainer(settings()).sampler
+    sampler.sample(0)
+    load = sampler.loader.load
+
+    def fail(*_: Any) -> Any:
+        raise UserError("an image cannot be read")
+
+    monkeypatch.setattr(sampler.loader, "load", fail)
+    with pytest.raises(UserError, match="cannot be read"):
+        sampler.sample(0)
+    assert sampler.cursor.position == 3
+    monkeypatch.setattr(sampler.loader, "load", load)
+    assert len(sampler.sample(0).groups) == 3
+    assert sampler.cursor.position == 6
+
+
+def test_scores_return_to_their_groups() -> None:
+    """The scorer receives all completions in one list."""
+    policy = tiny_policy("qwen2_5_vl")
+    prompts = [make_prompt(policy, noise_example(name, [])) for name in ("a", "b")]
+    completions = [
+        tuple(Completion((1,) * length, (), f"{name}{length}", "eos") for length in lengths)
+        for name, lengths in (("a", (1, 2)), ("b", (3, 4, 5)))
+    ]
+
+    def score(
+        task: Any,
+        texts: list[str],
+        examples: list[Example],
+        lengths: list[int],
+        groups: list[int],
+    ) -> list[Score]:
+        assert groups == [0, 0, 1, 1, 1]
+        pairs = zip(texts, examples, lengths, strict=True)
+        assert all(text == f"{example.id}{length}" for text, example, length in pairs)
+        return [Score(text, {}, None, {}) for text in texts]
+
+    scorer: Any = score
+    groups = score_groups(scorer, PlainQuestion(), prompts, completions)
+    assert [group.prompt for group in groups] == prompts
+    assert [[score.answer for score in group.scores] for group in groups] == [
+        ["a1", "a2"],
+        ["b3", "b4", "b5"],
+    ]

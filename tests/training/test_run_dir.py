@@ -1,0 +1,165 @@
+"""A resumed run writes the same metrics and alarms as one that was not interrupted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from processes import wait_for
+
+from vlm_grpo.benchmarks.definition import load_benchmark
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.run_dir import RunDir, lock_run
+from vlm_grpo.training.trainer import train
+from vlm_grpo.utils import folder_lock
+from vlm_grpo.utils.folder_lock import check_lock
+
+STEPS = 70
+
+
+def make_row(step: int) -> dict[str, float]:
+    """Entropy falls to nothing; completions are truncated from step 30 to 40."""
+    return {
+        "entropy": 0.5 * 0.9**step,
+        "completions/clipped_ratio": 0.9 if 30 <= step < 40 else 0.0,
+    }
+
+
+def write_steps(settings: Settings, start: int, stop: int) -> None:
+    task = load_task("counting")
+    run_dir = RunDir(settings, task, task, is_main=True)
+    run_dir.open(start)
+    for step in range(start, stop):
+        run_dir.write_metrics(step, make_row(step))
+    run_dir.trackers.finish()
+
+
+def read_alarms(settings: Settings) -> list[dict[str, Any]]:
+    lines = (settings.run_dir / "alarms.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Any:
+    def named(name: str) -> Settings:
+        values = {"train": "embedded:counting"}
+        return Settings.model_validate(
+            {"name": name, "task": "counting", "output_dir": tmp_path, "data": values}
+        )
+
+    return named
+
+
+# Killed before the first alarm, between the two, while one is active, and after both; the newest
+# checkpoint is one step, or many, behind the log.
+@pytest.mark.parametrize("killed", [10, 33, 38, 45, 69])
+@pytest.mark.parametrize("behind", [1, 9])
+def test_a_resumed_run_has_the_alarms_of_an_uninterrupted_one(
+    settings: Any, killed: int, behind: int
+) -> None:
+    uninterrupted, resumed = settings("uninterrupted"), settings("resumed")
+    write_steps(uninterrupted, 0, STEPS)
+    write_steps(resumed, 0, killed)
+    write_steps(resumed, killed - behind, STEPS)
+
+    expected = read_alarms(uninterrupted)
+    assert [alarm["name"] for alarm in expected] == ["cut off", "entropy collapse"]
+    assert set(expected[0]) == {"step", "name", "message", "remedy"}
+    assert read_alarms(resumed) == expected
+
+
+def test_an_alarm_is_logged_once(settings: Any, caplog: pytest.LogCaptureFixture) -> None:
+    write_steps(settings("run"), 0, STEPS)
+    alarms = read_alarms(settings("run"))
+    (step,) = [alarm["step"] for alarm in alarms if alarm["name"] == "cut off"]
+    assert f"step {step}: cut off:" in caplog.text
+    assert caplog.text.count("cut off:") == 1
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from vlm_grpo.utils.folder_lock import lock_folder
+with lock_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_in_use_is_refused_and_unchanged(settings: Any, resume: bool) -> None:
+    run = settings("run").model_copy(update={"resume": resume})
+    write_steps(run, 0, 2)
+    (run.run_dir / "checkpoints" / ".step-3.tmp").mkdir(parents=True)  # being written
+    (run.run_dir / "checkpoints" / "step-2").mkdir()  # corrupt: a resume would rename it
+    command = [sys.executable, "-c", HOLD, str(run.run_dir)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        before = sorted(run.run_dir.rglob("*"))
+        with pytest.raises(UserError, match=f"in use by process {holder.pid} on .* since 20"):
+            train(run)
+        assert sorted(run.run_dir.rglob("*")) == before
+        holder.communicate("")
+
+
+def test_a_run_that_lost_its_folder_ends_at_the_next_step(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.01)
+    task, run = load_task("counting"), settings("run")
+    with lock_run(run, Accelerator(cpu=True)):
+        run_dir = RunDir(run, task, task, is_main=True)
+        run_dir.open(0)
+        run_dir.write_metrics(0, make_row(0))
+        (run.run_dir / ".lock-1").unlink()
+        with pytest.raises(UserError, match="another process has taken over"):
+            wait_for(lambda: check_lock(run.run_dir))
+        with pytest.raises(UserError, match="another process has taken over"):
+            run_dir.write_metrics(1, make_row(1))
+        run_dir.trackers.finish()
+    assert [row["step"] for row in run_dir.metrics.read()] == [0]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_settings(
+    settings: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for name, folder in (("run", tmp_path / "file"), ("x" * 300, tmp_path), ("file", tmp_path)):
+        run = settings(name).model_copy(update={"output_dir": folder})
+        with (
+            pytest.raises(UserError, match=r"the run's folder .* \(.*\): set output_dir or name"),
+            lock_run(run, Accelerator(cpu=True)),
+        ):
+            pass
+
+
+def test_other_ranks_write_nothing(settings: Any) -> None:
+    task = load_task("counting")
+    run_dir = RunDir(settings("run"), task, task, is_main=False)
+    run_dir.open(0)
+    run_dir.write_metrics(0, make_row(0))
+    run_dir.close()
+    assert not run_dir.path.exists()
+
+
+@pytest.mark.parametrize("metric", ["absolute_error", "rmse"])
+def test_alarms_monitor_the_held_out_metric_if_completions_have_it(
+    settings: Any, tmp_path: Path, metric: str
+) -> None:
+    path = tmp_path / "benchmark.yaml"
+    path.write_text(f"title: Errors\ntask: counting\nmetric: {metric}\n")
+    task, held_out_task = load_task("counting"), load_benchmark(str(path)).load_task()
+    monitored = RunDir(settings("run"), task, held_out_task, is_main=True).monitored
+    if metric == "absolute_error":
+        assert (monitored.primary_metric, monitored.lower_is_better) == (metric, True)
+    else:  # of the full set: no completion has a value
+        assert monitored is task

@@ -1,0 +1,353 @@
+"""Rollouts by a sampler outside the policy, also ahead of the steps that use them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import run_ranks
+from outside import CopySampler
+from small_runs import LORA, StopAt, assert_same_weights, make_trainer, read_metrics, read_samples
+from steps_ahead_ranks import make_run, train_on_ranks
+
+from vlm_grpo.config.policy import RolloutSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.vllm import VllmSettings
+from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.training import rollout as rollout_module
+from vlm_grpo.training import started
+from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.checkpoint.store import list_checkpoints, read_metadata
+from vlm_grpo.training.nonfinite import NonfiniteGuard
+from vlm_grpo.training.trainer import train
+from vlm_grpo.utils.signals import StepInterrupted, StopRequest
+
+SERVER: dict[str, Any] = {"urls": ["http://127.0.0.1:8000"]}
+
+
+@pytest.fixture
+def vllm(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that builds settings of runs whose samplers are ``CopySampler``.
+
+    ``vllm.before`` is called before each rollout; ``vllm.samplers`` are those of all runs.
+    """
+    monkeypatch.setattr(started, "POLL_SECONDS", 60.0)  # StopAt counts the looks at it
+
+    def build(ahead: int = 0, **changes: Any) -> Settings:
+        rollout = {"sampler": "vllm", "vllm": SERVER, "steps_ahead": ahead}
+        return settings(rollout=rollout | changes.pop("rollout", {}), **changes)
+
+    def build_copy(strategy: Strategy, settings: Settings) -> CopySampler:
+        build.samplers.append(CopySampler(strategy.policy, lambda number: build.before(number)))
+        return build.samplers[-1]
+
+    build.before, build.samplers = lambda number: None, []
+    monkeypatch.setattr(rollout_module, "VllmSampler", build_copy)
+    return build
+
+
+def get_newest(run: Settings) -> Path:
+    """Return the run's newest checkpoint."""
+    return list_checkpoints(run.run_dir / "checkpoints")[-1][1]
+
+
+def read_ids(run: Settings) -> list[list[str]]:
+    """Return the ids of the examples of each finished step."""
+    samples = read_samples(run.run_dir)
+    return [
+        [json.loads(line)["id"] for line in content.splitlines()]
+        for name, content in sorted(samples.items())
+        if name.startswith("samples/") and name.endswith(".jsonl") and "held-out" not in name
+    ]
+
+
+def assert_each_example_once(run: Settings) -> None:
+    """Four steps of three prompts are one epoch of the twelve examples."""
+    ids = read_ids(run)
+    assert [len(step) for step in ids] == [3, 3, 3, 3]
+    assert len({example for step in ids for example in step}) == 12
+
+
+def stop_and_resume(run: Settings, count: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Train with a stop at the n-th check, and resume; return the name of the checkpoint."""
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(count))
+        with pytest.raises(Stopped):
+            train(run)
+    name = get_newest(run).name
+    train(run.model_copy(update={"resume": True}))
+    return name
+
+
+def test_steps_ahead_need_an_outside_sampler() -> None:
+    with pytest.raises(UserError, match=r"steps_ahead=1 needs rollout.sampler=vllm"):
+        RolloutSettings(steps_ahead=1)
+    settings = RolloutSettings(steps_ahead=1, sampler="vllm", vllm=VllmSettings(**SERVER))
+    assert settings.steps_ahead == 1
+
+
+def test_an_outside_sampler_gives_the_run_of_the_policy(settings: Any, vllm: Any) -> None:
+    """With equal kernels the weights of the correction are 1, up to rounding."""
+    expected, run = make_trainer(settings(name="policy")), vllm()
+    expected.run()
+    train(run)
+    rows = read_metrics(expected.settings.run_dir), read_metrics(run.run_dir)
+    for ours, theirs in zip(*rows, strict=True):
+        for name in ("reward", "completions/mean_length", "entropy", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+        assert theirs["sampling/effective_sample_size"] == pytest.approx(1, abs=1e-6)
+        assert theirs["staleness/max"] == 0
+        assert "staleness/max" not in ours
+
+
+@pytest.mark.parametrize(
+    ("ahead", "versions"), [(0, [0, 1, 2, 3]), (1, [0, 0, 1, 2]), (2, [0, 0, 0, 1])]
+)
+def test_later_steps_are_sampled_with_the_weights_of_their_start(
+    vllm: Any, ahead: int, versions: list[int]
+) -> None:
+    run = vllm(ahead)
+    train(run)
+    (outside,) = vllm.samplers
+    assert [version for version, _ in outside.sampled] == versions
+    rows = read_metrics(run.run_dir)
+    assert [row["staleness/mean"] for row in rows] == [s - v for s, v in enumerate(versions)]
+    assert [row["staleness/max"] for row in rows] == [s - v for s, v in enumerate(versions)]
+    for row in rows:  # only older weights have another distribution
+        assert (row["sampling/sampling_logp_difference/mean"] > 1e-4) == (row["staleness/max"] > 0)
+    assert_each_example_once(run)
+    assert sorted(map(sorted, read_ids(run))) == sorted(sorted(ids) for _, ids in outside.sampled)
+
+
+@pytest.mark.parametrize(("ahead", "rests"), [(0, 4), (1, 1)])
+def test_servers_rest_in_updates_in_which_they_do_not_sample(
+    vllm: Any, ahead: int, rests: int
+) -> None:
+    train(vllm(ahead))
+    assert vllm.samplers[0].rests == rests  # of four steps, the last has no later one
+
+
+def test_generation_runs_while_the_policy_is_updated(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update lasts until all is generated that was begun, which takes 0.3 s at least."""
+    vllm.before = lambda number: time.sleep(0.3)
+    check = NonfiniteGuard.check
+
+    def check_later(*arguments: Any) -> Any:
+        vllm.samplers[-1].thread.submit(lambda: None).result()
+        return check(*arguments)
+
+    monkeypatch.setattr(NonfiniteGuard, "check", check_later)
+    waited = {}
+    for ahead in (0, 1):
+        run = vllm(ahead, name=f"ahead{ahead}", optim={"max_steps": 3})
+        train(run)
+        lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert all(row["time/generation"] >= 0.3 for row in rows)
+        waited[ahead] = [row["time/rollout"] for row in rows]
+    assert min(waited[0]) >= 0.3
+    assert max(waited[1][1:]) < 0.25
+
+
+@pytest.mark.parametrize("policy", [{}, {"freeze": ["vision", "projector"]}, LORA])
+def test_a_resumed_run_is_bit_identical_without_steps_ahead(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, policy: dict[str, Any]
+) -> None:
+    changes = {"objective": {"num_iterations": 2}, "policy": policy}
+    uninterrupted, stopped = vllm(name="uninterrupted", **changes), vllm(name="stopped", **changes)
+    train(uninterrupted)
+    assert stop_and_resume(stopped, 6, monkeypatch) == "step-1-1"
+    a, b = stopped.run_dir, uninterrupted.run_dir
+    rows = read_metrics(a), read_metrics(b)
+    for row in (row for run in rows for row in run):  # the update of step 1 encodes images again
+        row["work/encoder_passes"] = 0
+    assert rows[0] == rows[1]
+    assert read_samples(a) == read_samples(b)
+    assert_same_weights(a / "checkpoints" / "step-4", b / "checkpoints" / "step-4")
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize(("count", "name"), [(3, "step-1"), (5, "step-2"), (6, "step-2-0")])
+def test_a_stopped_run_uses_each_example_once(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, ahead: int, count: int, name: str
+) -> None:
+    """After a resume, completions that were generated ahead are generated again."""
+    run = vllm(ahead)
+    assert stop_and_resume(run, count, monkeypatch) == name
+    assert_each_example_once(run)
+    metadata = read_metadata(run.run_dir / "checkpoints" / name)
+    done = metadata["step"] + ("-" in name.removeprefix("step-"))
+    assert len(metadata["unused"]) == 3 * min(ahead, 4 - done)
+    staleness = [row["staleness/max"] for row in read_metrics(run.run_dir)]
+    assert staleness[done] == 0
+    versions = [version for version, _ in vllm.samplers[1].sampled]
+    assert versions[: ahead + 1] == [done] * min(ahead + 1, 4 - done)
+
+
+def test_a_crashed_run_uses_each_example_once(vllm: Any) -> None:
+    """A checkpoint between steps has the indices whose completions were still generated."""
+    run = vllm(2, checkpoint={"every": 1, "keep_last": 0})
+    train(run)
+    for step in (3, 4):
+        shutil.rmtree(run.run_dir / "checkpoints" / f"step-{step}")
+    train(run.model_copy(update={"resume": True}))
+    assert_each_example_once(run)
+
+
+def test_steps_ahead_may_change_when_a_run_is_resumed(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = vllm(2)
+    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(3))
+    with pytest.raises(Stopped):
+        train(run)
+    monkeypatch.setattr(trainer_module, "StopRequest", StopRequest)
+    train(vllm(0, resume=True))
+    assert [version for version, _ in vllm.samplers[1].sampled] == [1, 2, 3]
+    assert_each_example_once(run)
+
+
+def test_replacements_are_sampled_with_the_current_weights(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step replaces all of its groups once."""
+    monkeypatch.setattr(rollout_module, "has_spread", lambda *_: False)
+    run = vllm(1, rollout={"dynamic_sampling": True, "max_resample": 1})
+    train(run)
+    (outside,) = vllm.samplers
+    # Each step starts the first round of the next one, then its own replacements.
+    assert [version for version, _ in outside.sampled] == [0, 0, 0, 1, 1, 2, 2, 3]
+    ids = [example for _, examples in outside.sampled for example in examples]
+    assert all(ids.count(example) == 2 for example in ids)  # two epochs of 12
+
+
+def test_a_failure_in_the_background_ends_its_step_and_loses_nothing(vllm: Any) -> None:
+    def fail(number: int) -> None:
+        if number == 2:
+            raise UserError("the server is gone")
+
+    run, vllm.before = vllm(1), fail
+    with pytest.raises(UserError, match="the server is gone"):
+        train(run)
+    assert get_newest(run).name == "step-2"
+    vllm.before = lambda number: None
+    train(run.model_copy(update={"resume": True}))
+    assert_each_example_once(run)
+
+
+def test_an_unreadable_image_ahead_of_its_step_loses_nothing(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = vllm(1)
+    load = rollout_module.PromptLoader.load
+
+    def fail(self: Any, indices: list[int], *noise: Any) -> Any:
+        if 6 in indices:
+            raise UserError("an image cannot be read")
+        return load(self, indices, *noise)
+
+    monkeypatch.setattr(rollout_module.PromptLoader, "load", fail)
+    with pytest.raises(UserError, match="cannot be read"):
+        train(run)
+    monkeypatch.setattr(rollout_module.PromptLoader, "load", load)
+    checkpoint = get_newest(run)
+    assert read_metadata(checkpoint)["unused"] == [3, 4, 5]  # step 2's prompts, at step 1
+    train(run.model_copy(update={"resume": True}))
+    assert_each_example_once(run)
+
+
+def test_a_signal_ends_the_wait_at_once(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rollout of the second step never ends by itself."""
+    released = threading.Event()
+
+    def hang(number: int) -> None:
+        if number == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            released.wait(60)
+
+    monkeypatch.setattr(started, "POLL_SECONDS", 0.1)
+    close = CopySampler.close
+    monkeypatch.setattr(CopySampler, "close", lambda self: released.set() or close(self))
+    run, vllm.before = vllm(), hang
+    began = time.monotonic()
+    with pytest.raises(Stopped) as stopped:
+        train(run)
+    assert time.monotonic() - began < 30  # the wait would have taken 60
+    assert stopped.value.status == 128 + signal.SIGINT
+    assert get_newest(run).name == "step-1"
+    vllm.before = lambda number: None
+    train(run.model_copy(update={"resume": True}))
+    assert_each_example_once(run)
+
+
+def test_a_stop_of_another_rank_ends_the_step(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(vllm(1))
+    monkeypatch.setattr(rollout_module, "any_rank", lambda ranks, flag: True)
+    with pytest.raises(StepInterrupted):
+        trainer.sampler.sample(0)
+    assert (trainer.sampler.cursor.position, trainer.sampler.unused) == (0, [])
+    trainer.sampler.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_together_and_use_each_example_once(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """Rank 0 receives the signal while it waits; rank 1 has its completions and receives none."""
+    for resume, name in ((False, "step-1"), (True, "step-4")):
+        run_ranks(tmp_path / "log", 2, train_on_ranks, tmp_path, model_folder, resume)
+        assert get_newest(make_run(tmp_path, model_folder, resume)).name == name
+    run = make_run(tmp_path, model_folder, resume=True)
+    first, last = (read_metadata(path) for _, path in list_checkpoints(run.run_dir / "checkpoints"))
+    assert (first["position"], first["unused"]) == (6, [3, 4, 5])
+    assert last["position"] == 12
+    assert "unused" not in last
+    ids = [example for step in read_ids(run) for example in step]  # of the first rank
+    assert len(set(ids)) == len(ids)
+    # The first two rollouts after the stop have the weights of then.
+    assert [row["staleness/max"] for row in read_metrics(run.run_dir)] == [0, 0, 1, 1]
+
+
+def test_weights_are_gathered_only_to_check_the_form(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update shares prompts, so the run checks that on the first completions it gets."""
+    trainer, gathered = make_trainer(vllm()), []
+    monkeypatch.setattr(
+        trainer.strategy, "gathered", lambda: gathered.append(None) or nullcontext()
+    )
+    check = trainer.policy.form_check
+    assert check is not None
+    assert check.checked is None
+    trainer.step()
+    assert check.checked is not None
+    assert check.has_seen_images
+    assert len(gathered) == 1
+    trainer.step()
+    assert len(gathered) == 1
+    trainer.sampler.close()
+
+
+def test_evaluations_and_best_checkpoints_are_those_of_the_policy(vllm: Any) -> None:
+    changes = {
+        "data": {"eval": "embedded:ocr", "eval_limit": 3},
+        "evaluation": {"every": 1},
+        "checkpoint": {"every": 2, "keep_best": True, "keep_last": 1},
+    }
+    run = vllm(2, **changes)
+    result = train(run)
+    assert_each_example_once(run)
+    assert result.best is not None
+    kept = {step.steps for step, _ in list_checkpoints(run.run_dir / "checkpoints")}
+    assert kept == {4, result.best[1]} - {0}

@@ -1,0 +1,164 @@
+"""The first and last lines of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.data import load_examples
+from vlm_grpo.eval.bootstrap import bootstrap_interval
+from vlm_grpo.eval.summary import Evaluation, write_predictions, write_summary
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.summary import TrainResult, describe_run, format_change, read_evaluation
+from vlm_grpo.training.trainer import train
+
+
+def describe(*overrides: str) -> dict[str, str]:
+    settings = load_settings("quickstart", overrides)
+    task = load_task("counting")
+    examples = load_examples("embedded:counting", task, settings.data, "train")
+    lines = describe_run(settings, load_policy(settings), task, examples, examples[:3])
+    return {line[:11].strip(): line[11:] for line in lines}
+
+
+def test_the_first_lines_describe_the_run() -> None:
+    lines = describe("data.train_limit=9")
+    assert re.match(r"embedded \([\d,]+ weights, [\d,]+ trained, full weights\)", lines["model"])
+    assert lines["data"] == "embedded:counting: 9 examples; 3 held out"
+    # 84 x 84 pixels are 3 x 3 tokens of 28 x 28.
+    assert lines["images"].startswith("9 tokens per example, prompts up to ")
+    assert lines["reference"] == "none: beta=0, the loss has no KL"
+    assert lines["attention"] == "PyTorch's flash kernels for CPUs; decode steps run eagerly"
+    assert lines["step"].startswith("32 prompts × 8 completions, one prompt pass per group")
+    assert "a policy loss near 0 is normal" in lines["note"]
+    parts = describe("data.train_limit=9", "optim.mini_batches=4")
+    assert "completions in 4 mini-batches, one prompt" in parts["step"]
+    assert "note" not in parts
+
+
+def test_a_task_that_the_embedded_model_has_not_learned_is_noted() -> None:
+    note = "the embedded model has learned only to count, locate and read"
+    assert note in describe("data.train_limit=2", "task=detection")["note"]
+    assert note not in describe("data.train_limit=2")["note"]
+
+
+@pytest.mark.parametrize(
+    ("every", "text"),
+    [
+        ("1", "the policy at the start of each step (k=1): no second model, and a KL of about 0"),
+        ("5", "a copy of the policy, refreshed every 5 steps"),
+        ("never", "the policy before its first rollout, for the entire run"),
+    ],
+)
+def test_the_reference_is_described(every: str, text: str) -> None:
+    lines = describe(
+        "data.train_limit=2", "objective.beta=0.1", f"objective.reference_refresh_every={every}"
+    )
+    assert lines["reference"] == text
+
+
+def evaluation(*values: float | None, mean: float = 0.5, lower_is_better: bool = False) -> Any:
+    rows = tuple(
+        {"id": str(n), "rewards": {"exact": value}, "metrics": {}} for n, value in enumerate(values)
+    )
+    return Evaluation("exact", len(rows), {"exact": mean}, (0.4, 0.6), rows, lower_is_better)
+
+
+def test_the_change_is_paired_by_example() -> None:
+    same = evaluation(0, 1, 0, 1)
+    assert format_change(same, evaluation(1, 1, 1, 1)).startswith("+50.0 points [")
+    assert format_change(same, same) == "+0.0 points [+0.0, +0.0], which may be chance"
+    # Unpaired, a tenth of a point would be lost in 20 random values; paired, all of them rise.
+    first = [0.0, 0.5] * 10
+    better = format_change(evaluation(*first), evaluation(*(value + 0.1 for value in first)))
+    assert better == "+10.0 points [+10.0, +10.0]"
+    undefined = evaluation(None, mean=math.nan)
+    assert format_change(undefined, evaluation(1)) == "no example was scored both times"
+
+
+def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval() -> None:
+    before, after = evaluation(3, 2, lower_is_better=True), evaluation(1, 0, lower_is_better=True)
+    assert format_change(before, after) == "-2.000 [-2.000, -2.000]"
+    assert str(after) == "exact 0.500 [0.400, 0.600] (n = 2)"
+    unscored = replace(evaluation(None, mean=math.nan), interval=(math.nan, math.nan))
+    assert str(unscored) == "exact unknown (n = 1)"
+    first, later = evaluation(None, mean=0.25), evaluation(None, mean=0.5)
+    assert format_change(first, later) == "+25.0 points"
+    # A mean over groups: each example has a value, but their mean is another number.
+    grouped = [replace(evaluation(0, 1, 1), interval=(math.nan, math.nan)) for _ in range(2)]
+    grouped[1] = replace(grouped[1], metrics={"exact": 0.9})
+    assert format_change(*grouped) == f"{100 * (0.9 - grouped[0].value):+.1f} points"
+
+
+def test_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
+    settings = load_settings("quickstart", [f"output_dir={tmp_path}"])
+    path = settings.run_dir / "evaluation" / "step-000000.jsonl"
+    written = summarize_values(0, 1, 1, 0, None)
+    write_predictions(path, written)
+    write_summary(path.with_suffix(".json"), written)
+    assert read_evaluation(settings, 0) == written
+    corpus = replace(written, metrics={"exact": 0.9}, interval=(math.nan, math.nan))
+    write_summary(path.with_suffix(".json"), corpus)
+    read = read_evaluation(settings, 0)
+    assert read is not None
+    assert read.value == 0.9
+    assert math.isnan(read.interval[0])  # that of the examples is of another mean
+    assert read_evaluation(settings, 1) is None
+    for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
+        path.with_suffix(".json").write_text(text)
+        assert read_evaluation(settings, 0) is None
+
+
+def summarize_values(*values: float | None) -> Evaluation:
+    """Return an evaluation whose mean and interval are those of the values."""
+    known = [value for value in values if value is not None]
+    made = evaluation(*values, mean=sum(known) / len(known))
+    return replace(made, interval=bootstrap_interval(known, 0))
+
+
+def test_a_resumed_run_prints_the_change_since_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [f"output_dir={tmp_path}", "name=run", "optim.prompts_per_step=2", "data.eval_limit=8"]
+    short += ["optim.warmup_steps=0", "data.train_limit=8", "logging.trackers=[]"]
+
+    def run(*overrides: str) -> dict[str, str]:
+        result = train(load_settings("quickstart", [*short, *overrides]))
+        capsys.readouterr()
+        return {line[:11].strip(): line[11:] for line in str(result).splitlines()}
+
+    first = run("optim.max_steps=1")
+    resumed = run("optim.max_steps=2", "resume=true")
+    assert resumed["before"] == first["before"]
+    assert "points [" in resumed["change"]
+    again = run("optim.max_steps=2", "resume=true")  # nothing is left to do
+    names = ("before", "after", "change")
+    assert [again[name] for name in names] == [resumed[name] for name in names]
+    rows = (tmp_path / "run/distributions.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (0, "90.0%, the loaded model"),
+        (4, "90.0%, CHECKPOINTS/step-4"),
+        (2, "90.0%, after step 2, not kept (checkpoint.keep_best=true keeps it)"),
+    ],
+)
+def test_the_best_value_has_its_checkpoint(step: int, text: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step-4"
+    checkpoint.mkdir()
+    result = TrainResult(None, None, (0.9, step), checkpoint, tmp_path)
+    best = str(result).splitlines()[0]
+    assert best == "best       " + text.replace("CHECKPOINTS", str(tmp_path))
+    error = replace(result, lower_is_better=True)
+    assert str(error).splitlines()[0] == best.replace("90.0%", "0.900")

@@ -1,0 +1,105 @@
+"""On-policy distillation: the teacher's scores, its gradient, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import noise_example, tiny_model
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.policy import load_policy
+from vlm_grpo.planning.planner import plan
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.training.batch import by_completion, score_slices
+from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
+from vlm_grpo.training.teacher import load_teacher
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """Over all tokens of a vocabulary of five, each weighted with its probability."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    settings = ObjectiveSettings(distillation={"teacher": "any", "coef": 0.5, "only": True})
+    logprobs, other = logits.log_softmax(-1), teacher.log_softmax(-1)
+    loss = torch.zeros((), dtype=torch.float64)
+    for token, probability in enumerate(logprobs.detach().exp()):
+        batch = TokenBatch(
+            logprobs[token : token + 1],
+            completion=torch.tensor([0]),
+            advantages=torch.ones(1, dtype=torch.float64),
+            lengths=torch.tensor([1]),
+            teacher_logprobs=other[token : token + 1],
+        )
+        loss = loss + probability * policy_loss(batch, StepTotals(1, 1, 1), settings).loss
+    logprobs = logits.log_softmax(-1)
+    kl = 0.5 * (logprobs.exp() * (logprobs - other)).sum()
+    (found,), (expected,) = torch.autograd.grad(loss, logits), torch.autograd.grad(kl, logits)
+    assert loss.item() == pytest.approx(kl.item())
+    assert torch.allclose(found, expected, atol=1e-12)
+
+
+def build(folder: Path, name: str, **changes: Any) -> Path:
+    model, processor = tiny_model("qwen2_5_vl", seed=len(name))
+    for key, value in changes.items():
+        setattr(processor.image_processor, key, value)
+    model.save_pretrained(folder / name)
+    processor.save_pretrained(folder / name)
+    return folder / name
+
+
+def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> None:
+    student, teacher = build(tmp_path, "student"), build(tmp_path, "a teacher")
+    settings = load_settings(
+        "counting", [f"model={student}", f"objective.distillation.teacher={teacher}"]
+    )
+    policy, alone = (
+        load_policy(settings),
+        load_policy(load_settings("counting", [f"model={teacher}"])),
+    )
+    found = load_teacher(settings, policy)
+    assert found is not None
+    assert not found.trainable_parameters()
+    task = policy.prompts.adapt(load_task("counting"))
+    prompt = policy.build_prompt(noise_example("a", [(56, 28)], seed=1), task)
+    tokens = ((5, 6, 7), (8,), (9, 10))
+    piece = GroupSlice(prompt, tokens, (0, 1, 2))
+    logprobs = score_slices(found, [piece], 10_000)
+    expected = by_completion(MicroBatch((piece,)), alone.score(MicroBatch((piece,))).logprobs)
+    for row in range(3):
+        torch.testing.assert_close(logprobs[row], expected[row].detach())
+    counters = found.counters
+    assert counters.encoder_passes == 1
+    assert counters.update_tokens == len(prompt.token_ids) + 2 + 0 + 1
+    assert load_teacher(load_settings("counting"), policy) is None
+
+
+def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path: Path) -> None:
+    student = build(tmp_path, "student")
+    other = build(tmp_path, "other", image_mean=[0.0, 0.0, 0.0])
+    settings = load_settings("counting", [f"model={student}"])
+    policy = load_policy(settings)
+    for teacher, problem in ((str(other), "preparation of images"), ("embedded", "vocabulary")):
+        overrides = [f"model={student}", f"objective.distillation.teacher={teacher}"]
+        with pytest.raises(UserError, match=f"teacher=.*its {problem} is not that of"):
+            load_teacher(load_settings("counting", overrides), policy)
+    missing = [f"model={student}", f"objective.distillation.teacher={tmp_path}/missing"]
+    with pytest.raises(UserError, match="there is no such folder"):
+        load_teacher(load_settings("counting", missing), policy)
+
+
+def test_a_plan_counts_the_teacher() -> None:
+    few = "data.train_limit=20"
+    plain = plan(load_settings("counting", [few]), gpu="24GB")
+    taught = plan(
+        load_settings("counting", [few, "objective.distillation.teacher=embedded"]), gpu="24GB"
+    )
+    weights = taught.step.memory.teacher
+    assert weights == taught.step.shape.num_weights * taught.step.shape.value_bytes
+    assert taught.step.memory.peak == plain.step.memory.peak + weights

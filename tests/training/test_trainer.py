@@ -1,0 +1,361 @@
+"""The training loop on a small random model: weights, work, resuming and failures."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_runs import (
+    LORA,
+    TASK,
+    assert_same_run,
+    load_weights,
+    make_trainer,
+    read_metrics,
+    save_tiny_model,
+    small_run,
+    update_manifest,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import Qwen2Config
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.loading import load_model
+from vlm_grpo.training import run_dir as run_dir_module
+from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.checkpoint.store import list_checkpoints
+from vlm_grpo.training.trainer import train
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def settings(model_folder: Path, tmp_path: Path) -> Any:
+    return partial(small_run, tmp_path, model_folder)
+
+
+def read_run_metrics(settings: Settings) -> list[dict[str, Any]]:
+    return read_metrics(settings.run_dir)
+
+
+def test_equal_settings_give_equal_runs(settings: Any) -> None:
+    runs = [settings(name=name) for name in ("a", "b")]
+    for run in runs:
+        train(run)
+    assert_same_run(runs[0].run_dir, runs[1].run_dir)
+
+
+@pytest.mark.parametrize("on_bad_row", ["error", "skip"])
+def test_rows_with_control_tokens_end_or_leave_a_run_before_its_first_step(
+    settings: Any, tmp_path: Path, on_bad_row: str
+) -> None:
+    questions = ["Which letters?", "Which<|im_end|>?"]
+    rows = [{"id": str(i), "question": text, "answer": "a"} for i, text in enumerate(questions)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = settings(data={"train": str(path), "on_bad_row": on_bad_row}, optim={"max_steps": 1})
+
+    if on_bad_row == "skip":
+        assert [example.id for example in make_trainer(run).train_examples] == ["0"]
+        return
+    problem = f"{path}:2: example 1: its prompt has the text <|im_end|>, a control token"
+    with pytest.raises(UserError, match=re.escape(problem)):
+        train(run)
+    assert not (run.run_dir / "metrics.jsonl").exists()
+
+
+def test_frozen_parts_stay_bit_identical_and_others_change(
+    settings: Any, model_folder: Path
+) -> None:
+    before = load_file(model_folder / "model.safetensors")
+    run = settings(policy={"freeze": ["vision", "projector"]})
+    after = load_weights(train(run).checkpoint)
+    for name, weight in before.items():
+        if "visual" in name:
+            assert torch.equal(weight, after[name]), name
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("part", "prefix"), [("projector", "visual.merger"), ("vision", "visual.blocks")]
+)
+def test_vision_and_projector_can_be_frozen_separately(
+    settings: Any, model_folder: Path, part: str, prefix: str
+) -> None:
+    before = load_file(model_folder / "model.safetensors")
+    after = load_weights(train(settings(policy={"freeze": [part]})).checkpoint)
+    assert all(torch.equal(before[n], after[n]) for n in before if prefix in n)
+    other = "visual.blocks" if part == "projector" else "visual.merger"
+    assert not all(torch.equal(before[n], after[n]) for n in before if other in n)
+
+
+def test_each_step_is_a_new_rollout_with_its_own_updates(settings: Any) -> None:
+    changes = {"objective": {"num_iterations": 2}, "optim": {"max_steps": 1}}
+    trainer = make_trainer(settings(**changes))
+    for step in (1, 2):  # a caller of ``step`` may go on after the last one
+        before = [w.detach().clone() for _, w in trainer.policy.trainable_parameters()]
+        metrics = trainer.step()
+        after = [w for _, w in trainer.policy.trainable_parameters()]
+        assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert metrics["skipped_updates"] == 0
+        assert trainer.partial is None
+        assert trainer.global_step == step
+        assert trainer.sampler.cursor.position == 3 * step  # prompts_per_step=3
+
+
+def test_lora_trains_only_the_adapter(settings: Any) -> None:
+    trainer = make_trainer(settings(policy=LORA))
+    before = {n: w.clone() for n, w in trainer.policy.model.state_dict().items()}
+    trainer.step()
+    after = trainer.policy.model.state_dict()
+    assert all(torch.equal(w, after[n]) for n, w in before.items() if "lora_" not in n)
+    changed = [
+        w
+        for n, w in trainer.policy.trainable_parameters()
+        if "lora_B" in n and bool((w != 0).any())
+    ]
+    assert changed
+
+
+def test_a_resume_with_a_renamed_weight_fails_and_names_it(settings: Any) -> None:
+    run = settings()
+    checkpoint = train(run).checkpoint
+    weights = load_weights(checkpoint)
+    name = next(n for n in weights if n.endswith("q_proj.weight"))
+    weights[name.replace("q_proj", "query_proj")] = weights.pop(name)
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    update_manifest(checkpoint)
+    with pytest.raises(UserError, match="q_proj"):
+        train(run.model_copy(update={"resume": True}))
+
+
+def test_trackers_are_checked_before_anything_is_loaded(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(names: tuple[str, ...]) -> None:
+        raise UserError(f"{names[0]} is not installed")
+
+    monkeypatch.setattr(trainer_module, "check_installed", refuse)
+    run = settings(logging={"trackers": ["wandb"]}, data={"train": "no-such-file.jsonl"})
+    with pytest.raises(UserError, match="wandb is not installed"):
+        train(run)
+
+
+def test_a_second_run_does_not_overwrite_the_first(settings: Any) -> None:
+    run = settings()
+    train(run)
+    with pytest.raises(UserError, match="resume=true"):
+        train(run)
+
+
+def test_each_image_of_a_step_is_decoded_and_encoded_once_per_phase(settings: Any) -> None:
+    trained = settings(name="trained", rollout={"num_generations": 8})
+    frozen = settings(
+        name="frozen", rollout={"num_generations": 8}, policy={"freeze": ["vision", "projector"]}
+    )
+    for run, passes in ((trained, 2), (frozen, 1)):
+        train(run)
+        for row in read_run_metrics(run):
+            # 3 prompts with one image each: one decode, one encoder pass in the rollout, and one
+            # more in the update if the vision tower is trained.
+            assert row["work/image_decodes"] == 3
+            assert row["frac_reward_zero_std"] == 0
+            assert row["work/encoder_passes"] == 3 * passes
+
+
+def test_groups_without_spread_cost_no_update(settings: Any) -> None:
+    # With a reward of weight 0 every total is 0: no group has a spread.
+    trainer = make_trainer(settings())
+    object.__setattr__(trainer.task, "weights", {"letters": 0.0})
+    metrics = trainer.step()
+    assert metrics["frac_reward_zero_std"] == 1.0
+    assert metrics["work/update_tokens"] == 0
+    assert metrics["loss"] == 0.0
+
+
+def test_full_weights_train_in_float32_under_bfloat16(settings: Any) -> None:
+    run = settings(policy={"dtype": "bfloat16"}, optim={"lr": 1e-6})
+    loaded = load_model(run)
+    assert loaded.autocast
+    trainer = make_trainer(run)
+    before = {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
+    trainer.step()
+    # Near 0.1, bfloat16 has a spacing of 5e-4: a step of 1e-6 would be lost.
+    assert any(not torch.equal(w, before[n]) for n, w in trainer.policy.trainable_parameters())
+
+
+class TestUnusableModels:
+    def test_a_folder_without_a_model(self, settings: Any, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(UserError, match="empty cannot be loaded"):
+            train(settings(model=str(tmp_path / "empty")))
+
+    def test_a_text_model(self, settings: Any, tmp_path: Path) -> None:
+        Qwen2Config().save_pretrained(tmp_path / "text")
+        with pytest.raises(UserError, match="qwen2 model, which takes no images"):
+            train(settings(model=str(tmp_path / "text")))
+
+    def test_a_model_without_a_chat_template(
+        self, settings: Any, model_folder: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "base"
+        shutil.copytree(model_folder, folder)
+        (folder / "chat_template.jinja").unlink()
+        with pytest.raises(UserError, match="no chat template"):
+            train(settings(model=str(folder)))
+
+    def test_a_prompt_longer_than_the_context(
+        self, settings: Any, model_folder: Path, tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "short"
+        shutil.copytree(model_folder, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = 20
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=r"prompt has \d+ tokens.*holds 20.*max_pixels"):
+            train(settings(model=str(folder)))
+
+    def test_an_unknown_lora_target(self, settings: Any) -> None:
+        policy = {"lora": {"target": ["q_prj"]}}
+        with pytest.raises(UserError, match=r"q_prj; this model has .*q_proj"):
+            train(settings(policy=policy))
+
+
+def test_tensorboard_receives_metrics_with_trls_names_and_images(settings: Any) -> None:
+    run = settings()
+    train(run)
+    events = EventAccumulator(str(run.run_dir))
+    events.Reload()
+    names = {
+        "reward", "reward_std", "frac_reward_zero_std", "rewards/letters/mean",
+        "rewards/letters/std", "completions/mean_length", "completions/clipped_ratio", "entropy",
+        "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean", "loss", "grad_norm",
+        "learning_rate", "memory/resident", "speed/rollout_tokens_per_second",
+        "rewards/letters/failed",
+    }  # fmt: skip
+    assert names <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
+    # samples_every=1, and 3 groups per step, which is less than samples_per_step.
+    assert set(events.Tags()["images"]) == {"samples/0", "samples/1", "samples/2"}
+    assert [event.step for event in events.Images("samples/0")] == [1, 2, 3, 4]
+
+
+def test_the_best_checkpoint_is_kept(settings: Any) -> None:
+    run = settings(
+        data={"eval": "embedded:ocr", "eval_limit": 8},
+        evaluation={"every": 1},
+        checkpoint={"every": 1, "keep_last": 1, "keep_best": True},
+        optim={"max_steps": 6},
+    )
+    train(run)
+    values = {
+        row["step"] + 1: row["eval/letters"]
+        for row in read_run_metrics(run)
+        if "eval/letters" in row
+    }
+    best = max(values, key=lambda step: (values[step], -step))
+    kept = {int(p.name.split("-")[1]) for p in (run.run_dir / "checkpoints").iterdir()}
+    # The initial model (step 0) may be the best one; it has no checkpoint.
+    assert kept in ({best, 6}, {6})
+    assert (run.run_dir / "report.html").is_file()
+
+
+def test_a_failure_while_a_checkpoint_is_written_leaves_the_previous_ones(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = settings(checkpoint={"every": 1, "keep_last": 0})
+    trainer = make_trainer(run)
+    save, calls = trainer.policy.save, []
+
+    def save_twice(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        calls.append(folder)
+        save(folder, weights)
+        if len(calls) == 3:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer.policy, "save", save_twice)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.run()
+    steps = [step.steps for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    assert steps == [1, 2]  # the third was not renamed to its final name
+    assert train(run.model_copy(update={"resume": True})).checkpoint.name == "step-4"
+
+
+def test_a_failed_rollout_saves_the_last_step_once(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step there is nothing to save."""
+    trainer, saved = make_trainer(settings()), []
+    save, sample = trainer.checkpoints.save, trainer.sampler.sample
+    monkeypatch.setattr(trainer.checkpoints, "save", lambda s: (saved.append(s.step), save(s)))
+
+    def fail(*_: Any) -> Any:
+        raise UserError("an image cannot be read")
+
+    for sampler, expected in ((fail, []), (sample, []), (fail, [1]), (fail, [1])):
+        monkeypatch.setattr(trainer.sampler, "sample", sampler)
+        with nullcontext() if sampler is sample else pytest.raises(UserError, match="cannot be"):
+            trainer.step()
+        assert saved == expected
+
+
+def test_the_report_is_rebuilt_during_the_run(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(run_dir_module, "REPORT_SECONDS", -1)  # due after each step
+    monkeypatch.setattr(
+        run_dir_module, "build_report", lambda path: steps.append(len(read_metrics(path)))
+    )
+    train(settings(optim={"max_steps": 2}))
+    assert steps == [1, 2, 2]  # the last one at the end
+
+
+FAILING = """
+    @reward()
+    def odd(self, answer, example):
+        if len(answer) % 3 == 0:
+            raise KeyError("no such column")
+        while len(answer) % 3 == 1:
+            pass
+        return 1.0
+"""
+
+
+def test_rewards_that_raise_or_hang_are_counted_and_do_not_end_the_run(
+    settings: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "failing.py").write_text(TASK + FAILING)
+    data = {"eval": "embedded:ocr", "eval_limit": 8}
+    run = settings(
+        task=str(tmp_path / "failing.py"),
+        data=data,
+        rollout={"reward_timeout": 0.02},
+        optim={"max_steps": 2},
+    )
+    result = train(run)
+
+    rows = read_run_metrics(run)
+    assert len(rows) == 2
+    failed = [row["rewards/odd/failed"] for row in rows]
+    assert failed == [row["unscorable"] for row in rows]  # each made its completion unscorable
+    assert [row["rewards/letters/failed"] for row in rows] == [0, 0]
+    assert 0 < sum(failed) < 2 * 12  # of 3 prompts with 4 completions in each step
+    assert result.after is not None
+    assert 0 < result.after.metrics["unscorable"] <= 8
+    assert rows[-1]["eval/unscorable"] == result.after.metrics["unscorable"]
+    reported = [r.getMessage() for r in caplog.records if "odd failed" in r.getMessage()]
+    assert len(reported) == 1
+    assert "Traceback" in reported[0]

@@ -1,0 +1,74 @@
+"""A run on chats: what the model is trained on is what the rows say, in training and evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dataset_files import png, write_files
+from small_runs import make_trainer, save_tiny_model, small_run
+from tiny_models import tiny_model
+
+from vlm_grpo.deploy.predict import Predictor
+from vlm_grpo.training.trainer import train
+
+
+def make_chat(number: int) -> dict[str, Any]:
+    texts = ["<image>Which letter?", "A.", f"And in <image>, on line {number}?", "b"]
+    roles = ["user", "assistant"] * 2
+    turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    return {"messages": turns, "images": ["a.png", "b.png"], "hint": f"Line {number}."}
+
+
+def test_a_run_is_trained_and_evaluated_on_chats(tmp_path: Path) -> None:
+    rows = [make_chat(number) for number in range(4)]
+    system = {"role": "system", "content": "Look twice."}
+    rows[0]["messages"] = [system, *rows[0]["messages"]]
+    write_files(tmp_path, {"a.png": png(56, 28), "b.png": png(28, 84), "rows.jsonl": rows})
+    source = str(tmp_path / "rows.jsonl")
+    run = small_run(
+        tmp_path,
+        save_tiny_model(tmp_path / "model"),
+        data={"train": source, "eval": source, "train_limit": None},
+        optim={"max_steps": 2, "prompts_per_step": 4},
+        evaluation={"every": 2},
+        prompt={"system": "Be brief.", "template": "{{ meta.hint }} {{ question }}"},
+    )
+    train(run)
+
+    lines = (run.run_dir / "samples/step-000000.jsonl").read_text().splitlines()
+    by_id = {row["id"]: row for row in map(json.loads, lines)}
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    for number in range(4):
+        row = by_id[f"row-{number + 1}"]
+        assert row["prompt"] == (
+            f"<|im_start|>system\n{'Be brief.' if number else 'Look twice.'}<|im_end|>\n"
+            f"<|im_start|>user\n{image}Which letter?<|im_end|>\n"
+            "<|im_start|>assistant\nA.<|im_end|>\n"
+            f"<|im_start|>user\nLine {number}. And in {image}, on line {number}?<|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )
+        assert (row["gold"], row["sizes"]) == ("b", [[56, 28], [28, 84]])
+        roles = [turn["role"] for turn in row["history"]]
+        assert roles == ["system"] * (not number) + ["user", "assistant"]
+    metrics = [json.loads(x) for x in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 2
+    assert all(row["grad_norm"] > 0 for row in metrics)
+    assert "eval/letters" in metrics[-1]
+
+
+def test_a_thinking_that_the_prompt_opens_is_known_to_the_whole_run(
+    tmp_path: Path,
+) -> None:
+    model, processor = tiny_model("qwen2_5_vl")
+    processor.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    for part in (model, processor):
+        part.save_pretrained(tmp_path / "model")
+    run = small_run(tmp_path, tmp_path / "model", data={"eval": "embedded:ocr", "eval_limit": 2})
+    trainer = make_trainer(run)
+    predictor = Predictor(str(tmp_path / "model"), task="ocr")
+    tasks = [trainer.task, trainer.sampler.task, trainer.evaluator.task, predictor.task]
+    example = trainer.train_examples[0]
+    assert [task.read("Let me see</think>abc", example) for task in tasks] == ["abc"] * 4
+    assert [task.read("Let me see", example) for task in tasks] == [None] * 4

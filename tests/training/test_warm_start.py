@@ -1,0 +1,244 @@
+"""A run that trains on gold answers first: its two phases, the switch between them, and resuming.
+
+The examples are words of the embedded data, whose letters are the gold answers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from outside import CopySampler
+from small_runs import (
+    LORA,
+    StopAt,
+    assert_same_run,
+    make_trainer,
+    read_metrics,
+    read_samples,
+    save_tiny_model,
+    small_run,
+)
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.training import rollout as rollout_module
+from vlm_grpo.training import trainer as trainer_module
+from vlm_grpo.training.checkpoint.store import list_checkpoints
+from vlm_grpo.training.trainer import Trainer, train
+from vlm_grpo.training.update import Updater
+
+WARM = {"steps": 2, "lr": 3e-3, "schedule": "constant"}
+LIMIT = {"num_generations": 4, "max_completion_length": 12}
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def warm(model_folder: Path, tmp_path: Path) -> Any:
+    """Return a function that builds runs of two supervised and two sampled steps."""
+    return partial(small_run, tmp_path, model_folder, rollout=LIMIT, warm_start=WARM)
+
+
+def copy_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {n: w.detach().clone() for n, w in trainer.policy.trainable_parameters()}
+
+
+def is_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_only_the_metrics_of_its_kind_describe_a_step(warm: Any) -> None:
+    run = warm()
+    train(run)
+    rows = read_metrics(run.run_dir)
+    assert [("mean_token_accuracy" in row) for row in rows] == [True, True, False, False]
+    for row in rows[:2]:
+        assert row["loss"] > 1  # nats per token of a random model
+        sampled = ("reward", "completions/", "entropy", "ratio/", "sampling/", "frac_")
+        assert not [name for name in row if name.startswith(sampled)]
+        assert row["work/prefill_tokens"] == 0
+    assert {"reward", "entropy", "completions/mean_length"} <= rows[2].keys()
+    # The samples of a supervised step are its targets.
+    samples = read_samples(run.run_dir)
+    assert b'"rewards": {}, "reward": null' in samples["samples/step-000001.jsonl"]
+    assert b'"rewards": {"letters"' in samples["samples/step-000002.jsonl"]
+
+
+def test_sft_is_a_run_of_supervised_steps_alone(warm: Any) -> None:
+    run = warm(warm_start={**WARM, "steps": "all"}, optim={"max_steps": 12})
+    train(run)
+    rows = read_metrics(run.run_dir)
+    assert len(rows) == 12
+    assert rows[-1]["loss"] < 0.6 * rows[0]["loss"]
+    assert rows[-1]["mean_token_accuracy"] > rows[0]["mean_token_accuracy"]
+
+
+FULL = {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("check", "weights"),
+    [(2, LORA), (3, FULL), (4, FULL), (5, LORA), (7, FULL)],
+    ids=["in 0", "after 0", "in 1", "switch", "in 2"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    warm: Any, monkeypatch: pytest.MonkeyPatch, check: int, weights: dict[str, Any]
+) -> None:
+    """A run asks before each step and before each update; a supervised step has one update.
+
+    The reference is the policy of the switch, from which the first rollout is sampled.
+    """
+    objective = {"num_iterations": 2, "beta": 0.1, "reference_refresh_every": "never"}
+    run = partial(warm, policy=weights, objective=objective)
+    whole, resumed = run(name="whole"), run(name="resumed")
+    train(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(check))
+        with pytest.raises(Stopped):
+            train(resumed)
+    train(resumed.model_copy(update={"resume": True}))
+    assert_same_run(whole.run_dir, resumed.run_dir)
+
+
+def test_the_supervised_steps_of_sft_and_of_a_warm_start_are_equal(warm: Any) -> None:
+    runs = [warm(name="warm"), warm(name="sft", warm_start={**WARM, "steps": "all"})]
+    for run in runs:
+        train(run)
+    first, second = (read_metrics(run.run_dir)[:2] for run in runs)
+    for row in first:
+        del row["learning_rate"]  # that of the next step, after the second one GRPO's
+    for row in second:
+        del row["learning_rate"]
+    assert first == second
+
+
+def begin_at_switch(settings: Settings) -> Trainer:
+    """Return a trainer after its supervised steps."""
+    trainer = make_trainer(settings)
+    for _ in range(settings.supervised_steps):
+        trainer.step()
+    return trainer
+
+
+def test_grpo_begins_as_a_new_run_with_the_warm_model(warm: Any) -> None:
+    """The optimizer has no momentum of the supervised steps, and the schedule begins."""
+    optim = {"schedule": "linear", "warmup_steps": 1, "max_steps": 6}
+    trainer = begin_at_switch(warm(optim=optim))
+    weights, cursor = copy_weights(trainer), trainer.sampler.cursor
+    metrics = [trainer.step() for _ in range(2)]
+
+    fresh = make_trainer(warm(name="fresh", warm_start=None, optim={**optim, "max_steps": 4}))
+    with torch.no_grad():
+        for name, weight in fresh.policy.trainable_parameters():
+            weight.copy_(weights[name])
+    fresh.sampler.restore(2 * 3, [])  # the prompts of the two supervised steps
+    assert cursor.position == 4 * 3
+    expected = [fresh.step() for _ in range(2)]
+    for name in ("loss", "reward", "grad_norm", "learning_rate"):
+        assert [row[name] for row in metrics] == [row[name] for row in expected]
+    assert is_equal(copy_weights(trainer), copy_weights(fresh))
+
+
+def test_the_reference_is_the_warm_model(warm: Any) -> None:
+    objective = {"beta": 0.1, "reference_refresh_every": "never"}
+    trainer = begin_at_switch(warm(objective=objective))
+    before, warmed = trainer.updater.reference.state_dict(), copy_weights(trainer)
+    assert not is_equal(before, warmed)
+    first, second = trainer.step(), trainer.step()
+    assert is_equal(trainer.updater.reference.state_dict(), warmed)
+    assert first["kl"] == pytest.approx(0, abs=1e-9)
+    assert second["kl"] > 1e-6
+
+
+def test_each_phase_has_its_learning_rates(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a supervised step whose update was skipped, which does not advance them."""
+    used: list[float] = []
+    update = Updater._update_once  # noqa: SLF001
+
+    def record(self: Updater, *arguments: Any) -> None:
+        used.append(self.strategy.optimizer.param_groups[0]["lr"])
+        update(self, *arguments)
+
+    monkeypatch.setattr(Updater, "_update_once", record)
+    start = {"steps": 3, "lr": 3e-3, "schedule": "linear", "warmup_steps": 1}
+    optim = {"lr": 8e-3, "schedule": "linear", "warmup_steps": 1, "max_steps": 6}
+    trainer = make_trainer(warm(warm_start=start, optim=optim))
+    for step in range(6):
+        with monkeypatch.context() as patch:
+            if step == 1:
+                patch.setattr(trainer.strategy, "step", lambda: torch.inf)
+            trainer.step()
+    # Warmup from 0, then the peak and its linear fall to 0 within the phase; the second step is
+    # repeated at its rate because it was skipped.
+    assert used == pytest.approx([0, 3e-3, 3e-3, 0, 8e-3, 4e-3])
+
+
+def test_the_switch_is_evaluated_and_saved(warm: Any) -> None:
+    run = warm(data={"eval": "embedded:ocr", "eval_limit": 4})
+    train(run)
+    rows = read_metrics(run.run_dir)
+    assert [("eval/letters" in row) for row in rows] == [False, True, False, True]
+    saved = [step.steps for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    assert saved == [2, 4]
+
+
+def test_the_best_checkpoint_may_be_of_the_warm_start(
+    warm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"eval": "embedded:ocr", "eval_limit": 4}
+    checkpoint = {"keep_best": True, "keep_last": 1}
+    run = warm(data=data, checkpoint=checkpoint, optim={"max_steps": 5}, evaluation={"every": 4})
+    trainer = make_trainer(run)
+    evaluate = trainer.evaluator.evaluate
+
+    def evaluate_as_told(step: int) -> Any:
+        evaluation = evaluate(step)
+        trainer.evaluator.best = (0.0, 0) if step == 0 else (1.0, 2)
+        return evaluation
+
+    monkeypatch.setattr(trainer.evaluator, "evaluate", evaluate_as_told)
+    trainer.run()
+    saved = [s.steps for s, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    assert saved == [2, 5]
+
+
+@pytest.mark.parametrize("steps", [2, "all"])
+def test_servers_start_after_the_supervised_steps(
+    warm: Any, monkeypatch: pytest.MonkeyPatch, steps: int | str
+) -> None:
+    begun: list[CopySampler] = []
+
+    def build_copy(strategy: Any, settings: Settings) -> CopySampler:
+        begun.append(CopySampler(strategy.policy))
+        return begun[-1]
+
+    monkeypatch.setattr(rollout_module, "VllmSampler", build_copy)
+    vllm = {"sampler": "vllm", "vllm": {"urls": ["http://127.0.0.1:8000"]}, "steps_ahead": 1}
+    run = warm(rollout={**LIMIT, **vllm}, warm_start={**WARM, "steps": steps})
+    trainer = make_trainer(run)
+    for _ in range(2):
+        trainer.step()
+    assert not begun
+    trainer.step()
+    if steps == "all":
+        assert not begun
+        return
+    trainer.step()
+    (outside,) = begun
+    # The weights of the switch, also for the step after it, which was started ahead.
+    assert [version for version, _ in outside.sampled] == [2, 2]
+
+
+def test_a_resumed_run_must_keep_its_number_of_supervised_steps(warm: Any) -> None:
+    train(warm(optim={"max_steps": 3}))
+    run = warm(resume=True, warm_start={**WARM, "steps": 1, "lr": 1e-3})
+    with pytest.raises(UserError, match=r"warm_start.steps was 2 and is now 1"):
+        train(run)
+    train(warm(resume=True, warm_start={**WARM, "lr": 1e-3}))  # the rates may change

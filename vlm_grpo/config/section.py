@@ -1,0 +1,213 @@
+"""The base of all settings: frozen pydantic models, and readable validation errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vlm_grpo.config.other_trainers import find_other_setting
+from vlm_grpo.errors import UserError, bullets, nearest, simplify
+
+MOVED = {
+    "policy.system_prompt": "prompt.system",
+    "policy.chat_template_kwargs": "prompt.chat_template_kwargs (enable_thinking: prompt.thinking)",
+}
+"""Names of settings in earlier versions, and their names now."""
+# Pydantic uses JSON's terms; recipes are written in YAML.
+
+
+class _Explained(type(BaseModel)):
+    """The class of settings' classes, whose calls name wrong settings as ``load_settings`` does."""
+
+    if not TYPE_CHECKING:  # type checkers then take the arguments from the fields
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            try:
+                return super().__call__(*args, **values)
+            except ValidationError as error:
+                problems = bullets(describe_problems(error, cls))
+                raise UserError(f"{cls.__name__} has wrong settings:\n{problems}") from error
+
+
+class Frozen(BaseModel, metaclass=_Explained):
+    """A block of settings: immutable, without unknown keys, described by field docstrings.
+
+    Raises:
+        UserError: values given to the constructor are wrong; the message lists every problem.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield every dotted key of a settings model, each block before its fields."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for block in get_blocks(field.annotation):
+            yield from known_keys(block, f"{prefix}{name}.")
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key.
+
+    >>> flatten({"optim": {"lr": 1e-6}, "seed": 0})
+    {'optim.lr': 1e-06, 'seed': 0}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
+    return flat
+
+
+def merge(target: dict[str, Any], values: Mapping[str, Any], inside: str = "") -> None:
+    """Update nested values in place by others with nested or dotted keys, or models as blocks.
+
+    Dots in the keys of a mapping that is itself the value of a task's option have no meaning.
+
+    Args:
+        target: the values to update.
+        values: the new values.
+        inside: dotted key of ``target``.
+
+    >>> settings = {"optim": {"lr": 1e-6, "eps": 1e-8}}
+    >>> merge(settings, {"optim.lr": 1e-5, "policy": {"lora": {}}})
+    >>> settings
+    {'optim': {'lr': 1e-05, 'eps': 1e-08}, 'policy': {'lora': {}}}
+    """
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise UserError(f"key {key!r} of the settings must be text, not {type(key).__name__}")
+        name, rest = key, ""
+        if not inside.startswith("task_options."):
+            name, _, rest = key.partition(".")
+        if rest:
+            value = {rest: value}
+        if isinstance(value, BaseModel):
+            value = dict(value)
+        if isinstance(value, Mapping):
+            held = target.get(name)
+            target[name] = dict(held) if isinstance(held, Mapping) else {}
+            merge(target[name], value, f"{inside}.{name}".lstrip("."))
+        else:
+            target[name] = value
+
+
+def describe_missing(key: str) -> str:
+    """Return the message for a required setting without a value."""
+    return f"{key} has no value: add {key}=… to the command or recipe"
+
+
+def _required_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if field.is_required():
+            yield prefix + name
+            for block in get_blocks(field.annotation):
+                yield from _required_keys(block, f"{prefix}{name}.")
+
+
+def describe_problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Return one line for each wrong key: its name, its value and the expected value."""
+    expected: dict[str, list[str]] = {}
+    keys = list(known_keys(model))
+    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    for problem in error.errors(include_url=False):
+        key, siblings = _find_key(problem["loc"], model)
+        if problem["type"] == "extra_forbidden":
+            is_in_list = any(isinstance(part, int) for part in problem["loc"])
+            texts = [f"unknown key {key}{suggest_key(key, siblings if is_in_list else keys)}"]
+        elif problem["type"] == "missing" and isinstance(problem["loc"][-1], int):
+            count = problem["loc"][-1] + 1  # a list that is too short lacks each further item
+            expected[head := f"{key}={_short(problem['input'])}"] = [f"have {count} items"]
+            texts = [head]
+        elif problem["type"] == "missing":
+            # A missing block is reported by its required fields.
+            inner = [k for k in _required_keys(model) if k.startswith(f"{key}.")]
+            texts = [describe_missing(k) for k in inner or [key]]
+        elif problem["type"] == "value_error":
+            texts = problem["msg"].removeprefix("Value error, ").split("\n")
+            if key in leaves:
+                texts = [f"{key}={_short(problem['input'])} {text}" for text in texts]
+        else:
+            texts = [f"{key}={_short(problem['input'])} should {simplify(problem['msg'])}"]
+        # Each branch of a union reports its expectation for the key: join them with "or".
+        for head, _, tail in (text.partition(" should ") for text in texts):
+            tails = expected.setdefault(head, [])
+            if tail and tail not in tails:
+                tails.append(tail)
+    return [
+        f"{head} should {' or '.join(tails)}" if tails else head for head, tails in expected.items()
+    ]
+
+
+def _find_key(location: tuple[str | int, ...], model: type[BaseModel]) -> tuple[str, Sequence[str]]:
+    """Return the dotted key of a pydantic location, without the names of union branches, and, if it
+    is unknown, the known keys of its block."""
+    parts: list[str] = []
+    siblings: list[str] = []
+    blocks, items = [model], []
+    for part in location:
+        fields = [block.model_fields[part] for block in blocks if part in block.model_fields]
+        if fields:
+            blocks = [block for field in fields for block in get_blocks(field.annotation)]
+            items = [block for field in fields for block in _get_items(field.annotation)]
+            parts.append(str(part))
+        elif items and isinstance(part, int):
+            blocks, items = items, []
+            parts.append(str(part))
+        elif blocks and isinstance(part, str) and part not in {b.__name__ for b in blocks}:
+            siblings = [".".join([*parts, name]) for block in blocks for name in block.model_fields]
+            parts.append(part)
+            blocks = []
+    return ".".join(parts), siblings
+
+
+def suggest_key(key: str, keys: Sequence[str]) -> str:
+    """Return a hint at the known key that an unknown key probably means, or an empty string."""
+    if key in MOVED:
+        return f": it is {MOVED[key]} now"
+    if (other := find_other_setting(key)) is not None:
+        return f": {other}"
+    last = key.rpartition(".")[2]
+    same_leaf = [known for known in keys if known.rpartition(".")[2] == last]
+    if len(same_leaf) == 1:
+        return f" (did you mean {same_leaf[0]}?)"
+    if hint := nearest(key, keys):
+        return hint
+    leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    hint = nearest(last, leaves)
+    leaf = hint.removeprefix(" (did you mean ").removesuffix("?)")
+    return f" (did you mean {leaves[leaf]}?)" if hint else ""
+
+
+def get_blocks(annotation: Any) -> list[type[BaseModel]]:
+    """Return the settings models in an annotation such as ``LoraSettings | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType):
+        return [block for part in get_args(annotation) for block in get_blocks(part)]
+    return []
+
+
+def _get_items(annotation: Any) -> list[type[BaseModel]]:
+    """Return the settings models of the items of a list in an annotation."""
+    own = get_origin(annotation) is tuple
+    return [
+        block
+        for part in get_args(annotation)
+        for block in (get_blocks(part) if own else _get_items(part))
+    ]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,0 +1,223 @@
+"""Communication between ranks, and the errors it can raise."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, PartialState, utils
+from torch import Tensor, distributed, nn
+
+from vlm_grpo.dist.sharding import Deferred, find_layer, local_shard, shard_like
+from vlm_grpo.errors import UserError
+
+TensorT = TypeVar("TensorT", bound=Tensor)
+
+BUCKET_BYTES = 256 * 2**20
+"""Size of the buckets in which tensors are all-reduced: large enough to saturate the link, small
+compared with a model."""
+TOLERANCE = 0.02
+"""Excess of the most loaded rank over the mean up to which no item is moved."""
+
+
+@dataclass
+class Exchanges:
+    """The number of exchanges with the other ranks that this process has reached."""
+
+    count: int = 0
+
+
+EXCHANGES = Exchanges()
+"""The count of this process. All ranks make the same exchanges in the same order."""
+
+
+def gather_object(items: list[Any]) -> list[Any]:
+    """Return the items of all ranks, in rank order. All ranks must call it."""
+    EXCHANGES.count += 1
+    return utils.gather_object(items)
+
+
+@contextlib.contextmanager
+def explain_lost_rank() -> Iterator[None]:
+    """Replace the error of a collective that fails because another process has died.
+
+    Raises:
+        UserError: another process of the run has died.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error)
+        if not lost:
+            raise
+        raise UserError(
+            "another process of this run has died: the launcher's report says which one and why. "
+            "Finished checkpoints are intact: resume=true continues from the newest one"
+        ) from error
+
+
+@contextlib.contextmanager
+def fail_together(ranks: Accelerator | PartialState) -> Iterator[None]:
+    """Make all ranks raise if the block fails on any of them.
+
+    Raises:
+        UserError: the block failed on another rank, which raises the actual error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failed = any_rank(ranks, failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise UserError("another process of this run has failed; its own message gives the reason")
+
+
+def get_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's weights and buffers by name."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def broadcast_weights(
+    model: nn.Module, whole: Mapping[str, Tensor], accelerator: Accelerator
+) -> None:
+    """Give all ranks the weights and buffers of the first one. All ranks must call it.
+
+    Args:
+        model: the model, whose weights may be sharded.
+        whole: the first rank's unsharded weights and buffers by name; ignored on other ranks.
+        accelerator: the ranks.
+    """
+    EXCHANGES.count += 1
+    for name, tensor in get_tensors(model).items():
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=accelerator.device)
+        if accelerator.is_main_process:
+            values.copy_(whole[name])
+        distributed.broadcast(values, 0)
+        local_shard(tensor).copy_(local_shard(shard_like(values, tensor)))
+
+
+def any_rank(ranks: Accelerator | PartialState, flag: bool) -> bool:
+    """Return whether the flag is set on any rank."""
+    if ranks.num_processes == 1:
+        return flag
+    EXCHANGES.count += 1
+    flags = torch.tensor(float(flag), device=ranks.device)
+    return bool(utils.reduce(flags, "sum") > 0)  # type: ignore[operator]
+
+
+def balance_by_cost(costs: Sequence[int], world_size: int) -> list[list[int]]:
+    """Distribute items over ranks so that the ranks' total costs are about equal.
+
+    The most expensive remaining item goes to the rank with the lowest total so far (Graham's
+    longest-processing-time rule, at most 4/3 of the optimum). The result depends on the arguments
+    alone, so all ranks compute the same result without communication.
+
+    Args:
+        costs: cost of each item, at least 0.
+        world_size: number of ranks.
+
+    Returns:
+        For each rank the indices of its items, in ascending order.
+    """
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0, 0, rank) for rank in range(world_size)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        cost, count, rank = min(loads)
+        shares[rank].append(item)
+        loads[rank] = (cost + costs[item], count + 1, rank)
+    return [sorted(share) for share in shares]
+
+
+def get_local_names(accelerator: Accelerator, tensors: Mapping[str, Tensor | Deferred]) -> set[str]:
+    """Return the names of the tensors that this rank writes; ranks write similar amounts.
+
+    Every tensor is written in full by one rank, so that any program can read the files. Names that
+    share a tensor stay together, and so do those of a layer, which a model's files may join.
+
+    Args:
+        tensors: tensors by name; names and sizes must be equal on all ranks.
+    """
+    layers: dict[int, str] = {}  # of each tensor, by its first name
+    costs: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in layers:
+            layer = layers[id(tensor)] = find_layer(name)
+            costs[layer] = costs.get(layer, 0) + tensor.numel() * tensor.element_size()
+    shares = balance_by_cost(list(costs.values()), accelerator.num_processes)
+    own = {list(costs)[index] for index in shares[accelerator.process_index]}
+    return {name for name, tensor in tensors.items() if layers[id(tensor)] in own}
+
+
+def plan_moves(shares: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    """Plan moves of items between ranks so that the ranks' total costs are about equal.
+
+    Moves cost time, so items stay where they are if possible: the rank with the highest total gives
+    an item to another rank, or exchanges it for a cheaper one, whichever lowers the higher total of
+    the two most, until the highest total is near the mean or no such move is left. The result
+    depends on the arguments alone, so all ranks compute the same result without communication.
+
+    Args:
+        shares: for each rank, the cost of each of its items by the item's number, from 0.
+
+    Returns:
+        The new rank of each item that moves.
+    """
+    totals, now = [sum(share.values()) for share in shares], [dict(share) for share in shares]
+    while max(totals) > (1 + TOLERANCE) * sum(totals) / len(totals):
+        high = totals.index(max(totals))
+        options = [
+            (max(totals[high] - cost + other, totals[low] + cost - other), low, item, back)
+            for low, share in enumerate(now)
+            for item, cost in now[high].items()
+            for back, other in [(-1, 0), *share.items()]  # -1: nothing comes back
+            if 0 < cost - other < totals[high] - totals[low]
+        ]
+        if not options:
+            break
+        _, low, item, back = min(options)
+        now[low][item] = now[high].pop(item)
+        if back >= 0:
+            now[high][back] = now[low].pop(back)
+        totals = [sum(share.values()) for share in now]
+    items = ((item, rank) for rank, share in enumerate(now) for item in share)
+    return {item: rank for item, rank in items if item not in shares[rank]}
+
+
+def sum_over_ranks(accelerator: Accelerator, tensors: Sequence[Tensor]) -> None:
+    """All-reduce the tensors in place, many per collective.
+
+    An adapter has hundreds of small tensors; one collective for each would be bound by latency.
+    Every rank passes tensors of the same shapes in the same order.
+    """
+    if accelerator.num_processes == 1:
+        return
+    EXCHANGES.count += 1
+    for bucket in split_into_buckets(tensors, BUCKET_BYTES):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        torch.distributed.all_reduce(flat)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def split_into_buckets(tensors: Sequence[TensorT], size: int) -> list[list[TensorT]]:
+    """Split the tensors, in order, into runs of one dtype and at most ``size`` bytes.
+
+    A larger tensor has a bucket to itself.
+    """
+    buckets: list[list[TensorT]] = []
+    room, dtype = 0, None
+    for tensor in tensors:
+        if tensor.nbytes > room or tensor.dtype != dtype:
+            buckets.append([])
+            room, dtype = size, tensor.dtype
+        buckets[-1].append(tensor)
+        room -= tensor.nbytes
+    return buckets

@@ -1,0 +1,284 @@
+"""The optimizer, its learning-rate schedule, and its state in checkpoints."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+from transformers.optimization import Adafactor
+
+from vlm_grpo.config.optim import OptimizerName, OptimSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.warm_start import WarmStartSettings, count_warmup
+from vlm_grpo.dist.rounding import JointOptimizer
+from vlm_grpo.dist.sharding import find_layer, is_sharded, shard_like
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.families import find_part
+
+QUANTIZED_BLOCK = 256
+"""Numbers of an 8-bit moment that share a scale in bitsandbytes."""
+SMALLEST_QUANTIZED = 4096
+"""Numbers of a weight below which bitsandbytes keeps its moments in float32."""
+
+
+def build_optimizer(
+    trainable: Sequence[tuple[str, nn.Parameter]], optim: OptimSettings, seed: int = 0
+) -> Optimizer:
+    """Build the optimizer, with weight decay on matrices but not on vectors (norms and biases).
+
+    Its groups of weights have two keys more: ``kind``, the name of their optimizer, and ``part``,
+    the part of the model if it has a learning rate of its own.
+
+    Args:
+        trainable: names and values of the trained weights; those in bfloat16 are rounded
+            stochastically.
+        optim: the settings.
+        seed: seed of that rounding.
+
+    Raises:
+        UserError: a setting fits none of the weights, the weights are sharded, which only AdamW
+            can update, or bitsandbytes is not installed.
+    """
+    rates = optim.part_rates
+    if unused := sorted(rates.keys() - {find_part(name) for name, _ in trainable}):
+        raise UserError(
+            f"optim.lr_{unused[0]} has no effect: no weight of the {unused[0]} part is trained; "
+            "remove it, or train that part (policy.freeze, policy.lora.target)"
+        )
+    if optim.name != "adamw" and any(is_sharded(weight) for _, weight in trainable):
+        raise UserError(
+            f"optim.name={optim.name} cannot update sharded weights: set optim.name=adamw (with "
+            "policy.master_weights=bfloat16 to save memory), train adapters, or launch with "
+            "configs/accelerate/ddp.yaml"
+        )
+    found: dict[tuple[str, bool, OptimizerName], list[nn.Parameter]] = {}
+    for name, weight in trainable:
+        part, is_vector = find_part(name), weight.dim() < 2
+        key = (part if part in rates else "", is_vector, get_kind(name, weight.shape, optim.name))
+        found.setdefault(key, []).append(weight)
+    groups: dict[OptimizerName, list[dict[str, Any]]] = {}
+    for (part, is_vector, kind), weights in sorted(found.items(), key=lambda item: item[0]):
+        decay = 0.0 if is_vector else optim.weight_decay
+        group = {"params": weights, "kind": kind, "part": part, "weight_decay": decay}
+        groups.setdefault(kind, []).append(group)
+    optimizers = [_build_one(kind, members, optim) for kind, members in groups.items()]
+    if len(optimizers) == 1 and all(w.dtype == torch.float32 for _, w in trainable):
+        return optimizers[0]
+    return JointOptimizer(optimizers, seed)
+
+
+def get_kind(name: str, shape: torch.Size, chosen: OptimizerName) -> OptimizerName:
+    """Return the optimizer of a weight: Muon is for the matrices of numbered layers only."""
+    is_hidden = len(shape) == 2 and find_layer(name) != name
+    return "adamw" if chosen == "muon" and not is_hidden else chosen
+
+
+def _build_one(
+    kind: OptimizerName, groups: list[dict[str, Any]], optim: OptimSettings
+) -> Optimizer:
+    moments = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if kind == "muon":  # learning rates are those of AdamW (Liu et al., 2025, arXiv:2502.16982)
+        return Muon(groups, lr=optim.lr, adjust_lr_fn="match_rms_adamw")
+    if kind == "adafactor":  # as in TRL; otherwise it would multiply and decay the rate
+        return Adafactor(groups, lr=optim.lr, scale_parameter=False, relative_step=False)
+    if kind == "adamw":
+        return AdamW(groups, **moments, fused=True)
+    try:
+        bitsandbytes = importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        raise UserError(
+            f"optim.name={kind} needs bitsandbytes, which is not installed: pip install "
+            "'vlm-grpo[quantization]', or set optim.name=adafactor, which needs less memory still"
+        ) from error
+    return bitsandbytes.optim.AdamW8bit(groups, **moments, is_paged=kind.startswith("paged"))
+
+
+def build_scheduler(optimizer: Optimizer, settings: Settings) -> Any:
+    """Build the learning-rate schedule, advanced once per training step."""
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0  # the schedule returns learning rates, not shares of one
+    return LambdaLR(optimizer, _build_schedules(optimizer, settings))
+
+
+def _build_schedules(optimizer: Optimizer, settings: Settings) -> list[Callable[[int], float]]:
+    return [build_schedule(settings, group["part"]) for group in optimizer.param_groups]
+
+
+def build_schedule(settings: Settings, part: str = "") -> Callable[[int], float]:
+    """Build a function that returns the learning rate of a step of the run.
+
+    The schedule of the supervised steps ends with them; that of ``optim`` begins after them.
+
+    Args:
+        settings: the run's settings.
+        part: part of the model; supervised steps have one rate for all.
+    """
+    optim, start, first = settings.optim, settings.warm_start, settings.supervised_steps
+    peak = optim.part_rates.get(part, optim.lr)
+    rate = _build_rate(optim, peak, optim.max_steps - first)
+    if start is None:
+        return rate
+    supervised = _build_rate(start, start.lr, first)
+    return lambda step: supervised(step) if settings.is_supervised(step) else rate(step - first)
+
+
+def _build_rate(
+    block: OptimSettings | WarmStartSettings, peak: float, steps: int
+) -> Callable[[int], float]:
+    """Build the learning rate by step of ``steps`` steps under a block's schedule."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=block.lr)
+    warmup, name = count_warmup(block.warmup_steps, steps), block.schedule
+    least = {"min_lr": block.min_lr} if isinstance(block, OptimSettings) and block.min_lr else None
+    scheduler: Any = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=least)
+    factor = scheduler.lr_lambdas[0]
+    return lambda step: peak * factor(step)
+
+
+def set_rates(optimizer: Optimizer, scheduler: Any, settings: Settings) -> None:
+    """Override the learning rates restored from a checkpoint with those of the settings."""
+    schedules = _build_schedules(optimizer, settings)
+    for group, rate in zip(optimizer.param_groups, schedules, strict=True):
+        group |= {"initial_lr": 1.0, "lr": rate(scheduler.last_epoch)}
+    scheduler.base_lrs = [1.0] * len(schedules)
+    scheduler.lr_lambdas = schedules
+
+
+def get_rates(scheduler: Any) -> dict[str, float]:
+    """Return the metric ``learning_rate``, and one for each part that has its own."""
+    groups = scheduler.optimizer.param_groups
+    own = {f"learning_rate/{group['part']}": group["lr"] for group in groups if group["part"]}
+    return {"learning_rate": groups[0]["lr"], **own}
+
+
+def describe_state(
+    kind: OptimizerName, shape: torch.Size, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of each tensor that an optimizer keeps for a weight.
+
+    Args:
+        kind: the optimizer.
+        shape: shape of the weight.
+        dtype: its dtype, which is that of moments that are not in 8 bits.
+    """
+    count, scalar = shape.numel(), ((), torch.int64)
+    moment, state = (tuple(shape), dtype), {}
+    if dtype != torch.float32:
+        state["updates"] = scalar
+    if kind == "muon":
+        return {**state, "momentum_buffer": moment}
+    if kind == "adafactor":
+        state |= {"step": scalar, "RMS": ((), torch.float32)}
+        if len(shape) < 2:
+            return {**state, "exp_avg_sq": moment}
+        row, column = (*shape[:-1],), (*shape[:-2], shape[-1])
+        return {
+            **state,
+            "exp_avg_sq_row": (row, torch.float32),
+            "exp_avg_sq_col": (column, torch.float32),
+        }
+    if kind == "adamw":
+        return {**state, "step": ((), torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+    state["step"] = scalar
+    for number in (1, 2):
+        state[f"state{number}"] = moment
+        if count >= SMALLEST_QUANTIZED:
+            state[f"state{number}"] = (tuple(shape), torch.uint8)
+            state[f"qmap{number}"] = ((256,), torch.float32)
+            state[f"absmax{number}"] = ((-(-count // QUANTIZED_BLOCK),), torch.float32)
+    return state
+
+
+def optimizer_tensors(
+    optimizer: Optimizer, trainable: Sequence[tuple[str, nn.Parameter]]
+) -> dict[str, Tensor]:
+    """Return the optimizer's state by ``weight/key``, such as ``….q_proj.weight/exp_avg``."""
+    return {
+        f"{name}/{key}": _as_tensor(key, value)
+        for name, weight in trainable
+        for key, value in optimizer.state.get(weight, {}).items()
+    }
+
+
+def _as_tensor(key: str, value: Tensor | int) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.tensor(value)
+    return value.clone() if key.startswith("qmap") else value  # one table for all weights
+
+
+def load_optimizer_tensors(
+    optimizer: Any,
+    trainable: Sequence[tuple[str, nn.Parameter]],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Load the state that ``optimizer_tensors`` returned.
+
+    Raises:
+        UserError: the state belongs to other weights or to another optimizer.
+    """
+    if not tensors:  # saved before the first update
+        return
+    held = dict(trainable)
+    kinds = {id(w): group["kind"] for group in optimizer.param_groups for w in group["params"]}
+    expected = {
+        name: describe_state(kinds[id(weight)], weight.shape, weight.dtype)
+        for name, weight in trainable
+    }
+    for name, state in state_by_weight(tensors, expected):
+        place = partial(_place, optimizer, held[name])
+        optimizer.state[held[name]] = {key: place(value) for key, value in state.items()}
+
+
+def _place(optimizer: Any, weight: nn.Parameter, value: Tensor) -> Tensor | int:
+    """Return a saved value of a weight's state as the optimizer keeps it."""
+    if not value.is_floating_point() and not value.dim():
+        return int(value)
+    if value.shape != weight.shape or not value.dim():
+        return value.to(weight.device)
+    for part in getattr(optimizer, "parts", [optimizer]):
+        if getattr(part, "is_paged", False):
+            return part.get_state_buffer(weight, value.dtype).copy_(value)
+    return shard_like(value, weight)
+
+
+def state_by_weight(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Mapping[str, tuple[Any, torch.dtype]]]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield each weight's name and state by key, from the state of ``optimizer_tensors``.
+
+    Only the tensors of one weight at a time are read from the mapping.
+
+    Args:
+        tensors: the state.
+        expected: ``describe_state`` of the trained weights by name.
+
+    Raises:
+        UserError: the state belongs to other weights or to another optimizer.
+    """
+    keys: dict[str, list[str]] = {}
+    for key in tensors:
+        keys.setdefault(key.rpartition("/")[0], []).append(key)
+    if missing := sorted(expected.keys() - keys.keys()):
+        raise UserError(
+            f"the checkpoint holds no optimizer state for {len(missing)} of the weights that these "
+            f"settings train, such as {missing[0]}: resume with the settings that wrote it"
+        )
+    for name, own in keys.items():
+        state = {key.rpartition("/")[2]: tensors[key] for key in own}
+        shapes = {key: shape for key, (shape, _) in expected.get(name, {}).items()}
+        for key, value in state.items():
+            if shapes.get(key) != value.shape:
+                raise UserError(
+                    f"the checkpoint's optimizer state {name}/{key} of shape {list(value.shape)} "
+                    "fits no weight that these settings train: resume with the settings that wrote "
+                    "it"
+                )
+        if lost := shapes.keys() - state.keys():
+            raise UserError(f"the checkpoint's optimizer state of {name} lacks {min(lost)}")
+        yield name, state

@@ -1,0 +1,1 @@
+"""Evaluation: generating and scoring answers, and comparing the results."""

@@ -1,0 +1,320 @@
+"""Outputs written by the evaluations of other projects, matched with the examples of a dataset.
+
+Their rows do not have the ids of the dataset. A row is matched by the image, question and gold
+answer of its example, or by its index in the dataset.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.errors import UserError, bullets, nearest
+from vlm_grpo.eval.predictions import read_predictions
+from vlm_grpo.types import Example
+
+PREDICTIONS = "predictions"
+"""Name of vlm-grpo's own format of outputs, next to ``LAYOUTS``."""
+_BOX_TOLERANCE = 1.0
+"""Tolerance between the edges of equal gold boxes, which datasets round differently."""
+
+
+@dataclass(frozen=True)
+class ForeignRow:
+    """One output, with its file's information about the example; missing fields are None.
+
+    Attributes:
+        location: file and row, for messages.
+        output: text of the model.
+        image: path of the image in the other project.
+        question: the question or the full prompt.
+        gold: the gold answer in the other project's format.
+        resized_size: width and height to which the model resized the image.
+        index: index of the example in its dataset.
+    """
+
+    location: str
+    output: str
+    image: str | None = None
+    question: str | None = None
+    gold: Any = None
+    resized_size: tuple[int, int] | None = None
+    index: int | None = None
+
+
+def read_outputs(
+    layout: str, path: Path, examples: Sequence[Example], needs_resized_size: bool = False
+) -> tuple[list[Example], list[str]]:
+    """Read outputs in vlm-grpo's format or another project's; see ``read_foreign``.
+
+    Raises:
+        UserError: there is no such layout, or the file does not fit it or the examples.
+    """
+    if layout == PREDICTIONS:
+        return read_predictions(path, examples, needs_resized_size)
+    if layout not in LAYOUTS:
+        known = [PREDICTIONS, *LAYOUTS]
+        raise UserError(
+            f"there is no format {layout!r}{nearest(layout, known)}: give one of {', '.join(known)}"
+        )
+    return read_foreign(layout, path, examples, needs_resized_size)
+
+
+def read_foreign(
+    layout: str, path: Path, examples: Sequence[Example], needs_resized_size: bool = False
+) -> tuple[list[Example], list[str]]:
+    """Read the outputs in a file of another project, and match them with examples.
+
+    Args:
+        layout: a key of ``LAYOUTS``.
+        path: the file.
+        examples: the dataset; the file may have outputs for some of the examples only.
+        needs_resized_size: boxes in the outputs are in pixels of the resized image, so each row
+            must have its size.
+
+    Returns:
+        The matched examples in the order of the dataset, with the resized sizes of their images
+        if the file has them, and one output per example.
+
+    Raises:
+        UserError: the file has another layout, or rows match no example; every such row is named.
+    """
+    rows = LAYOUTS[layout](path)
+    matcher = _Matcher(examples)
+    found: dict[int, ForeignRow] = {}
+    problems = []
+    for row in rows:
+        if needs_resized_size and row.resized_size is None:
+            problems.append(f"{row.location}: --frame resized needs the size of the resized image")
+            continue
+        try:
+            found[matcher.match(row)] = row
+        except ValueError as error:
+            problems.append(f"{row.location}: {error}")
+    if problems:
+        raise UserError(f"rows that do not match the examples:\n{bullets(problems)}")
+    if not found:
+        raise UserError(f"{path} has no outputs")
+    order = sorted(found)
+    matched = []
+    for index in order:
+        example, size = examples[index], found[index].resized_size
+        sizes = [image.resized_size if size is None else size for image in example.images]
+        matched.append(example.with_resized_sizes(sizes))
+    return matched, [found[index].output for index in order]
+
+
+class _Matcher:
+    """A matcher of rows with examples that uses each example at most once."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self.examples = examples
+        self.unmatched = set(range(len(examples)))
+        self.by_image: dict[str, list[int]] = defaultdict(list)
+        for index, example in enumerate(examples):
+            for image in example.images:
+                self.by_image[PurePosixPath(image.name).name].append(index)
+
+    def match(self, row: ForeignRow) -> int:
+        """Return the index of the row's example.
+
+        Raises:
+            ValueError: there is none; the message says which part of the row does not match.
+        """
+        index = self._match_index(row) if row.index is not None else self._match_content(row)
+        gold = self.examples[index].answer
+        if row.index is None and not _same_gold(row.gold, gold):
+            name = self.examples[index].id
+            raise ValueError(
+                f"its gold answer {row.gold!r} is not that of example {name}, {gold!r}"
+            )
+        self.unmatched.discard(index)
+        return index
+
+    def _match_index(self, row: ForeignRow) -> int:
+        index = row.index or 0
+        if index not in self.unmatched:
+            exists = 0 <= index < len(self.examples)
+            problem = "has an output already" if exists else "does not exist"
+            raise ValueError(f"example number {index} (from 0) {problem}")
+        question = self.examples[index].question
+        if row.question is not None and _normalize(question) not in _normalize(row.question):
+            raise ValueError(
+                f"its prompt does not contain {question!r}, example number {index}'s question: the "
+                "data must have the rows of the evaluated split, in its order"
+            )
+        return index
+
+    def _match_content(self, row: ForeignRow) -> int:
+        """Match by image, and among several examples of one image by question and gold answer."""
+        found: list[int] = sorted(self.unmatched)
+        if row.image is not None:
+            name = PurePosixPath(row.image).name
+            found = [index for index in self.by_image.get(name, []) if index in self.unmatched]
+            if not found:
+                kind = "unmatched example" if name in self.by_image else "example"
+                raise ValueError(f"no {kind} has an image {name}")
+        if row.question is not None and (row.image is None or len(found) > 1):
+            prompt = _normalize(row.question)
+            found = [i for i in found if _normalize(self.examples[i].question) in prompt]
+            if not found:
+                raise ValueError(f"no unmatched example has the question {row.question[:80]!r}")
+        equal = [index for index in found if _same_gold(row.gold, self.examples[index].answer)]
+        # The longest question is the best match: "the red cup on the left" contains "the red cup".
+        return max(equal or found, key=lambda i: (len(self.examples[i].question), -i))
+
+
+def _read_vlm_r1(path: Path) -> list[ForeignRow]:
+    """Read ``{"accuracy", "results": [{"image", "question", "ground_truth", "model_output", …}]}``.
+
+    Source: VLM-R1, src/eval/test_rec_r1.py and its siblings.
+    """
+    return [
+        _build_row(location, result, result, "image")
+        for location, result in _read_results(path, "vlm_r1", str)
+    ]
+
+
+def _read_r1_v(path: Path) -> list[ForeignRow]:
+    """Read ``{"results": [{"question": {"image_path", "question"}, "model_output", …}]}``.
+
+    Source: R1-V, src/eval/test_qwen2vl_counting_superclevr.py and its siblings.
+    """
+    return [
+        _build_row(location, result, result["question"], "image_path")
+        for location, result in _read_results(path, "r1_v", dict)
+    ]
+
+
+def _build_row(
+    location: str, result: Mapping[str, Any], asked: Mapping[str, Any], image_key: str
+) -> ForeignRow:
+    """Build the row of a result, whose mapping ``asked`` has the question and the image."""
+    image, size = asked.get(image_key), result.get("input_size")
+    if not all(isinstance(text, str) for text in (result["model_output"], image or "")):
+        raise UserError(f"{location}: its output and its image must be strings")
+    if size is not None and not _is_size(size):
+        raise UserError(f"{location}: input_size is {size!r}, not [height, width] in pixels")
+    return ForeignRow(
+        location,
+        result["model_output"],
+        image=image,
+        question=asked.get("question"),
+        gold=result["ground_truth"],
+        resized_size=None if size is None else (size[1], size[0]),
+    )
+
+
+def _read_results(
+    path: Path, layout: str, question_type: type
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the ``results`` of a JSON file, each with its location.
+
+    Args:
+        path: the file.
+        layout: name of the layout, for messages.
+        question_type: type of a result's question.
+
+    Raises:
+        UserError: the file cannot be read, or has another layout.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a JSON file, which {layout} writes: {error}") from error
+    results = content.get("results") if isinstance(content, dict) else None
+    if not isinstance(results, list):
+        raise UserError(f'{path} is not an output of {layout}: it lacks {{"results": […]}}')
+    for number, result in enumerate(results):
+        location = f"{path}: results[{number}]"
+        keys = ("question", "ground_truth", "model_output")
+        if not isinstance(result, dict) or any(key not in result for key in keys):
+            raise UserError(f"{location} must have {', '.join(keys)}, as {layout} writes")
+        if not isinstance(result["question"], question_type):
+            raise UserError(
+                f"{location}: its question is a {type(result['question']).__name__}, but {layout} "
+                f"writes a {question_type.__name__}: is it another --format?"
+            )
+        yield location, result
+
+
+def _read_lmms_eval(path: Path) -> list[ForeignRow]:
+    """Read lines of ``{"doc_id", "input", "resps", "filtered_resps", "target", …}``.
+
+    ``resps`` is the model's output; it is missing if the filters changed nothing.
+
+    Source: lmms-eval, EvaluationTracker.save_results_samples, for ``--log_samples``.
+    """
+    rows = []
+    for row in read_jsonl(path):
+        index = row.values.get("doc_id")
+        responses = row.values.get("resps", row.values.get("filtered_resps"))
+        if row.problem is not None or not isinstance(index, int) or responses is None:
+            problem = row.problem or "it lacks doc_id, or resps and filtered_resps"
+            raise UserError(
+                f"{row.location}: not a sample logged by lmms-eval --log_samples: {problem}"
+            )
+        while isinstance(responses, list) and len(responses) == 1:
+            responses = responses[0]
+        if not isinstance(responses, str):
+            count = len(responses)
+            raise UserError(f"{row.location}: it has {count} responses; only one can be scored")
+        prompt = row.values.get("input")
+        prompt = prompt if isinstance(prompt, str) else None
+        rows.append(ForeignRow(row.location, responses, question=prompt, index=index))
+    return rows
+
+
+LAYOUTS: dict[str, Callable[[Path], list[ForeignRow]]] = {
+    "vlm_r1": _read_vlm_r1,
+    "r1_v": _read_r1_v,
+    "lmms_eval": _read_lmms_eval,
+}
+"""Readers of the files of other projects, by the value of ``--format``."""
+
+
+def _is_size(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(side, int) and side > 0 for side in value)
+    )
+
+
+def _normalize(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _same_gold(given: Any, answer: Any) -> bool:
+    """Return whether two gold answers may be equal; True if they cannot be compared."""
+    if given is None:
+        return True
+    if isinstance(answer, Mapping):
+        boxes = answer.get("boxes")
+        several = isinstance(given, list) and given and isinstance(given[0], list)
+        rows = given if several else [given]
+        try:
+            first, second = _numbers(rows), _numbers(boxes)
+        except (TypeError, ValueError):
+            return True
+        pairs = zip(first, second, strict=False)
+        close = [math.isclose(a, b, abs_tol=_BOX_TOLERANCE) for a, b in pairs]
+        return len(first) == len(second) and all(close)
+    if isinstance(answer, int):
+        return str(given).strip() == str(answer)
+    accepted = [answer] if isinstance(answer, str) else answer
+    if not isinstance(accepted, list | tuple):
+        return True
+    return _normalize(str(given)) in map(_normalize, accepted)
+
+
+def _numbers(boxes: Any) -> list[float]:
+    return [float(number) for box in boxes for number in box]

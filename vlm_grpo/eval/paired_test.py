@@ -1,0 +1,125 @@
+"""Paired tests: do two models differ on the same examples?"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from vlm_grpo.eval.bootstrap import bootstrap_interval
+
+SIGN_FLIPS = 10_000
+"""Number of random assignments of signs, where there are too many to enumerate."""
+_ENUMERATED = 13
+"""Most differences whose signs are enumerated: 2 ** 13 assignments are fewer than 10,000."""
+_CHUNK = 500
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """The result of a paired test of B against A.
+
+    Attributes:
+        test: "McNemar" for values of 0 and 1, otherwise "sign flips".
+        n: number of pairs.
+        a, b: mean of each side.
+        interval: 95 % bootstrap interval of the mean of b - a.
+        p_value: two-sided, under the hypothesis that A and B are exchangeable on every example.
+        higher, lower: number of pairs in which B has the higher, or the lower, value.
+    """
+
+    test: str
+    n: int
+    a: float
+    b: float
+    interval: tuple[float, float]
+    p_value: float
+    higher: int
+    lower: int
+
+
+def compare_pairs(a: Sequence[float], b: Sequence[float], seed: int = 0) -> PairedTest:
+    """Test B against A: by McNemar's exact test if all values are 0 or 1, else by sign flips.
+
+    Args:
+        a, b: values of the same examples, in the same order; at least one.
+        seed: seed of the bootstrap and of the sign flips.
+    """
+    differences = [second - first for first, second in zip(a, b, strict=True)]
+    higher, lower = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    binary = {*a, *b} <= {0.0, 1.0}
+    p_value = mcnemar_p_value(higher, lower) if binary else sign_flip_p_value(differences, seed)
+    return PairedTest(
+        "McNemar" if binary else "sign flips",
+        len(differences),
+        float(np.mean(a)),
+        float(np.mean(b)),
+        bootstrap_interval(differences, seed),
+        p_value,
+        higher,
+        lower,
+    )
+
+
+def mcnemar_p_value(gained: int, lost: int) -> float:
+    """Return the p-value of McNemar's exact test.
+
+    Under the null hypothesis, each of the pairs that differ is a fair coin:
+    ``p = min(1, 2 · P(X <= min(gained, lost)))`` with X ~ Binomial(gained + lost, 1/2).
+
+    Source: McNemar 1947, Psychometrika 12; exact form: Agresti 2013, Categorical Data Analysis,
+    section 11.1.
+
+    >>> mcnemar_p_value(10, 2)  # 2 · (1 + 12 + 66) / 2 ** 12
+    0.03857421875
+    """
+    if gained + lost == 0:
+        return 1.0
+    return float(stats.binomtest(gained, gained + lost, 0.5).pvalue)
+
+
+def sign_flip_p_value(differences: Sequence[float], seed: int = 0) -> float:
+    """Return the p-value of the sign-flip permutation test of the mean difference.
+
+    Under the null hypothesis, each difference may as well have the other sign. The p-value is the
+    share of all assignments of signs whose sum is at least as far from 0 as the observed one: exact
+    for up to 13 differences that are not 0; otherwise from 10,000 random assignments, with one
+    added to both counts.
+
+    Source: Fisher 1935, The Design of Experiments, section 21; Phipson and Smyth 2010, Statistical
+    Applications in Genetics and Molecular Biology 9.
+
+    >>> sign_flip_p_value([0.5, 1.0, 2.0])  # only (+, +, +) and (-, -, -) are as far: 2 of 8
+    0.25
+    """
+    changed = np.asarray([value for value in differences if value], float)
+    if not len(changed):
+        return 1.0
+    limit = abs(changed.sum()) * (1 - 1e-9)  # sums in another order differ by rounding
+    if len(changed) <= _ENUMERATED:
+        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(changed))))
+        return float(np.mean(np.abs(signs @ changed) >= limit))
+    rng = np.random.default_rng(seed)
+    as_far = sum(
+        int((np.abs(rng.choice((-1.0, 1.0), (_CHUNK, len(changed))) @ changed) >= limit).sum())
+        for _ in range(SIGN_FLIPS // _CHUNK)
+    )
+    return (as_far + 1) / (SIGN_FLIPS + 1)
+
+
+def adjust_p_values(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values adjusted for their number by Holm's method.
+
+    Source: Holm 1979, Scandinavian Journal of Statistics 6.
+
+    >>> adjust_p_values([0.01, 0.5, 0.02])  # 3 · 0.01, then 2 · 0.02, then 0.5
+    [0.03, 0.5, 0.04]
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(np.argsort(p_values, kind="stable")):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted

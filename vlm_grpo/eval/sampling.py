@@ -1,0 +1,249 @@
+"""Several scored samples of each training example, and the files that are written from them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from vlm_grpo.config.data import is_mixture
+from vlm_grpo.config.run import EvaluationSettings, Settings
+from vlm_grpo.data import load_run_task
+from vlm_grpo.data.run_data import build_scorer, load_data
+from vlm_grpo.dist.launch import initialize_distributed
+from vlm_grpo.errors import UserError
+from vlm_grpo.eval.evaluate import check_weights, name_served, score_all
+from vlm_grpo.eval.generate import generate_all
+from vlm_grpo.eval.predictions import PredictionLog, build_request
+from vlm_grpo.eval.served import load_evaluated_model
+from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
+from vlm_grpo.serve.chat import Endpoint
+from vlm_grpo.task import Task
+from vlm_grpo.task.names import get_task_name
+from vlm_grpo.task.scorer import earns, get_gold_reward, measure_pass
+from vlm_grpo.types import Example, ImageRef, Score
+from vlm_grpo.utils.atomic_io import write_atomic
+
+
+@dataclass(frozen=True)
+class SampledExamples:
+    """Training examples with k scored samples each.
+
+    Attributes:
+        settings: settings of the run.
+        task: the task that scored them.
+        prompts: the writer of the model's prompts.
+        examples: the examples.
+        texts: the samples of each.
+        scores: the score of each sample.
+    """
+
+    settings: Settings
+    task: Task
+    prompts: PromptWriter
+    examples: Sequence[Example]
+    texts: Sequence[Sequence[str]]
+    scores: Sequence[Sequence[Score]]
+
+
+def sample_examples(
+    settings: Settings,
+    count: int,
+    checkpoint: Path | None = None,
+    server: Endpoint | str | None = None,
+) -> SampledExamples:
+    """Sample the training examples as rollouts do, and score the samples.
+
+    The samples are written to the folder ``sampled`` of the run as they come, and a stopped command
+    continues from them. The ranks share the examples; each returns all.
+
+    Args:
+        settings: settings of the run; ``rollout`` has the sampling distribution.
+        count: samples per example.
+        checkpoint: the weights; None: those of ``settings.model``.
+        server: address of the model, whose weights are then not loaded here.
+
+    Raises:
+        UserError: the model or the data cannot be loaded, the folder has other samples, or the
+            server gave no output for some examples.
+    """
+    check_weights(checkpoint, server)
+    disable_progress_bar()
+    limit = settings.evaluation.max_tokens_per_batch
+    given = EvaluationSettings(
+        samples=count, temperature=settings.rollout.temperature, max_tokens_per_batch=limit
+    )
+    settings = settings.model_copy(update={"evaluation": given})
+    run_task = load_run_task(settings)
+    only_train = settings.data.model_copy(update={"eval": None})
+    examples, _ = load_data(settings.model_copy(update={"data": only_train}), run_task)
+    model = load_evaluated_model(settings, checkpoint, server)
+    task = model.prompts.adapt(run_task)
+    if settings.data.on_bad_row == "skip":
+        examples = model.prompts.select_usable(examples, task, skip=True)
+    name = checkpoint.name if checkpoint else "model" if server is None else name_served(model)
+    folder = settings.run_dir / "sampled" / f"{name}-{count}"
+    request = build_request(settings, checkpoint, task, examples, "train") | model.identity
+    state = initialize_distributed()
+    with state.main_process_first():
+        log = PredictionLog(folder, request, state.process_index)
+    resized, flat = generate_all(model, task, examples, log)
+    with build_scorer(settings, state.process_index) as scorer:
+        scores = score_all(task, resized, flat, scorer)
+    starts = range(0, len(flat), count)
+    return SampledExamples(
+        settings,
+        task,
+        model.prompts,
+        resized,
+        [flat[start : start + count] for start in starts],
+        [scores[start : start + count] for start in starts],
+    )
+
+
+def compute_pass_rates(found: SampledExamples) -> list[float]:
+    """Return the mean of ``measure_pass`` over each example's samples."""
+    return [
+        fmean(measure_pass(found.task, example, score) for score in scores)
+        for example, scores in zip(found.examples, found.scores, strict=True)
+    ]
+
+
+def write_difficulty(found: SampledExamples, path: Path) -> list[float]:
+    """Write id, pass rate, mean reward and number of samples of each example; return the rates."""
+    rates = compute_pass_rates(found)
+    rows = []
+    for example, rate, scores in zip(found.examples, rates, found.scores, strict=True):
+        rewards = [score.total for score in scores if score.total is not None]
+        mean = fmean(rewards) if rewards else None
+        row = {"id": example.id, "pass_rate": rate, "reward": mean, "samples": len(scores)}
+        rows.append(row)
+    _write_rows(path, rows)
+    return rates
+
+
+def write_completions(
+    found: SampledExamples, path: Path, least: float | None = None, keep: int = 1
+) -> tuple[int, int]:
+    """Write the examples with the completions that earned enough, as rows for training on them.
+
+    A truncated completion, and one with the text of a control token, is left out.
+
+    Args:
+        found: the samples.
+        path: the file.
+        least: the reward that a completion must have earned; None: the full one.
+        keep: maximum number of completions per example: the best, of equal ones the first.
+
+    Returns:
+        The number of rows, and of the examples that have one.
+
+    Raises:
+        UserError: no completion earned enough.
+    """
+    tasks = _name_tasks(found.settings)
+    rows, count = [], 0
+    for example, texts, scores in zip(found.examples, found.texts, found.scores, strict=True):
+        enough = get_gold_reward(found.task, example) if least is None else least
+        totals: dict[str, float] = {}
+        for text, score in zip(texts, scores, strict=True):
+            if earns(score, enough) and _is_complete(text, found):
+                totals[text] = max(totals.get(text, score.total or 0.0), score.total or 0.0)
+        best = sorted(totals, key=lambda text: -totals[text])[:keep]
+        row = _build_row(example, found.settings, path.parent, tasks) if best else {}
+        for number, text in enumerate(best, start=1):
+            name = example.id if number == 1 else f"{example.id}#{number}"
+            rows.append({**row, _column(found.settings, "id"): name, "completion": text})
+        count += bool(best)
+    if not rows:
+        totals_of_all = [s.total for scores in found.scores for s in scores if s.total is not None]
+        wanted = "the full reward" if least is None else f"a reward of {least:g}"
+        raise UserError(
+            f"no complete completion earned {wanted}; the highest reward is "
+            f"{max(totals_of_all, default=0.0):g}: lower --min-reward, or take more --samples"
+        )
+    _write_rows(path, rows)
+    return len(rows), count
+
+
+def _is_complete(text: str, found: SampledExamples) -> bool:
+    """Return whether training can use the text: it ends before the limit, without control tokens.
+
+    Of a server's model without a known tokenizer, only an empty text is refused.
+    """
+    if not text or not isinstance(found.prompts, PromptBuilder):
+        return bool(text)
+    tokens = found.prompts.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    is_short = len(tokens) < found.settings.rollout.max_completion_length
+    return is_short and found.prompts.remove_control_tokens(text) == text
+
+
+def _build_row(
+    example: Example, settings: Settings, folder: Path, tasks: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return an example as a row in the canonical form, with the columns' names of the source."""
+    row: dict[str, Any] = {"id": example.id}
+    if example.source:
+        row["task"] = tasks[example.source]
+    row["images"] = [_write_image(image, folder) for image in example.images]
+    if example.history:
+        turns = [asdict(turn) for turn in example.history]
+        turns.append({"role": "user", "text": example.question})
+        row["messages"] = [{"role": t["role"], "content": t["text"]} for t in turns]
+    else:
+        row["question"] = example.question
+    row["answer"] = example.answer
+    row = {_column(settings, name): value for name, value in row.items()}
+    meta = {name: value for name, value in example.meta.items() if name != "completion"}
+    source = {"source": example.source} if example.source else {}
+    return {**row, "meta": {**meta, **source}}
+
+
+def _column(settings: Settings, name: str) -> str:
+    """Return the name of a column in the source; in a mixture, the canonical one."""
+    names: dict[str, str] = {**settings.data.columns}
+    return name if is_mixture(settings.data.train) else names.get(name, name)
+
+
+def _write_image(image: ImageRef, folder: Path) -> str:
+    """Return the path of an image, relative to the folder that contains it, or else its content."""
+    if image.path is None:
+        content = base64.b64encode(image.read_bytes()).decode()
+        return f"data:image;base64,{content}"
+    path = Path(os.path.realpath(image.path))
+    root = Path(os.path.realpath(folder))
+    return str(path.relative_to(root)) if path.is_relative_to(root) else str(path)
+
+
+def _name_tasks(settings: Settings) -> dict[str, str]:
+    """Return the name of each source's task, by ``Example.source``."""
+    names = {}
+    for source in settings.data.get_sources("train"):
+        for name in source.tasks:
+            names[f"{source.label}/{name}"] = name
+        names[source.label] = get_task_name(settings.task if source.task is None else source.task)
+    return names
+
+
+def find_outside_folder(found: SampledExamples, path: Path) -> Path | None:
+    """Return the folder of the images that are not in the folder of a file; None if all are."""
+    folder = os.path.realpath(path.parent)
+    paths = [image.path for example in found.examples for image in example.images]
+    outside = [os.path.realpath(p.parent) for p in paths if p is not None]
+    outside = [p for p in outside if not Path(p).is_relative_to(folder)]
+    return Path(os.path.commonpath(outside)) if outside else None
+
+
+def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    def format_lines() -> Iterator[str]:
+        for row in rows:
+            yield json.dumps(row, ensure_ascii=False, default=str) + "\n"
+
+    write_atomic(path, "".join(format_lines()).encode(errors="backslashreplace"))

@@ -1,0 +1,1 @@
+"""Decoding, masking and noise of images and videos."""

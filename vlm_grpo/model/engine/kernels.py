@@ -1,0 +1,326 @@
+"""Kernels of attention over a shared prompt: mask-free parts, merged by their log-sum-exps.
+
+On CPUs, the parts use PyTorch's flash kernel in float32 and float64. In bfloat16 that kernel is no
+faster than in float32 (``perf/README.md``), so they use plain matrix products, which round the
+scores as transformers' eager attention does. So do float32 and float64 on other devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+
+from vlm_grpo.model.engine import varlen
+
+# PyTorch's CPU kernels that return the log-sum-exp along with the output.
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+MAX_SCORES = 2**24
+"""Maximum number of attention scores held at once by plain matrix products."""
+CAUSAL_BLOCK = 128
+"""Queries per block of causal attention by plain matrix products: a single product over all keys
+would spend half of its work on masked scores."""
+
+
+def describe(device: torch.device, dtype: torch.dtype) -> str:
+    """Name the kernels of attention over a shared prompt."""
+    query = torch.empty(0, dtype=dtype, device=device)
+    if varlen.has_varlen(query):
+        return "PyTorch's varlen_attn, one call per layer"
+    if _uses_plain_products(query):
+        return "matrix products without a mask"
+    return "PyTorch's flash kernels for CPUs"
+
+
+def causal(
+    query: Float[Tensor, "rows heads T width"],
+    key: Float[Tensor, "rows key_heads T width"],
+    value: Float[Tensor, "rows key_heads T width"],
+    scaling: float,
+) -> Float[Tensor, "rows heads T width"]:
+    """Compute causal self-attention."""
+    if _uses_plain_products(query):
+        return _Causal.apply(query, key, value, scaling)  # type: ignore[return-value]
+    options: dict[str, Any] = {"is_causal": True, "scale": scaling}
+    if is_cpu(query):
+        key, value = expand_heads(query, key), expand_heads(query, value)
+    else:
+        options["enable_gqa"] = True
+    return scaled_dot_product_attention(query, key, value, **options)
+
+
+def is_cpu(query: Tensor) -> bool:
+    return query.device.type == "cpu"
+
+
+def _uses_plain_products(query: Tensor) -> bool:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    # No public kernel returns the log-sum-exp; of the private ones, only the CPU's is used.
+    return is_half if is_cpu(query) else not is_half
+
+
+def cascade(
+    query: Float[Tensor, "1 heads T width"],
+    prefix_key: Float[Tensor, "1 key_heads prompt width"],
+    prefix_value: Float[Tensor, "1 key_heads prompt width"],
+    key: Float[Tensor, "1 key_heads T width"],
+    value: Float[Tensor, "1 key_heads T width"],
+    lengths: Sequence[int],
+    scaling: float,
+) -> Float[Tensor, "1 heads T width"]:
+    """Compute attention of completions over their prompt and, causally, each over itself.
+
+    Args:
+        query: queries of the T completion tokens.
+        prefix_key: keys of the prompt.
+        prefix_value: values of the prompt.
+        key: keys of the completion tokens.
+        value: values of the completion tokens.
+        lengths: number of tokens of each completion; their sum is T.
+        scaling: factor on the dot products.
+    """
+    return _Cascade.apply(query, prefix_key, prefix_value, key, value, tuple(lengths), scaling)  # type: ignore[return-value]
+
+
+def segments(
+    query: Float[Tensor, "1 heads T width"],
+    key: Float[Tensor, "1 heads T width"],
+    value: Float[Tensor, "1 heads T width"],
+    lengths: Sequence[int],
+    scaling: float,
+) -> Float[Tensor, "1 T heads width"]:
+    """Compute attention of each token to all tokens of its segment.
+
+    Neighboring segments of equal lengths are computed at once.
+    """
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+    sizes = [length * count for length, count in runs]
+    outputs = []
+    for (length, count), *parts in zip(
+        runs, *(x[0].split(sizes, dim=1) for x in (query, key, value)), strict=True
+    ):
+        q, k, v = (part.unflatten(1, (count, length)).transpose(0, 1) for part in parts)
+        output = scaled_dot_product_attention(q, k, v, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None]
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        output, lse = _part(query, key, value, scaling, causal=True)
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.scaling = scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        tensors = (grad_outputs[0], query, output, lse, key, value)
+        return *_part_backward(*tensors, ctx.scaling, causal=True), None
+
+
+class _Cascade(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        prefix_key: Tensor,
+        prefix_value: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        scaling: float,
+    ) -> Tensor:
+        to_prefix, prefix_lse = _part(query, prefix_key, prefix_value, scaling, causal=False)
+        q, k, v = (unpack(x, lengths) for x in (query, key, value))
+        to_self, self_lse = _part(q, k, v, scaling, causal=True)
+        to_self, self_lse = repack(to_self, lengths), repack(self_lse, lengths)
+        lse = torch.logaddexp(prefix_lse, self_lse)
+        output = to_prefix * (prefix_lse - lse).exp() + to_self * (self_lse - lse).exp()
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, prefix_key, prefix_value, key, value, output, lse)
+        ctx.lengths, ctx.scaling = lengths, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, prefix_key, prefix_value, key, value, output, lse = ctx.saved_tensors
+        lengths, scaling = ctx.lengths, ctx.scaling
+        merged = (grad_outputs[0].contiguous(), query, output, lse)
+        d_prefix = _part_backward(*merged, prefix_key, prefix_value, scaling, causal=False)
+        g, q, o, s, k, v = (unpack(x, lengths) for x in (*merged, key, value))
+        own = _part_backward(g, q, o, s, k, v, scaling, causal=True)
+        d_own = [repack(gradient, lengths) for gradient in own]
+        return d_prefix[0] + d_own[0], d_prefix[1], d_prefix[2], d_own[1], d_own[2], None, None
+
+
+def _part(
+    query: Float[Tensor, "rows heads n width"],
+    key: Float[Tensor, "rows key_heads m width"],
+    value: Float[Tensor, "rows key_heads m width"],
+    scaling: float,
+    causal: bool,
+) -> tuple[Float[Tensor, "rows heads n width"], Float[Tensor, "rows heads n 1"]]:
+    """Compute attention over all keys, or causal attention over as many keys as queries.
+
+    Returns:
+        The output, and the log-sum-exps in float32.
+    """
+    if _uses_plain_products(query):
+        return _plain(query, key, value, scaling, causal)
+    if causal:
+        expanded = (query, expand_heads(query, key), expand_heads(query, value))
+        output, lse = FLASH(*expanded, is_causal=True, scale=scaling)
+    else:
+        output, lse = FLASH(_stack_heads(query, key), key, value, scale=scaling)
+    return output.reshape(query.shape), lse.reshape(*query.shape[:3], 1)
+
+
+def _part_backward(
+    grad: Tensor,
+    query: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a part's query, key and value from the merged output and
+    log-sum-exp; the other arguments are as in ``_part``."""
+    if _uses_plain_products(query):
+        return _plain_backward(grad, query, output, lse, key, value, scaling, causal)
+    if causal:
+        expanded = (query, expand_heads(query, key), expand_heads(query, value))
+        d_query, d_key, d_value = _FLASH_BACKWARD(
+            grad, *expanded, output, lse[..., 0], 0.0, True, scale=scaling
+        )
+        return d_query, _sum_heads(d_key, key), _sum_heads(d_value, value)
+    g, q, o, s = (_stack_heads(x, key) for x in (grad, query, output, lse))
+    d_query, d_key, d_value = _FLASH_BACKWARD(
+        g, q, key, value, o, s[..., 0], 0.0, False, scale=scaling
+    )
+    return d_query.reshape(query.shape), d_key, d_value
+
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute ``_part`` by plain matrix products, one block of queries at a time."""
+    outputs, sums = [], []
+    for start, stop in _blocks(query, key, causal):
+        visible = stop if causal else key.shape[2]
+        part = query[:, :, start:stop]
+        weights, top = _weights(part, key[:, :, :visible], scaling, start if causal else None)
+        total = weights.sum(-1, keepdim=True, dtype=torch.float32)
+        output = (weights @ value[:, :, :visible] / total).to(value.dtype)
+        outputs.append(output.reshape(part.shape))
+        sums.append((total.log() + top).reshape(*part.shape[:3], 1))
+    return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+
+
+def _plain_backward(
+    grad: Tensor,
+    query: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``_part_backward`` by plain matrix products, one block of queries at a time."""
+    d_queries = []
+    d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
+    for start, stop in _blocks(query, key, causal):
+        visible = stop if causal else key.shape[2]
+        k, v = key[:, :, :visible], value[:, :, :visible]
+        part = query[:, :, start:stop]
+        weights, top = _weights(part, k, scaling, start if causal else None)
+        g, q, o, s = (_stack_heads(x[:, :, start:stop], key) for x in (grad, query, output, lse))
+        # Scale the gradient, the smaller tensor, by the part's share of the merged softmax.
+        g = g * (top - s).exp()
+        mean = (g * o).sum(-1, keepdim=True)
+        g = g.to(weights.dtype)
+        d_value[:, :, :visible] += weights.mT @ g
+        d_scores = (g @ v.mT).sub_(mean).mul_(weights)
+        d_queries.append((d_scores @ k * scaling).reshape(part.shape))
+        d_key[:, :, :visible] += d_scores.mT @ (q * scaling)
+    return torch.cat(d_queries, dim=2), d_key.to(key.dtype), d_value.to(value.dtype)
+
+
+def _weights(
+    query: Tensor, key: Tensor, scaling: float, start: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``exp(scores - top)`` and ``top``, the largest score of each query.
+
+    The queries that share a key head are stacked (see ``_stack_heads``).
+
+    Args:
+        query: (rows, heads, n, width).
+        key: (rows, key heads, m, width).
+        scaling: factor on the dot products.
+        start: index of the first query in causal attention, where the last n keys belong to the
+            n queries; None: every query attends to all keys.
+    """
+    scores = (_stack_heads(query, key) * scaling) @ key.mT
+    if start is not None:
+        count = query.shape[2]
+        later = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+        last = scores.unflatten(2, (-1, count))[..., start:]
+        last.masked_fill_(later, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    return scores.sub_(top).exp_(), top
+
+
+def _blocks(query: Tensor, key: Tensor, causal: bool) -> list[tuple[int, int]]:
+    """Return the (start, stop) of each block of queries whose scores are held at once."""
+    count = query.shape[2]
+    size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    if causal:
+        size = min(size, CAUSAL_BLOCK)
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def expand_heads(
+    query: Float[Tensor, "rows heads n width"], key: Float[Tensor, "rows key_heads m width"]
+) -> Float[Tensor, "rows heads m width"]:
+    """Repeat keys or values for grouped-query attention."""
+    times = query.shape[1] // key.shape[1]
+    return key if times == 1 else key.repeat_interleave(times, dim=1)
+
+
+def _stack_heads(rows: Tensor, key: Tensor) -> Tensor:
+    """Stack the queries (rows, heads, n, width) that share a key head into one matrix."""
+    return rows.reshape(rows.shape[0], key.shape[1], -1, rows.shape[-1])
+
+
+def _sum_heads(grad: Tensor, key: Tensor) -> Tensor:
+    """Sum the gradient of keys repeated by ``expand_heads``."""
+    if grad.shape == key.shape:
+        return grad
+    return grad.reshape(*key.shape[:2], -1, *key.shape[2:]).sum(2)
+
+
+def unpack(packed: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Pad (1, heads, sum of lengths, width) to (completions, heads, longest, width)."""
+    if len(set(lengths)) == 1:
+        heads, width = packed.shape[1], packed.shape[3]
+        return packed.view(heads, len(lengths), lengths[0], width).transpose(0, 1)
+    rows = packed[0].transpose(0, 1).split(list(lengths))
+    return pad_sequence(list(rows), batch_first=True).transpose(1, 2)
+
+
+def repack(padded: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Invert ``unpack``."""
+    rows = [row[:, :length] for row, length in zip(padded, lengths, strict=True)]
+    return torch.cat(rows, dim=1)[None]

@@ -1,0 +1,226 @@
+"""Token log-probabilities from hidden states, without a tokens × vocabulary tensor.
+
+The language-model head and its softmax run over chunks of tokens. With a frozen head, the
+gradient of each log-probability with respect to its hidden state,
+
+    d log p(y) / d h = (W[y] - sum_v p(v) W[v]) / temperature,
+
+is computed in the same pass as the log-probability: one more matrix product, and no recomputation
+in backward. A trained head, or one with an adapter, is recomputed chunk by chunk in backward,
+because its weights' gradient needs the loss's coefficients. All chunks add to one gradient of the
+head's weights, a block of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.amp import is_autocast_available
+from torch.autograd.function import FunctionCtx
+from torch.utils.checkpoint import checkpoint
+
+from vlm_grpo.model.engine.linear import Linear, outer, product
+from vlm_grpo.model.engine.sampling import SamplingDistribution
+
+MAX_GRADIENTS = 2**22
+"""Number of the head's gradients that are computed at once, before they are added to the others."""
+
+
+@dataclass(frozen=True)
+class ScoringSettings:
+    """Settings of the scoring of tokens.
+
+    Attributes:
+        distribution: the distribution under which tokens are scored.
+        chunk_tokens: number of tokens whose logits are computed at once; 0: all.
+        with_entropy: also compute entropies, with gradient.
+        with_top: also find out which tokens are the likeliest at their places.
+    """
+
+    distribution: SamplingDistribution
+    chunk_tokens: int = 0
+    with_entropy: bool = False
+    with_top: bool = False
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of the M completion tokens of a batch, in the batch's order.
+
+    Attributes:
+        logprobs: log-probability of each token under the sampling distribution, in nats.
+        entropies: entropy of that distribution at each token, in nats; None if not requested.
+        is_top: whether each token is the likeliest at its place; None if not requested.
+    """
+
+    logprobs: Float[Tensor, " M"]
+    entropies: Float[Tensor, " M"] | None = None
+    is_top: Bool[Tensor, " M"] | None = None
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The values as a tuple, in which autograd and FSDP2 find the tensors."""
+        return self.logprobs, self.entropies, self.is_top
+
+    @classmethod
+    def join(cls, parts: Sequence[TokenScores]) -> TokenScores:
+        """Join the scores of consecutive tokens."""
+        entropies = [part.entropies for part in parts if part.entropies is not None]
+        is_top = [part.is_top for part in parts if part.is_top is not None]
+        return cls(
+            torch.cat([part.logprobs for part in parts]),
+            torch.cat(entropies) if entropies else None,
+            torch.cat(is_top) if is_top else None,
+        )
+
+
+def score_tokens(
+    head: nn.Module,
+    hidden: Float[Tensor, "M width"],
+    targets: Int[Tensor, " M"],
+    positions: Int[Tensor, " M"],
+    settings: ScoringSettings,
+) -> TokenScores:
+    """Score target tokens from the hidden states that predict them.
+
+    Args:
+        head: the language-model head, a linear map to the vocabulary.
+        hidden: final hidden states at the predicting positions.
+        targets: token ids.
+        positions: index of each token within its completion.
+        settings: how the tokens are scored.
+    """
+    rows = settings.chunk_tokens or len(targets)
+    weight: Any = head.weight
+    is_plain = type(head) in (nn.Linear, Linear) and head.bias is None
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    one_pass = is_plain and not weight.requires_grad and not settings.with_entropy
+    if is_plain and with_gradient and not one_pass:
+        return TokenScores(*_RecomputedHead.apply(hidden, weight, targets, positions, settings))  # type: ignore[misc]
+    parts: list[TokenScores] = []
+    for h, y, t in zip(hidden.split(rows), targets.split(rows), positions.split(rows), strict=True):
+        if one_pass and with_gradient:
+            logprobs, is_top = _FrozenHead.apply(h, weight, y, t, settings)  # type: ignore[misc]
+            parts.append(TokenScores(logprobs, None, is_top))
+        elif torch.is_grad_enabled():
+            parts.append(checkpoint(_score_chunk, head, h, y, t, settings, use_reentrant=False))  # type: ignore[arg-type]
+        else:
+            parts.append(_score_chunk(head, h, y, t, settings))
+    return TokenScores.join(parts)
+
+
+def _score_chunk(
+    head: nn.Module, hidden: Tensor, targets: Tensor, positions: Tensor, settings: ScoringSettings
+) -> TokenScores:
+    return score_logits(head(hidden), targets, positions, settings)
+
+
+def score_logits(
+    logits: Float[Tensor, "M vocabulary"],
+    targets: Int[Tensor, " M"],
+    positions: Int[Tensor, " M"],
+    settings: ScoringSettings,
+) -> TokenScores:
+    """Score target tokens from the logits that predict them."""
+    logprobs = settings.distribution(logits, positions).log_softmax(-1)
+    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    is_top = logprobs.argmax(-1) == targets if settings.with_top else None
+    if not settings.with_entropy:
+        return TokenScores(chosen, None, is_top)
+    # Banned tokens have probability 0 and log-probability -inf: their product would be NaN.
+    finite = logprobs.masked_fill(logprobs == -torch.inf, 0)
+    return TokenScores(chosen, -(logprobs.exp() * finite).sum(-1), is_top)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Log-probabilities, with their gradients at the hidden states saved for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Float[Tensor, "m width"],
+        weight: Float[Tensor, "vocabulary width"],
+        targets: Int[Tensor, " m"],
+        positions: Int[Tensor, " m"],
+        settings: ScoringSettings,
+    ) -> tuple[Float[Tensor, " m"], Bool[Tensor, " m"] | None]:
+        logits = settings.distribution(product(hidden, weight), positions)
+        probs = logits.softmax(-1)
+        # Computed from the logits: the log of a small probability would lose digits.
+        chosen = logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)
+        gradient = weight[targets].sub_(product(probs.to(weight.dtype), weight.T))
+        ctx.save_for_backward(gradient.div_(settings.distribution.temperature or 1.0))
+        if not settings.with_top:
+            return chosen, None
+        is_top = logits.argmax(-1) == targets
+        ctx.mark_non_differentiable(is_top)
+        return chosen, is_top
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (gradient * grad_outputs[0][:, None].to(gradient.dtype), None, None, None, None)
+
+
+class _RecomputedHead(torch.autograd.Function):
+    """Scores of all chunks; backward recomputes their logits, and adds to one weight gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Float[Tensor, "M width"],
+        weight: Float[Tensor, "vocabulary width"],
+        targets: Int[Tensor, " M"],
+        positions: Int[Tensor, " M"],
+        settings: ScoringSettings,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        kind = hidden.device.type
+        ctx.settings = settings
+        ctx.is_autocast = is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        ctx.dtype = torch.get_autocast_dtype(kind) if ctx.is_autocast else weight.dtype
+        ctx.save_for_backward(hidden, weight, targets, positions)
+        rows, cast = settings.chunk_tokens or len(targets), weight.to(ctx.dtype)
+        parts = [
+            score_logits(product(h.to(ctx.dtype), cast), y, t, settings)
+            for h, y, t in zip(*(x.split(rows) for x in (hidden, targets, positions)), strict=True)
+        ]
+        scores = TokenScores.join(parts)
+        if scores.is_top is not None:
+            ctx.mark_non_differentiable(scores.is_top)
+        return scores.columns
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, positions = ctx.saved_tensors
+        settings = replace(ctx.settings, with_top=False)
+        rows, cast = settings.chunk_tokens or len(targets), weight.detach().to(ctx.dtype)
+        d_hidden, d_weight = torch.empty_like(hidden), None
+        if ctx.needs_input_grad[1]:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            d_weight = torch.zeros_like(weight, dtype=wide)
+        for start in reversed(range(0, len(targets), rows)):
+            chunk = slice(start, start + rows)
+            h = hidden[chunk].to(ctx.dtype)
+            kind = h.device.type
+            autocast = torch.autocast(kind, ctx.dtype) if ctx.is_autocast else nullcontext()
+            with torch.enable_grad(), autocast:
+                logits = product(h, cast).requires_grad_()
+                scores = score_logits(logits, targets[chunk], positions[chunk], settings)
+            outputs = [s for s in (scores.logprobs, scores.entropies) if s is not None]
+            grads = [None if grad is None else grad[chunk] for grad in grad_outputs[: len(outputs)]]
+            (d_logits,) = torch.autograd.grad(outputs, logits, grads)
+            del logits, scores, outputs
+            d_hidden[chunk] = product(d_logits, cast.T)
+            if d_weight is not None:
+                count = max(1, MAX_GRADIENTS // weight.shape[1])
+                for total, part in zip(
+                    d_weight.split(count), d_logits.split(count, dim=1), strict=True
+                ):
+                    total += outer(part, h) if h.dtype == torch.float32 else part.T @ h
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None

@@ -1,0 +1,345 @@
+"""The sampling distribution: one definition for the sampler and the scorer.
+
+A log-probability is relative to a distribution. ``SamplingDistribution`` defines which tokens it
+excludes, and its temperature; the rollout samples from it and the update scores under it, so the
+importance ratio of a fresh completion is 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from vlm_grpo.config.policy import RolloutSettings
+from vlm_grpo.model.families import Family
+from vlm_grpo.model.transfer import copy_to
+
+
+@dataclass(frozen=True)
+class SamplingDistribution:
+    """The distribution over next tokens that both sampler and scorer derive from the logits.
+
+    Attributes:
+        temperature: divisor of the logits; 0 means greedy (scored as 1).
+        banned: tokens of probability 0 (image, video and vision markers).
+        eos: end-of-sequence tokens, also banned in the first ``min_new_tokens`` positions.
+        min_new_tokens: minimum number of tokens per completion.
+    """
+
+    temperature: float = 1.0
+    banned: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+
+    def __call__(
+        self, logits: Float[Tensor, "n vocabulary"], positions: Int[Tensor, " n"]
+    ) -> Float[Tensor, "n vocabulary"]:
+        """Return the distribution's logits as a new tensor of at least float32 precision.
+
+        Args:
+            logits: the model's logits.
+            positions: index of each token within its completion.
+        """
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        adjusted = logits.to(wide, copy=True).div_(self.temperature or 1.0)
+        if self.banned:
+            adjusted.index_fill_(1, _to_index(self.banned, logits.device), -torch.inf)
+        if self.min_new_tokens:
+            early = (positions < self.min_new_tokens)[:, None]
+            eos = _to_index(self.eos, logits.device)
+            columns = adjusted.index_select(1, eos).masked_fill(early, -torch.inf)
+            adjusted.index_copy_(1, eos, columns)
+        return adjusted
+
+
+@functools.lru_cache(maxsize=64)
+def _to_index(tokens: tuple[int, ...], device: torch.device) -> Int[Tensor, " n"]:
+    """Return the tokens on ``device``, copied there once."""
+    return copy_to(device, np.array(tokens, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """Settings of the sampler.
+
+    Attributes:
+        distribution: the distribution under which tokens are scored.
+        max_completion_length: maximum number of tokens per completion, end-of-sequence included.
+        stop: strings that end a completion once its text contains one of them.
+        top_k: keep only the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
+        min_p: drop tokens below this fraction of the highest probability; 0.0 keeps all.
+        with_entropies: also compute the entropy at each token.
+    """
+
+    distribution: SamplingDistribution
+    max_completion_length: int
+    stop: tuple[str, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    with_entropies: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most likely token is always chosen."""
+        return self.distribution.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """True if the sampler excludes tokens that the scorer does not."""
+        return bool(self.top_k or self.min_p or self.top_p < 1)
+
+
+def build_sampling_distribution(
+    model: Any, processor: Any, family: Family, rollout: RolloutSettings
+) -> SamplingDistribution:
+    """Build the distribution from the model's special tokens and the rollout settings."""
+    eos = model.generation_config.eos_token_id
+    eos = model.config.get_text_config().eos_token_id if eos is None else eos
+    return SamplingDistribution(
+        temperature=rollout.temperature,
+        banned=family.banned_token_ids(model.config, processor),
+        eos=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        min_new_tokens=rollout.min_new_tokens,
+    )
+
+
+def build_sampling_settings(
+    distribution: SamplingDistribution, rollout: RolloutSettings
+) -> SamplingSettings:
+    """Build the sampling settings of a rollout, with entropies, from ``distribution``."""
+    return SamplingSettings(
+        distribution,
+        rollout.max_completion_length,
+        rollout.stop,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p or 0.0,
+        with_entropies=True,
+    )
+
+
+def draw_uniforms(seed: Sequence[int | str], length: int) -> np.ndarray:
+    """Draw the ``length`` uniform numbers in [0, 1) from which a completion's tokens are sampled.
+
+    Each completion has a separate random stream, identified by its seed: in training the run's
+    seed, the prompt's index in the stream of examples, and the completion's index in the group.
+    Its tokens therefore do not depend on the batch it is sampled in, on the number of ranks, or on
+    the state of any generator.
+    """
+    return np.random.Generator(np.random.Philox(key=derive_seed(seed, 16))).random(length)
+
+
+def derive_seed(seed: Sequence[int | str], size: int = 7) -> int:
+    """Return a number of ``size`` bytes that depends on all parts of a seed."""
+    digest = hashlib.blake2b(repr(tuple(seed)).encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:size], "little")
+
+
+class SamplerState:
+    """The tokens sampled so far for N completions, with log-probabilities and entropies.
+
+    Tensors have one more row than there are completions. It receives what is sampled for rows
+    that are not active, so that a batch may contain finished completions, and the row itself in
+    empty places. Nothing here but ``update_active`` reads from the device.
+
+    Args:
+        uniform: the uniform numbers to sample with; see ``draw_uniforms``.
+        settings: the sampler's settings.
+        decode: returns the text of tokens; needed for ``settings.stop``.
+        sizes: number of completions of each prompt, in the order of rows; empty: each has one.
+
+    Attributes:
+        count: number of completions, N.
+        tokens: (N + 1, longest) int64, valid up to ``lengths``.
+        logprobs: (N + 1, longest) log-probability of each token under the distribution that it was
+            sampled from, after any truncation.
+        entropies: (N + 1, longest) entropy at each token, before any truncation; zeros if not
+            requested.
+        lengths: (N + 1,) number of tokens sampled.
+        active: (N + 1,) False once a completion is finished.
+        stopped: completions that were ended by a stop string.
+    """
+
+    def __init__(
+        self,
+        uniform: Float[Tensor, "N longest"],
+        settings: SamplingSettings,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        sizes: Sequence[int] = (),
+    ) -> None:
+        device, shape = uniform.device, (len(uniform) + 1, uniform.shape[1])
+        self.settings, self.decode, self.count = settings, decode, len(uniform)
+        self.sizes = sizes or (1,) * self.count
+        self.uniform = torch.cat([uniform, torch.zeros_like(uniform[:1])])
+        self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self.entropies = torch.zeros(shape, device=device)
+        self.lengths = torch.zeros(shape[0], dtype=torch.int64, device=device)
+        self.active = torch.ones(shape[0], dtype=torch.bool, device=device)
+        self.active[-1:].fill_(False)
+        self.stopped: set[int] = set()
+        # For the stop strings: on the host, the tokens and how many of them have been checked.
+        self._copied = np.zeros((self.count, shape[1]), dtype=np.int64)
+        self._checked = np.zeros(self.count, dtype=np.int64)
+
+    def sample(
+        self, logits: Float[Tensor, "n vocabulary"], rows: Int[Tensor, " n"]
+    ) -> Int[Tensor, " n"]:
+        """Sample, store and return the next token of n completions; mark finished ones inactive.
+
+        Args:
+            logits: the model's logits.
+            rows: indices of the completions; for those that are not active nothing is stored.
+        """
+        is_active = self.active[rows]
+        rows = rows.where(is_active, self.count)
+        positions = self.lengths[rows]
+        adjusted = self.settings.distribution(logits, positions)
+        probs = adjusted.softmax(-1)
+        if self.settings.with_entropies:
+            self.entropies[rows, positions] = _compute_entropy(adjusted, probs).float()
+        if self.settings.is_greedy:
+            tokens = adjusted.argmax(-1)
+        else:
+            if self.settings.truncates:
+                probs = _truncate(probs, self.settings)
+                probs /= probs.sum(-1, keepdim=True)
+            tokens = _invert(probs, self.uniform[rows, positions])
+        self.tokens[rows, positions] = tokens
+        self.logprobs[rows, positions] = probs.gather(1, tokens[:, None])[:, 0].log().float()
+        self.lengths[rows] = positions + is_active
+        done = torch.isin(tokens, _to_index(self.settings.distribution.eos, tokens.device))
+        done |= positions + 1 >= self.tokens.shape[1]
+        self.active[rows] = is_active & ~done
+        return tokens
+
+    def update_active(self) -> Bool[np.ndarray, " N"]:
+        """Apply the stop strings to the tokens sampled since the last call.
+
+        A completion ends with the token that completes a stop string; later tokens are dropped.
+
+        Returns:
+            True for every completion that is not finished.
+        """
+        if self.settings.stop and self.decode is not None:
+            lengths = np.array(self.lengths[:-1].tolist())
+            (grown,) = np.nonzero(lengths > self._checked)
+            longest = self.tokens.shape[1]
+            new = slice(self._checked[grown].min(initial=longest), lengths.max(initial=0))
+            self._copied[:, new] = self.tokens[:-1, new].cpu().numpy()
+            ends = {}
+            for row in grown.tolist():
+                tokens = self._copied[row, : lengths[row]].tolist()
+                end = self._find_stop(tokens, int(self._checked[row]))
+                if end:
+                    ends[row] = end
+            self._checked = lengths
+            if ends:
+                rows = torch.tensor(list(ends), device=self.lengths.device)
+                self.lengths[rows] = torch.tensor(list(ends.values()), device=rows.device)
+                self.active[rows] = False
+                self.stopped |= ends.keys()
+        return np.array(self.active[:-1].tolist())
+
+    def _find_stop(self, tokens: Sequence[int], checked: int) -> int:
+        """Return the number of tokens after which the text contains a stop string; 0: it does not.
+
+        Args:
+            tokens: the completion's tokens.
+            checked: number of tokens whose text is known to contain none.
+        """
+        assert self.decode is not None
+        # A stop string may begin in checked tokens, up to this many characters before their end.
+        # A token may hold a part of a character, which decodes to another character.
+        reach = max(map(len, self.settings.stop)) + 4
+        start = checked
+        while start and len(self.decode(tokens[start:checked])) < reach:
+            start = max(start - reach, 0)
+        if not self._contains_stop(tokens[start:]):
+            return 0
+        ends = range(checked + 1, len(tokens) + 1)
+        return next((end for end in ends if self._contains_stop(tokens[:end])), 0)
+
+    def _contains_stop(self, tokens: Sequence[int]) -> bool:
+        assert self.decode is not None
+        text = self.decode(tokens)
+        return any(stop in text for stop in self.settings.stop)
+
+
+def _compute_entropy(
+    logits: Float[Tensor, "n vocabulary"], probs: Float[Tensor, "n vocabulary"]
+) -> Float[Tensor, " n"]:
+    """Return ``-Σ p log p``, as ``-log p* - Σ p (x - x*)`` for the likeliest token, with logits x:
+    a logarithm for each token would take a CPU ten times as long."""
+    differences = logits - logits.amax(-1, keepdim=True)
+    differences.clamp_(min=torch.finfo(logits.dtype).min)  # 0 times -inf is NaN
+    return -probs.amax(-1).log() - differences.mul_(probs).sum(-1)
+
+
+def _invert(
+    probs: Float[Tensor, "n vocabulary"], uniform: Float[Tensor, " n"]
+) -> Int[Tensor, " n"]:
+    """Return the first token whose cumulative probability exceeds the uniform number.
+
+    Sums over the vocabulary are in float32, over chunks; cumulative sums are in float64, over the
+    chunks' sums and within one chunk. A token of probability 0 adds nothing, so it is never
+    returned.
+    """
+    width = _find_chunk_width(probs.shape[1])
+    if width == 1:
+        return _search(probs, uniform)[0]
+    chunks = probs.unflatten(1, (-1, width))
+    chunk, fraction = _search(chunks.sum(-1), uniform)
+    index = chunk[:, None, None].expand(-1, 1, width)
+    return chunk * width + _search(chunks.gather(1, index)[:, 0], fraction)[0]
+
+
+@functools.lru_cache
+def _find_chunk_width(vocabulary: int) -> int:
+    """Return the largest divisor up to 512; 1 for a small vocabulary."""
+    if vocabulary <= 2048:
+        return 1
+    return max(width for width in range(1, 513) if vocabulary % width == 0)
+
+
+def _search(
+    weights: Float[Tensor, "n m"], fraction: Float[Tensor, " n"]
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """Return where the cumulative sum of the weights exceeds a fraction of their total, and the
+    fraction of the weight there that is below that point."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    point = fraction[:, None] * total
+    found = torch.searchsorted(cumulative, point, right=True)
+    # The product can round up to the total; then return the last weight above 0.
+    found = found.minimum((cumulative < total).sum(-1, keepdim=True))
+    weight = weights.gather(1, found)
+    rest = (point - cumulative.gather(1, found) + weight) / weight
+    return found[:, 0], rest[:, 0].clamp(0, 1)
+
+
+def _truncate(
+    probs: Float[Tensor, "n vocabulary"], settings: SamplingSettings
+) -> Float[Tensor, "n vocabulary"]:
+    """Set the probabilities that top-k, min-p and top-p exclude to 0."""
+    if settings.top_k:
+        kth = probs.topk(min(settings.top_k, probs.shape[-1]), dim=-1).values[:, -1:]
+        probs = probs.where(probs >= kth, 0)
+    if settings.min_p:
+        probs = probs.where(probs >= settings.min_p * probs.amax(-1, keepdim=True), 0)
+    if settings.top_p < 1:
+        ordered, order = probs.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered
+        kept = ordered.where(before < settings.top_p * ordered.sum(-1, keepdim=True), 0)
+        probs = torch.zeros_like(probs).scatter(-1, order, kept)
+    return probs

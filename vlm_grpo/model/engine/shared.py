@@ -1,0 +1,168 @@
+"""Packed rows: each prompt followed by its completions, scored in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from vlm_grpo.model.engine.attention import PackedAttention
+from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores, score_tokens
+from vlm_grpo.model.engine.varlen import GroupSpan
+from vlm_grpo.model.families import Family, ImageFeatures, PromptLayout
+from vlm_grpo.model.families.shared_form import Unit
+from vlm_grpo.model.transfer import copy_to
+from vlm_grpo.types import Prompt
+
+
+@dataclass(frozen=True)
+class PrefixInputs:
+    """A prompt, ready to be run.
+
+    Attributes:
+        token_ids: the prompt's tokens.
+        layout: their positions and masks.
+        features: the features of the prompt's images, in order, on the model's device.
+    """
+
+    token_ids: Int[np.ndarray, " T"]
+    layout: PromptLayout
+    features: tuple[ImageFeatures, ...]
+
+    @property
+    def next_position(self) -> int:
+        """First position of the completions: that of the prompt's last token + 1.
+
+        The times of a clip before it can be larger positions.
+        """
+        return int(self.layout.positions[:, -1].max()) + 1
+
+
+Layouts = dict[tuple[tuple[int, ...], Unit], PromptLayout]
+"""Layouts by the prompt's tokens and images. They do not depend on the weights
+or on noise."""
+
+
+def build_prefix_inputs(
+    family: Family,
+    model: Any,
+    prompts: Sequence[Prompt],
+    features: Sequence[Sequence[ImageFeatures]],
+    layouts: Layouts,
+) -> list[PrefixInputs]:
+    """Build the inputs of each prompt; ``layouts`` has those that are known, and receives others.
+
+    The rollout and every pass of the update ask for the same prompts.
+    """
+    prefixes = []
+    for prompt, images in zip(prompts, features, strict=True):
+        key = prompt.token_ids, tuple(image.clean for image in prompt.example.images)
+        if key not in layouts:
+            layouts[key] = family.lay_out(model, prompt)
+        token_ids = np.array(prompt.token_ids, dtype=np.int64)
+        prefixes.append(PrefixInputs(token_ids, layouts[key], tuple(images)))
+    return prefixes
+
+
+def score_shared(
+    family: Family,
+    model: Any,
+    batch: MicroBatch,
+    prefixes: Sequence[PrefixInputs],
+    settings: ScoringSettings,
+) -> TokenScores:
+    """Score a micro-batch's completion tokens in one packed row.
+
+    Args:
+        family: the model's family.
+        model: the bare transformers model.
+        batch: the micro-batch.
+        prefixes: the inputs of each slice's prompt.
+        settings: how the tokens are scored.
+    """
+    row = pack_row(prefixes, [piece.completions for piece in batch.slices])
+    attend = PackedAttention(row.spans, [prefix.layout.masks for prefix in prefixes])
+    head = family.head(model)
+    hidden = run_row(family, model, row, prefixes, attend)
+    predictors, targets, positions = (
+        copy_to(hidden.device, values)
+        for values in (row.predictors, row.targets, row.target_positions)
+    )
+    return score_tokens(head, hidden[predictors], targets, positions, settings)
+
+
+def run_row(
+    family: Family,
+    model: Any,
+    row: PackedRow,
+    prefixes: Sequence[PrefixInputs],
+    attend: PackedAttention,
+) -> Float[Tensor, "T width"]:
+    """Return the last hidden states of a row of the given prompts."""
+    device = model.get_output_embeddings().weight.device
+    features = [images for prefix in prefixes for images in prefix.features]
+    positions = copy_to(device, row.position_ids[:, None])
+    return family.run(model, row.token_ids[None], positions, features, attend)[0]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """A row of T tokens, ``[prompt | c1 | … | cG]`` for each slice, that predicts M target tokens.
+
+    Attributes:
+        token_ids: prompts, and each completion without its last token, which is never fed.
+        position_ids: rotary positions; each completion starts at its prompt's last + 1.
+        spans: the location of each group.
+        predictors: index in the row of the hidden state that predicts each target; the prompt's
+            last one predicts the first token of each completion.
+        targets: all tokens of the completions.
+        target_positions: index of each target within its completion.
+    """
+
+    token_ids: Int[np.ndarray, " T"]
+    position_ids: Int[np.ndarray, "axes T"]
+    spans: tuple[GroupSpan, ...]
+    predictors: Int[np.ndarray, " M"]
+    targets: Int[np.ndarray, " M"]
+    target_positions: Int[np.ndarray, " M"]
+
+
+def pack_row(
+    prefixes: Sequence[PrefixInputs], completions: Sequence[Sequence[Sequence[int]]]
+) -> PackedRow:
+    """Pack prompts, each with its completions, into one row."""
+    axes = max(len(prefix.layout.positions) for prefix in prefixes)
+    token_ids: list[Any] = []
+    position_ids: list[np.ndarray] = []
+    spans: list[GroupSpan] = []
+    predictors, target_positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    start = 0
+    for prefix, group in zip(prefixes, completions, strict=True):
+        length = len(prefix.token_ids)
+        fed = tuple(len(completion) - 1 for completion in group)
+        spans.append(GroupSpan(start, length, fed))
+        token_ids.append(prefix.token_ids)
+        position_ids.append(np.broadcast_to(prefix.layout.positions, (axes, length)))
+        next_position, last = prefix.next_position, start + length - 1
+        start += length
+        for completion, count in zip(group, fed, strict=True):
+            order = np.arange(count + 1)
+            token_ids.append(completion[:-1])
+            position_ids.append(np.broadcast_to(next_position + order[:-1], (axes, count)))
+            predictors.append(np.where(order > 0, start - 1 + order, last))
+            target_positions.append(order)
+            start += count
+    targets = [token for group in completions for completion in group for token in completion]
+    return PackedRow(
+        np.concatenate(token_ids).astype(np.int64),
+        np.concatenate(position_ids, axis=1),
+        tuple(spans),
+        np.concatenate(predictors),
+        np.array(targets, dtype=np.int64),
+        np.concatenate(target_positions),
+    )

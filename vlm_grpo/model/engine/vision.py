@@ -1,0 +1,152 @@
+"""Image encoding: each unique image passes through the vision tower once per step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vlm_grpo.model.engine.limits import ENCODER_PATCHES
+from vlm_grpo.model.families import Family, ImageFeatures
+from vlm_grpo.model.families.shared_form import Unit
+from vlm_grpo.types import ImageRef, Prompt
+from vlm_grpo.utils.timing import Stopwatch
+
+
+def split_passes(vision: Sequence[dict]) -> Iterator[list[dict]]:
+    """Split images into passes of at most ``ENCODER_PATCHES`` patches, or of one larger image."""
+    part: list[dict] = []
+    patches = 0
+    for image in vision:
+        count = len(image["pixel_values"])
+        if part and patches + count > ENCODER_PATCHES:
+            yield part
+            part, patches = [], 0
+        part.append(image)
+        patches += count
+    if part:
+        yield part
+
+
+@dataclass(frozen=True, eq=False)
+class DetachedFeatures:
+    """Features from one pass through a trained vision tower, detached from its graph.
+
+    Several micro-batches accumulate their gradients in the leaves; the pass runs backward once.
+
+    Attributes:
+        encoded: the features of each unit of images, attached to the graph.
+        leaves: the same values as leaf tensors, for the language model.
+    """
+
+    encoded: dict[Unit, ImageFeatures]
+    leaves: dict[Unit, ImageFeatures]
+
+    @classmethod
+    def detach(cls, encoded: dict[Unit, ImageFeatures]) -> DetachedFeatures:
+        """Detach the features of a pass."""
+        return cls(encoded, {unit: _detach(features) for unit, features in encoded.items()})
+
+    def backward(self) -> None:
+        """Propagate the gradients accumulated in the leaves through the vision tower."""
+        outputs, grads = [], []
+        for unit, features in self.encoded.items():
+            for tensor, leaf in zip(_tensors(features), _tensors(self.leaves[unit]), strict=True):
+                if leaf.grad is not None:
+                    outputs.append(tensor)
+                    grads.append(leaf.grad)
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+
+
+def _tensors(features: ImageFeatures) -> tuple[torch.Tensor, ...]:
+    return features.embeds, *features.deepstack, *features.common.values()
+
+
+def _detach(features: ImageFeatures) -> ImageFeatures:
+    # Beside a trained projector or tower the other one can be frozen, and with it some outputs.
+    embeds, *others = (t.detach().requires_grad_(t.requires_grad) for t in _tensors(features))
+    levels = len(features.deepstack)
+    common = dict(zip(features.common, others[levels:], strict=True))
+    return replace(features, embeds=embeds, deepstack=tuple(others[:levels]), common=common)
+
+
+class ImageEncoder:
+    """A vision tower that encodes each unique image once.
+
+    Features of a frozen tower are cached until ``clear_cache``. Features of a trained tower carry
+    a gradient and are recomputed in every call, except inside ``share_passes``. Images with noise
+    have passes of their own, so that others are rounded as without them, and are not cached.
+
+    Args:
+        family: the model's family.
+        model: the bare transformers model.
+        is_trained: whether the tower is trained.
+        stopwatch: times the phase ``vision``.
+    """
+
+    def __init__(self, family: Family, model: Any, is_trained: bool, stopwatch: Stopwatch) -> None:
+        self.family, self.model, self.is_trained = family, model, is_trained
+        self.stopwatch = stopwatch
+        self._cache: dict[Unit, ImageFeatures] = {}
+        self._passes: list[DetachedFeatures] | None = None
+
+    def __call__(self, prompts: Sequence[Prompt]) -> tuple[dict[Unit, ImageFeatures], int]:
+        """Return the features of the prompts' units of images, and the number of images encoded."""
+        with_gradient = self.is_trained and torch.is_grad_enabled()
+        known = {} if self.is_trained else self._cache
+        if with_gradient:
+            for encoder_pass in self._passes or ():
+                known |= encoder_pass.leaves
+        todo: dict[Unit, dict] = {}
+        for prompt in prompts:
+            units = self.family.units(prompt.example.images)
+            if any(unit not in known for unit in units):
+                pairs = zip(units, self.family.split_images(prompt), strict=True)
+                todo |= {unit: values for unit, values in pairs if unit not in known}
+        with self.stopwatch("vision"), torch.set_grad_enabled(with_gradient):
+            noisy = self._encode({u: values for u, values in todo.items() if u[0].noise})
+            new = self._encode({u: values for u, values in todo.items() if u not in noisy})
+        if with_gradient and self._passes is not None and new:
+            self._passes.append(DetachedFeatures.detach(new))
+            new = self._passes[-1].leaves
+        known |= new
+        return {**known, **noisy} if noisy else known, sum(map(len, todo))
+
+    def _encode(self, vision: dict[Unit, dict]) -> dict[Unit, ImageFeatures]:
+        features = [
+            image
+            for images in split_passes(list(vision.values()))
+            for image in self.family.encode_images(self.model, images)
+        ]
+        return dict(zip(vision, features, strict=True))
+
+    def clear_cache(self) -> None:
+        """Drop the cached features."""
+        self._cache.clear()
+
+    @contextlib.contextmanager
+    def share_passes(self) -> Iterator[Callable[[Container[ImageRef]], None]]:
+        """Share passes through a trained tower between the micro-batches run inside.
+
+        Yields:
+            A function to call after each micro-batch's backward with the images that later
+            micro-batches need; it runs the backward of the passes that encoded none of them.
+        """
+
+        def finish(needed: Container[ImageRef]) -> None:
+            passes, self._passes = self._passes or [], []
+            for encoder_pass in passes:
+                if any(image in needed for unit in encoder_pass.leaves for image in unit):
+                    self._passes.append(encoder_pass)
+                else:
+                    encoder_pass.backward()
+
+        self._passes = []
+        try:
+            yield finish
+        finally:
+            self._passes = None

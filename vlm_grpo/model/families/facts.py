@@ -1,0 +1,91 @@
+"""Families that differ from others in facts only, such as the coordinate frame of their boxes."""
+
+from __future__ import annotations
+
+from vlm_grpo.model.families.family import Family
+
+
+class Glm(Family):
+    """GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-OCR.
+
+    They mark a final answer of any kind with two special tokens.
+    """
+
+    model_types = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr")
+    frame = "glm"
+    frame_source = "https://github.com/zai-org/GLM-V (README.md, Grounding)"
+    answer_tokens = r"<\|(begin|end)_of_box\|>"
+
+
+class InternVL(Family):
+    """InternVL 2.5, 3 and 3.5."""
+
+    model_types = ("internvl",)
+    frame = "internvl"
+    frame_source = "https://github.com/OpenGVLab/InternVL (evaluate_grounding.py)"
+    answer_tokens = r"</?(ref|box|quad)>"
+
+
+class PaliGemma(Family):
+    model_types = ("paligemma",)
+    frame = "paligemma"
+    frame_source = "https://github.com/google-research/big_vision (paligemma/README.md)"
+    answer_tokens = r"<(loc|seg)\d+>"
+    completion_type = 1  # tokens of type 0 see each other in both directions
+
+
+class Gemma4(Family):
+    """Gemma 4, which writes boxes as Gemini does: y first, under ``box_2d``.
+
+    Gemma 3 and 3n have no documented frame.
+    """
+
+    model_types = ("gemma4", "gemma4_unified")
+    frame = "gemma4"
+    frame_source = "programs that use the model (its model card was not read)"
+    thinking_tags = ("<|channel>thought", "<channel|>")
+
+
+class Llava(Family):
+    """LLaVA 1.5, LLaVA-NeXT and LLaVA-OneVision.
+
+    They write boxes as fractions of the image's sides. In one part of LLaVA's data, the fractions
+    are of the image padded to a square; those of the image itself, as in the other parts, are read
+    here.
+    """
+
+    model_types = ("llava", "llava_next", "llava_onevision")
+    frame = "fraction"
+    frame_source = "https://github.com/haotian-liu/LLaVA/issues/606 and /822"
+
+
+class Lfm2VL(Family):
+    """LFM2-VL and LFM2.5-VL; the demo of LFM2.5-VL-3B asks for thousandths instead."""
+
+    model_types = ("lfm2_vl",)
+    frame = "fraction"
+    frame_source = "https://github.com/Liquid4All/cookbook (examples/satellite-vlm/README.md)"
+
+
+class PaddleOCRVL(Family):
+    """PaddleOCR-VL, whose ``Spotting:`` answers have four corners of eight location tokens.
+
+    The tokens are kept for tasks that parse them; boxes of this toolkit's tasks are JSON.
+    """
+
+    model_types = ("paddleocr_vl",)
+    answer_tokens = r"<\|LOC_(\d+|BEGIN|END|SEP)\|>"
+
+
+class Mistral3(Family):
+    """Mistral Small 3.1 and later, and Magistral."""
+
+    model_types = ("mistral3",)
+    thinking_tags = ("[THINK]", "[/THINK]")
+
+
+class KimiVL(Family):
+    """Kimi-VL, whose code comes with the model."""
+
+    model_types = ("kimi_vl",)
+    thinking_tags = ("◁think▷", "◁/think▷")

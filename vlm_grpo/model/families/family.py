@@ -1,0 +1,303 @@
+"""The base class of model families, which supports any image-text model of transformers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from PIL import Image
+from qwen_vl_utils.vision_process import fetch_image, smart_resize
+from transformers import Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata
+
+from vlm_grpo.model.families.shared_form import SharedForm
+from vlm_grpo.types import ImageRef, VideoRef
+
+_PARTS = {
+    "language": ("language_model", "text_model", "lm_head"),
+    "projector": (
+        *("multi_modal_projector", "mm_projector", "projector", "connector", "aligner"),
+        *("merger", "merger_list", "deepstack_merger_list", "vit_merger", "downsample"),
+        *("vision_projection", "embed_vision", "image_newline", "view_separator"),
+        *("visual_embeddings_table", "resampler_model"),
+    ),
+    "vision": ("visual", "vision_tower", "vision_model", "vision_encoder", "vision_embedder"),
+}
+"""Names that transformers gives to the modules of each part, over all its image-text models."""
+_PART_OF = {name: part for part, names in _PARTS.items() for name in names}
+
+
+def find_part(name: str) -> str | None:
+    """Return the part of the model that a weight or module belongs to by its name.
+
+    Returns:
+        "vision", "projector" (also inside the vision module), "language", or None for weights of
+        other parts, such as an audio tower.
+    """
+    parts = [_PART_OF[component] for component in name.split(".") if component in _PART_OF]
+    if parts[:1] == ["vision"] and "projector" in parts:
+        return "projector"
+    return parts[0] if parts else None
+
+
+_MEDIA_SETTING = re.compile(
+    r"(^|_)(image|img|video|vision|visual|audio|[be]o[iav])(_\w+)?_token(_ids?|_index)?$"
+)
+"""Names that configurations and processors give to the tokens of images, videos and audio."""
+_MEDIA_TOKEN = re.compile(r"(?i).*(im(age|g)|video|audio|\brow_\d+_col_).*|TILE\w*")
+_SIZE_SETTINGS = (
+    *("size", "crop_size", "max_image_size", "image_grid_pinpoints", "tile_size", "max_tiles"),
+    *("min_patches", "max_patches", "min_image_tokens", "max_image_tokens", "max_soft_tokens"),
+)
+"""Names that image processors give to what determines the size of an image."""
+
+
+@dataclass(frozen=True)
+class PixelBudget:
+    """Bounds on the number of pixels of a resized image, or of a frame of a clip.
+
+    Attributes:
+        min_pixels, max_pixels: the bounds.
+        video_pixels: upper bound on the pixels of all frames of a clip; None: there is none.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    video_pixels: int | None = None
+
+    def share(self, image: ImageRef) -> PixelBudget:
+        """Return the budget of an image, or of each frame of a clip."""
+        if self.video_pixels is None or not image.num_frames:
+            return self
+        most = max(self.min_pixels, self.video_pixels // image.num_frames)
+        return replace(self, max_pixels=min(self.max_pixels, most))
+
+
+class Family(SharedForm):
+    """A model family: its coordinate frame, special tokens and image processing.
+
+    The base class supports any image-text model of transformers. Its pixel budget is that of the
+    image processor, if it has one.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    frame: ClassVar[str] = "permille"
+    """Name of the coordinate frame of the family's boxes."""
+    frame_source: ClassVar[str] = ""
+    """Where the frame is documented; empty: nowhere, so that only the prompt states its units."""
+    answer_tokens: ClassVar[str] = ""
+    """Pattern of the special tokens that belong to an answer, such as box markers; all others (end,
+    padding, image) are removed from completions' texts."""
+
+    thinking_tags: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    """Texts before and after a thinking, as the family's chat templates write them."""
+    completion_type: ClassVar[int | None] = None
+    """Token type of completions; None: that of the prompt's last token."""
+    takes_videos: ClassVar[bool] = False
+    """Whether clips may stand among the images."""
+    has_texts_between_frames: ClassVar[bool] = False
+    """Whether a clip's pairs of frames are encoded as images, with texts between them."""
+
+    def pixel_budget(self, processor: Any) -> PixelBudget | None:
+        """Return the processor's budget, or None if its resizing has no budget that is known."""
+        if (frames := _count_frames(processor)) is None:
+            return None
+        size = processor.image_processor.size
+        return PixelBudget(size["shortest_edge"] // frames, size["longest_edge"] // frames)
+
+    def size_settings(self, processor: Any) -> dict[str, Any]:
+        """Return what determines the size of images, by the image processor's names."""
+        values = vars(getattr(processor, "image_processor", None) or processor)
+        found = {key: values[key] for key in _SIZE_SETTINGS if values.get(key) is not None}
+        for key in found.keys() & {"size", "crop_size", "max_image_size"}:
+            found[key] = {edge: length for edge, length in dict(found[key]).items() if length}
+        return found
+
+    def set_pixel_budget(self, processor: Any, budget: PixelBudget) -> None:
+        """Set the processor's pixel budget, which is saved with the model."""
+        frames = _count_frames(processor) or 1
+        edges = {
+            "shortest_edge": budget.min_pixels * frames,
+            "longest_edge": budget.max_pixels * frames,
+        }
+        processor.image_processor.size = type(processor.image_processor.size)(**edges)
+
+    def resized_size(
+        self, size: tuple[int, int], budget: PixelBudget, processor: Any
+    ) -> tuple[int, int]:
+        """Return an image's (width, height) in pixels after resizing within the budget.
+
+        Raises:
+            ValueError: the image is too narrow.
+        """
+        frames = _count_frames(processor) or 1
+        bounds = {
+            "min_pixels": budget.min_pixels * frames,
+            "max_pixels": budget.max_pixels * frames,
+        }
+        if frames > 1:
+            bounds |= {"num_frames": frames, "temporal_factor": frames}
+        resize: Any = smart_resize if _is_qwen_processor(processor) else _find_resize(processor)
+        height, width = resize(
+            height=size[1], width=size[0], factor=_token_edge(processor), **bounds
+        )
+        return width, height
+
+    def image_tokens(self, size: tuple[int, int], processor: Any) -> int:
+        """Return the number of tokens of an image; 0 if it is not known.
+
+        Args:
+            size: width and height after resizing, or of the original image if there is no budget.
+            processor: the model's processor.
+        """
+        if _count_frames(processor) is not None:
+            return size[0] * size[1] // _token_edge(processor) ** 2
+        if (count := getattr(processor, "_get_num_multimodal_tokens", None)) is None:
+            return 0
+        try:
+            return count(image_sizes=[size[::-1]])["num_image_tokens"][0]
+        except ValueError:  # the processor refuses the image when the prompt is built
+            return 0
+
+    def count_tokens(self, image: ImageRef, processor: Any) -> int:
+        """Return the number of tokens of an image or a clip; 0 if it is not known.
+
+        It leaves out texts between a clip's frames, such as their times.
+        """
+        tokens = self.image_tokens(image.resized_size, processor)
+        if not image.num_frames:
+            return tokens
+        return tokens * math.ceil(image.num_frames / processor.video_processor.temporal_patch_size)
+
+    def write_times(self, image: ImageRef, processor: Any) -> str:
+        """Return the text that the processor adds between the frames of a clip; "": none."""
+        return ""
+
+    def resize(self, image: Any, budget: PixelBudget, processor: Any) -> Any:
+        """Resize a PIL image within the budget."""
+        if not _is_qwen_processor(processor):
+            size = self.resized_size(image.size, budget, processor)
+            return image.resize(size, processor.image_processor.resample)
+        source = {
+            "image": image,
+            "min_pixels": budget.min_pixels,
+            "max_pixels": budget.max_pixels,
+        }
+        return fetch_image(source, image_patch_size=processor.image_processor.patch_size)
+
+    def processor_kwargs(self, processor: Any) -> dict[str, Any]:
+        """Return additional arguments for the processor's call on images."""
+        # The image has been resized already; a second resize by the processor would use the
+        # model's budget instead of the one in the settings.
+        has_budget = _count_frames(processor) is not None
+        return {"images_kwargs": {"do_resize": False}} if has_budget else {}
+
+    def prepare_videos(
+        self, text: str, videos: Sequence[tuple[VideoRef, Sequence[Image.Image]]], processor: Any
+    ) -> dict[str, Any]:
+        """Return the arguments for the processor's call on a prompt's text and its clips.
+
+        The processor itself writes the clips' times into the prompt, or returns them.
+
+        Args:
+            text: the prompt, as the chat template wrote it.
+            videos: its clips with their resized frames.
+            processor: the model's processor.
+        """
+        metadata = [
+            VideoMetadata(
+                total_num_frames=round(video.seconds * 1000),
+                fps=1000,
+                frames_indices=[round(time * 1000) for time in video.times],
+            )
+            for video, _ in videos
+        ]  # as if clips had a frame per millisecond, because times need not be even
+        frames = [np.stack([np.asarray(frame) for frame in frames]) for _, frames in videos]
+        options: dict[str, Any] = {"do_resize": False, "do_sample_frames": False}
+        if hasattr(processor.video_processor, "cap_pixels_per_frame"):
+            options["cap_pixels_per_frame"] = False  # of the resizing; None logs a warning
+        options["video_metadata"] = metadata
+        return {"text": [text], "videos": frames, "videos_kwargs": options}
+
+    def banned_token_ids(self, config: Any, processor: Any) -> tuple[int, ...]:
+        """Return the tokens that must not be sampled: they would corrupt the next forward pass."""
+        found = set(self.media_tokens(processor))
+        for name, value in config.to_dict().items():
+            if _MEDIA_SETTING.search(name) and value is not None:
+                found.update(value if isinstance(value, list | tuple) else (value,))
+        # Defaults of a configuration may lie outside the vocabulary.
+        return tuple(sorted(id for id in found if id < config.get_text_config().vocab_size))
+
+    def media_tokens(self, processor: Any) -> dict[int, str]:
+        """Return the tokens that stand for images, videos and audio or frame them, by their ids."""
+        tokenizer = processor.tokenizer
+        found = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        found = {id: name for id, name in found.items() if _MEDIA_TOKEN.fullmatch(name)}
+        for key, value in vars(processor).items():
+            if _MEDIA_SETTING.search(key) and isinstance(value, str):
+                found[tokenizer.convert_tokens_to_ids(value)] = value
+        return {id: name for id, name in found.items() if not self.belongs_to_answer(name)}
+
+    def control_tokens(self, tokenizer: Any) -> dict[int, str]:
+        """Return the special tokens that do not belong to an answer, by their ids."""
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names = {
+            i: tokenizer.convert_ids_to_tokens(i) for i in {*special, *tokenizer.all_special_ids}
+        }
+        return {i: name for i, name in names.items() if not self.belongs_to_answer(name)}
+
+    def belongs_to_answer(self, token: str) -> bool:
+        """Return whether a special token is kept in completions' texts: it marks an answer or a
+        thinking."""
+        opening, closing = self.thinking_tags
+        is_tag = token == closing or opening.startswith(token)
+        return is_tag or re.fullmatch(self.answer_tokens, token) is not None
+
+    def decoder(self, tokenizer: Any) -> Callable[[Sequence[int]], str]:
+        """Return a function that decodes sampled tokens into the text passed to tasks."""
+        dropped = self.control_tokens(tokenizer)
+
+        def decode(tokens: Sequence[int]) -> str:
+            kept = [token for token in tokens if token not in dropped]
+            return tokenizer.decode(kept, skip_special_tokens=False)
+
+        return decode
+
+
+def _is_qwen_processor(processor: Any) -> bool:
+    """Return whether images are resized within a pixel budget as Qwen2-VL's are."""
+    kinds = Qwen2VLImageProcessor, Qwen2VLImageProcessorPil
+    return isinstance(getattr(processor, "image_processor", None), kinds)
+
+
+def _find_resize(processor: Any) -> Callable[..., tuple[int, int]] | None:
+    """Return the function that resizes within a pixel budget, from the image processor's module."""
+    images = getattr(processor, "image_processor", None)
+    size = dict(getattr(images, "size", None) or {})
+    if not (size.get("shortest_edge") and size.get("longest_edge")):
+        return None
+    resize = getattr(sys.modules[type(images).__module__], "smart_resize", None)
+    parameters = inspect.signature(resize).parameters if resize is not None else {}
+    return resize if {"factor", "min_pixels", "max_pixels"} <= {*parameters} else None
+
+
+def _count_frames(processor: Any) -> int | None:
+    """Return how often the pixels of an image count in the processor's budget; None: it has none.
+
+    GLM-V's budget counts an image once for each frame of a temporal patch.
+    """
+    if (resize := _find_resize(processor)) is None:
+        return None
+    counts_frames = "num_frames" in inspect.signature(resize).parameters
+    return processor.image_processor.temporal_patch_size if counts_frames else 1
+
+
+def _token_edge(processor: Any) -> int:
+    """Return the width in pixels of one image token."""
+    return processor.image_processor.patch_size * processor.image_processor.merge_size

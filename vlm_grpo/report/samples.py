@@ -1,0 +1,287 @@
+"""Samples of completions, with thumbnails of images and drawings of answers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from vlm_grpo.task import Task
+from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
+from vlm_grpo.types import Example, Group, ImageRef, Score
+from vlm_grpo.utils.atomic_io import write_atomic
+from vlm_grpo.utils.chat import THINK_TAGS
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT_SHOWN = 128
+"""Number of held-out examples that are written with images at every evaluation."""
+THUMBNAIL_SIDE = 448
+"""Longest side of a thumbnail, in pixels."""
+THUMBNAIL_BYTES = 12_000
+"""Maximum size of a thumbnail file; a report with a thousand of them stays below 25 MB."""
+
+
+class ThumbnailStore:
+    """Thumbnails in ``images/<hash>.webp``, one per image, of at most 12 kB each.
+
+    Names are hashes, so that no data appears in a path.
+
+    Args:
+        folder: the folder that holds ``images``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "images"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def add_image(self, image: ImageRef) -> str | None:
+        """Write an image's thumbnail and return its name; None if it cannot be decoded."""
+        try:
+            if image.path is None:
+                key = image.read_bytes()
+            else:
+                key = f"{image.path.resolve()}:{image.path.stat().st_mtime_ns}".encode()
+            name = _file_name(key)
+            if not (self.folder / name).exists():  # decoding is slow
+                self._write(name, thumbnail(image.load()))
+        except (OSError, ValueError) as error:
+            logger.warning("the samples lack an image: %s", error)
+            return None
+        return name
+
+    def add_drawing(self, task: Task, example: Example, answer: Any, color: str) -> str | None:
+        """Write a transparent overlay of the thumbnail with an answer, and return its name.
+
+        The result is None if the task draws nothing.
+        """
+        if answer is None or not example.images:
+            return None
+        canvas = Image.new("RGBA", task.target_image(example).picture_size)
+        try:
+            drawn = task.draw(canvas, answer, example, color).convert("RGBA")
+        except Exception:  # a user's drawing may raise anything; the run must continue
+            logger.warning("task %s could not draw an answer", type(task).__name__, exc_info=True)
+            return None
+        if drawn.getbbox() is None:
+            return None
+        data = thumbnail(drawn)
+        return self._write(_file_name(data), data)
+
+    def _write(self, name: str, data: bytes) -> str:
+        path = self.folder / name
+        if not path.exists():
+            write_atomic(path, data)
+        return name
+
+
+def thumbnail(image: Image.Image) -> bytes:
+    """Return the image as WebP of at most 448 pixels per side and 12 kB; lossless if it fits."""
+    small = image.copy()
+    small.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    data = _webp(small, lossless=True, quality=60)
+    quality = 80
+    while len(data) > THUMBNAIL_BYTES:
+        data = _webp(small, quality=quality)
+        if quality > 40:
+            quality -= 20
+        else:  # a noisy image: fewer pixels
+            small = small.resize((max(1, small.width * 3 // 4), max(1, small.height * 3 // 4)))
+    return data
+
+
+def _webp(image: Image.Image, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format="WEBP", **options)
+    return buffer.getvalue()
+
+
+def _file_name(key: bytes) -> str:
+    return f"{hashlib.sha256(key).hexdigest()[:32]}.webp"
+
+
+def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
+    """Draw the gold answer and a predicted one on the image that they refer to.
+
+    The result is None if there is no image, or if it cannot be decoded or drawn on.
+    """
+    if not example.images:
+        return None
+    try:
+        image = task.target_image(example).load()
+        if answer is not None:
+            image = task.draw(image, answer, example, PREDICTED_COLOR)
+        return task.draw(image, task.gold_answer(example), example, GOLD_COLOR)
+    except Exception:  # a user's drawing may raise anything; the run must continue
+        logger.warning("task %s could not draw an answer", type(task).__name__, exc_info=True)
+        return None
+
+
+def build_completion_rows(
+    task: Task, step: int, groups: Sequence[Group], advantages: Iterable[Sequence[float]]
+) -> list[dict[str, Any]]:
+    """Return a row per completion for a tracker's table, with both answers drawn on the image.
+
+    Args:
+        task: draws the answers.
+        step: number of steps that the policy had been trained for.
+        groups: the groups to show.
+        advantages: advantage of each completion, by group.
+    """
+    rows = []
+    for group, values in zip(groups, advantages, strict=True):
+        example = group.prompt.example
+        for completion, score, advantage in zip(
+            group.completions, group.scores, values, strict=True
+        ):
+            image = draw_answers(task, example, score.answer)
+            if image is not None:
+                image = image.convert("RGB")
+                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+            rows.append(
+                {
+                    "step": step,
+                    "id": example.id,
+                    "image": image,
+                    "prompt": group.prompt.text,
+                    "completion": completion.text,
+                    "gold": str(example.answer),
+                    **{f"rewards/{name}": value for name, value in score.rewards.items()},
+                    "reward": score.total,
+                    "advantage": advantage,
+                    "tokens": len(completion.token_ids),
+                    "truncated": completion.stop == "length",
+                }
+            )
+    return rows
+
+
+def write_samples(
+    folder: Path,
+    step: int,
+    groups: Sequence[Group],
+    advantages: Iterable[Sequence[float]],
+    task: Task | None = None,
+) -> Path:
+    """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages.
+
+    Args:
+        folder: its ``images`` holds the thumbnails.
+        step: number of steps that the policy had been trained for.
+        groups: the groups to write.
+        advantages: advantage of each completion, by group.
+        task: draws the answers; None: thumbnails without drawings.
+    """
+    thumbnails = ThumbnailStore(folder)
+    rows = []
+    for group, values in zip(groups, advantages, strict=True):
+        example = group.prompt.example
+        completions = []
+        for completion, score, advantage in zip(
+            group.completions, group.scores, values, strict=True
+        ):
+            row = _score_fields(thumbnails, task, example, score)
+            row |= {"text": completion.text, "stop": completion.stop}
+            row |= {"tokens": len(completion.token_ids), "advantage": advantage}
+            row |= {"noise": completion.noise} if completion.noise else {}
+            completions.append(row)
+        fields = _example_fields(thumbnails, task, example)
+        rows.append(
+            {"step": step, **fields, "prompt": group.prompt.text, "completions": completions}
+        )
+    return _write_rows(folder / f"step-{step:06d}.jsonl", rows)
+
+
+def write_held_out(
+    folder: Path,
+    step: int,
+    task: Task,
+    examples: Sequence[Example],
+    rows: Sequence[Mapping[str, Any]],
+) -> Path:
+    """Write ``held-out-N.jsonl``: the first held-out examples with their answers.
+
+    Args:
+        folder: its ``images`` holds the thumbnails.
+        step: number of steps that the policy had been trained for.
+        task: the task that scored the answers, which also draws them.
+        examples: the held-out examples, with ``resized_size`` set.
+        rows: ``Evaluation.rows``, one per example.
+    """
+    thumbnails = ThumbnailStore(folder)
+    written = []
+    for example, summary in list(zip(examples, rows, strict=True))[:HELD_OUT_SHOWN]:
+        row = summary.get("samples", [summary])[0]
+        score = task.combine(row["answer"], {**row["metrics"], **row["rewards"]}, {})
+        completion = {"text": row["output"], **_score_fields(thumbnails, task, example, score)}
+        fields = _example_fields(thumbnails, task, example)
+        written.append({"step": step, **fields, "completions": [completion]})
+    return _write_rows(folder / f"held-out-{step:06d}.jsonl", written)
+
+
+def _example_fields(
+    thumbnails: ThumbnailStore, task: Task | None, example: Example
+) -> dict[str, Any]:
+    """Return a line's fields about its example."""
+    gold, marked, optional = None, 0, {}
+    if example.history:
+        optional["history"] = [asdict(turn) for turn in example.history]
+    if task is not None and task.thinking_tags != THINK_TAGS:
+        optional["thinking_tags"] = asdict(task.thinking_tags)
+    if task is not None:
+        gold = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
+    if task is not None and example.images:
+        marked = example.images.index(task.target_image(example))
+    return {
+        "id": example.id,
+        "images": [image.name for image in example.images],
+        "pictures": [thumbnails.add_image(image) for image in example.images],
+        "sizes": [image.size for image in example.images],
+        "seen": [image.resized_size for image in example.images],
+        "question": example.question,
+        **optional,
+        "gold": example.answer,
+        "gold_marks": gold,
+        "marked": marked,
+        "headline": _get_primary_metric(task, example) if task is not None else None,
+    }
+
+
+def _get_primary_metric(task: Task, example: Example) -> str | None:
+    """Return the primary metric if it has a value per answer, with 1 for a correct one."""
+    source, own = task.part(example)
+    name = own.primary_metric
+    if own.lower_is_better or name not in {**own.rules("reward"), **own.rules("metric")}:
+        return None
+    return f"{source}/{name}" if source else name
+
+
+def _score_fields(
+    thumbnails: ThumbnailStore, task: Task | None, example: Example, score: Score
+) -> dict[str, Any]:
+    """Return a line's fields about a completion's score."""
+    marks = None
+    if task is not None:
+        marks = thumbnails.add_drawing(task, example, score.answer, PREDICTED_COLOR)
+    return {
+        "answer": score.answer,
+        "rewards": dict(score.rewards),
+        "reward": score.total,
+        "metrics": dict(score.metrics),
+        "failures": dict(score.failures),
+        "marks": marks,
+    }
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    # UTF-8 cannot encode a lone surrogate; it is written as its JSON escape.
+    write_atomic(path, "".join(lines).encode("utf-8", errors="backslashreplace"))
+    return path

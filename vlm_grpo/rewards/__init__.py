@@ -1,1 +1,0 @@
-"""Scoring of completions with the rewards of a task."""

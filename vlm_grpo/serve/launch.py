@@ -1,0 +1,311 @@
+"""The commands that start vLLM servers: for a run's rollouts, and for a trained model's users."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from vlm_grpo.config.data import VideoSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.vllm import WeightTransfer, choose_adapter_level
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.adapters import apply_lora_or_freeze, get_largest_rank
+from vlm_grpo.model.chat import ChatTemplate
+from vlm_grpo.model.families import Family, PixelBudget, find_part, load_family
+from vlm_grpo.model.loading import (
+    get_model_source,
+    get_pixel_budget,
+    load_config,
+    load_processor,
+)
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.serve.client import SERVED_NAME
+from vlm_grpo.utils.jsonl import read_object
+
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # versions of weights, pauses and caches
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Variables that a server for rollouts needs."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the command of a server depends on, besides the weights' values.
+
+    Attributes:
+        source: folder or Hub name of the full weights.
+        settings: settings of the run.
+        on_gpu: whether it is served by a GPU.
+        image_options: the processor's options that set the run's pixel budget; empty: it has none.
+        family: the model's family.
+        chat_arguments: arguments of its chat template; empty: the template's defaults.
+        adapter: folder of a trained adapter; None: there is none, or it is loaded later.
+        adapted: parts of the model that the adapter changes; empty: there is none.
+        rank: rank of the adapter.
+    """
+
+    source: str
+    settings: Settings
+    on_gpu: bool
+    image_options: dict[str, Any]
+    family: type[Family]
+    chat_arguments: dict[str, Any] = field(default_factory=dict)
+    adapter: Path | None = None
+    adapted: frozenset[str | None] = field(default_factory=frozenset)
+    rank: int = 0
+
+
+def describe_policy(policy: Policy, settings: Settings) -> ServedModel:
+    """Describe the model of a run's own policy."""
+    model = ServedModel(
+        get_model_source(settings.model),
+        settings,
+        policy.device.type == "cuda",
+        _get_image_options(policy.family, policy.processor, policy.budget),
+        type(policy.family),
+        policy.prompts.chat.arguments,
+    )
+    return model if policy.adapters is None else _with_adapters(model, policy.adapters)
+
+
+def describe_model(
+    settings: Settings, checkpoint: Path | None = None, for_rollouts: bool = False
+) -> ServedModel:
+    """Describe a model without loading its weights.
+
+    Args:
+        settings: settings of the run, or of the model.
+        checkpoint: folder with its weights or adapter; None: those of ``settings.model``.
+        for_rollouts: the adapter of the settings is still to be trained.
+
+    Raises:
+        UserError: its configuration or processor cannot be loaded.
+    """
+    has_adapter = checkpoint is not None and (checkpoint / "adapter_config.json").is_file()
+    source = get_model_source(settings.model)
+    if checkpoint is not None and not has_adapter:
+        source = str(checkpoint)
+    config, processor = load_config(settings, source), load_processor(settings, source)
+    arguments = ChatTemplate(processor, settings.prompt).arguments
+    family = load_family(config)
+    budget = get_pixel_budget(family, processor, settings.policy)
+    on_gpu, options = torch.cuda.is_available(), _get_image_options(family, processor, budget)
+    model = ServedModel(source, settings, on_gpu, options, type(family), arguments)
+    if checkpoint is not None and has_adapter:
+        config = read_object(checkpoint / "adapter_config.json")
+        if config.get("use_dora") or config.get("modules_to_save"):
+            raise UserError(
+                f"the adapter {checkpoint} has norms of rows (use_dora) or modules trained in full "
+                "(modules_to_save), which vLLM does not load: export the merged model first "
+                "(vlm-grpo export), and serve that folder"
+            )
+        rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
+        with safe_open(checkpoint / "adapter_model.safetensors", "pt") as weights:
+            adapted = frozenset(map(find_part, weights.keys()))
+        return replace(model, adapter=checkpoint.absolute(), adapted=adapted, rank=rank)
+    if for_rollouts and settings.policy.lora is not None:
+        with torch.device("meta"):
+            remote = settings.policy.trust_remote_code
+            empty: Any = AutoModelForImageTextToText.from_config(config, trust_remote_code=remote)
+            return _with_adapters(model, apply_lora_or_freeze(empty, settings.policy))
+    return model
+
+
+def _with_adapters(model: ServedModel, adapters: Any) -> ServedModel:
+    trained = (name for name, weight in adapters.named_parameters() if weight.requires_grad)
+    rank = get_largest_rank(adapters)
+    return replace(model, adapted=frozenset(map(find_part, trained)), rank=rank)
+
+
+def build_command(model: ServedModel, address: tuple[str, int]) -> list[str]:
+    """Build the command of a server that can sample for a run, without the program's name.
+
+    Args:
+        model: the model.
+        address: the host and port to listen on.
+    """
+    settings = model.settings
+    options = _build_options(model, address) | {
+        "served-model-name": SERVED_NAME,
+        "logprobs-mode": "processed_logprobs",  # of the distribution that is sampled from
+        "seed": settings.seed,
+        "enable-scale-out": True,
+    }
+    if model.family.has_texts_between_frames:
+        # vLLM 0.32 keeps this cache in two processes, and clips skip the first. The two then evict
+        # different images, and a request for an image that only the first has would fail.
+        options["mm-processor-cache-gb"] = 0
+    if not model.on_gpu:
+        options["worker-extension-cls"] = "vlm_grpo_worker.WorkerExtension"
+    vllm = settings.rollout.vllm
+    arguments: Sequence[str] = ()
+    transfer: WeightTransfer = "nccl"  # what a server for other GPUs may be asked for
+    if vllm is not None and vllm.python is not None:
+        options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
+        if vllm.max_model_length is not None:
+            options["max-model-len"] = vllm.max_model_length
+        arguments, transfer = vllm.arguments, choose_transfer(settings, model.on_gpu)
+        if model.on_gpu and not settings.rollout.steps_ahead:
+            options["enable-sleep-mode"] = True
+    if model.on_gpu and not model.adapted and transfer != "files":
+        options["weight-transfer-config"] = json.dumps({"backend": transfer})
+    return [*_format_command(model, options), *arguments]
+
+
+def build_public_command(model: ServedModel, name: str, address: tuple[str, int]) -> list[str]:
+    """Build the command of a server for users of a model, without the program's name.
+
+    Requests find the model under ``name``, which with an adapter is the adapter's.
+
+    Args:
+        model: the model.
+        name: name of the model in requests.
+        address: the host and port to listen on.
+    """
+    options = _build_options(model, address) | {"served-model-name": name}
+    if model.adapter is not None:
+        options["served-model-name"] = f"{name}-base"
+        options["lora-modules"] = f"{name}={model.adapter}"
+    if model.family.takes_videos:  # the default would be 32 frames, one per second
+        video = model.settings.data.video or VideoSettings()
+        options["media-io-kwargs"] = json.dumps({"video": {"num_frames": -1, "fps": video.fps}})
+    if model.chat_arguments:
+        options["default-chat-template-kwargs"] = json.dumps(model.chat_arguments)
+    return _format_command(model, options)
+
+
+def _build_options(model: ServedModel, address: tuple[str, int]) -> dict[str, Any]:
+    """Return the options that every server needs; the value of one without a value is True."""
+    settings = model.settings
+    options: dict[str, Any] = {
+        "host": address[0],
+        "port": address[1],
+        "dtype": settings.policy.dtype,
+        # Otherwise the model's generation_config.json would change what a request does not set.
+        "generation-config": "vllm",
+    }
+    if settings.model_revision is not None:
+        options["revision"] = settings.model_revision
+    if settings.policy.trust_remote_code:
+        options["trust-remote-code"] = True
+    if model.adapted:
+        rank = round_up_rank(model.rank)
+        options |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": 1}
+        if not model.adapted.isdisjoint(("vision", "projector")):
+            options["enable-tower-connector-lora"] = True
+    if model.image_options:
+        options["mm-processor-kwargs"] = json.dumps(model.image_options)
+    if not model.on_gpu:
+        # In vLLM 0.32 a request with a seed fails on a CPU if its prompt is read in chunks.
+        options["no-enable-chunked-prefill"] = True
+    return options
+
+
+def _format_command(model: ServedModel, options: dict[str, Any]) -> list[str]:
+    words = (f"--{k}" if value is True else f"--{k}={value}" for k, value in options.items())
+    return ["serve", model.source, *words]
+
+
+def build_program(python: Path) -> list[str]:
+    """Return the start of the command that runs vLLM in an environment."""
+    return [str(python), "-m", "vllm.entrypoints.cli.main"]
+
+
+def build_environment(settings: Settings, device: torch.device | None = None) -> dict[str, str]:
+    """Return the variables of a server for rollouts.
+
+    Args:
+        settings: settings of the run.
+        device: the device of a process whose own server it is; None: it may use all.
+    """
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    if not on_gpu:
+        paths = [str(Path(__file__).parent / "worker"), os.environ.get("PYTHONPATH", "")]
+        return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if device is None:
+        return ENVIRONMENT
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    index = device.index or 0
+    own = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index] if visible else str(index)}
+    if choose_transfer(settings, on_gpu) == "ipc":
+        own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles, which only we send: see direct.py
+    return ENVIRONMENT | own
+
+
+def choose_transfer(settings: Settings, on_gpu: bool) -> WeightTransfer:
+    """Return the way in which weights reach the servers of a run.
+
+    Raises:
+        UserError: the way that is set needs a GPU.
+    """
+    vllm = settings.rollout.vllm
+    assert vllm is not None
+    if vllm.weight_transfer is not None:
+        if vllm.weight_transfer != "files" and not on_gpu:
+            raise UserError(
+                f"rollout.vllm.weight_transfer={vllm.weight_transfer} needs a GPU, and this run is "
+                "on a CPU: remove it"
+            )
+        return vllm.weight_transfer
+    is_own_gpu = on_gpu and vllm.python is not None
+    is_direct = is_own_gpu and settings.policy.lora is None and settings.rollout.steps_ahead < 2
+    return "ipc" if is_direct else "files"
+
+
+def choose_sleep_level(policy: Policy, settings: Settings) -> int | None:
+    """Return what a run's own server frees during the update; None: it does not rest.
+
+    Full weights are sent again after each update, so nothing is kept of them. With an adapter, base
+    weights that take little of the GPU stay there, and others wait in the host's memory.
+
+    Raises:
+        UserError: the level that is set needs a GPU.
+    """
+    vllm = settings.rollout.vllm
+    assert vllm is not None
+    if policy.device.type != "cuda":
+        if vllm.sleep_level is not None:
+            raise UserError(
+                "rollout.vllm.sleep_level has no effect on a CPU, where vLLM cannot free memory: "
+                "remove it"
+            )
+        return None
+    if vllm.python is None or settings.rollout.steps_ahead:
+        return None
+    if vllm.sleep_level is not None:
+        return vllm.sleep_level
+    if policy.adapters is None:
+        return 2
+    weights = sum(weight.nbytes for weight in policy.model.parameters())
+    memory = torch.cuda.get_device_properties(policy.device).total_memory
+    return choose_adapter_level(weights, memory)
+
+
+def round_up_rank(rank: int, ranks: Sequence[int] = (1, 8, 16, 32, 64, 128, 256, 320, 512)) -> int:
+    """Return the smallest rank of adapters that vLLM allows and that is at least ``rank``."""
+    return next((allowed for allowed in ranks if allowed >= rank), rank)
+
+
+def _get_image_options(
+    family: Family, processor: Any, budget: PixelBudget | None
+) -> dict[str, Any]:
+    """Return the options that give the server's processor a pixel budget."""
+    if budget is None:
+        return {}
+    family.set_pixel_budget(processor, budget)
+    size = dict(processor.image_processor.size)
+    if not family.has_texts_between_frames or budget.video_pixels is None:
+        return {"size": size}
+    # The size of a clip is that of all its frames, which an image's would make far too small.
+    clips = {"shortest_edge": budget.min_pixels, "longest_edge": budget.video_pixels}
+    return {"images_kwargs": {"size": size}, "videos_kwargs": {"size": clips}}

@@ -1,0 +1,357 @@
+"""Sampling of completions by vLLM servers."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+import torch
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.dist.collectives import any_rank, fail_together
+from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.sampling import SamplingSettings
+from vlm_grpo.serve.client import VllmClient, WeightLabel
+from vlm_grpo.serve.direct import DirectTransfer
+from vlm_grpo.serve.launch import (
+    build_command,
+    build_environment,
+    build_program,
+    choose_sleep_level,
+    describe_policy,
+)
+from vlm_grpo.serve.member import POLL_SECONDS, Server
+from vlm_grpo.serve.outside import OutsideSampler
+from vlm_grpo.serve.process import ServerProcess, find_free_port
+from vlm_grpo.serve.requests import Group, Job, build_request, check_prompt, read_choices
+from vlm_grpo.serve.weights import build_transfer
+from vlm_grpo.types import Prompt
+from vlm_grpo.utils.http_json import ServiceError
+
+logger = logging.getLogger(__name__)
+
+CONCURRENCY = 64
+"""Maximum number of prompts that a server is asked for at once."""
+
+
+class VllmSampler(OutsideSampler):
+    """A sampler that asks vLLM servers, which run beside the update.
+
+    Every process of the run starts a server of its own (``rollout.vllm.python``), or all processes
+    share running ones (``rollout.vllm.urls``), into which the main process loads the weights.
+
+    Args:
+        strategy: the policy and the ranks.
+        settings: the run's settings.
+
+    Raises:
+        UserError: a server cannot be started.
+    """
+
+    def __init__(self, strategy: Strategy, settings: Settings) -> None:
+        self.policy, self.ranks = strategy.policy, strategy.accelerator
+        assert settings.rollout.vllm is not None
+        self.settings, self.vllm = settings, settings.rollout.vllm
+        with fail_together(self.ranks):
+            self.transfer = build_transfer(strategy, settings)
+        self.version = -1
+        run = hashlib.sha256(str(settings.run_dir.absolute()).encode()).hexdigest()[:12]
+        self.label = WeightLabel("weights" if self.policy.adapters is None else "adapters", run)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closed, self._lock = threading.Event(), threading.Lock()
+        self._last: Future[list[Group]] | None = None
+        with fail_together(self.ranks):
+            self.servers = self._start_servers()
+        self.ready: Future[None] = Future()
+        threading.Thread(target=self._work, daemon=True, name="vllm").start()
+
+    def _start_servers(self) -> list[Server]:
+        arguments = self.vllm.request_timeout, self.policy.device.type == "cpu"
+        if self.vllm.urls:
+            return [Server(VllmClient(url, *arguments)) for url in self.vllm.urls]
+        assert self.vllm.python is not None
+        port = find_free_port()
+        model = describe_policy(self.policy, self.settings)
+        process = ServerProcess(
+            [*build_program(self.vllm.python), *build_command(model, ("127.0.0.1", port))],
+            build_environment(self.settings, self.policy.device),
+            self.settings.run_dir / f"vllm-{self.ranks.process_index}.log",
+        )
+        level = choose_sleep_level(self.policy, self.settings)
+        process.start()
+        return [Server(VllmClient(f"http://127.0.0.1:{port}", *arguments), process, level)]
+
+    @property
+    def _loads_weights(self) -> bool:
+        """Whether this process loads the weights into its servers."""
+        return not self.vllm.urls or self.ranks.is_main_process
+
+    # The interface of an outside sampler.
+
+    def publish(self, version: int) -> None:
+        if self.version < 0:
+            with fail_together(self.ranks):
+                self.ready.result()
+        direct = self.transfer if isinstance(self.transfer, DirectTransfer) else None
+        if direct is not None and self._last is not None:
+            wait([self._last])  # what it samples would change
+        if self.policy.device.type == "cuda" and any(server.is_asleep for server in self.servers):
+            torch.cuda.empty_cache()  # the servers need the memory now
+        self.transfer.stage(version)
+        self.version = version
+        if direct is not None:
+            self._load_together(direct, version)
+
+    def rest(self) -> None:
+        for server in self.servers:
+            self._try(server, server.rest)
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        num_generations: Sequence[range],
+        seeds: Sequence[Sequence[int | str]],
+    ) -> Future[list[Group]]:
+        job = Job(prompts, sampling, num_generations, seeds, self.version)
+        self._jobs.put(job)
+        self._last = job.future
+        return job.future
+
+    def close(self) -> None:
+        self._closed.set()
+        self._jobs.put(None)
+        for server in self.servers:
+            if server.process is not None:
+                server.process.close()
+        self.transfer.close()
+
+    # The thread that serves the jobs.
+
+    def _work(self) -> None:
+        try:
+            for server in self.servers:
+                self._wait_until_ready(server)
+            self.ready.set_result(None)
+        except BaseException as error:  # the one that waits must not hang
+            self.ready.set_exception(error)
+        while (job := self._jobs.get()) is not None:
+            if not job.future.set_running_or_notify_cancel():
+                continue
+            try:
+                job.future.set_result(self._sample(job))
+            except BaseException as error:  # the one that waits must not hang
+                job.future.set_exception(error)
+
+    def _sample(self, job: Job) -> list[Group]:
+        found: dict[int, Group] = {}
+        while len(found) < len(job.prompts):
+            for server in list(self.servers):
+                self._prepare(server, job.version)
+            self._share(job, found)
+        for server in self.servers:
+            server.failures = 0
+        return [found[index] for index in range(len(job.prompts))]
+
+    def _share(self, job: Job, found: dict[int, Group]) -> None:
+        """Ask all servers for the prompts that are missing, until each has failed or none is left.
+
+        Raises:
+            UserError: a request cannot be made, or was refused.
+        """
+        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(len(job.prompts)):
+            if index not in found:
+                todo.put(index)
+        errors: list[BaseException] = []
+
+        def work(server: Server) -> None:
+            while not (errors or self._closed.is_set() or server.problem):
+                try:
+                    index = todo.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    found[index] = self._ask(server, job, index)
+                except ServiceError as error:
+                    self._note_failure(server, error)
+                except BaseException as error:
+                    errors.append(error)
+
+        count = min(CONCURRENCY, todo.qsize())
+        threads = [
+            threading.Thread(target=work, args=(server,), daemon=True)
+            for _ in range(count)
+            for server in self.servers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        if self._closed.is_set():
+            raise UserError("the run was stopped while its completions were sampled")
+
+    def _ask(self, server: Server, job: Job, index: int) -> Group:
+        """Return the completions of one prompt.
+
+        Raises:
+            ServiceError: the server has failed.
+            UserError: it refuses the request, or reads the prompt otherwise.
+        """
+        prompt, sampling = job.prompts[index], job.sampling
+        request = build_request(
+            self.policy, prompt, sampling, job.num_generations[index], job.seeds[index]
+        )
+        try:
+            response = server.client.generate(request)
+        except ServiceError as error:
+            if error.status in (400, 413, 422):
+                raise UserError(
+                    f"{prompt.example.name}: vLLM refuses its prompt: {error}"
+                ) from error
+            raise
+        try:
+            check_prompt(self.policy, prompt, response["prompt_token_ids"])
+            group = read_choices(self.policy, sampling, response["choices"], self.label)
+        except (KeyError, TypeError, IndexError) as error:
+            raise ServiceError(
+                f"{server.client.url}: the response is not vLLM's ({error!r}): "
+                f"{str(response)[:300]}"
+            ) from error
+        oldest = min(completion.version or 0 for completion in group)
+        if oldest < job.version:  # never with a server that only this run uses
+            found = f"step {oldest}" if oldest >= 0 else "no step of this run"
+            raise ServiceError(
+                f"{server.client.url} sampled with weights of {found} instead of step {job.version}"
+            )
+        return group
+
+    # Weights and faults.
+
+    def _prepare(self, server: Server, version: int) -> None:
+        """Give a server the weights of a version; one that fails is restarted, or dropped.
+
+        Raises:
+            UserError: it fails too often, or no server is left.
+        """
+        while server.version != version and server in self.servers:
+            if server.problem:
+                self._recover(server)
+                continue
+            try:
+                if self._loads_weights:
+                    server.open()
+                    self.transfer.load(server.client, version)
+                    server.resume(version, self.label.write(version))
+                else:
+                    self._wait_for_version(server, version)
+                    server.version = version
+            except ServiceError as error:
+                self._note_failure(server, error)
+
+    def _load_together(self, transfer: DirectTransfer, version: int) -> None:
+        """Give all servers the weights of a version, from the main thread of all ranks.
+
+        Raises:
+            UserError: as for ``_prepare``, on all ranks.
+        """
+        while True:
+            opened: list[Server] = []
+            with fail_together(self.ranks):
+                for server in [s for s in self.servers if s.problem and self._loads_weights]:
+                    self._recover(server)
+                behind = [server for server in self.servers if server.version != version]
+                if self._loads_weights:
+                    opened = [server for server in behind if self._try(server, server.open)]
+            if not any_rank(self.ranks, bool(behind) and self._loads_weights):
+                return
+            failures = transfer.send([server.client for server in opened])
+            for server in opened:
+                if (error := failures.get(server.client.url)) is not None:
+                    self._note_failure(server, error)
+                else:
+                    name = self.label.write(version)
+                    self._try(server, lambda s=server, n=name: s.resume(version, n))
+
+    def _try(self, server: Server, request: Callable[[], None]) -> bool:
+        """Make a request, note its failure, and return whether it was answered."""
+        try:
+            request()
+        except ServiceError as error:
+            self._note_failure(server, error)
+        return not server.problem
+
+    def _wait_for_version(self, server: Server, version: int) -> None:
+        """Wait until the main process has loaded the weights."""
+        for _ in range(int(self.vllm.request_timeout / POLL_SECONDS)):
+            if self.label.read(server.client.get_version()) >= version or self._closed.is_set():
+                return
+            time.sleep(POLL_SECONDS)
+        raise ServiceError(f"{server.client.url} was not given the weights of step {version}")
+
+    def _note_failure(self, server: Server, error: ServiceError) -> None:
+        """Remember that a server has failed, so that it is asked for nothing more."""
+        with self._lock:
+            if server.problem or self._closed.is_set():
+                return
+            server.note(str(error))
+            self.transfer.forget(server.client)
+        if server.process is not None:
+            server.process.stop()  # ends the other requests, which may hang
+
+    def _recover(self, server: Server) -> None:
+        """Restart a server, ask one of others again, or drop it if it is gone.
+
+        Raises:
+            UserError: it has failed too often, or no server is left.
+        """
+        if self._closed.is_set():
+            raise UserError("the run was stopped while its completions were sampled")
+        problem, server.problem = server.problem, ""
+        server.failures += 1
+        limit = self.vllm.max_restarts
+        if server.process is not None:
+            if server.failures > limit:
+                raise UserError(
+                    f"the vLLM server failed {server.failures} times in one rollout "
+                    f"(rollout.vllm.max_restarts={limit}): {problem}; resume=true continues once "
+                    f"the cause is gone; {server.process.describe_log()}"
+                )
+            logger.warning(
+                "the vLLM server failed (%s) and is restarted (%d of %d); its log is %s",
+                *(problem, server.failures, limit, server.process.log),
+            )
+            server.process.start()
+            self._wait_until_ready(server)
+        elif server.failures > limit or not server.client.is_ready():
+            self.servers.remove(server)
+            if not self.servers:
+                raise UserError(
+                    f"the last vLLM server failed: {problem}; start the servers of "
+                    "rollout.vllm.urls again, and continue with resume=true"
+                )
+            logger.warning(
+                "the vLLM server %s failed (%s) and is asked for nothing more; %d are left",
+                *(server.client.url, problem, len(self.servers)),
+            )
+        else:
+            logger.warning(
+                "the vLLM server %s failed (%s) and is asked again (%d of %d)",
+                *(server.client.url, problem, server.failures, limit),
+            )
+
+    def _wait_until_ready(self, server: Server) -> None:
+        """Wait until a server can be given weights; errors as for ``Server.wait_until_ready``."""
+        server.wait_until_ready(self.vllm.startup_timeout, self._closed, self.ranks.print)
+        try:
+            self.label.check(server.client.get_version())
+        except UserError as error:
+            raise UserError(f"{server.client.url}: {error}") from error

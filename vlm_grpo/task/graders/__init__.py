@@ -1,0 +1,1 @@
+"""Graders of structured answers: tables, formulas, and tests of pages."""

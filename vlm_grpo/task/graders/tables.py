@@ -1,0 +1,258 @@
+"""Reading tables in HTML and in markdown: as trees for TEDS, and as cells with neighbors.
+
+Reading is bounded: neither nested tags nor huge spans of a hostile text take long.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.task.graders.teds import Tree
+
+MAX_CHARACTERS = 50_000
+"""Maximum length of a table's text: about 1,500 cells of HTML."""
+MAX_SPAN = 1_000
+"""Largest span of a cell in columns, as in HTML's standard."""
+MAX_PLACES = 20_000
+"""Maximum number of places in a grid; cells after them are left out."""
+
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+_SEPARATOR = frozenset("- :")
+_SPANS = ("colspan", "rowspan")
+_PRIVATE = 0x10_0000  # the first of the private characters that stand for tags within cells
+
+
+def import_extra(name: str) -> Any:
+    """Import a library of the extra ``documents``; raise UserError that names the extra."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        remedy = "pip install 'vlm-grpo[documents]'"
+        raise UserError(f"this task needs {name.partition('.')[0]}: {remedy}") from error
+
+
+def parse_html(text: str) -> Any:
+    """Return the root of a text as HTML, without comments, as lxml's parser repairs it."""
+    etree = import_extra("lxml.etree")
+    parser = etree.HTMLParser(remove_comments=True, remove_pis=True, encoding="utf-8")
+    page = f"<html><body>{_CONTROL.sub('', text)}</body></html>"
+    return etree.fromstring(page.encode(), parser)
+
+
+@lru_cache(maxsize=1024)
+def read_html_tree(text: str) -> Tree | None:
+    """Return the tree of the first table in a text; None if there is none.
+
+    ``th`` is read as ``td``. The text of a cell is that of Zhong et al. 2020: its characters and
+    the tags within it.
+    """
+    found = None if len(text) > MAX_CHARACTERS else parse_html(text).find("body/table")
+    return None if found is None else _build_tree(found)
+
+
+def _build_tree(table: Any) -> Tree:
+    kinds: list[tuple[str, int, int]] = []
+    texts: list[str] = []
+    leftmost: list[int] = []
+
+    def add(node: Any) -> None:
+        start = len(kinds)
+        tag = "td" if node.tag == "th" else node.tag
+        if tag != "td":
+            for child in node:
+                add(child)
+        columns, rows = (_read_span(node.get(name)) if tag == "td" else 1 for name in _SPANS)
+        kinds.append((tag, columns, rows))
+        texts.append("".join(_list_tokens(node)) if tag == "td" else "")
+        leftmost.append(start)
+
+    add(table)
+    inline = sum(1 for _ in table.iter()) - len(kinds)
+    return Tree(tuple(kinds), tuple(texts), tuple(leftmost), inline)
+
+
+def _read_span(value: str | None) -> int:
+    text = (value or "").strip()
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 1
+
+
+def _list_tokens(node: Any) -> Iterator[str]:
+    """Yield the text of a cell, and a private character for the start and the end of each tag."""
+    yield node.text or ""
+    for child in node:
+        yield _tag_character(f"<{child.tag}>")
+        yield from _list_tokens(child)
+        yield _tag_character(f"</{child.tag}>")
+        yield child.tail or ""
+
+
+def _tag_character(tag: str) -> str:
+    return chr(_PRIVATE + zlib.crc32(tag.encode()) % 0xFFFD)
+
+
+def build_markdown_tree(rows: Sequence[Sequence[str]]) -> Tree:
+    """Return the tree of rows of cells, as of ``<table><tr><td>``."""
+    kinds: list[tuple[str, int, int]] = []
+    texts: list[str] = []
+    leftmost: list[int] = []
+    for row in rows:
+        start = len(kinds)
+        kinds += [("td", 1, 1)] * len(row) + [("tr", 1, 1)]
+        texts += [*row, ""]
+        leftmost += [*range(start, start + len(row)), start]
+    return Tree((*kinds, ("table", 1, 1)), (*texts, ""), (*leftmost, 0))
+
+
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a row; its spans are numbers of columns and of rows, 0 rows: all that follow."""
+
+    text: str
+    is_heading: bool
+    columns: int = 1
+    rows: int = 1
+
+
+class Grid:
+    """The cells of a table, each named by its first row and column.
+
+    Args:
+        table: the cells of each row. A cell follows those that reach down into its row.
+    """
+
+    def __init__(self, table: Sequence[Sequence[Cell]]) -> None:
+        self.cells: dict[Place, Cell] = {}
+        self._covered: dict[Place, Place] = {}
+        self._ends: dict[Place, Place] = {}
+        reaching: dict[int, tuple[Place, int]] = {}  # by column: a cell, and its last row
+        for row, cells in enumerate(table):
+            reaching = {c: found for c, found in reaching.items() if found[1] >= row}
+            widest = max(reaching, default=-1)
+            waiting, column = deque(cells), 0
+            while (waiting or column <= widest) and len(self._covered) < MAX_PLACES:
+                if column in reaching:
+                    self._covered[row, column] = reaching[column][0]
+                elif waiting:
+                    cell, place = waiting.popleft(), (row, column)
+                    last = min(row + (cell.rows or len(table)), len(table)) - 1
+                    end = column + min(cell.columns or 1, MAX_SPAN) - 1
+                    self.cells[place], self._ends[place] = cell, (last, end)
+                    for own in range(column, end + 1):
+                        self._covered[row, own] = place
+                        reaching[own] = (place, last)
+                    column = end
+                column += 1
+        self._size = [max((place[axis] for place in self._covered), default=0) for axis in (0, 1)]
+
+    def neighbors(self, cell: Place, down: int, right: int) -> set[Place]:
+        """Return the next cells in a direction, such as (1, 0) for below, from all of a cell's
+        rows or columns, over gaps."""
+        last, end = self._ends[cell]
+        starts = (
+            [(last if down > 0 else cell[0], column) for column in range(cell[1], end + 1)]
+            if down
+            else [(row, end if right > 0 else cell[1]) for row in range(cell[0], last + 1)]
+        )
+        found = (self._find_next(cell, start, (down, right)) for start in starts)
+        return {other for other in found if other is not None}
+
+    def _find_next(self, cell: Place, start: Place, step: tuple[int, int]) -> Place | None:
+        row, column = start[0] + step[0], start[1] + step[1]
+        while 0 <= row <= self._size[0] and 0 <= column <= self._size[1]:
+            other = self._covered.get((row, column), cell)
+            if other != cell:
+                return other
+            row, column = row + step[0], column + step[1]
+        return None
+
+    def find_headings(self, cell: Place, down: int, right: int) -> set[Place]:
+        """Return the headings on the way in a direction, or else the last cells on it."""
+        visited, ends, waiting = {cell}, set(), [cell]
+        while waiting:
+            following = self.neighbors(current := waiting.pop(), down, right)
+            if not following:
+                ends.add(current)
+            waiting += following - visited
+            visited |= following
+        headings = {place for place in visited if self.cells[place].is_heading}
+        return headings - {cell} or ends - {cell}
+
+
+def read_grids(text: str, markdown: bool = True, html: bool = True) -> list[Grid]:
+    """Return the tables of a text that have cells, those in markdown before those in HTML.
+
+    Args:
+        text: the text.
+        markdown: read tables in markdown, of at least two lines.
+        html: read tables in HTML.
+    """
+    tables: list[list[list[Cell]]] = []
+    for rows in read_markdown_rows(text, least=2) if markdown else ():
+        cells = [[Cell(x, not (i and j)) for j, x in enumerate(row)] for i, row in enumerate(rows)]
+        tables.append(cells)
+    if html and "<table" in text.lower():
+        tables += map(_list_cells, parse_html(text).iter("table"))
+    return [grid for table in tables if (grid := Grid(table)).cells]
+
+
+def read_html_rows(text: str) -> list[list[str]]:
+    """Return the texts of the cells of the first table in a text, by row."""
+    rows = _list_cells(parse_html(text).find("body/table"))
+    return [[cell.text for cell in row] for row in rows if row]
+
+
+def _list_cells(table: Any) -> list[list[Cell]]:
+    rows = []
+    for row in table.iter("tr"):
+        is_heading = next(row.iterancestors("thead"), None) is not None
+        rows.append([])
+        for cell in row:
+            if cell.tag in ("td", "th"):
+                columns, spanned = (_read_span(cell.get(name)) for name in _SPANS)
+                text = "".join(_list_texts(cell)).strip()
+                rows[-1].append(Cell(text, is_heading or cell.tag == "th", columns, spanned))
+    return rows
+
+
+def _list_texts(cell: Any) -> Iterator[str]:
+    for node in cell.iter():
+        yield ("\n" if node.tag == "br" else node.text) or ""
+        if node is not cell:
+            yield node.tail or ""
+
+
+def read_markdown_rows(text: str, least: int = 1) -> list[list[list[str]]]:
+    """Return the rows of cells of each table in a markdown text: adjoining lines with a ``|``.
+
+    Args:
+        text: the text.
+        least: number of lines that a table has at least.
+    """
+    blocks: list[list[str]] = [[]]
+    for line in text.strip().split("\n"):
+        if "|" in line:
+            blocks[-1].append(line)
+        else:
+            blocks.append([])
+    tables = [[_split_row(x) for x in b if not _is_separator(x)] for b in blocks if len(b) >= least]
+    return [table for table in tables if table]
+
+
+def _is_separator(line: str) -> bool:
+    return set(line.replace("|", "").strip()) <= _SEPARATOR
+
+
+def _split_row(line: str) -> list[str]:
+    cells = [cell.strip() for cell in line.split("|")]
+    return cells[cells[0] == "" : len(cells) - (cells[-1] == "")]

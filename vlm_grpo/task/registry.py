@@ -1,0 +1,335 @@
+"""Lookup of tasks by name, file, entry point or class, and loading with checked options.
+
+A task comes from this package, from a user's ``.py`` file or Python module, or from an installed
+package that lists it under the entry point group ``vlm_grpo.tasks``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import pkgutil
+import sys
+import traceback
+import typing
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from vlm_grpo.errors import UserError, bullets, nearest, simplify
+from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.names import BUILT_IN, IN_SESSION, SET_BY_LIBRARY, get_task_name
+
+_FILE_MODULE = "_vlm_grpo_task_"
+"""Prefix of the module name of a task's file."""
+_LOADING: set[str] = set()
+"""Names of the modules of task files that are being loaded."""
+
+
+def task_names() -> list[str]:
+    """Return the names of all built-in tasks and of those in other packages."""
+    return sorted(_built_in() | _plugins().keys())
+
+
+def load_task(task: str | Path | type[Task] | Task, /, **options: Any) -> Task:
+    """Load a task.
+
+    Args:
+        task: a name in ``task_names()``, the path of a ``.py`` file that defines one task
+            (``file.py:ClassName`` if it defines several), ``package.module:ClassName``, a class,
+            or a task, whose options ``options`` override.
+        options: the task's own options, such as ``tags=True`` or ``weights={"exact": 2.0}``.
+
+    Raises:
+        UserError: the task does not exist, two packages claim its name, its code fails, or an
+            option is unknown or of a wrong type.
+    """
+    if isinstance(task, Task):
+        fields = (field.name for field in dataclasses.fields(task) if field.init)
+        own = {name: getattr(task, name) for name in fields}
+        task, options = type(task), {**own, **options}
+    task_class = load_task_class(task)
+    return build_task(task_class, get_task_name(task), options)
+
+
+def check_trainable(task: Task) -> Task:
+    """Return the task after checking that a reward has a weight, without which nothing is learned.
+
+    Raises:
+        UserError: all weights are 0.
+    """
+    if not task.has_reward():
+        names = ", ".join(task.reward_weights())
+        raise UserError(f"no reward has a weight: set task_options.weights, a mapping of {names}")
+    return task
+
+
+def load_task_class(task: str | Path | type[Task]) -> type[Task]:
+    """Return the class of a task; arguments and errors as for ``load_task``."""
+    if isinstance(task, type) and issubclass(task, Task):
+        return _check_class(task, get_task_name(task))
+    if not isinstance(task, str | Path):
+        raise UserError(f"task must be a name, a path, a subclass of Task or a task, not {task!r}")
+    task = str(task)
+    path, _, class_name = task.partition(".py:")
+    if task.endswith(".py") or class_name:
+        file = Path(f"{path}.py" if class_name else path)
+        return _find_task(load_file(file), task, class_name)
+    if task.startswith(IN_SESSION):
+        raise UserError(
+            f"task={task}: this class was in the memory of the Python program that wrote the "
+            "settings: give it again with task=TheClass, or save it in a .py file and give its path"
+        )
+    if ":" in task:
+        return _load_from_module(task)
+    plugins = _plugins().get(task, [])
+    built_in = task in _built_in()
+    if len(plugins) + built_in > 1:
+        claims = [f"{plugin.value} of {_package(plugin)}" for plugin in plugins]
+        claims += ["the task of vlm_grpo itself"] if built_in else []
+        raise UserError(
+            f"task name {task!r} is claimed more than once:\n{bullets(claims)}\n"
+            "rename or uninstall one of them, or give the path of the task's file"
+        )
+    if built_in:
+        return _find_task(importlib.import_module(f"{BUILT_IN}.{task}"), task)
+    if plugins:
+        return _load_plugin(plugins[0])
+    names = task_names()
+    raise UserError(
+        f"there is no task {task!r}{nearest(task, names)}: "
+        f"give one of {', '.join(names)}, or the path of a .py file"
+    )
+
+
+def get_task_source(task: type[Task]) -> str | None:
+    """Return the ``file.py:Class`` that another process must load before it can unpickle a task.
+
+    The result is None if Python's own import finds the class.
+    """
+    if not task.__module__.startswith(_FILE_MODULE):
+        return None
+    return f"{inspect.getfile(task)}:{task.__name__}"
+
+
+def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
+    """Build a task with its options.
+
+    Raises:
+        UserError: options are unknown, missing or of a wrong type, and the message names all of
+            them; or the constructor fails.
+    """
+    fields = [field for field in dataclasses.fields(task) if field.init]
+    hints = typing.get_type_hints(task)
+    known = {field.name: hints[field.name] for field in fields}
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for option, value in options.items():
+        if option not in known:
+            problems.append(f"unknown option {option}{nearest(option, known)}")
+            continue
+        try:
+            values[option] = _convert(value, known[option])
+        except ValidationError as error:
+            reasons = {simplify(problem["msg"]) for problem in error.errors()}
+            problems.append(f"{option}={value!r} should {' or '.join(sorted(reasons))}")
+    problems += [
+        f"task_options.{field.name} has no value: set task_options.{field.name}=…"
+        for field in fields
+        if field.default is field.default_factory is dataclasses.MISSING
+        and field.name not in options
+    ]
+    if problems:
+        raise UserError(
+            f"task {name} has wrong options:\n{bullets(problems)}\n"
+            f"it has {', '.join(option for option in known if option not in SET_BY_LIBRARY)}"
+        )
+    try:
+        return task(**values)
+    except (ValueError, UserError) as error:
+        raise UserError(f"task {name}: {error}") from error
+    except FAILURES as error:  # the user's constructor may raise anything
+        raise UserError(f"task {name} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def _convert(value: Any, hint: Any) -> Any:
+    """Return the value as the annotated type; text is not converted to numbers or booleans."""
+    config = ConfigDict(arbitrary_types_allowed=True)
+    try:
+        adapter = TypeAdapter(hint, config=config)
+    except PydanticUserError:  # a type with its own configuration accepts no other
+        adapter = TypeAdapter(hint)
+    if isinstance(value, list) and typing.get_origin(hint) is tuple:
+        value = tuple(value)  # YAML has no tuples
+    return adapter.validate_python(value, strict=True)
+
+
+def _find_task(module: ModuleType, source: str, class_name: str = "") -> type[Task]:
+    """Return the task class that a module defines; imported classes do not count.
+
+    A class whose name starts with an underscore counts only if ``class_name`` names it.
+    """
+    found = {
+        name: member
+        for name, member in vars(module).items()
+        if inspect.isclass(member)
+        and issubclass(member, Task)
+        and member.__module__ == module.__name__
+        and (name == class_name or not name.startswith("_"))
+    }
+    if class_name:
+        if class_name not in found:
+            raise UserError(
+                f"{source}: there is no task class {class_name}{nearest(class_name, found)}; "
+                f"it defines {', '.join(found) or 'none'}"
+            )
+        return _check_class(found[class_name], source)
+    if len(found) != 1:
+        remedy = (
+            f"choose one, as in {source}:{next(iter(found))}"
+            if found
+            else "define one: class MyTask(Task), see the tasks of this package"
+        )
+        raise UserError(f"{source} defines {len(found)} task classes, not one: {remedy}")
+    return _check_class(next(iter(found.values())), source)
+
+
+def _check_class(task: type[Task], source: str) -> type[Task]:
+    """Return the class after checking that it has what every task needs."""
+    rules = {**task.rules("reward"), **task.rules("metric")}
+    primary_metric = getattr(task, "primary_metric", None)
+    problems = [
+        f"it defines no method {name}"
+        for name in ("parse", "write")
+        if getattr(task, name) is getattr(Task, name)
+    ]
+    try:
+        hints = typing.get_type_hints(task)
+    except FAILURES as error:  # an annotation may be any expression
+        raise UserError(f"task {source}: the type of an option cannot be read: {error}") from error
+    own_types = typing.get_type_hints(Task)
+    problems += [
+        f"it declares the option {field.name}, which every task has, with another type"
+        for field in dataclasses.fields(Task)
+        if hints[field.name] != own_types[field.name]
+    ]
+    if not task.rules("reward"):
+        problems.append("no method is marked @reward")
+    if primary_metric not in rules:
+        problems.append(
+            f"primary_metric = {primary_metric!r} is not one of its rewards and metrics: "
+            f"{', '.join(rules) or 'it has none'}"
+        )
+    if problems:
+        raise UserError(f"task {source} ({task.__name__}) is incomplete:\n{bullets(problems)}")
+    return task
+
+
+def _load_from_module(name: str) -> type[Task]:
+    """Return the class of ``package.module:ClassName``."""
+    module_name, _, class_name = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except FAILURES as error:  # the user's module may raise anything
+        raise UserError(
+            f"task {name} cannot be loaded: {type(error).__name__}: {error}: install the package, "
+            "put its folder on PYTHONPATH, or give the path of the task's .py file"
+        ) from error
+    return _find_task(module, module_name, class_name)
+
+
+def load_file(path: Path, kind: str = "task") -> ModuleType:
+    """Load a user's Python file.
+
+    Args:
+        path: the file.
+        kind: what it holds, for messages.
+
+    Raises:
+        UserError: there is no such file, or it fails.
+    """
+    path = Path(os.path.expanduser(path))  # Path's own raises for an unknown user
+    if not path.is_file():
+        raise UserError(f"there is no {kind} file {path}")
+    # The path is part of the name, so that two files called task.py do not collide.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    name = f"{_FILE_MODULE}{path.stem}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise UserError(f"{kind} file {path} cannot be loaded")
+    if name in _LOADING:
+        raise UserError(
+            f"{kind} file {path} uses its own {kind} while it is loaded: put the part that is a "
+            'program under if __name__ == "__main__"'
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module there
+    _LOADING.add(name)
+    try:
+        spec.loader.exec_module(module)
+    except FAILURES as error:  # the user's file may raise anything
+        del sys.modules[name]
+        raise UserError(
+            f"{kind} file {path} cannot be loaded: {_blame(error, path.resolve())}"
+        ) from error
+    finally:
+        _LOADING.remove(name)
+    return module
+
+
+def _blame(error: BaseException, path: Path) -> str:
+    """Return ``line N: NameError: …`` if the task's file is part of the traceback."""
+    message = f"{type(error).__name__}: {error}"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return f"line {lines[-1]}: {message}" if lines else message
+
+
+def _load_plugin(plugin: EntryPoint) -> type[Task]:
+    source = f"{plugin.name} ({plugin.value} of {_package(plugin)})"
+    try:
+        found = plugin.load()
+    except FAILURES as error:  # another package's code may raise anything
+        raise UserError(
+            f"task {source} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if isinstance(found, ModuleType):
+        return _find_task(found, source)
+    if inspect.isclass(found) and issubclass(found, Task):
+        return _check_class(found, source)
+    raise UserError(f"task {source} is not a subclass of Task but {found!r}")
+
+
+def _built_in() -> set[str]:
+    package = importlib.import_module(BUILT_IN)
+    return {
+        module.name
+        for module in pkgutil.iter_modules(package.__path__)
+        if not module.name.startswith("_")
+    }
+
+
+def _plugins() -> dict[str, list[EntryPoint]]:
+    """Return the entry points by name; one that a package lists twice counts once."""
+    folders = [path or "." for path in sys.path]
+    return _read_plugins(tuple((f, os.stat(f).st_mtime_ns) for f in folders if os.path.exists(f)))
+
+
+@lru_cache(maxsize=1)
+def _read_plugins(folders: tuple[tuple[str, int], ...]) -> dict[str, list[EntryPoint]]:
+    """Read the metadata of all packages, which takes 10 ms, unless the folders are unchanged."""
+    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+    for point in entry_points(group=BUILT_IN):
+        found.setdefault(point.name, {})[(_package(point), point.value)] = point
+    return {name: list(points.values()) for name, points in found.items()}
+
+
+def _package(point: EntryPoint) -> str:
+    return f"package {point.dist.name}" if point.dist else "an unnamed package"

@@ -1,0 +1,302 @@
+"""Scoring of completions with a task whose rewards may raise, hang or end their process."""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessExpired
+
+from vlm_grpo.errors import UserError
+from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.registry import get_task_source, load_task_class
+from vlm_grpo.task.rewards import Outcome, add_batch_rules, call_batch_rule
+from vlm_grpo.types import Batch, Candidate, Example, Score
+from vlm_grpo.utils.remote_calls import ValueCache
+from vlm_grpo.utils.timing import can_interrupt, time_limit
+from vlm_grpo.utils.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+REWARD_TIMEOUT = 10.0
+"""Default time limit in seconds of one reward for one completion."""
+_ROUNDING = 1e-6
+_GRACE = 1.0
+"""Seconds after the time limit at which an unresponsive worker is killed."""
+
+Item = tuple[str, Example, int | None]
+"""A completion's text, its example, and its number of tokens (None: unknown)."""
+SentTask = tuple[bytes, str | None]
+"""A pickled task, and the file that a worker must load before unpickling it (None: no file)."""
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function of this module and its arguments."""
+
+
+class RewardScorer:
+    """A scorer of completions, in which a failure affects one completion only.
+
+    A batch rule that raises or is too slow affects all completions of its batch. In this process,
+    Python code is interrupted at the time limit, but compiled code can delay that. A worker process
+    is killed at the limit, and replaced if it exits. Both ways give the same scores in the same
+    order.
+
+    Args:
+        seconds: time limit of one reward, metric or parser for one completion; None: no limit.
+        workers: number of worker processes; 0: score in this process, or in one worker where this
+            process cannot interrupt calls (``can_interrupt``).
+        cache: file for the values that ``Batch.map`` gets, as for ``ValueCache``; None: they are
+            not kept.
+        logs_failures: log the first failure of each rule.
+    """
+
+    def __init__(
+        self,
+        seconds: float | None = REWARD_TIMEOUT,
+        workers: int = 0,
+        cache: Path | None = None,
+        logs_failures: bool = True,
+    ) -> None:
+        self.seconds, self.workers, self.logs_failures = seconds, workers, logs_failures
+        self.cache = None if cache is None else ValueCache(cache)
+        names = "reward", "rollout.reward_workers"
+        self._pool = WorkerPool(max(1, workers), multiprocessing.get_context("spawn"), names)
+        self._logged: set[str] = set()
+
+    def __call__(
+        self,
+        task: Task,
+        texts: Sequence[str],
+        examples: Sequence[Example],
+        tokens: Sequence[int] | None = None,
+        groups: Sequence[int] | None = None,
+    ) -> list[Score]:
+        """Score each completion.
+
+        Args:
+            task: parses and scores the completions.
+            texts: text of each completion.
+            examples: example of each completion.
+            tokens: number of tokens of each completion; None: unknown.
+            groups: number of each completion's group, for batch rules; None: each is a group of
+                its own.
+
+        Raises:
+            UserError: the workers do not start, or the task cannot be pickled.
+        """
+        items = list(zip(texts, examples, tokens or [None] * len(texts), strict=True))
+        numbers = range(len(items)) if groups is None else groups
+        found: dict[int, Score] = {}
+        for name, part, indices in group_by_source(task, examples):
+            own = self._score_part(part, [items[i] for i in indices], [numbers[i] for i in indices])
+            found |= zip(indices, (score.with_prefix(name) for score in own), strict=True)
+        scores = [found[index] for index in range(len(items))]
+        for score, example in zip(scores, examples, strict=True):
+            self._log_failures(score, example)
+        return scores
+
+    def _score_part(self, task: Task, items: Sequence[Item], numbers: Sequence[int]) -> list[Score]:
+        """Score completions of one task, of the groups of these numbers."""
+        if self._uses_workers:
+            scores = self._score_in_workers(task, items)
+        else:
+            with time_limit(self.seconds) as call:
+                scores = [task.score_alone(*item, call) for item in items]
+        candidates = [
+            Candidate(score.answer, example, text, length, group)
+            for score, (text, example, length), group in zip(scores, items, numbers, strict=True)
+        ]
+        return add_batch_rules(task, scores, candidates, partial(self._apply_batch_rule, task))
+
+    def __enter__(self) -> RewardScorer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers; a later call starts new ones."""
+        self._pool.close()
+
+    @property
+    def _uses_workers(self) -> bool:
+        return bool(self.workers) or not (self.seconds is None or can_interrupt())
+
+    def _apply_batch_rule(
+        self, task: Task, name: str, candidates: tuple[Candidate, ...]
+    ) -> list[Outcome]:
+        seconds = task.batch_rules()[name].seconds
+        if seconds is None and self.seconds is not None:
+            seconds = self.seconds * len(candidates)
+        seconds = None if seconds == math.inf else seconds
+        batch = Batch(candidates, self.cache)
+        if not self._uses_workers:
+            with time_limit(seconds) as call:
+                return call_batch_rule(getattr(task, name), batch, call)
+        (result,) = self._run(
+            [(_apply_batch_rule, (_pickle_task(task), name, batch, seconds))], seconds
+        )
+        if isinstance(result, list):
+            return result
+        return [(None, self._describe(result, seconds)[1])] * len(batch)
+
+    def _log_failures(self, score: Score, example: Example) -> None:
+        """Log the first failure of each rule; the metrics count all of them."""
+        for name, trace in score.failures.items() if self.logs_failures else ():
+            if name not in self._logged:
+                self._logged.add(name)
+                logger.warning(
+                    "%s failed on example %s, which is not used where this value is needed; "
+                    "later failures are only counted (rewards/NAME/failed). The first:\n%s",
+                    name,
+                    example.id,
+                    trace,
+                )
+
+    # Worker processes.
+
+    def _score_in_workers(self, task: Task, items: Sequence[Item]) -> list[Score]:
+        sent = _pickle_task(task)
+        jobs: list[Job] = [(_score, (sent, item, self.seconds)) for item in items]
+        return [
+            result if isinstance(result, Score) else self._score_each_rule(task, sent, item)
+            for result, item in zip(self._run(jobs, self.seconds), items, strict=True)
+        ]
+
+    def _score_each_rule(self, task: Task, sent: SentTask, item: Item) -> Score:
+        """Score a completion that ended its worker, with a separate job for each rule."""
+        names = task.applicable_rules(item[2])
+        jobs: list[Job] = [
+            (_apply_rule, (sent, item, self.seconds, name)) for name in (None, *names)
+        ]
+        (answer, failure), *results = (
+            self._describe(result, self.seconds) for result in self._run(jobs, self.seconds)
+        )
+        if failure is not None:
+            return task.parse_failure(failure, item[2])
+        values = {name: value for name, (value, _) in zip(names, results, strict=True)}
+        failures = {n: why for n, (_, why) in zip(names, results, strict=True) if why is not None}
+        return task.combine(answer, values, failures)
+
+    def _run(self, jobs: Sequence[Job], seconds: float | None) -> list[Any]:
+        """Return the result of each job, each limited to ``seconds``, or what it raised."""
+        limit = None if seconds is None else seconds + _GRACE
+        futures = [self._pool.schedule(function, args, limit) for function, args in jobs]
+        return [future.exception() or future.result() for future in futures]
+
+    def _describe(self, result: Any, seconds: float | None) -> tuple[Any, str | None]:
+        """Return the value of a job, and the reason if it failed."""
+        if isinstance(result, ProcessExpired):
+            return None, f"the process that scored it ended with exit code {result.exitcode}"
+        if isinstance(result, TimeoutError) and seconds is not None:
+            return None, f"it took longer than its limit of {seconds:g} s and was killed"
+        return (None, repr(result)) if isinstance(result, BaseException) else result
+
+
+def group_by_source(task: Task, examples: Sequence[Example]) -> list[tuple[str, Task, list[int]]]:
+    """Return each source's name and task, and the positions of its examples.
+
+    A task that is not a mixture has one source, named "".
+    """
+    found: dict[str, tuple[str, Task, list[int]]] = {}
+    for position, example in enumerate(examples):
+        name, own = task.part(example)
+        found.setdefault(name, (name, own, []))[2].append(position)
+    return list(found.values())
+
+
+def get_full_reward(task: Task) -> float:
+    """Return the sum of the weights that a right answer earns; penalties only subtract."""
+    rules = task.reward_rules()
+    weights = task.reward_weights().items()
+    return sum(weight for name, weight in weights if weight > 0 and rules[name].needs_answer)
+
+
+def get_gold_reward(task: Task, example: Example) -> float:
+    """Return the reward that the gold answer of an example must earn.
+
+    Raises:
+        UserError: the task's ``gold_reward`` failed.
+    """
+    _, own = task.part(example)
+    try:
+        return get_full_reward(own) * own.gold_reward(example)
+    except FAILURES as error:  # a user's method may raise anything
+        raise UserError(f"{example.name}: gold_reward failed: {error}") from error
+
+
+def earns(score: Score, least: float) -> bool:
+    """Return whether a completion earned a reward, up to rounding."""
+    return score.total is not None and score.total >= least - _ROUNDING
+
+
+def measure_pass(task: Task, example: Example, score: Score) -> float:
+    """Return the part of a completion's answer that is right, from 0 to 1: its primary metric.
+
+    Where that is an error, or has another value, it is 1 for the full reward and 0 for less.
+
+    Raises:
+        UserError: as for ``get_gold_reward``.
+    """
+    source, own = task.part(example)
+    name = f"{source}/{own.primary_metric}" if source else own.primary_metric
+    values = {**score.rewards, **score.metrics}
+    value = values.get(name) or 0.0
+    if own.lower_is_better or name not in values or not 0 <= value <= 1:
+        return float(earns(score, get_gold_reward(task, example)))
+    return value
+
+
+def _pickle_task(task: Task) -> SentTask:
+    try:
+        return pickle.dumps(task), get_task_source(type(task))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"task {type(task).__name__} cannot be sent to the reward workers ({error}): define it "
+            "in a file of its own, or set rollout.reward_workers=0"
+        ) from error
+
+
+_load_source = lru_cache(load_task_class)
+
+
+@lru_cache(maxsize=2)  # one for training, which changes with the progress, and one for evaluation
+def _unpickle_task(sent: SentTask) -> Task:
+    payload, source = sent
+    if source is not None:
+        _load_source(source)
+    return pickle.loads(payload)  # written by the process that started this one
+
+
+def _score(sent: SentTask, item: Item, seconds: float | None) -> Score:
+    with time_limit(seconds) as call:
+        return _unpickle_task(sent).score_alone(*item, call)
+
+
+def _apply_batch_rule(
+    sent: SentTask, name: str, batch: Batch, seconds: float | None
+) -> list[Outcome]:
+    with time_limit(seconds) as call:
+        return call_batch_rule(getattr(_unpickle_task(sent), name), batch, call)
+
+
+def _apply_rule(
+    sent: SentTask, item: Item, seconds: float | None, name: str | None
+) -> tuple[Any, str | None]:
+    """Return the value of a rule (``name`` None: the answer), and its traceback if it failed."""
+    task = _unpickle_task(sent)
+    text, example, tokens = item
+    with time_limit(seconds) as call:
+        try:
+            answer = call(task.read, text, example)
+            if name is None:
+                return answer, None
+            return task.apply_rule(name, (answer, example, text, tokens), call), None
+        except FAILURES:
+            return None, traceback.format_exc()

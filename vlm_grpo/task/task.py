@@ -1,0 +1,361 @@
+"""The base class of tasks: prompt, parser, rewards, metrics, gold answer and drawing.
+
+A task is one class in one file. Its options are annotated class attributes, as in a dataclass,
+and are set when the task is loaded (``load_task("counting", tags=True)``)::
+
+    class Counting(Task):
+        primary_metric = "exact"
+
+        def parse(self, text, example):
+            return parse_integer(text)
+
+        def write(self, answer, example):
+            return str(answer)
+
+        @reward(weight=1.0)
+        def exact(self, answer, example):
+            return float(answer == example.answer)
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self, dataclass_transform
+
+from PIL import Image
+
+from vlm_grpo.task.coordinates import ORIGINAL, CoordinateFrame
+from vlm_grpo.task.parsing import extract_answer
+from vlm_grpo.task.rewards import (
+    FAILURES,
+    Outcome,
+    Rule,
+    RuleHolder,
+    Schedule,
+    accept_headline,
+    add_batch_rules,
+    call_batch_rule,
+    check_names,
+    check_schedule,
+    metric,
+    reward,
+    to_finite,
+)
+from vlm_grpo.task.scores import repeated_share
+from vlm_grpo.types import Batch, Candidate, Example, ImageRef, LabeledBoxes, Score
+from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
+
+__all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward"]
+
+
+def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+@dataclass(frozen=True, kw_only=True)
+class Task(RuleHolder):
+    """A visual task whose answers a rule can check.
+
+    A subclass defines ``parse``, ``write`` and at least one ``@reward``; everything else has a
+    default. Training, evaluation and offline scoring use the same parser. Rewards, metrics and
+    options must not have the names of attributes of this class.
+
+    Attributes:
+        tags: request ``<answer>…</answer>`` and parse only the text inside it.
+        thinking: request ``<think>…</think>`` before the answer; thinking is not scored.
+        instruction: sentence after the question that says how to answer; None: none.
+        frame, thinking_tags: coordinate frame of boxes and tags of thinking; set from the model.
+        weights: reward weights by name, which override those in the code; 0 disables a reward. A
+            weight may be a schedule: pairs of a progress and a weight.
+        progress: progress of the training, 0 to 1; set by ``at``.
+        length_budget: number of characters without a penalty of the ``length`` reward, at least 1.
+        overlong_cache: number of tokens before the limit over which the ``overlong`` reward
+            falls; required if ``weights`` name that reward.
+        token_limit: maximum number of tokens of a completion; set by the trainer.
+    """
+
+    primary_metric: ClassVar[str]
+    """Name of the reward or metric that selects the best checkpoint and is reported first."""
+    lower_is_better: ClassVar[bool] = False
+    """True if the primary metric is an error."""
+    may_change: ClassVar[tuple[str, ...]] = ()
+    """Options that do not affect the results, which a resumed run may change."""
+
+    tags: bool = False
+    thinking: bool = False
+    instruction: str | None = None
+    frame: CoordinateFrame = ORIGINAL
+    thinking_tags: ThinkingTags = THINK_TAGS
+    weights: Mapping[str, Schedule] = field(default_factory=dict)
+    progress: float = 0.0
+    length_budget: int = 1000
+    overlong_cache: int = 0
+    token_limit: int = 0
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_names(cls, Task)
+        accept_headline(cls)
+        dataclass(frozen=True, kw_only=True)(cls)
+
+    def __post_init__(self) -> None:
+        known = [*self.rules("reward"), *self.rules("optional")]
+        unknown = sorted(set(self.weights) - set(known))
+        if unknown:
+            raise ValueError(
+                f"task {type(self).__name__} has no reward {', '.join(unknown)}; "
+                f"it has {', '.join(known)}"
+            )
+        for name, weight in self.weights.items():
+            check_schedule(name, weight)
+        if self.length_budget < 1:
+            raise ValueError(f"length_budget is {self.length_budget}; it must be at least 1")
+        if self.weights.get("overlong") and self.overlong_cache < 1:
+            raise ValueError(
+                "the reward overlong needs overlong_cache: the number of tokens before the length "
+                "limit over which it falls from 0 to -1, such as a quarter of "
+                "rollout.max_completion_length"
+            )
+
+    # Methods that a subclass defines or overrides.
+
+    def question(self, example: Example) -> str:
+        """Return the question about the example, without instructions on how to answer."""
+        return example.question
+
+    def parse(self, text: str, example: Example) -> Any | None:
+        """Return the answer in ``text`` or None; must not raise.
+
+        Args:
+            text: the completion without tags and thinking.
+            example: the example that it answers.
+        """
+        raise NotImplementedError
+
+    def write(self, answer: Any, example: Example) -> str:
+        """Return the text that a model should write for an answer; the inverse of ``parse``."""
+        raise NotImplementedError
+
+    def check(self, example: Example) -> None:
+        """Raise ValueError, naming the problem, if the example's gold answer is malformed."""
+
+    def ask_about(self, objects: LabeledBoxes) -> Iterable[tuple[str, Any]]:
+        """Return questions and gold answers about an image of a detection dataset."""
+        raise ValueError(f"{type(self).__name__} cannot ask about labeled boxes: define ask_about")
+
+    def draw(self, image: Image.Image, answer: Any, example: Example, color: str) -> Image.Image:
+        """Return a copy of the example's ``target_image`` with the answer drawn on it."""
+        return image
+
+    def target_image(self, example: Example) -> ImageRef:
+        """Return the image that boxes and points refer to; by default the first."""
+        return example.images[0]
+
+    def corpus_metrics(
+        self, answers: Sequence[Any | None], examples: Sequence[Example]
+    ) -> dict[str, float]:
+        """Return metrics by name that are not means over completions, such as average precision.
+
+        Args:
+            answers: result of ``read`` for each completion.
+            examples: the example of each completion; an example with several completions is
+                repeated.
+        """
+        return {}
+
+    @reward(weight=0.0, optional=True)
+    def format(self, answer: Any, example: Example, text: str) -> float:
+        """Return 1 if the completion has the requested format and no other text, else 0.
+
+        Only completions with an answer earn it. Give it a small weight.
+        """
+        _, thinking, rest = self.thinking_tags.normalize(text).rpartition("</think>")
+        rest = rest.strip()
+        enclosed = rest.startswith("<answer>") and rest.endswith("</answer>")
+        return float(bool(thinking) == self._must_think and (enclosed or not self.tags))
+
+    @reward(weight=0.0, optional=True)
+    def thought(self, answer: Any, example: Example, text: str) -> float:
+        """Return 1 if an answer comes with thinking exactly when it was requested, else 0."""
+        thinking = self.thinking_tags.normalize(text).rpartition("</think>")[0]
+        return float(bool(thinking.replace("<think>", "").strip()) == self._must_think)
+
+    @reward(weight=0.0, optional=True, needs_answer=False)
+    def length(self, answer: Any | None, example: Example, text: str) -> float:
+        """Return a penalty: 0 up to ``length_budget`` characters, falling to −1 at twice that."""
+        return 0.0 - min(1.0, max(0.0, len(text) / self.length_budget - 1.0))
+
+    @reward(weight=0.0, optional=True, needs_answer=False)
+    def overlong(self, answer: Any | None, example: Example, text: str, tokens: int) -> float:
+        """Return a penalty: 0 until ``overlong_cache`` tokens before the limit, −1 at the limit.
+
+        The limit is ``rollout.max_completion_length`` (DAPO, arXiv:2503.14476, eq. 13).
+        """
+        start = self.token_limit - self.overlong_cache
+        return 0.0 - min(1.0, max(0.0, (tokens - start) / self.overlong_cache))
+
+    @reward(weight=0.0, optional=True, needs_answer=False)
+    def repetition(self, answer: Any | None, example: Example, text: str) -> float:
+        """Return a penalty in [−1, 0]: minus the share of word 6-grams that are repeated."""
+        return 0.0 - repeated_share(text)
+
+    def at(self, progress: float) -> Self:
+        """Return a copy with another ``progress``, for rewards that depend on it."""
+        return replace(self, progress=progress)
+
+    def part(self, example: Example) -> tuple[str, Task]:
+        """Return the name of the example's source and its task; ("", self) but in a mixture."""
+        return "", self
+
+    def prompt(self, example: Example) -> str:
+        """Return the user message: the question and the instructions on how to answer."""
+        question, how = self.question(example), self.instructions(example)
+        if not isinstance(question, str):
+            raise TypeError(f"question returned {question!r}, not text")
+        return f"{question} {how}" if how else question
+
+    def instructions(self, example: Example) -> str:
+        """Return the instructions on how to answer; empty: none."""
+        where = "inside <answer> </answer>" if self.tags else "after it"
+        how = "Give only the final answer inside <answer> </answer>." if self.tags else ""
+        if self.thinking:
+            how = f"First think inside <think> </think>, then give only the final answer {where}."
+        return " ".join(part for part in (self.instruction, how) if part)
+
+    def gold(self, example: Example) -> str:
+        """Return the gold answer as a completion, which must earn ``gold_reward``."""
+        text = self.write(self.gold_answer(example), example)
+        text = f"<answer>{text}</answer>" if self.tags else text
+        return self.thinking_tags.enclose("Look at the image.", text) if self._must_think else text
+
+    @property
+    def _must_think(self) -> bool:
+        return self.thinking or self.thinking_tags.is_native
+
+    def gold_reward(self, example: Example) -> float:
+        """Return the minimum value of each reward for the gold completion; a penalty must be 0.
+
+        Override it where writing the answer rounds it, as with boxes in integer coordinates.
+        """
+        return 1.0
+
+    def gold_answer(self, example: Example) -> Any:
+        """Return the gold answer in the form that ``parse`` returns."""
+        return example.answer
+
+    def read(self, text: str, example: Example) -> Any | None:
+        """Return the answer in a completion, or None if it has none or several."""
+        inner = extract_answer(self.thinking_tags.normalize(text), tags=self.tags)
+        return None if inner is None else self.parse(inner, example)
+
+    def score(
+        self,
+        text: str,
+        example: Example,
+        tokens: int | None = None,
+        call: Callable[..., Any] = _call_directly,
+    ) -> Score:
+        """Score one completion; failures of rules are reported in the score, not raised.
+
+        Batch rules score it as a batch of one.
+
+        Args:
+            text: the completion.
+            example: the example that it answers.
+            tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
+            call: function that calls the parser and each rule, ``call(function, *arguments)``;
+                may raise ``CallTimeout``.
+        """
+        score = self.score_alone(text, example, tokens, call)
+        candidates = [Candidate(score.answer, example, text, tokens, group=0)]
+
+        def apply(name: str, chosen: tuple[Candidate, ...]) -> list[Outcome]:
+            return call_batch_rule(getattr(self, name), Batch(chosen), call)
+
+        return add_batch_rules(self, [score], candidates, apply)[0]
+
+    def score_alone(
+        self,
+        text: str,
+        example: Example,
+        tokens: int | None = None,
+        call: Callable[..., Any] = _call_directly,
+    ) -> Score:
+        """Score one completion, as ``score`` does, but without the batch rules."""
+        try:
+            answer = call(self.read, text, example)
+        except FAILURES:
+            return self.parse_failure(traceback.format_exc(), tokens)
+        values: dict[str, float | None] = {}
+        failures: dict[str, str] = {}
+        for name in self.applicable_rules(tokens):
+            try:
+                values[name] = self.apply_rule(name, (answer, example, text, tokens), call)
+            except FAILURES:
+                values[name] = None
+                failures[name] = traceback.format_exc()
+        return self.combine(answer, values, failures)
+
+    def apply_rule(
+        self,
+        name: str,
+        arguments: tuple[Any | None, Example, str, int | None],
+        call: Callable[..., Any] = _call_directly,
+    ) -> float | None:
+        """Return the value of one reward or metric; raises whatever the rule raises.
+
+        Args:
+            name: name of the rule.
+            arguments: the answer, and ``example``, ``text`` and ``tokens`` as in ``score``.
+            call: as in ``score``.
+        """
+        rule = self._all_rules()[name]
+        if arguments[0] is None and rule.needs_answer:
+            return rule.without_answer
+        taken = arguments[: 2 + rule.takes_text + rule.takes_tokens]
+        return to_finite(call(getattr(self, name), *taken))
+
+    def combine(
+        self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
+    ) -> Score:
+        """Return the score for the values of all applicable rules; None marks a failed rule."""
+        weights = {name: w for name, w in self.reward_weights().items() if name in values}
+        rewards = {name: values[name] for name in weights}
+        metrics = {name: value for name, value in values.items() if name not in weights}
+        total: float | None = 0.0
+        for name, weight in weights.items():
+            value = rewards[name]
+            if value is None and weight:
+                total = None
+                break
+            total += weight * (value or 0.0)
+        return Score(answer, rewards, total, metrics, failures)
+
+    def parse_failure(self, failure: str, tokens: int | None = None) -> Score:
+        """Return the score of a completion whose parsing failed with the traceback ``failure``."""
+        values = dict.fromkeys([*self.applicable_rules(tokens), *self.batch_rules()])
+        return replace(self.combine(None, values, {"parse": failure}), total=None)
+
+
+def write_prompt(task: Task, example: Example) -> str:
+    """Return the task's user message; raises ValueError if the user's ``question`` fails."""
+    try:
+        prompt = task.prompt(example)
+    except FAILURES as error:  # a user's method may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the task cannot write its prompt: {reason}") from error
+    if not isinstance(prompt, str):
+        raise ValueError(f"the task's prompt returned {prompt!r}, not text")
+    return prompt
+
+
+class PlainQuestion(Task):
+    """A question without instructions on how to answer; the full output is the answer."""
+
+    primary_metric = "text"
+
+    def parse(self, text: str, example: Example) -> str:
+        return text

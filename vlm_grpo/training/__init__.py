@@ -1,0 +1,1 @@
+"""Training: the loop, its rollout and update, and what a run writes."""

@@ -1,0 +1,1 @@
+"""Saving and resuming the complete state of a run."""

@@ -1,0 +1,264 @@
+"""Checks that a run can resume from a checkpoint: its settings, training examples and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vlm_grpo.config.data import is_mixture
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import flatten, known_keys
+from vlm_grpo.data import load_run_task
+from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, VideoRef
+
+logger = logging.getLogger(__name__)
+
+MAY_CHANGE = (
+    "name",
+    "output_dir",
+    "resume",
+    "ddp_timeout",
+    "data.eval",
+    "data.eval_limit",
+    "data.eval_image_root",
+    "data.dataloader_num_workers",
+    "policy.activation_offloading",
+    "policy.gradient_checkpointing",
+    "policy.head_chunk_tokens",
+    "policy.trust_remote_code",
+    "rollout.max_tokens_per_batch",
+    "rollout.reward_timeout",
+    "rollout.reward_workers",
+    "objective.reference_device",
+    "optim.lr",
+    "optim.lr_vision",
+    "optim.lr_projector",
+    "optim.min_lr",
+    "optim.weight_decay",
+    "optim.betas",
+    "optim.eps",
+    "optim.schedule",
+    "optim.warmup_steps",
+    "optim.max_grad_norm",
+    "optim.max_steps",
+    "optim.num_train_epochs",
+    "optim.max_tokens_per_batch",
+    "warm_start.lr",
+    "warm_start.schedule",
+    "warm_start.warmup_steps",
+    "evaluation",
+    "checkpoint",
+    "logging",
+)
+"""Settings, or blocks of them, that may change in a resumed run. All others determine the contents
+of the checkpoint or identify the run."""
+
+MAY_CHANGE_BETWEEN_STEPS = (
+    "data.curriculum",
+    "policy.engine",
+    "rollout",
+    "objective.loss_type",
+    "objective.loss",
+    "objective.sapo_temperature_pos",
+    "objective.sapo_temperature_neg",
+    "objective.vespo_k_pos",
+    "objective.vespo_lambda_pos",
+    "objective.vespo_k_neg",
+    "objective.vespo_lambda_neg",
+    "objective.kl_estimator",
+    "objective.kl_in",
+    "objective.use_bias_correction_kl",
+    "objective.importance_sampling_level",
+    "objective.sampler_correction",
+    "objective.sampler_correction_cap",
+    "objective.sampler_correction_floor",
+    "objective.advantage_estimator",
+    "objective.scale_rewards",
+    "objective.normalize_each_reward",
+    "objective.epsilon",
+    "objective.epsilon_high",
+    "objective.delta",
+    "objective.replay",
+    "objective.distillation",
+    "objective.perception",
+    "objective.advantage_clip",
+    "objective.top_entropy_quantile",
+    "objective.num_iterations",
+    "objective.mask_truncated_completions",
+    "objective.entropy_coef",
+    "optim.mini_batches",
+    "optim.prompts_per_step",
+)
+"""Settings that may also change, unless the checkpoint is within a step, whose completions were
+sampled and scored under them."""
+
+MAY_CHANGE_WITH_SAME_ROWS = (
+    "data.train",
+    "data.train_limit",
+    "data.image_root",
+    "data.columns",
+    "data.difficulty",
+    "data.on_bad_row",
+    "data.max_image_pixels",
+)
+"""Settings that may change as long as the training examples stay the same."""
+
+
+_KEYS = frozenset(known_keys(Settings))
+_COMPARED_OF_SOURCE = {"task", "task_options", "tasks", "weight"}
+
+
+def flatten_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings by dotted key, as values that JSON can hold.
+
+    ``data.train`` may change as long as the rows stay the same, so the tasks and weights of a
+    mixture's sources have keys of their own.
+    """
+    flat = flatten(settings.model_dump(mode="json"))
+    if is_mixture(settings.data.train):
+        for source in settings.data.train:
+            own = source.model_dump(mode="json", include=_COMPARED_OF_SOURCE)
+            flat |= {f"{key} of the source {source.label}": value for key, value in own.items()}
+    return flat
+
+
+def check_same_settings(
+    saved: Mapping[str, Any], settings: Settings, within_step: bool, checkpoint: str
+) -> None:
+    """Check that the settings of a run fit the checkpoint that it resumes from.
+
+    Args:
+        saved: ``flatten_settings`` of the run that wrote the checkpoint.
+        settings: settings of the resumed run.
+        within_step: True if the checkpoint was written within a step.
+        checkpoint: the checkpoint's name, for the message.
+
+    Raises:
+        UserError: settings differ that must not change; the message has both values of each.
+    """
+    task = load_run_task(settings)
+    free = (
+        *MAY_CHANGE,
+        *(f"task_options.{option}" for option in task.may_change),
+        *MAY_CHANGE_WITH_SAME_ROWS,
+        *(() if within_step else MAY_CHANGE_BETWEEN_STEPS),
+    )
+    now = flatten_settings(settings)
+    problems = []
+    for key in dict.fromkeys([*saved, *now]):
+        if _within(key, free) or _is_new_setting(key, saved):
+            continue
+        before, after = saved.get(key), now.get(key)
+        if before == after:
+            continue
+        if _within(key, MAY_CHANGE_BETWEEN_STEPS):
+            remedy = " (it may change, but not within a step)"
+        else:
+            remedy = ""
+        problems.append(f"{key} was {_format(before)} and is now {_format(after)}{remedy}")
+    if problems:
+        raise UserError(
+            f"{checkpoint} was written with other settings:\n{bullets(problems)}\n"
+            "restore them to resume from it, or start a new run with another name=…"
+        )
+
+
+def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
+    """Return whether the checkpoint was written by a version without this setting."""
+    blocks = [key[:end] for end, letter in enumerate(key) if letter == "."]
+    return key not in saved and key in _KEYS and not any(block in saved for block in blocks)
+
+
+def _within(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _format(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _describe_image(image: ImageRef) -> tuple[Any, ...]:
+    times = image.times if isinstance(image, VideoRef) else ()
+    return image.name, image.size, *times
+
+
+def compute_digests(examples: Sequence[Example]) -> Tensor:
+    """Return (rows, 8) bytes: a digest of each example's id, chat, answer, images and target."""
+    digests = [
+        hashlib.blake2b(
+            json.dumps(
+                [
+                    example.id,
+                    example.question,
+                    example.answer,
+                    [_describe_image(image) for image in example.images],
+                    *map(astuple, example.history),
+                    *(value for name, value in example.meta.items() if name == TARGET_COLUMN),
+                ],
+                sort_keys=True,
+                default=str,
+            ).encode(),
+            digest_size=8,
+        ).digest()
+        for example in examples
+    ]
+    return torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).reshape(-1, 8)
+
+
+def check_same_data(
+    saved: Tensor, source: str, examples: Sequence[Example], settings: Settings, checkpoint: str
+) -> None:
+    """Check that the training examples equal those of a checkpoint.
+
+    The order of the examples depends on their number: with other examples, a resumed run would
+    neither repeat nor complete its epoch.
+
+    Args:
+        saved: ``compute_digests`` of the checkpoint's examples.
+        source: ``data.train`` of the checkpoint's examples.
+        examples: the examples of the resumed run.
+        settings: settings of the resumed run.
+        checkpoint: the checkpoint's name, for the message.
+
+    Raises:
+        UserError: the examples differ; the message names the first difference.
+    """
+    now = compute_digests(examples)
+    if torch.equal(saved, now):
+        return
+    common, source_now = min(len(saved), len(now)), settings.data.describe("train")
+    differing = (saved[:common] != now[:common]).any(dim=1).nonzero()
+    first = int(differing[0]) if len(differing) else common
+    if first < len(examples):
+        example = examples[first]
+        difference = f"the first that differs is number {first + 1}, now {example.id!r}"
+    else:
+        difference = f"numbers {first + 1} to {len(saved)} are missing"
+    raise UserError(
+        f"the training examples have changed since {checkpoint} was written: {len(saved)} of "
+        f"data.train={source} then, {len(now)} of data.train={source_now} now; "
+        f"{difference} (the id, the question, the answer, and names and sizes of the images are "
+        "compared). Restore the data, or start a new run with another name=…"
+    )
+
+
+def warn_about_versions(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Warn about versions that differ from the checkpoint's, which may change the rounding."""
+    changed = [
+        f"{name} {saved.get(name)} → {version}"
+        for name, version in now.items()
+        if saved.get(name) != version
+    ]
+    if changed:
+        logger.warning(
+            "the checkpoint was written with other versions, which may change the rounding: %s",
+            ", ".join(changed),
+        )

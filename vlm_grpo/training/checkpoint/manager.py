@@ -1,0 +1,344 @@
+"""Saving and restoring the state of a run."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.dist.collectives import fail_together, gather_object, get_local_names
+from vlm_grpo.dist.optimizer import set_rates
+from vlm_grpo.dist.sharding import Deferred, gather_full, local_shard
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.transfer import snapshot_on_host
+from vlm_grpo.training.checkpoint.async_writer import AsyncWriter
+from vlm_grpo.training.checkpoint.compatibility import (
+    check_same_data,
+    check_same_settings,
+    compute_digests,
+    flatten_settings,
+    warn_about_versions,
+)
+from vlm_grpo.training.checkpoint.experience_state import restore_experience, serialize_experience
+from vlm_grpo.training.checkpoint.partial_step import PartialStep, restore_step, serialize_step
+from vlm_grpo.training.checkpoint.rng_state import get_rng_states, set_rng_states
+from vlm_grpo.training.checkpoint.sharded import write_sharded_checkpoint
+from vlm_grpo.training.checkpoint.store import (
+    CheckpointState,
+    CheckpointStep,
+    find_newest_checkpoint,
+    list_checkpoints,
+    prune_checkpoints,
+    read_metadata,
+    read_tensors,
+    write_checkpoint,
+)
+from vlm_grpo.training.rollout import RolloutSampler
+from vlm_grpo.training.update import Updater
+from vlm_grpo.types import Example
+
+LIBRARIES = ("vlm-grpo", "torch", "transformers", "peft", "accelerate")
+
+
+@dataclass
+class RunState:
+    """The state of a run outside its weights, optimizer and reference.
+
+    Attributes:
+        step: number of finished steps.
+        best: the best held-out value with its step, or None.
+        nonfinite_steps: number of consecutive steps with a non-finite gradient.
+        partial: the step that was interrupted between two updates, or None.
+    """
+
+    step: int = 0
+    best: tuple[float, int] | None = None
+    nonfinite_steps: int = 0
+    partial: PartialStep | None = None
+
+    @property
+    def checkpoint_step(self) -> CheckpointStep:
+        """The step of a checkpoint in this state."""
+        if self.partial is None:
+            return CheckpointStep(self.step)
+        return CheckpointStep(self.step, self.partial.updates.count)
+
+    def describe(self, settings: Settings) -> str:
+        """Describe the progress of the run: ``after step 3 of 100``."""
+        position = f"after step {self.step} of {settings.optim.max_steps}"
+        if self.partial is None:
+            return position
+        count, total = self.partial.updates.count, self.partial.batch.num_updates
+        return f"{position} and {count} of {total} updates of the next step"
+
+
+class CheckpointManager:
+    """A manager that saves and restores the state of a run.
+
+    All ranks call ``save`` together: state is gathered, and the main process writes it, or with
+    ``checkpoint.sharded`` every rank writes a shard. In ``restore`` every rank reads the files.
+    Only the random states, one per rank, depend on the number of ranks.
+
+    Args:
+        settings: the run's settings.
+        updater: the policy, its optimizer, schedule and reference.
+        sampler: holds the position in the data, and loads the prompts of a partial step.
+        examples: the training examples; a checkpoint keeps their digests.
+
+    Attributes:
+        last_saved: step of the last checkpoint written or started; None before the first.
+        writer: writes checkpoints in the background.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        updater: Updater,
+        sampler: RolloutSampler,
+        examples: Sequence[Example],
+    ) -> None:
+        self.digests = compute_digests(examples)
+        self.settings, self.updater, self.sampler = settings, updater, sampler
+        self.policy, self.accelerator = updater.policy, updater.strategy.accelerator
+        self.folder = settings.run_dir / "checkpoints"
+        self.last_saved: CheckpointStep | None = None
+        self.writer = AsyncWriter()
+
+    def path(self, state: RunState) -> Path:
+        """Return the folder of this state's checkpoint."""
+        return self.folder / state.checkpoint_step.name
+
+    def is_saved(self, state: RunState) -> bool:
+        """Return whether the last checkpoint has this state."""
+        return self.last_saved == state.checkpoint_step
+
+    def save(self, state: RunState) -> None:
+        """Write a checkpoint, and delete those that the settings do not keep.
+
+        Raises:
+            OSError: it, or the previous background checkpoint, could not be written.
+            CorruptCheckpoint: its files read back differently.
+        """
+        settings, accelerator = self.settings.checkpoint, self.accelerator
+        at, keep = state.checkpoint_step, set[CheckpointStep]()
+        if settings.keep_best and state.best is not None:
+            keep.add(CheckpointStep(state.best[1]))
+        contents = self._collect(state)
+        weights = self._gather(self.updater.strategy.weights())
+
+        def write_weights(folder: Path) -> None:
+            if not accelerator.is_main_process:
+                self.policy.save_shard(folder, weights)
+                return
+            self.policy.save(folder, weights)
+            self.settings.save(folder / "config.yaml")
+
+        def delete_old() -> None:
+            prune_checkpoints(self.folder, settings.keep_last, keep)
+
+        def write() -> None:
+            write_checkpoint(self.folder, at, contents, write_weights)
+            delete_old()
+
+        if settings.sharded:
+            write_sharded_checkpoint(accelerator, self.folder, at, contents, write_weights)
+            with fail_together(accelerator):
+                if accelerator.is_main_process:
+                    delete_old()
+        elif accelerator.is_main_process:
+            if settings.asynchronous:
+                self.writer.start(write)
+            else:
+                write()
+        self.last_saved = at
+
+    def _gather(self, tensors: Mapping[str, torch.Tensor | Deferred]) -> dict[str, torch.Tensor]:
+        """Gather the full tensors that this rank writes. All ranks must call it.
+
+        An asynchronous checkpoint gets copies of those that training changes.
+        """
+        if self.settings.checkpoint.sharded:
+            return gather_full(tensors, get_local_names(self.accelerator, tensors))
+        full = gather_full(tensors, tensors.keys() if self.accelerator.is_main_process else ())
+        if not self.settings.checkpoint.asynchronous:
+            return full
+        live = {name: tensor for name, tensor in full.items() if _is_live(tensor, tensors[name])}
+        return full | _copy_to_host(live)
+
+    def _collect(self, state: RunState) -> CheckpointState:
+        """Collect the contents of a checkpoint except the weights. All ranks must call it."""
+        updater = self.updater
+        metadata: dict[str, Any] = {
+            "step": state.step,
+            "position": self.sampler.cursor.position,
+            "best": state.best,
+            "overflows": state.nonfinite_steps,
+            # Lower than the settings if memory ran out; the batch size changes the rounding.
+            "max_tokens": [self.sampler.budget.tokens, updater.budget.tokens],
+            "settings": flatten_settings(self.settings),
+            "pixel_budget": _get_pixel_budget(self.policy),
+            "scheduler": updater.scheduler.state_dict(),
+            "random": gather_object([get_rng_states()]),
+            "versions": get_versions(),
+        }
+        tensors = {
+            "optimizer": self._gather(updater.strategy.optimizer_tensors()),
+            "reference": self._gather(updater.reference.state_dict()),
+        }
+        if unused := self.sampler.unused:  # only with rollouts ahead of the steps
+            metadata["unused"] = unused
+        replay, experience = serialize_experience(self.sampler.experience)
+        if replay:
+            metadata["replay"] = replay
+        partial: dict[str, torch.Tensor] = {}
+        if state.partial is not None:
+            metadata["open_step"], partial = serialize_step(state.partial, self.policy)
+        if self.accelerator.is_main_process:
+            tensors |= {"examples": {"train": self.digests}}
+            tensors |= {"open_step": _copy_to_host(partial)} if partial else {}
+            tensors |= {"experience": experience} if experience else {}
+        return CheckpointState(metadata, tensors)
+
+    def restore(self, checkpoint: Path) -> RunState:
+        """Restore everything but the weights, which ``load_policy`` has loaded.
+
+        Raises:
+            UserError: the checkpoint cannot be read, or does not fit the settings, data or model.
+        """
+        metadata = read_metadata(checkpoint)
+        budget = _get_pixel_budget(self.policy)
+        if budget != metadata["pixel_budget"]:
+            raise UserError(
+                f"{checkpoint} was trained with the pixel budget {metadata['pixel_budget']}, the "
+                f"model now has {budget}: restore the files of its processor"
+            )
+        self._restore_updater(checkpoint, metadata)
+        self.sampler.restore(metadata["position"], metadata.get("unused", []))
+        experience = read_tensors(checkpoint, "experience")
+        restore_experience(self.sampler.experience, metadata.get("replay", []), experience)
+        self._restore_max_tokens(metadata)
+        states = metadata["random"]
+        set_rng_states(states[self.accelerator.process_index % len(states)])
+        best, partial = metadata["best"], None
+        if "open_step" in metadata:
+            with self.updater.strategy.gathered():
+                partial = restore_step(
+                    metadata["open_step"],
+                    read_tensors(checkpoint, "open_step"),
+                    self.sampler,
+                    self.settings,
+                    self.accelerator,
+                )
+        best = None if best is None else tuple(best)
+        return RunState(metadata["step"], best, metadata["overflows"], partial)
+
+    def _restore_updater(self, checkpoint: Path, metadata: Mapping[str, Any]) -> None:
+        updater = self.updater
+        updater.strategy.load_optimizer_tensors(read_tensors(checkpoint, "optimizer"))
+        updater.scheduler.load_state_dict(metadata["scheduler"])
+        set_rates(updater.strategy.optimizer, updater.scheduler, self.settings)
+        updater.reference.load_state_dict(read_tensors(checkpoint, "reference"))
+
+    def _restore_max_tokens(self, metadata: Mapping[str, Any]) -> None:
+        """Restore token budgets that were halved for lack of memory, unless settings changed."""
+        sampler, updater = metadata["max_tokens"]
+        before, now = metadata["settings"], self.settings
+        if before["rollout.max_tokens_per_batch"] == now.rollout.max_tokens_per_batch:
+            self.sampler.budget.tokens = sampler
+        if before["optim.max_tokens_per_batch"] == now.optim.max_tokens_per_batch:
+            self.updater.budget.tokens = updater
+
+
+def find_checkpoint(
+    settings: Settings, accelerator: Accelerator, examples: Sequence[Example]
+) -> Path | None:
+    """Return the checkpoint to resume from, or None for a new run. The main process selects it.
+
+    Raises:
+        UserError: on all ranks, if the folder holds a run and ``resume`` is False, all of its
+            checkpoints are corrupt, or settings or examples differ from the checkpoint's.
+    """
+    result: list[Any] = [None]
+    if accelerator.is_main_process:
+        folder = settings.run_dir / "checkpoints"
+        try:
+            if settings.resume:
+                result = [find_newest_checkpoint(folder)]
+            else:
+                _check_no_run(folder)
+        except UserError as error:
+            result = [error]
+    checkpoint = broadcast_object_list(result)[0]
+    if isinstance(checkpoint, UserError):
+        raise checkpoint
+    if checkpoint is not None:
+        check_resumable(checkpoint, settings, examples)
+    return checkpoint
+
+
+def _check_no_run(folder: Path) -> None:
+    """Check that a new run does not write among the checkpoints of another.
+
+    Raises:
+        UserError: there are checkpoints.
+    """
+    if found := list_checkpoints(folder):
+        raise UserError(
+            f"{folder.parent} holds a run with checkpoints up to step {found[-1][0].steps}: "
+            "continue it with resume=true, or start a new run with another name=…"
+        )
+
+
+def check_resumable(checkpoint: Path, settings: Settings, examples: Sequence[Example]) -> None:
+    """Check that a run can resume from a checkpoint, before the model is loaded.
+
+    Raises:
+        UserError: settings or training examples differ from the checkpoint's.
+    """
+    metadata = read_metadata(checkpoint)
+    saved, name = metadata["settings"], checkpoint.name
+    check_same_settings(saved, settings, "open_step" in metadata, name)
+    digests = read_tensors(checkpoint, "examples")["train"]
+    check_same_data(digests, saved["data.train"], examples, settings, name)
+    warn_about_versions(metadata["versions"], get_versions())
+
+
+def _get_pixel_budget(policy: Policy) -> dict[str, int] | None:
+    """Return the bounds that the processor's files may set; that of videos is a setting alone."""
+    budget = policy.budget
+    names = "min_pixels", "max_pixels"
+    return None if budget is None else {name: getattr(budget, name) for name in names}
+
+
+def get_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that can affect a run's results."""
+    return {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+
+
+def _is_live(tensor: torch.Tensor, source: torch.Tensor | Deferred) -> bool:
+    """Return whether the result of ``gather_full`` is its source, and not a copy already."""
+    if isinstance(source, Deferred):
+        return False
+    local = local_shard(source)
+    return tensor is source or tensor.untyped_storage().data_ptr() == local.data_ptr()
+
+
+def _copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors to host memory; tensors that share memory also share their copy."""
+    distinct: dict[tuple[Any, ...], torch.Tensor] = {}
+    keys = {}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        keys[name] = key if tensor.numel() else (name,)
+        distinct[keys[name]] = tensor
+    copies = dict(zip(distinct, snapshot_on_host([*distinct.values()]), strict=True))
+    return {name: copies[key] for name, key in keys.items()}

@@ -1,0 +1,185 @@
+"""The metrics of a step, and the log to which a run writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vlm_grpo.dist.collectives import gather_object
+from vlm_grpo.training.advantages import StepAdvantages
+from vlm_grpo.training.batch import Rollout
+from vlm_grpo.training.objective import Advantages, MetricAccumulator
+from vlm_grpo.types import Group
+from vlm_grpo.utils.atomic_io import append_durable, write_atomic
+from vlm_grpo.utils.jsonl import read_rows
+
+DISTRIBUTION_VALUES = 64
+"""Most values that are recorded of a distribution at each step."""
+
+
+class StepLog:
+    """A JSON Lines file with one object per step, such as ``metrics.jsonl``.
+
+    Args:
+        path: the file; the first row creates it and its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def truncate(self, step: int) -> None:
+        """Drop the rows of this step and later ones, which will be run again.
+
+        Raises:
+            UserError: a line before the last one cannot be read.
+        """
+        kept = [row for row in self.read() if row["step"] < step]
+        write_atomic(self.path, b"".join(_line(row) for row in kept))
+
+    def write(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append a row and flush it to the disk."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        append_durable(self.path, _line({"step": step, **row}))
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all rows except a last one that a crash has truncated."""
+        return read_rows(self.path)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def rollout_metrics(rollout: Rollout, advantages: StepAdvantages) -> dict[str, float]:
+    """Return the metrics of a rollout over all ranks; none of targets. All ranks must call it."""
+    if rollout.is_supervised:
+        return {}
+    step, parts = advantages.step, gather_object([group_metrics(rollout.groups, rollout.step)])
+    sources = gather_object([group.prompt.example.source for group in rollout.groups])
+    return {
+        **sum(parts, MetricAccumulator()).values(empty=math.nan),
+        **_spread_by_source(step, sources),
+        "reward_std": step.group_stds.nanmean().item(),
+        "frac_reward_zero_std": step.frac_reward_zero_std,
+        "unscorable": step.unscorable,
+        "resampled_groups": rollout.resampled,
+        **rollout.metrics,
+    }
+
+
+def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
+    """Return the metrics of one rank's sampled groups; names follow TRL's.
+
+    They are the total reward and each reward, the task's metrics, lengths in tokens, the shares of
+    completions that were truncated and that have an answer, the entropy in nats per token, and the
+    staleness, in steps, of completions by an outside sampler. That does not tell entropies; the
+    mean of −log p over sampled tokens estimates theirs without bias. Noisy ones do not count.
+
+    Args:
+        groups: the groups.
+        step: number of steps done before they were sampled.
+    """
+    completions = [c for group in groups for c in group.completions]
+    scores = [s for group in groups for s in group.scores]
+    lengths = [len(c.token_ids) for c in completions]
+    means = {
+        **_common_means(groups),
+        "entropy": _sum_and_count(
+            value
+            for c in (c for c in completions if not c.noise)
+            for value in c.entropies or map(operator.neg, c.logprobs)
+        ),
+    }
+    for source in sorted({group.prompt.example.source for group in groups} - {""}):
+        own = _common_means([g for g in groups if g.prompt.example.source == source])
+        means |= {f"sources/{source}/{name}": mean for name, mean in own.items()}
+    sums, samples = {}, {}
+    for name in _get_names(score.rewards for score in scores):
+        values = [s.rewards[name] for s in scores if name in s.rewards]
+        samples[f"rewards/{name}"] = tuple(value for value in values if value is not None)
+        sums[f"rewards/{name}/failed"] = sum(value is None for value in values)
+    for name in _get_names(score.metrics for score in scores):
+        means[f"metrics/{name}"] = _sum_and_count([s.metrics.get(name) for s in scores])
+    if noisy := [group for group in groups if group.completions[-1].noise]:
+        pairs = [p for g in noisy for p in zip(g.completions, g.scores, strict=True)]
+        means["noise/reward"] = _sum_and_count(s.total for c, s in pairs if c.noise)
+        means["noise/clean_reward"] = _sum_and_count(s.total for c, s in pairs if not c.noise)
+    minima = {"completions/min_length": min(lengths)} if lengths else {}
+    maxima = {"completions/max_length": max(lengths)} if lengths else {}
+    if staleness := [step - c.version for c in completions if c.version is not None]:
+        means["staleness/mean"] = _sum_and_count(staleness)
+        maxima["staleness/max"] = max(staleness)
+    return MetricAccumulator(means, minima, maxima, sums, samples)
+
+
+def _common_means(groups: Sequence[Group]) -> dict[str, tuple[float, int]]:
+    """Return the sum and number of the values that all tasks have."""
+    completions = [c for group in groups for c in group.completions]
+    scores = [s for group in groups for s in group.scores]
+    return {
+        "reward": _sum_and_count([s.total for s in scores]),
+        "completions/mean_length": _sum_and_count([len(c.token_ids) for c in completions]),
+        "completions/clipped_ratio": _sum_and_count([c.stop == "length" for c in completions]),
+        "completions/answered": _sum_and_count([s.answer is not None for s in scores]),
+    }
+
+
+def _get_names(values: Iterable[Mapping[str, object]]) -> list[str]:
+    """Return all names in several mappings; the sources of a mixture have different ones."""
+    return list(dict.fromkeys(name for mapping in values for name in mapping))
+
+
+def _spread_by_source(advantages: Advantages, sources: Sequence[str]) -> dict[str, float]:
+    """Return the spread of the rewards in the groups of each source of a mixture.
+
+    Args:
+        advantages: of all ranks' groups.
+        sources: source of each of these groups.
+    """
+    found = {}
+    for source in sorted({*sources} - {""}):
+        own = torch.tensor([other == source for other in sources])
+        stds, equal = advantages.group_stds[own], advantages.zero_spread[own]
+        found[f"sources/{source}/reward_std"] = stds.nanmean().item()
+        found[f"sources/{source}/frac_reward_zero_std"] = equal.double().mean().item()
+    return found
+
+
+def rollout_distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
+    """Return samples of a step's rewards and lengths in tokens. All ranks must call it.
+
+    Each has the values of all ranks' completions in ascending order; of more than 64, evenly spaced
+    ones are kept, each of which stands for the same share of the completions.
+
+    Args:
+        groups: this rank's groups.
+    """
+    rewards = [s.total for group in groups for s in group.scores if s.total is not None]
+    lengths = [len(c.token_ids) for group in groups for c in group.completions]
+    parts = gather_object([(rewards, lengths)])
+    names = ("reward", "completions/length")
+    return {
+        name: _select_quantiles(value for part in values for value in part)
+        for name, values in zip(names, zip(*parts, strict=True), strict=True)
+    }
+
+
+def _select_quantiles(values: Iterable[float]) -> list[float]:
+    """Return at most 64 of the values, at the middles of equal shares of their order."""
+    ordered = sorted(values)
+    count = min(len(ordered), DISTRIBUTION_VALUES)
+    return [
+        float(f"{ordered[(2 * i + 1) * len(ordered) // (2 * count)]:.4g}") for i in range(count)
+    ]
+
+
+def _sum_and_count(values: Iterable[float | None]) -> tuple[float, int]:
+    """Return the sum and the number of the values that are defined."""
+    known = [value for value in values if value is not None]
+    return sum(known), len(known)

@@ -1,0 +1,370 @@
+"""The loss of one micro-batch; the losses of a step's micro-batches add up to the step's loss.
+
+Tokens are flat: a micro-batch holds M completion tokens of N completions, without padding. The loss
+is a sum of terms (``TERMS``), in each of which every token has a weight of its own. The weights are
+set for the full optimizer step, with normalizers that are totals over it (``StepTotals``), so
+neither the split into micro-batches nor the order of completions changes the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
+from vlm_grpo.training.objective.diagnostics import MetricAccumulator, loss_metrics
+from vlm_grpo.training.objective.kl import KL_ESTIMATORS, image_dependency
+
+Surrogate = Callable[[Float[Tensor, " M"], TokenBatch, ObjectiveSettings], Float[Tensor, " M"]]
+"""Maps the importance ratios of M tokens, the batch, with its ``old_logprobs``, and the settings to
+the policy loss of each token, before weighting."""
+
+LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT = math.log(1e-8), 20.0
+"""Bounds of the logarithm of vespo's sequence weight, as in TRL: its exponential stays finite."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The micro-batch's part of the step's loss (a scalar with gradient), and its metrics."""
+
+    loss: Float[Tensor, ""]
+    metrics: MetricAccumulator
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the terms of the loss are computed from; properties are computed where a term uses them.
+
+    Attributes:
+        batch: the tokens of a micro-batch.
+        settings: settings of the objective.
+        surrogate: computes the policy loss of each token.
+    """
+
+    batch: TokenBatch
+    settings: ObjectiveSettings
+    surrogate: Surrogate
+
+    @cached_property
+    def old(self) -> Float[Tensor, " M"]:
+        """Log-probs before the first update, which are the batch's own in that update."""
+        old = self.batch.old_logprobs
+        return self.batch.logprobs.detach() if old is None else old
+
+    @cached_property
+    def ratio(self) -> Float[Tensor, " M"]:
+        """The importance ratio of each token; at sequence level that of its completion, the
+        geometric mean over the tokens (GSPO, arXiv:2507.18071)."""
+        log_ratio = self.batch.logprobs - self.old
+        if self.settings.importance_sampling_level == "sequence":
+            log_ratio = self.batch.completion_mean(log_ratio)[self.batch.completion]
+        return log_ratio.exp()
+
+    @cached_property
+    def correction(self) -> Float[Tensor, " M"] | None:
+        """Weights of the sampler correction; None without one."""
+        return sampler_weights(replace(self.batch, old_logprobs=self.old), self.settings)
+
+    @cached_property
+    def reference(self) -> Float[Tensor, " M"] | None:
+        """Log-probs under the reference policy; None if there is none."""
+        return get_reference_logprobs(self.batch, self.old, self.settings)
+
+
+def compute_loss(
+    batch: TokenBatch, settings: ObjectiveSettings, surrogate: Surrogate | None = None
+) -> LossOutput:
+    """Compute the sum over terms and tokens of the term's value times the token's weight in it.
+
+    Its metric ``mean_token_accuracy``, of supervised steps, is the share of targets that are the
+    policy's likeliest token, as in TRL.
+
+    Args:
+        batch: the tokens of a micro-batch, with their weights in each term.
+        settings: settings of the objective.
+        surrogate: computes the policy loss of each token; None: that of ``loss_type``.
+
+    Raises:
+        ValueError: a term needs log-probs or entropies that the batch lacks.
+    """
+    surrogate = surrogate or SURROGATES.get(settings.loss_type, clipped_loss)
+    inputs = LossInputs(batch, settings, surrogate)
+    parts = [(TERMS[name](inputs) * weights).sum() for name, weights in batch.weights.items()]
+    metrics = MetricAccumulator()
+    if "cross_entropy" not in batch.weights:
+        metrics = loss_metrics(
+            batch, inputs.old, inputs.reference, inputs.ratio, inputs.correction, settings
+        )
+    if batch.is_top is not None:
+        right = batch.is_top.sum(), len(batch.is_top)
+        metrics = metrics + MetricAccumulator({"mean_token_accuracy": right})
+    return LossOutput(torch.stack(parts).sum(), metrics)
+
+
+def policy_loss(
+    batch: TokenBatch,
+    totals: StepTotals,
+    settings: ObjectiveSettings,
+    surrogate: Surrogate | None = None,
+) -> LossOutput:
+    """Compute the loss of a micro-batch with the weights that the settings give its tokens.
+
+    Args:
+        batch: the tokens of a micro-batch, without weights.
+        totals: the normalizers of its step.
+        settings: settings of the objective.
+        surrogate: as in ``compute_loss``.
+
+    Raises:
+        ValueError: as in ``compute_loss``.
+    """
+    weights = completion_weights(batch.lengths, batch.active, totals, settings)
+    spread = {name: values.to(batch.logprobs)[batch.completion] for name, values in weights.items()}
+    return compute_loss(replace(batch, weights=spread), settings, surrogate)
+
+
+def policy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Compute the policy loss of each token, with the sampler correction."""
+    batch = replace(inputs.batch, old_logprobs=inputs.old)
+    values = inputs.surrogate(inputs.ratio, batch, inputs.settings)
+    if batch.token_factors is not None:
+        values = values * batch.token_factors
+    includes_correction = inputs.surrogate is vespo_loss
+    if inputs.correction is None or includes_correction:
+        return values
+    return values * inputs.correction
+
+
+def kl_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Compute the KL of each token to the reference, times its ratio unless the settings say no."""
+    if inputs.reference is None:
+        raise ValueError("beta > 0 needs reference_logprobs in the batch")
+    kl = KL_ESTIMATORS[inputs.settings.kl_estimator](inputs.batch.logprobs, inputs.reference)
+    return kl * inputs.ratio if inputs.settings.use_bias_correction_kl else kl
+
+
+def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Return the entropy of the policy at each token."""
+    if inputs.batch.entropies is None:
+        raise ValueError("entropy_coef needs entropies in the batch")
+    return inputs.batch.entropies
+
+
+def distillation_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Compute ρ·(log π_old − log π_teacher) of each token, whose gradient is through ρ alone.
+
+    At ρ = 1 the expected gradient is that of the reverse KL(policy ‖ teacher) of each token, given
+    the tokens before it: log π_old − log π_teacher is a reward of the token itself (Lu and Thinking
+    Machines Lab, "On-Policy Distillation", 2025; Gu et al., MiniLLM, arXiv:2306.08543).
+    """
+    teacher = inputs.batch.teacher_logprobs
+    if teacher is None:
+        raise ValueError("distillation needs teacher_logprobs in the batch")
+    values = (inputs.batch.logprobs - inputs.old).exp() * (inputs.old - teacher)
+    return values if inputs.correction is None else values * inputs.correction
+
+
+def perception_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Return the dependency of each token on the image, whose gradient is that of the policy behind
+    the image (PAPO, arXiv:2507.06448, eq. 4; the masked side has none, as in the authors' code)."""
+    masked = inputs.batch.masked_logprobs
+    if masked is None:
+        raise ValueError("perception needs masked_logprobs in the batch")
+    return image_dependency(inputs.batch.logprobs, masked)
+
+
+def cross_entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
+    """Return −log π of each target token."""
+    return -inputs.batch.logprobs
+
+
+TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
+    "policy": policy_term,
+    "kl": kl_term,
+    "entropy": entropy_term,
+    "distillation": distillation_term,
+    "perception": perception_term,
+    "cross_entropy": cross_entropy_term,
+}
+"""The terms of the loss: each computes one value per token, before weighting."""
+
+
+def clipped_loss(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """Compute −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) of each token.
+
+    Sources: PPO, arXiv:1707.06347, eq. 7; ε_high: DAPO, arXiv:2503.14476, eq. 8; ρ in the first
+    term capped at ``delta``: INTELLECT-2, arXiv:2505.07291.
+    """
+    advantages = batch.per_token_advantages
+    clipped = ratio.clamp(1 - settings.epsilon, 1 + settings.upper_epsilon)
+    capped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    return -torch.minimum(capped * advantages, clipped * advantages)
+
+
+def cispo_loss(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """Compute −min(ρ, ε_high)·A·log π of each token, without gradient through the weight.
+
+    Sources: MiniMax-M1, arXiv:2506.13585; ScaleRL, arXiv:2510.13786.
+    """
+    weight = ratio.detach().clamp(max=settings.upper_epsilon)
+    return -weight * batch.per_token_advantages * batch.logprobs
+
+
+def sapo_loss(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """Compute −(4/τ)·σ(τ(ρ − 1))·A of each token, a soft clip; τ depends on the sign of A.
+
+    Its gradient is that of ρA at ρ = 1, and falls smoothly on both sides (Soft Adaptive Policy
+    Optimization, arXiv:2511.20347).
+    """
+    advantages = batch.per_token_advantages
+    above, below = settings.sapo_temperature_pos, settings.sapo_temperature_neg
+    temperature = torch.full_like(advantages, below).masked_fill(advantages > 0, above)
+    return -(temperature * (ratio - 1)).sigmoid() * 4 / temperature * advantages
+
+
+def vespo_loss(
+    ratio: Float[Tensor, " M"], batch: TokenBatch, settings: ObjectiveSettings
+) -> Float[Tensor, " M"]:
+    """Compute −φ(w)·A·log π of each token, without gradient through the weight.
+
+    w is the ratio of the full completion, with the sampler's correction, and
+    φ(w) = e^λ wᵏ e^(−λw), which is 1 at w = 1; k and λ depend on the sign of A (VESPO: Variational
+    Sequence-Level Soft Policy Optimization, arXiv:2602.10693).
+    """
+    old, advantages = batch.old_logprobs, batch.per_token_advantages
+    assert old is not None
+    difference = (batch.logprobs - old).detach().clamp(-HIGHEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    log_weight = batch.completion_sum(difference)
+    correction = sampler_weights(batch, settings)
+    if correction is not None:
+        logs = correction.log().clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+        is_one = settings.sampler_correction.startswith("sequence")  # one weight per completion
+        log_weight += batch.completion_mean(logs) if is_one else batch.completion_sum(logs)
+    log_weight = log_weight.clamp(LOWEST_LOG_WEIGHT, HIGHEST_LOG_WEIGHT)
+    power, rate = (
+        torch.full_like(advantages, below).masked_fill(advantages >= 0, above)
+        for above, below in (
+            (settings.vespo_k_pos, settings.vespo_k_neg),
+            (settings.vespo_lambda_pos, settings.vespo_lambda_neg),
+        )
+    )
+    log_weight = log_weight[batch.completion]
+    weight = (rate + power * log_weight - rate * log_weight.exp()).exp()
+    return -weight * advantages * batch.logprobs
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    "cispo": cispo_loss,
+    "sapo": sapo_loss,
+    "vespo": vespo_loss,
+}
+"""By loss type; the others have ``clipped_loss``."""
+
+
+def completion_weights(
+    lengths: Int[Tensor, " n"],
+    active: Bool[Tensor, " n"] | None,
+    totals: StepTotals,
+    settings: ObjectiveSettings,
+) -> dict[str, Float[Tensor, " n"]]:
+    """Compute the weight of each token of n completions in each term of the loss.
+
+    ``policy``: for grpo and sapo 1 / (completions × the completion's length) (arXiv:2402.03300,
+    eq. 3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo
+    1 / completions (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step
+    (arXiv:2503.14476, eq. 8). ``kl`` and ``perception``: β and −kl_coef times that. ``entropy`` and
+    ``distillation``: −entropy_coef and coef / active tokens. All are 0 for masked completions.
+
+    Args:
+        lengths: number of tokens of each completion.
+        active: False for a completion that is masked out; None: all are active.
+        totals: the normalizers of the step.
+        settings: settings of the objective.
+    """
+    kept = torch.ones_like(lengths) if active is None else active
+    kept = kept.double()  # exact for any precision of the log-probs
+    completions, tokens = max(totals.completions, 1), max(totals.active_tokens, 1)
+    if settings.loss_type == "luspo":
+        policy = kept / completions
+    elif settings.loss_type in ("grpo", "sapo"):
+        policy = kept / lengths.clamp(min=1) / completions
+    elif settings.loss_type == "dr_grpo":
+        policy = kept / (completions * totals.max_completion_length)
+    else:
+        policy = kept / tokens
+    distillation = settings.distillation
+    weights = {} if distillation is not None and distillation.only else {"policy": policy}
+    if distillation is not None:
+        weights["distillation"] = distillation.coef * kept / tokens
+    if settings.beta > 0 and settings.kl_in == "loss":
+        weights["kl"] = settings.beta * policy
+    if settings.perception is not None and settings.perception.kl_coef:
+        weights["perception"] = -settings.perception.kl_coef * policy
+    if settings.entropy_coef:
+        weights["entropy"] = -settings.entropy_coef * kept / tokens
+    return weights
+
+
+def sampler_weights(batch: TokenBatch, settings: ObjectiveSettings) -> Float[Tensor, " M"] | None:
+    """Compute π_old / π_sampler of each token, within bounds, or return None without a correction.
+
+    Importance sampling corrects for completions that were sampled from a distribution other than
+    the trainer's, or by an earlier policy. ``sequence`` takes the ratio of the full completion.
+    Beyond the bounds it is clipped (truncated importance sampling, E. Ionides, J. Comput. Graph.
+    Stat. 17(2), 2008), or with ``_mask`` 0; the loss's normalizers still count it, as in TRL.
+
+    Raises:
+        ValueError: ``sampler_correction`` is set and the batch has no sampler_logprobs.
+    """
+    if settings.sampler_correction == "none":
+        return None
+    old = batch.old_logprobs
+    if batch.sampler_logprobs is None or old is None:
+        raise ValueError("sampler_correction needs sampler_logprobs in the batch")
+    level, _, form = settings.sampler_correction.partition("_")
+    difference = old.detach() - batch.sampler_logprobs
+    if batch.noisy is not None:
+        difference = difference.masked_fill(batch.noisy[batch.completion], 0.0)
+    if level == "sequence":
+        difference = batch.completion_sum(difference)[batch.completion]
+    weights = difference.exp()
+    low, high = settings.sampler_correction_bounds
+    if form == "mask":
+        return weights.where((weights >= low) & (weights <= high), 0.0)
+    return weights.clamp(low, high)
+
+
+def get_reference_logprobs(
+    batch: TokenBatch, old: Float[Tensor, " M"], settings: ObjectiveSettings
+) -> Float[Tensor, " M"] | None:
+    """Return the reference's log-probs; the old policy's if that is the reference."""
+    if batch.reference_logprobs is not None:
+        return batch.reference_logprobs
+    fresh = settings.beta > 0 and settings.reference_refresh_every == 1
+    return old.detach() if fresh else None
+
+
+def needs_update(
+    advantages: Float[Tensor, " n"],
+    active: Bool[Tensor, " n"] | None,
+    settings: ObjectiveSettings,
+) -> Bool[Tensor, " n"]:
+    """Return which completions have a gradient.
+
+    Skipping the others leaves the step's gradient unchanged, as long as ``StepTotals`` counts them.
+    """
+    counted = torch.ones_like(advantages, dtype=torch.bool) if active is None else active
+    return counted & (advantages != 0) if settings.can_skip_zero_advantages else counted

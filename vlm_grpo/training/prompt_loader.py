@@ -1,0 +1,189 @@
+"""Prompts in training order, prepared ahead of time."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pebble import ProcessExpired
+from torch import Tensor
+
+from vlm_grpo.data.stream import Stream
+from vlm_grpo.errors import UserError
+from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.model.prompts import PromptBuilder
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example, Prompt
+from vlm_grpo.utils.chat import Turn
+from vlm_grpo.utils.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLACEMENTS = 8
+"""Number of later examples to try in place of one that cannot be read."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A prompt; ``is_replacement`` if it replaces one that could not be read."""
+
+    prompt: Prompt
+    is_replacement: bool
+
+
+class PromptLoader:
+    """A loader of prompts in the stream's order, which prepares the next step's in advance.
+
+    Reading, resizing and splitting an image into patches needs no model, so a thread does it ahead
+    of time; image decoders and tensor operations release the interpreter's lock. With workers, one
+    thread per worker writes the questions and waits for the worker to prepare the images. The
+    prompts are the same.
+
+    Args:
+        policy: turns examples into prompts, and counts the work in its ``counters``.
+        task: writes the questions.
+        stream: the examples.
+        skip_unreadable: replace an example that cannot be read by a later one; otherwise it is an
+            error.
+        workers: number of worker processes; 0: prepare the images in the thread.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        task: Task,
+        stream: Stream,
+        skip_unreadable: bool,
+        workers: int = 0,
+    ) -> None:
+        self.policy, self.task, self.stream = policy, task, stream
+        self.skip_unreadable = skip_unreadable
+        self._pending: dict[tuple[int, DiffusionNoise | None], Future[_Loaded]] = {}
+        self._threads = ThreadPoolExecutor(max(1, workers), thread_name_prefix="prompts")
+        self._pool: WorkerPool | None = None
+        if workers:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])  # one process imports it, the others fork
+            names = "prompt", "data.dataloader_num_workers"
+            self._pool = WorkerPool(workers, context, names, _Worker.start, [policy.prompts])
+
+    def load(self, indices: Sequence[int], noise: DiffusionNoise | None = None) -> list[Prompt]:
+        """Return the prompts at these indices of the stream, and their ``noisy`` ones with noise.
+
+        Raises:
+            UserError: an example cannot be read, or the worker processes end.
+        """
+        self._submit(indices, noise)
+        loaded = [self._pending.pop((index, noise)).result() for index in indices]
+        prompts = [p for item in loaded for p in (item.prompt, item.prompt.noisy) if p is not None]
+        counters = self.policy.counters
+        counters.image_decodes += sum(prompt.image_decodes for prompt in prompts)
+        counters.replaced_prompts += sum(item.is_replacement for item in loaded)
+        return [item.prompt for item in loaded]
+
+    def prefetch(self, indices: Sequence[int], noise: DiffusionNoise | None = None) -> None:
+        """Start loading the prompts of the next ``load``, and drop all others."""
+        for key in self._pending.keys() - {(index, noise) for index in indices}:
+            self._pending.pop(key).cancel()
+        self._submit(indices, noise)
+
+    def close(self) -> None:
+        """Stop the threads and the workers."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
+
+    def _submit(self, indices: Sequence[int], noise: DiffusionNoise | None) -> None:
+        for key in ((index, noise) for index in indices):
+            if key not in self._pending:
+                self._pending[key] = self._threads.submit(self._load, *key)
+
+    def _load(self, index: int, noise: DiffusionNoise | None) -> _Loaded:
+        """Load the prompt at an index, or the first readable one after it."""
+        position = index
+        while True:
+            try:
+                example = self.policy.with_resized_sizes(self.stream[position])
+                prompt = self._build(example)
+                if noise is not None and example.images:
+                    own = replace(noise, seed=(*noise.seed, index))
+                    prompt = replace(prompt, noisy=self._build(example.with_noise(own)))
+            except UserError as error:
+                is_last = position == index + MAX_REPLACEMENTS
+                if not self.skip_unreadable or is_last or isinstance(error, _WorkersEnded):
+                    raise
+                logger.warning("%s; using the next example instead", error)
+                position += 1
+            else:
+                return _Loaded(prompt, position > index)
+
+    def _build(self, example: Example) -> Prompt:
+        if self._pool is None:
+            prompt = self.policy.build_prompt(example, self.task)
+        else:
+            prompt = self._build_in_worker(self._pool, example)
+        if self.policy.device.type == "cuda":  # only copies from pinned memory do not wait
+            vision = {name: _pin(value) for name, value in prompt.vision.items()}
+            prompt = replace(prompt, vision=vision)
+        return prompt
+
+    def _build_in_worker(self, pool: WorkerPool, example: Example) -> Prompt:
+        """Build a prompt in a worker, or in a second one if the first ends."""
+        turns = self.policy.prompts.write(example, self.task)
+        sent = replace(example, answer=None, meta={})  # the worker does not need them
+        reason = ""
+        for _ in range(2):
+            try:
+                prompt = pool.schedule(_Worker.encode, (sent, turns)).result()
+            except (ProcessExpired, BrokenProcessPool) as error:
+                reason = f"exit code {getattr(error, 'exitcode', 'unknown')}"
+                logger.warning("%s: the worker of its prompt ended (%s)", example.name, reason)
+            else:
+                vision = {name: _from_array(value) for name, value in prompt.vision.items()}
+                return replace(prompt, example=example, vision=vision)
+        raise _WorkersEnded(
+            f"{example.name}: two workers ended while they prepared its prompt ({reason}), perhaps "
+            "for lack of memory: lower data.dataloader_num_workers; 0 prepares prompts in the "
+            "training process"
+        )
+
+
+class _WorkersEnded(UserError):
+    """Workers ended, for which another example is no remedy."""
+
+
+class _Worker:
+    """A worker process."""
+
+    builder: ClassVar[PromptBuilder]
+
+    @classmethod
+    def start(cls, builder: PromptBuilder) -> None:
+        cls.builder = builder
+        torch.set_num_threads(1)
+
+    @classmethod
+    def encode(cls, example: Example, turns: Sequence[Turn]) -> Prompt:
+        """Build a prompt, with arrays: tensors would be sent through files in shared memory."""
+        prompt = cls.builder.encode(example, turns)
+        return replace(prompt, vision={n: _to_array(value) for n, value in prompt.vision.items()})
+
+
+def _to_array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, Tensor) else value
+
+
+def _from_array(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _pin(value: Any) -> Any:
+    return value.pin_memory() if isinstance(value, Tensor) else value

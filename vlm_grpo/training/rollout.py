@@ -1,0 +1,392 @@
+"""The rollout: the sampling and scoring of completions for a step's prompts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data.run_data import build_scorer
+from vlm_grpo.data.stream import StreamCursor, build_stream
+from vlm_grpo.dist.collectives import any_rank, balance_by_cost, gather_object, sum_over_ranks
+from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.errors import UserError
+from vlm_grpo.serve.outside import OutsideSampler
+from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.task import Task
+from vlm_grpo.task.failures import FailureGuard
+from vlm_grpo.training.advantages import has_spread
+from vlm_grpo.training.balance import balance_groups, estimate_cost
+from vlm_grpo.training.batch import Rollout, score_groups
+from vlm_grpo.training.experience import Experience
+from vlm_grpo.training.groups import SamplingArguments, join_groups
+from vlm_grpo.training.memory import TokenBudget, is_out_of_memory
+from vlm_grpo.training.prompt_loader import PromptLoader
+from vlm_grpo.training.started import StartedRound, wait_for
+from vlm_grpo.training.targets import TargetWriter, write_groups
+from vlm_grpo.types import Completion, Example, Group, Prompt
+from vlm_grpo.utils.signals import StepInterrupted, StopRequest
+
+
+class RolloutSampler:
+    """A sampler of the groups of each step, which also scores them.
+
+    The prompts of a step are distributed over the ranks so that each has about the same number of
+    tokens; groups are moved after sampling so that this holds for the update too.
+
+    An outside sampler generates the completions of up to ``rollout.steps_ahead`` later steps in
+    the background. Everything else, with all communication, happens in the main thread.
+
+    Args:
+        strategy: the policy, which samples the completions, and the ranks.
+        task: writes the questions and scores the answers.
+        examples: the training examples, at least one.
+        settings: the run's settings.
+        build_outside: builds the sampler that samples in place of the policy, before the first
+            step that samples; None: the policy does.
+
+    Attributes:
+        task: the task, with the progress of the last step.
+        cursor: the place in the stream.
+        experience: chooses prompts and groups to replay.
+        budget: maximum number of tokens sampled at once.
+        num_tokens: number of tokens sampled in the current step.
+        outside: the outside sampler, once it is built.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: Task,
+        examples: Sequence[Example],
+        settings: Settings,
+        build_outside: Callable[[], OutsideSampler] | None = None,
+    ) -> None:
+        self.strategy, self.policy = strategy, strategy.policy
+        self._build_outside, self.outside = build_outside, None
+        self.task, self.settings = task, settings
+        self.accelerator = strategy.accelerator
+        self.world_size = self.accelerator.num_processes
+        self.cursor, self.num_tokens = StreamCursor(), 0
+        self._started: deque[StartedRound] = deque()
+        self._last_end, self._stop_request, self._is_ready = 0.0, StopRequest(), False
+        max_tokens = settings.rollout.max_tokens_per_batch
+        self.budget = TokenBudget(max_tokens, "rollout.max_tokens_per_batch")
+        self.stream = build_stream(examples, settings)
+        skip, workers = settings.data.on_bad_row == "skip", settings.data.dataloader_num_workers
+        self.loader = PromptLoader(self.policy, task, self.stream, skip, workers)
+        self.experience = Experience(
+            self.stream, len(examples), settings, self.load_prompts, self.accelerator
+        )
+        self.failures = FailureGuard()
+        self.scorer = build_scorer(settings, self.accelerator.process_index)
+
+    def close(self) -> None:
+        """Stop the outside sampler, and the threads and processes of the loader and the scorer."""
+        if self.outside is not None:
+            self.outside.close()
+        self.loader.close()
+        self.scorer.close()
+
+    @property
+    def unused(self) -> list[int]:
+        """The indices that were taken from the stream and that no step has used."""
+        started = [index for begun in self._started for index in begun.indices]
+        return [*started, *self.cursor.returned]
+
+    def restore(self, position: int, unused: Sequence[int]) -> None:
+        """Restore the place in the stream, and drop the rounds that have begun."""
+        self.cursor = StreamCursor(position, unused)
+        self._started.clear()
+
+    def sample(self, step: int, stop_request: StopRequest | None = None) -> Rollout:
+        """Sample and score the groups of one step.
+
+        Args:
+            step: number of steps done.
+            stop_request: ends the wait for an outside sampler; None: nothing does.
+
+        Raises:
+            UserError: on all ranks, if one of them could not make its groups, or if a reward failed
+                on every completion. The place in the stream is unchanged then.
+            StepInterrupted: on all ranks, if a stop was requested while one of them waited. The
+                place in the stream is unchanged then.
+        """
+        place, self.num_tokens = (self.cursor.position, self.unused), 0
+        self._stop_request = stop_request or StopRequest()
+        try:
+            if self.settings.is_supervised(step):
+                return self._write_step(step)
+            outside = self.start_outside()
+            if outside is not None:
+                self._publish(outside, step)
+            with nullcontext() if outside else self.strategy.gathered():
+                rollout = replace(self._sample_step(step), step=step, num_tokens=self.num_tokens)
+            if outside is not None and not self._started:
+                outside.rest()
+            if self.settings.rollout.noise is not None:
+                noise = self.settings.noise_at(step)
+                strength = {"noise/strength": 0 if noise is None else noise.steps}
+                rollout = replace(rollout, metrics={**rollout.metrics, **strength})
+            return rollout
+        except (UserError, StepInterrupted):
+            self.restore(*place)
+            raise
+
+    def start_outside(self) -> OutsideSampler | None:
+        """Return the outside sampler, built the first time; None if the policy samples."""
+        if self.outside is None and self._build_outside is not None:
+            self.outside = self._build_outside()
+        return self.outside
+
+    @cached_property
+    def _targets(self) -> TargetWriter:
+        return TargetWriter(self.policy, self.settings)
+
+    def _write_step(self, step: int) -> Rollout:
+        """Return the groups of a supervised step: the targets of the stream's next examples."""
+        groups, own = [], []
+        with self.strategy.gathered():
+            with self._fail_together():
+                begun = self._begin_round(self.settings.optim.prompts_per_step, step)
+                own = begun.own
+                groups = write_groups(begun.prompts, self._targets, self.task)
+                self.policy.check_form(begun.prompts)
+                self._encode_images(begun.prompts)
+            self._check_form(groups)
+        return Rollout(tuple(groups), rounds=(tuple(own),), step=step, is_supervised=True)
+
+    def _sample_step(self, step: int) -> Rollout:
+        rollout, optim = self.settings.rollout, self.settings.optim
+        wanted, first = optim.prompts_per_step, self.settings.supervised_steps
+        self.task = self.task.at((step - first) / (optim.max_steps - first))
+        ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
+        groups = self._sample_round(lambda: self._begin_step(ahead, step))
+        rounds = [tuple(groups)]
+        if not (rollout.dynamic_sampling or self.experience.replay):
+            return self.experience.finish(step, self.task, groups, self._balance(groups, 0, rounds))
+        kept, uniform = self._split_by_spread(groups)
+        resampled = 0
+        for _ in range((rollout.max_resample or 3) if rollout.dynamic_sampling else 0):
+            missing = wanted - len(kept)
+            if not missing:
+                break
+            fresh = self._sample_round(lambda count=missing: self._begin_round(count, step))
+            resampled += missing
+            kept += self._split_by_spread(fresh)[0]
+            groups |= fresh
+            rounds.append(tuple(fresh))
+        chosen = [*kept, *uniform[: wanted - len(kept)]]
+        own = {index: groups[index] for index in chosen if index in groups}
+        begun = self._balance(own, resampled, rounds)
+        return self.experience.finish(step, self.task, groups, begun, wanted - len(kept))
+
+    def _balance(
+        self, groups: Mapping[int, Group], resampled: int, rounds: Sequence[tuple[int, ...]]
+    ) -> Rollout:
+        """Return the rollout with its groups moved between the ranks."""
+        weights, shared = self.task.reward_weights(), self.policy.shared
+        costs = {
+            index: estimate_cost(group, weights, self.settings, shared)
+            for index, group in groups.items()
+        }
+        count, ranks = self.settings.optim.mini_batches, self.accelerator
+        own, received, parts = balance_groups(groups, costs, self.load_prompts, ranks, count)
+        every = (*rounds, received) if received else tuple(rounds)
+        numbers = tuple(parts[index] for index in own)
+        return Rollout(tuple(own.values()), resampled, every, mini_batches=numbers)
+
+    def load_prompts(self, indices: Sequence[int]) -> list[Prompt]:
+        """Load prompts, and encode their images as the policy does when it samples them."""
+        prompts = self.loader.load(indices)
+        self._encode_images(prompts)
+        return prompts
+
+    def _encode_images(self, prompts: Sequence[Prompt]) -> None:
+        if self._build_outside is None:
+            self.policy.encode_images(prompts)
+
+    def _split_by_spread(self, groups: Mapping[int, Group]) -> tuple[list[int], list[int]]:
+        """Return the indices of all ranks' groups: those with different rewards, and the others."""
+        weights, objective = self.task.reward_weights(), self.settings.objective
+        own = [(i, has_spread(group, weights, objective)) for i, group in groups.items()]
+        every = sorted(gather_object(own))
+        return [i for i, useful in every if useful], [i for i, useful in every if not useful]
+
+    def _sample_round(self, begin: Callable[[], StartedRound]) -> dict[int, Group]:
+        """Finish this rank's part of the round that ``begin`` returns; return its groups by index.
+
+        Raises:
+            UserError: as for ``sample``.
+            StepInterrupted: as for ``sample``.
+        """
+        own, groups = [], []
+        with self._fail_together():
+            begun = begin()
+            own, groups = begun.own, self._make_groups(begun)
+        self._check_rewards(groups)
+        self._check_form(groups)
+        return dict(zip(own, groups, strict=True))
+
+    @contextmanager
+    def _fail_together(self) -> Iterator[None]:
+        """Raise ``UserError`` or ``StepInterrupted`` on all ranks if the block does on one."""
+        failure = None
+        try:
+            yield
+        except (UserError, StepInterrupted) as error:
+            failure = error
+        if self.outside and any_rank(self.accelerator, isinstance(failure, StepInterrupted)):
+            raise StepInterrupted
+        if any_rank(self.accelerator, failure is not None):
+            raise failure or UserError("another process of this run could not make its groups")
+
+    def _publish(self, outside: OutsideSampler, step: int) -> None:
+        """Give the outside sampler the weights of now, the first time when it is ready.
+
+        Raises:
+            UserError: as for ``sample``.
+            StepInterrupted: as for ``sample``.
+        """
+        with self.policy.stopwatch("publish"):
+            if not self._is_ready:  # a server takes minutes to start
+                with self._fail_together():
+                    wait_for(outside.ready, self._stop_request)
+                self._is_ready = True
+            outside.publish(step)
+
+    def _begin_step(self, ahead: int, step: int) -> StartedRound:
+        """Begin the first rounds of this step and the next ``ahead`` ones; return this step's."""
+        count = self.settings.optim.prompts_per_step
+        while (begun := len(self._started)) <= ahead:
+            self._started.append(self._begin_round(count, step + begun))
+        return self._started.popleft()
+
+    def _begin_round(self, count: int, step: int) -> StartedRound:
+        """Load this rank's prompts of a step's next ``count`` examples, and start sampling."""
+        is_chosen = not self.settings.is_supervised(step)
+        curriculum = self.experience.curriculum if is_chosen else None
+        indices = self.cursor.take(count, curriculum)
+        own = self._own_indices(indices)
+        with self.policy.stopwatch("prompts"):
+            prompts = self.loader.load(own, self.settings.noise_at(step))
+        following = self.cursor.peek(self.settings.optim.prompts_per_step, curriculum)
+        self.loader.prefetch(self._own_indices(following), self.settings.noise_at(step + 1))
+        if self.outside is None or not prompts:
+            return StartedRound(indices, own, prompts)
+        completions = self.outside.start(*self._build_arguments(prompts, own))
+        return StartedRound(indices, own, prompts, completions)
+
+    def _build_arguments(self, prompts: Sequence[Prompt], own: Sequence[int]) -> SamplingArguments:
+        return SamplingArguments.build(prompts, own, self.policy.distribution, self.settings)
+
+    def _check_form(self, groups: Sequence[Group]) -> None:
+        """Check the shared form on all ranks if one of them has a much larger group than before."""
+        policy, check = self.policy, self.policy.form_check
+        if check is None:
+            return
+        is_larger = policy.shared and check.is_larger(groups)
+        if any_rank(self.accelerator, is_larger or not policy.shared):
+            if policy.shared and self.outside is None:
+                check.check(policy, groups)
+            elif policy.shared:
+                with self.strategy.gathered():
+                    check.check(policy, groups)
+                policy.clear_image_features()  # the update encodes the images as it does later
+            if any_rank(self.accelerator, not policy.shared) and policy.shared:
+                policy.repeat_prompts()
+
+    def _check_rewards(self, groups: Sequence[Group]) -> None:
+        """Raise ``UserError`` on all ranks if a reward fails on every completion of all ranks."""
+        scores = [score for group in groups for score in group.scores]
+        examples = [group.prompt.example for group in groups for _ in group.scores]
+        self.failures.check(self.task, scores, examples, self._add_ranks)
+
+    def _add_ranks(self, numbers: list[int]) -> list[int]:
+        sums = torch.tensor(numbers, device=self.accelerator.device)
+        sum_over_ranks(self.accelerator, [sums])
+        return sums.tolist()
+
+    def _own_indices(self, indices: Sequence[int]) -> list[int]:
+        """Return this rank's share of the indices."""
+        if self.world_size == 1:
+            return list(indices)
+        examples = (self.stream[index] for index in indices)
+        costs = [self.policy.prompts.estimate_tokens(example, self.task) for example in examples]
+        shares = balance_by_cost(costs, self.world_size)
+        return [indices[place] for place in shares[self.accelerator.process_index]]
+
+    def _make_groups(self, begun: StartedRound) -> list[Group]:
+        stopwatch, prompts = self.policy.stopwatch, begun.prompts
+        if not prompts:
+            return []
+        with stopwatch("rollout"):
+            if begun.completions is None:
+                completions = self._sample_completions(prompts, begun.own)
+            else:
+                completions = wait_for(begun.completions, self._stop_request)
+                self._count_generation(begun)
+        prompts, completions = join_groups(prompts, completions)
+        self.num_tokens += sum(len(c.token_ids) for members in completions for c in members)
+        with stopwatch("reward"):
+            return score_groups(self.scorer, self.task, prompts, completions)
+
+    def _count_generation(self, begun: StartedRound) -> None:
+        """Count the seconds in which the outside sampler generated, whatever ran beside it.
+
+        It began when it was started, or when what was started before had ended.
+        """
+        ended = begun.ended[0] if begun.ended else time.perf_counter()
+        seconds = self.policy.stopwatch.seconds
+        spent = ended - max(begun.began, self._last_end)
+        seconds["generation"], self._last_end = seconds.get("generation", 0.0) + spent, ended
+
+    def _sample_completions(
+        self, prompts: Sequence[Prompt], indices: Sequence[int]
+    ) -> list[tuple[Completion, ...]]:
+        """Sample what ``SamplingArguments`` has, and halve the token budget if memory runs out.
+
+        The completions do not depend on the budget.
+        """
+        rollout = self.settings.rollout
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        minimum = longest + rollout.num_generations * rollout.max_completion_length
+        arguments = self._build_arguments(prompts, indices)
+        while True:
+            try:
+                return self.policy.sample(*arguments, self.budget.tokens)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if self.budget.limit <= minimum:
+                    raise UserError(
+                        f"out of memory while sampling the {rollout.num_generations} completions "
+                        f"of one prompt of {longest} tokens: lower rollout.num_generations, "
+                        "rollout.max_completion_length or policy.max_pixels"
+                    ) from error
+            self.budget.halve(minimum * len(arguments.prompts), minimum)
+
+
+def build_rollout_sampler(
+    strategy: Strategy, task: Task, examples: Sequence[Example], settings: Settings
+) -> RolloutSampler:
+    """Build the sampler that ``rollout.sampler`` names; arguments as for ``RolloutSampler``.
+
+    Its servers are started at once, or after a warm start, whose steps need none.
+    """
+    if settings.rollout.noise is not None and not any(example.images for example in examples):
+        raise UserError("rollout.noise has no effect: no training example has an image; remove it")
+    if settings.rollout.sampler == "policy":
+        return RolloutSampler(strategy, task, examples, settings)
+    sampler = RolloutSampler(
+        strategy, task, examples, settings, lambda: VllmSampler(strategy, settings)
+    )
+    if settings.warm_start is None:
+        sampler.start_outside()
+    return sampler

@@ -1,0 +1,210 @@
+"""The files of a run besides its checkpoints: metrics, alarms, samples, evaluations, report."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from accelerate import Accelerator
+from PIL import Image
+from torch import Tensor
+
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import flatten
+from vlm_grpo.dist.collectives import fail_together
+from vlm_grpo.errors import UserError
+from vlm_grpo.eval.summary import Evaluation, write_predictions, write_summary
+from vlm_grpo.report import build_report
+from vlm_grpo.report.alarms import AlarmContext, AlarmMonitor
+from vlm_grpo.report.samples import (
+    THUMBNAIL_SIDE,
+    build_completion_rows,
+    draw_answers,
+    write_held_out,
+    write_samples,
+)
+from vlm_grpo.report.trackers import Trackers
+from vlm_grpo.task import Task
+from vlm_grpo.training.metrics import StepLog, rollout_distributions
+from vlm_grpo.training.summary import read_evaluation
+from vlm_grpo.types import Example, Group
+from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full
+from vlm_grpo.utils.folder_lock import check_lock, lock_folder
+
+logger = logging.getLogger(__name__)
+
+REPORT_SECONDS = 60.0
+"""Minimum time between two updates of the report during a run."""
+
+
+@contextmanager
+def lock_run(settings: Settings, accelerator: Accelerator) -> Iterator[None]:
+    """Lock the run's folder inside, whose files a second run at the same time would mix up.
+
+    The main process holds the lock. All ranks enter together. A full disk is explained.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written to.
+    """
+    with ExitStack() as stack:
+        with fail_together(accelerator), explain_disk_full(settings.run_dir):
+            if accelerator.is_main_process:
+                try:
+                    stack.enter_context(lock_folder(settings.run_dir))
+                except OSError as error:
+                    if error.errno in DISK_FULL_ERRORS:
+                        raise
+                    raise UserError(
+                        f"the run's folder {settings.run_dir} cannot be created or written to "
+                        f"({error.strerror}): set output_dir or name"
+                    ) from error
+        with explain_disk_full(settings.run_dir):
+            yield
+
+
+class RunDir:
+    """A writer of the files of a run besides its checkpoints; only the first rank writes.
+
+    Args:
+        settings: the run's settings.
+        task: draws the answers.
+        held_out_task: scores the held-out examples.
+        is_main: True on the first rank.
+
+    Attributes:
+        path: the folder.
+        monitored: the task whose primary metric is monitored on the sampled completions: the
+            held-out task if each completion has a value of its primary metric, else the task.
+    """
+
+    def __init__(self, settings: Settings, task: Task, held_out_task: Task, is_main: bool) -> None:
+        self.path: Path = settings.run_dir
+        self.settings, self.task, self.is_main = settings, task, is_main
+        per_completion = {**task.rules("reward"), **task.rules("metric")}
+        is_sampled = held_out_task.primary_metric in per_completion
+        self.monitored = held_out_task if is_sampled else task
+        self.metrics = StepLog(self.path / "metrics.jsonl")
+        self.alarms = StepLog(self.path / "alarms.jsonl")
+        self.distributions = StepLog(self.path / "distributions.jsonl")
+        rollout = settings.rollout
+        self.monitor = AlarmMonitor(
+            AlarmContext(
+                task.reward_weights(),
+                self.monitored.primary_metric,
+                settings.optim.prompts_per_step * rollout.num_generations,
+                self.monitored.lower_is_better,
+                rollout.top_p < 1 or rollout.top_k > 0 or bool(rollout.min_p),
+                str(self.path / "config.yaml"),
+            )
+        )
+        self.trackers = Trackers(settings.logging.trackers, self.path)
+        self.report_time = time.monotonic()
+
+    def open(self, step: int) -> None:
+        """Prepare to continue after ``step`` steps; the logs of later steps are dropped.
+
+        Raises:
+            UserError: an earlier log cannot be read.
+        """
+        if not self.is_main:
+            return
+        self.settings.save(self.path / "config.yaml")
+        self.metrics.truncate(step)
+        self.alarms.truncate(step)
+        self.distributions.truncate(step)
+        for row in self.metrics.read():  # active alarms must not be raised again
+            self.monitor.update(row["step"], row)
+        config = flatten(self.settings.model_dump())
+        self.trackers.start({key: str(value) for key, value in config.items()}, resume_at=step)
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a step's metrics to the log and the trackers, and the alarms that they raise.
+
+        Raises:
+            UserError: another process has taken over the run's folder.
+        """
+        if not self.is_main:
+            return
+        check_lock(self.path)
+        self.metrics.write(step, metrics)
+        for alarm in self.monitor.update(step, metrics):
+            row = {"name": alarm.name, "message": alarm.message, "remedy": alarm.remedy}
+            self.alarms.write(step, row)
+            logger.warning("step %d: %s: %s; %s", step, alarm.name, alarm.message, alarm.remedy)
+        self.trackers.log(step + 1, metrics)
+
+    def close(self) -> None:
+        """Write the final report and close the trackers."""
+        self.refresh_report(now=True)
+        if self.is_main:
+            self.trackers.finish()
+
+    def write_groups(
+        self, step: int, groups: Sequence[Group], advantages: Tensor, is_skipped: bool
+    ) -> None:
+        """Write a step's distributions, and its first groups if they are due. All ranks call it.
+
+        Args:
+            advantages: (n,) of all groups' completions.
+            is_skipped: whether an update was skipped, which makes the groups due.
+        """
+        if not self.settings.is_supervised(step):
+            distributions = rollout_distributions(groups)
+            if self.is_main:
+                self.distributions.write(step, distributions)
+        if not self.is_main:
+            return
+        every = self.settings.logging.samples_every
+        if is_skipped or (every and step % every == 0):
+            self._write_samples(step, groups, advantages)
+
+    def _write_samples(self, step: int, groups: Sequence[Group], advantages: Tensor) -> None:
+        shown = groups[: self.settings.logging.samples_per_step]
+        sizes = [len(group.completions) for group in groups]
+        parts = [part.tolist() for part in advantages.split(sizes)][: len(shown)]
+        write_samples(self.path / "samples", step, shown, parts, self.task)
+        if self.trackers.any:
+            self.trackers.log_images(step + 1, dict(self._draw_samples(shown)))
+        if self.trackers.takes_tables:
+            rows = build_completion_rows(self.task, step, shown, parts)
+            self.trackers.log_table(step + 1, "completions", rows)
+
+    def _draw_samples(self, groups: Sequence[Group]) -> Iterator[tuple[str, Image.Image]]:
+        """Draw each group's gold answer and first completion on its image, by name."""
+        for number, group in enumerate(groups):
+            example, answer = group.prompt.example, group.scores[0].answer
+            image = draw_answers(self.task, example, answer)
+            if image is not None:
+                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+                yield f"samples/{number}", image
+
+    def write_evaluation(
+        self, step: int, task: Task, evaluation: Evaluation, shown: Sequence[Example]
+    ) -> None:
+        """Write all predictions and their metrics, and the first predictions with drawings.
+
+        Args:
+            task: the task that scored the predictions, which also draws them.
+            shown: the first examples, with ``resized_size`` set.
+        """
+        if not self.is_main:
+            return
+        path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
+        write_predictions(path, evaluation)
+        write_summary(path.with_suffix(".json"), evaluation)
+        write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
+
+    def read_evaluation(self, step: int) -> Evaluation | None:
+        """Load the evaluation after ``step`` steps, which an earlier process has written."""
+        return read_evaluation(self.settings, step)
+
+    def refresh_report(self, now: bool = False) -> None:
+        """Rebuild ``report.html`` if the last one is older than a minute, or if ``now`` is True."""
+        if not self.is_main:
+            return
+        if now or time.monotonic() - self.report_time > REPORT_SECONDS:
+            build_report(self.path)
+            self.report_time = time.monotonic()

@@ -1,0 +1,229 @@
+"""The text that a run prints before its first step and after its last."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlm_grpo.config.notes import list_notes
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data.stream import compute_shares
+from vlm_grpo.dist.sharding import full_shape
+from vlm_grpo.eval.bootstrap import bootstrap_interval, format_value
+from vlm_grpo.eval.summary import Evaluation
+from vlm_grpo.model.policy import Policy
+from vlm_grpo.planning.prompt_sizes import PromptCounter
+from vlm_grpo.task import Task
+from vlm_grpo.types import Example
+from vlm_grpo.utils.jsonl import parse_lines
+
+COUNTED_EXAMPLES = 64
+"""Number of examples whose image tokens are counted before the first step."""
+
+
+def describe_run(
+    settings: Settings,
+    policy: Policy,
+    task: Task,
+    train: Sequence[Example],
+    held_out: Sequence[Example],
+) -> Iterator[str]:
+    """Yield the lines that describe a run before its first step."""
+    weights = [full_shape(weight).numel() for _, weight in policy.trainable_parameters()]
+    total = sum(full_shape(weight).numel() for weight in policy.model.parameters())
+    kind = "LoRA" if policy.adapters is not None else "full weights"
+    yield f"model      {settings.model} ({total:,} weights, {sum(weights):,} trained, {kind})"
+    yield f"task       {', '.join(settings.task_names)}"
+    sources = settings.data.describe("train")
+    chosen = f" with {settings.data.filter}" if settings.data.filter is not None else ""
+    yield f"data       {sources}: {len(train):,} examples{chosen}; {len(held_out):,} held out"
+    yield from _describe_mixture(settings, train, held_out)
+    yield from _image_line(policy, task, train[:COUNTED_EXAMPLES])
+    start, end = (_describe_rewards(task.at(progress)) for progress in (0.0, 1.0))
+    yield f"rewards    {start}" + (f"; at the end {end}" if end != start else "")
+    form = "one prompt pass per group" if policy.shared else "one prompt pass per completion"
+    rollout, optim = settings.rollout, settings.optim
+    parts = f" in {optim.mini_batches} mini-batches" if optim.mini_batches > 1 else ""
+    yield (
+        f"step       {optim.prompts_per_step} prompts × {rollout.num_generations} completions"
+        f"{parts}, {form}, on {policy.device}"
+    )
+    if (vllm := rollout.vllm) is not None:
+        own = f"servers started by {vllm.python}, logs in {settings.run_dir}/vllm-*.log"
+        yield f"sampler    vLLM: {', '.join(vllm.urls) or own}"
+    if policy.shared:
+        yield f"attention  {policy.describe_engine()}"
+    if (count := settings.supervised_steps) and (start := settings.warm_start) is not None:
+        then = "GRPO" if count < optim.max_steps else "the run ends"
+        yield (
+            f"warm start {count} steps on the gold answers of {optim.prompts_per_step} prompts, "
+            f"lr {start.lr:g}; then {then}"
+        )
+    yield f"reference  {_reference(settings.objective)}"
+    for note in list_notes(settings.objective, settings.updates_per_step):
+        yield f"note       {note}"
+    if settings.exceeds_embedded_model:
+        yield (
+            "note       the embedded model has learned only to count, locate and read in small "
+            "synthetic images: it earns rewards only for answers like those"
+        )
+    if settings.checkpoint.asynchronous:
+        yield (
+            "note       checkpoint.asynchronous: after a crash while a checkpoint is written, the "
+            "run resumes from the previous one"
+        )
+    yield f"run folder {settings.run_dir}"
+
+
+def _describe_rewards(task: Task) -> str:
+    weights = task.reward_weights().items()
+    return ", ".join(f"{name} × {weight:g}" for name, weight in weights if weight) or "none"
+
+
+def _describe_mixture(
+    settings: Settings, train: Sequence[Example], held_out: Sequence[Example]
+) -> Iterator[str]:
+    """Yield a line per source of a mixture."""
+    counts = Counter(example.source.partition("/")[0] for example in train)
+    left_out = Counter(example.source.partition("/")[0] for example in held_out)
+    shares = compute_shares(counts, settings.data) if "" not in counts else {}
+    for name, share in shares.items():
+        yield (
+            f"           {name}: {counts[name]:,} examples, {100 * share:.3g} % of the prompts; "
+            f"{left_out[name]:,} held out"
+        )
+
+
+def _image_line(policy: Policy, task: Task, examples: Sequence[Example]) -> Iterator[str]:
+    """Yield the range of image tokens for families whose images vary in size."""
+    if policy.budget is None or not any(example.images for example in examples):
+        return
+    sizes = PromptCounter(examples, task, policy.prompts).count(policy.budget)
+    images = sorted(size.image_tokens for size in sizes)
+    spread = f"{images[0]:,}" if images[0] == images[-1] else f"{images[0]:,} to {images[-1]:,}"
+    yield (
+        f"images     {spread} tokens per example, prompts up to {sizes[-1].tokens:,} "
+        f"(the first {len(examples)} examples)"
+    )
+
+
+def _reference(objective: ObjectiveSettings) -> str:
+    every = objective.reference_refresh_every
+    if objective.beta == 0:
+        return "none: beta=0, the loss has no KL"
+    if every == 1:
+        return "the policy at the start of each step (k=1): no second model, and a KL of about 0"
+    if every == "never":
+        return "the policy before its first rollout, for the entire run"
+    return f"a copy of the policy, refreshed every {every} steps"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a run.
+
+    Attributes:
+        before: held-out evaluation of the loaded model; None without held-out data.
+        after: held-out evaluation after the last step; None without held-out data.
+        best: the best held-out value, including the loaded model's, with its step; None
+            without held-out data.
+        checkpoint: folder of the last checkpoint.
+        run_dir: the run's folder.
+        lower_is_better: True if the held-out primary metric is an error.
+    """
+
+    before: Evaluation | None
+    after: Evaluation | None
+    best: tuple[float, int] | None
+    checkpoint: Path
+    run_dir: Path
+    lower_is_better: bool = False
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        if self.before is not None:
+            yield f"before     {self.before}"
+        if self.after is not None:
+            yield f"after      {self.after}"
+        if self.before is not None and self.after is not None:
+            yield f"change     {format_change(self.before, self.after)}"
+        if self.best is not None:
+            value, step = self.best
+            yield f"best       {format_value(value, self.lower_is_better)}, {self._locate(step)}"
+        yield f"report     {self.run_dir / 'report.html'}"
+        yield f"samples    {self.run_dir / 'samples'}"
+        yield f"checkpoint {self.checkpoint}"
+        config = self.run_dir / "config.yaml"
+        yield f"next       vlm-grpo evaluate {config} --checkpoint {self.checkpoint}"
+        yield f"           vlm-grpo export {self.checkpoint} exported"
+
+    def _locate(self, step: int) -> str:
+        checkpoint = self.checkpoint.with_name(f"step-{step}")
+        if step == 0:
+            return "the loaded model"
+        if checkpoint.is_dir():
+            return str(checkpoint)
+        return f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
+
+
+def read_evaluation(settings: Settings, step: int) -> Evaluation | None:
+    """Load the run's evaluation after ``step`` steps, which an earlier process has written.
+
+    Returns:
+        None if it is missing or damaged; a resumed run goes on without it.
+    """
+    path = settings.run_dir / "evaluation" / f"step-{step:06d}.json"
+    rows = tuple(row for _, row in parse_lines(path.with_suffix(".jsonl")) if row is not None)
+    try:
+        summary = json.loads(path.read_text("utf-8"))
+        name, n, metrics = summary["headline"], summary["n"], {**summary["metrics"]}
+        lower_is_better = bool(summary["lower_is_better"])
+        values = [v for row in rows if (v := _get_value(row, name)) is not None]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if len(rows) != n:
+        return None
+    value = metrics.setdefault(name, math.nan)
+    if not values or not math.isclose(statistics.fmean(values), value, abs_tol=1e-9):
+        values = []  # a metric of the full set
+    interval = bootstrap_interval(values, settings.seed)
+    return Evaluation(name, n, metrics, interval, rows, lower_is_better)
+
+
+def format_change(before: Evaluation, after: Evaluation) -> str:
+    """Format the primary metric's mean change with its 95 % interval, paired by example.
+
+    A metric of the full set has no interval, because single examples have no value.
+    """
+    first = {row["id"]: _get_value(row, before.primary_metric) for row in before.rows}
+    if not any(row["id"] in first for row in after.rows):  # data.eval may change on a resume
+        return "unknown: the evaluations have no example in common"
+    pairs = [(first.get(row["id"]), _get_value(row, after.primary_metric)) for row in after.rows]
+    changes = [b - a for a, b in pairs if a is not None and b is not None]
+    if math.isnan(after.interval[0]):  # a metric of the full set, even if examples have values
+        changes = []
+    scale, form, unit = (1, "{:+.3f}", "") if after.lower_is_better else (100, "{:+.1f}", " points")
+    if not changes:
+        change = after.value - before.value
+        if math.isnan(change):
+            return "no example was scored both times"
+        return form.format(scale * change) + unit
+    low, high = bootstrap_interval(changes, seed=0)
+    mean = sum(changes) / len(changes)
+    verdict = "" if low > 0 or high < 0 else ", which may be chance"
+    change, least, most = (form.format(scale * value) for value in (mean, low, high))
+    return f"{change}{unit} [{least}, {most}]{verdict}"
+
+
+def _get_value(row: Mapping[str, Any], name: str) -> float | None:
+    value = row["rewards"].get(name)
+    return row["metrics"].get(name) if value is None else value

@@ -1,0 +1,293 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from vlm_grpo.config.run import Settings, check_settings
+from vlm_grpo.data.run_data import load_run
+from vlm_grpo.dist.collectives import any_rank, fail_together
+from vlm_grpo.dist.launch import build_accelerator
+from vlm_grpo.dist.watch import watch_ranks
+from vlm_grpo.errors import Stopped, UserError
+from vlm_grpo.eval.held_out import HeldOutEvaluator
+from vlm_grpo.eval.summary import Evaluation
+from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.report.progress import Progress
+from vlm_grpo.report.samples import HELD_OUT_SHOWN
+from vlm_grpo.report.trackers import check_installed
+from vlm_grpo.task import Task
+from vlm_grpo.training.advantages import Estimator, compute_advantages
+from vlm_grpo.training.batch import Rollout, pack_step
+from vlm_grpo.training.checkpoint.manager import CheckpointManager, RunState, find_checkpoint
+from vlm_grpo.training.checkpoint.partial_step import PartialStep
+from vlm_grpo.training.metrics import rollout_metrics
+from vlm_grpo.training.nonfinite import NonfiniteGuard
+from vlm_grpo.training.rollout import build_rollout_sampler
+from vlm_grpo.training.run_dir import RunDir, lock_run
+from vlm_grpo.training.speed import StepMeter
+from vlm_grpo.training.summary import TrainResult, describe_run
+from vlm_grpo.training.targets import select_usable
+from vlm_grpo.training.update import Updates, build_updater
+from vlm_grpo.types import Example
+from vlm_grpo.utils.signals import StepInterrupted, StopRequest
+
+
+def train(settings: Settings) -> TrainResult:
+    """Run or resume training with these settings.
+
+    The settings, the task and the data are checked before the model is loaded.
+
+    Raises:
+        UserError: something is wrong that the user can fix; the message says how.
+        Stopped: the run was stopped by a signal or its time limit, and its state was saved.
+    """
+    stop_request = StopRequest(check_settings(settings).checkpoint.max_hours)
+    disable_progress_bar()
+    check_installed(settings.logging.trackers)
+    task, train_examples, held_out = load_run(settings)
+    accelerator = build_accelerator(settings)
+    with watch_ranks(settings.ddp_timeout) as watch, lock_run(settings, accelerator):
+        checkpoint = find_checkpoint(settings, accelerator, train_examples)
+        set_seed(settings.seed)
+        policy = load_policy(settings, checkpoint)
+        trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
+        state, stopwatch = lambda: trainer.state.describe(trainer.settings), policy.stopwatch
+        watch.place = lambda: f"in phase {stopwatch.phase or 'start'}, {state()}"
+        result = trainer.run(stop_request)
+    accelerator.print(result)
+    return result
+
+
+class Trainer:
+    """A trainer of one policy on one task with GRPO.
+
+    Args:
+        settings: the run's settings.
+        policy: the policy to train.
+        task: writes the questions and scores the answers.
+        train_examples: the training examples, at least one.
+        held_out: examples to evaluate before, during and after training; may be empty.
+        accelerator: the processes of the run; None: built from the launch.
+
+    Attributes:
+        global_step: number of finished steps.
+        partial: the step in progress; None between steps.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: Policy,
+        task: Task,
+        train_examples: Sequence[Example],
+        held_out: Sequence[Example] = (),
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        settings = self.settings = check_settings(settings).with_steps(len(train_examples))
+        self.policy, self.stopwatch = policy, policy.stopwatch
+        limit = settings.rollout.max_completion_length
+        self.task = replace(policy.prompts.adapt(task), token_limit=limit)
+        usable = self.train_examples = select_usable(policy, train_examples, self.task, settings)
+        ranks = self.accelerator = accelerator or build_accelerator(settings)
+        self.updater = build_updater(policy, settings, self.accelerator)
+        self.estimator = Estimator.load(settings.objective)
+        self.strategy = self.updater.strategy
+        self.sampler = build_rollout_sampler(self.strategy, self.task, usable, settings)
+        scorer = self.sampler.scorer
+        self.evaluator = HeldOutEvaluator(self.strategy, self.task, held_out, settings, scorer)
+        self.checkpoints = CheckpointManager(settings, self.updater, self.sampler, train_examples)
+        self.meter = StepMeter(policy, settings, self.accelerator)
+        self.nonfinite = NonfiniteGuard(settings.run_dir, self.accelerator.process_index)
+        self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
+        self.global_step, self.is_resumed = 0, False
+        self.partial: PartialStep | None = None
+        self.stop_request = StopRequest()
+
+    def step(self) -> dict[str, float]:
+        """Run one step, of GRPO or supervised, or finish the one in progress; return its metrics.
+
+        Raises:
+            StepInterrupted: a stop was requested before the step was finished.
+            UserError: the step failed for a reason that the user can fix.
+        """
+        settings, ranks = self.settings, self.accelerator
+        with self.meter.step(self.global_step):
+            if self.partial is None:
+                rollout = self._rollout()
+                self.updater.begin_step(rollout)
+                scores = self.updater.score_step(rollout)
+                task, estimator = self.sampler.task, self.estimator
+                advantages = compute_advantages(rollout, scores, task, estimator, ranks)
+                values = {**scores.values, **advantages.values}
+                batch = pack_step(rollout, advantages.own, values, settings, ranks)
+                metrics, updates = rollout_metrics(rollout, advantages), Updates(scores.old)
+                self.partial = PartialStep(rollout, batch, metrics, updates)
+            self.updater.update(self.partial.batch, self.partial.updates, self._interrupt)
+            metrics = self._finish_step(self.partial)
+        metrics |= self.meter.measure(self.partial.rollout, self.partial.batch)
+        self.partial, self.global_step = None, self.global_step + 1
+        return metrics
+
+    def _rollout(self) -> Rollout:
+        """Sample and score the step's groups. If that fails, save the state before the step."""
+        self.meter.reset()
+        with self._save_on_error():
+            return self.sampler.sample(self.global_step, self.stop_request)
+
+    def _finish_step(self, partial: PartialStep) -> dict[str, float]:
+        """Write the step's samples, check its gradients, and return the metrics of its updates."""
+        if self.evaluator.is_due(self.global_step + 1):
+            self._interrupt()
+        metrics = partial.updates.summarize()
+        self.policy.clear_image_features()
+        groups, batch = partial.rollout.groups, partial.batch
+        advantages = batch.advantages[: batch.replayed.start]
+        is_skipped = bool(metrics["skipped_updates"])
+        self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
+        self.nonfinite.check(self.global_step, is_skipped, groups, advantages)
+        return {**metrics, **partial.metrics, **self.updater.learning_rates}
+
+    def run(self, stop_request: StopRequest | None = None) -> TrainResult:
+        """Run the remaining steps with the evaluations and checkpoints due between them.
+
+        Args:
+            stop_request: ends the run early; None: signals and the time limit, counted from now.
+
+        Raises:
+            Stopped: the run was stopped on request, and its state was saved.
+            UserError: another process writes to the run's folder, or a step failed for a reason
+                that the user can fix.
+        """
+        self.stop_request = stop_request or StopRequest(self.settings.checkpoint.max_hours)
+        with lock_run(self.settings, self.accelerator):
+            return self._run()
+
+    def _run(self) -> TrainResult:
+        settings, last = self.settings, self.settings.optim.max_steps
+        with fail_together(self.accelerator):  # the main process reads the metrics so far
+            self.run_dir.open(self.global_step)
+        for line in describe_run(
+            settings, self.policy, self.task, self.train_examples, self.evaluator.examples
+        ):
+            self.accelerator.print(line)
+        before = self.run_dir.read_evaluation(0) if self.is_resumed else self._evaluate()
+        after = self.run_dir.read_evaluation(last) if self.global_step == last else None
+        metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
+        progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
+        with closing(self.sampler), self.stop_request, self.checkpoints.writer, progress:
+            while self.global_step < last and not self._stop_requested():
+                try:
+                    metrics = self.step()
+                except StepInterrupted:
+                    break
+                if self.evaluator.is_due(self.global_step):
+                    after = self._evaluate_step(metrics)
+                self.run_dir.write_metrics(self.global_step - 1, metrics)
+                progress.advance(metrics)
+                self.checkpoints.writer.check()
+                if self._checkpoint_due():
+                    self._save()
+                self.run_dir.refresh_report()
+            if self.global_step < last and not self.checkpoints.is_saved(self.state):
+                self._save()
+        self.run_dir.close()
+        self.accelerator.end_training()
+        checkpoint = self.checkpoints.path(self.state)
+        if self.global_step < last:
+            raise Stopped(
+                f"stopped by {self.stop_request.reason or 'another process'} "
+                f"{self.state.describe(settings)}; saved in {checkpoint}; "
+                "continue with resume=true",
+                self.stop_request.status,
+            )
+        return TrainResult(
+            before,
+            after,
+            self.evaluator.best,
+            checkpoint,
+            settings.run_dir,
+            self.evaluator.task.lower_is_better,
+        )
+
+    # Stopping.
+
+    def _stop_requested(self) -> bool:
+        """Return whether a stop was requested on any rank. All ranks must call it."""
+        return any_rank(self.accelerator, self.stop_request.reason is not None)
+
+    def _interrupt(self) -> None:
+        """Raise ``StepInterrupted`` if a stop was requested."""
+        if self._stop_requested():
+            raise StepInterrupted
+
+    # Evaluation.
+
+    def _evaluate(self) -> Evaluation | None:
+        """Evaluate the held-out examples and write the result."""
+        evaluation = self.evaluator.evaluate(self.global_step)
+        if evaluation is not None:
+            shown, task = self.evaluator.first_examples(HELD_OUT_SHOWN), self.evaluator.task
+            self.run_dir.write_evaluation(self.global_step, task, evaluation, shown)
+        return evaluation
+
+    def _evaluate_step(self, metrics: dict[str, float]) -> Evaluation | None:
+        """Evaluate after a step, and add the result to its metrics."""
+        with self._save_on_error():
+            try:
+                evaluation = self._evaluate()
+            except UserError:
+                self.run_dir.write_metrics(self.global_step - 1, metrics)
+                raise
+        if evaluation is not None:
+            metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+        return evaluation
+
+    # Checkpoints.
+
+    @property
+    def state(self) -> RunState:
+        """The state of the run outside its weights, optimizer and reference."""
+        return RunState(self.global_step, self.evaluator.best, self.nonfinite.count, self.partial)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Resume from the checkpoint that the policy's weights were loaded from.
+
+        Raises:
+            UserError: it cannot be read, or does not fit the settings, data or model.
+        """
+        state = self.checkpoints.restore(checkpoint)
+        self.global_step, self.partial = state.step, state.partial
+        self.evaluator.best, self.nonfinite.count = state.best, state.nonfinite_steps
+        self.is_resumed = True
+
+    def _checkpoint_due(self) -> bool:
+        checkpoint, step = self.settings.checkpoint, self.global_step
+        is_best = checkpoint.keep_best and self.evaluator.best_step == step
+        is_due = bool(checkpoint.every) and step % checkpoint.every == 0
+        is_last = step in (self.settings.supervised_steps, self.settings.optim.max_steps)
+        return is_best or is_due or is_last
+
+    def _save(self) -> None:
+        with self.stopwatch("saving"):
+            self.checkpoints.save(self.state)
+
+    @contextmanager
+    def _save_on_error(self) -> Iterator[None]:
+        """Save the last step if the block raises ``UserError``, which it must do on all ranks."""
+        try:
+            yield
+        except UserError:
+            if self.global_step > 0 and not self.checkpoints.is_saved(self.state):
+                self._save()
+                self.checkpoints.writer.wait()
+            raise
