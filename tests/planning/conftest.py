@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.planning.planner import Planner
 from vlm_grpo.planning.devices import GIB, Device
+from vlm_grpo.planning.planner import Planner
 
 
 @pytest.fixture(scope="module")

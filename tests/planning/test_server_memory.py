@@ -8,8 +8,8 @@ import pytest
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.planning.planner import Planner, plan
 from vlm_grpo.planning.devices import CONTEXT, GIB, Device
+from vlm_grpo.planning.planner import Planner, plan
 
 OWN = "rollout.vllm.python=/opt/vllm/bin/python"
 SHARED = "rollout.vllm.urls=[http://127.0.0.1:8000]"
