@@ -93,7 +93,7 @@ LONG = ("test_strategy.py", "test_every_family.py")
 
 MEASURED = re.compile(
     r"(training/objective/|config/test_objective|task/test_(?!failures|registry|drawing|scorer)"
-    r"|task/graders/|test_types)"
+    r"|task/graders/|test_types|data/test_(images|videos))"
 )
 """Test files of the modules whose coverage is measured; ``pyproject.toml`` lists these modules."""
 
@@ -116,7 +116,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     """
     with untraced():
         import_module("torch").set_num_threads(1)
-    for module in ("training.objective", "config.objective", "task"):
+    for module in ("training.objective", "config.objective", "task", "task.graders.teds"):
         import_module(f"vlm_grpo.{module}")
     with contextlib.nullcontext() if MEASURED.match(find_path(collector)) else untraced():
         return (yield)

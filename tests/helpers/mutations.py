@@ -15,7 +15,7 @@ TARGETS = {
     "training/update.py": (
         0.5,
         "training/test_update.py test_wiring.py training/test_reference.py "
-        "training/test_warm_start.py"
+        "training/test_warm_start.py "
         "training/test_targets_trl.py",
     ),
     "training/batch.py": (0.6, "training/test_batch.py test_wiring.py"),
@@ -102,7 +102,7 @@ TARGETS = {
     "dist/optimizer.py": (
         0.4,
         "dist/test_optimizer.py test_wiring.py training/checkpoint/test_manager.py "
-        "training/test_warm_start.py",
+        "training/test_warm_start.py ",
     ),
     "dist/strategy.py": (
         0.7,

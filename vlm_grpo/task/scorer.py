@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,21 @@ class RewardScorer:
         """Return the result of each job, each limited to ``seconds``, or what it raised."""
         limit = None if seconds is None else seconds + _GRACE
         futures = [self._pool.schedule(function, args, limit) for function, args in jobs]
-        return [future.exception() or future.result() for future in futures]
+        results = [future.exception() or future.result() for future in futures]
+        # A worker that ends before it has named its job ends the whole pool: each job of it runs
+        # again, alone, so that one that ends its worker takes no other with it.
+        if len(jobs) > 1:
+            for place, result in enumerate(results):
+                if isinstance(result, BrokenProcessPool):
+                    (results[place],) = self._run([jobs[place]], seconds)
+        return results
 
     def _describe(self, result: Any, seconds: float | None) -> tuple[Any, str | None]:
         """Return the value of a job, and the reason if it failed."""
         if isinstance(result, ProcessExpired):
             return None, f"the process that scored it ended with exit code {result.exitcode}"
+        if isinstance(result, BrokenProcessPool):
+            return None, "the process that scored it ended"
         if isinstance(result, TimeoutError) and seconds is not None:
             return None, f"it took longer than its limit of {seconds:g} s and was killed"
         return (None, repr(result)) if isinstance(result, BaseException) else result
