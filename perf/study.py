@@ -28,6 +28,7 @@ from saved_runs import load_runs, save_runs
 from vlm_grpo import export, train
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
+from vlm_grpo.data.objects import Rows
 from vlm_grpo.data_scripts import make_shapes, make_words
 from vlm_grpo.eval.bootstrap import bootstrap_mean_of_means
 from vlm_grpo.training.trainer import Trainer
@@ -70,7 +71,7 @@ METHODS: dict[str, list[str]] = {
 ``trl`` is TRL's GRPOTrainer with the settings of ``grpo``."""
 
 
-def time_steps(settings: Settings) -> float:
+def time_steps(settings: Settings, rows: Rows) -> float:
     """Train, and return the processor seconds of the steps, without those of evaluations."""
     step, seconds = Trainer.step, 0.0
 
@@ -84,7 +85,7 @@ def time_steps(settings: Settings) -> float:
 
     Trainer.step = measured
     try:
-        train(settings)
+        train(settings, data=rows)
     finally:
         Trainer.step = step
     return seconds
@@ -118,13 +119,14 @@ def measure(task: str, method: str, seed: int, folder: Path) -> dict[str, Any]:
     settings = load_settings(
         TASKS[task],
         [*(change.format(teacher=teacher) for change in changes), *own],
-        data={"train": draw_rows(source)},
+        data={"train": "python"},
     )
+    rows = draw_rows(source)
     if method == "trl":
         # The import of TRL takes long, and the other methods do not need it.
-        seconds, curve = import_module("study_trl").train_with_trl(settings)
+        seconds, curve = import_module("study_trl").train_with_trl(settings, rows)
     else:
-        seconds = time_steps(settings)
+        seconds = time_steps(settings, rows)
         paths = (settings.run_dir / "evaluation").glob("step-*.jsonl")
         curve = {
             int(path.stem.partition("-")[2]): [json.loads(row) for row in path.open()]

@@ -14,6 +14,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlm_grpo import evaluate
 from vlm_grpo.config.run import Settings
+from vlm_grpo.data.objects import Objects, Rows
 from vlm_grpo.data.run_data import load_run
 from vlm_grpo.model.policy import load_policy
 
@@ -40,10 +41,10 @@ class Saver(TrainerCallback):
             kwargs["processing_class"].save_pretrained(folder)
 
 
-def train_with_trl(settings: Settings) -> tuple[float, dict[int, tuple[dict, ...]]]:
+def train_with_trl(settings: Settings, rows: Rows) -> tuple[float, dict[int, tuple[dict, ...]]]:
     """Train, and return the processor seconds, and the rows of each evaluation by its step."""
     policy = load_policy(settings)
-    task, examples, _ = load_run(settings)
+    task, examples, _ = load_run(settings, Objects(train=rows))
     task = policy.prompts.adapt(task)
     start = settings.run_dir / "step-0"
     policy.model.save_pretrained(start)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 
 from vlm_grpo.task import Task, metric, reward
+from vlm_grpo.task.scores import accuracy_by_gold
 from vlm_grpo.types import Example
 
 MAX_CHARACTERS = 2_000
@@ -136,16 +136,9 @@ class Choice(Task):
     ) -> dict[str, float]:
         """Return the accuracy by the letter of the right option, and the accuracy of always giving
         the most frequent one (``majority_baseline``)."""
-        hits: dict[str, list[bool]] = defaultdict(list)
-        for answer, example in zip(answers, examples, strict=True):
-            gold = self.gold_answer(example)
-            hits[self.write(gold, example)].append(answer == gold)
-        if not hits:
-            return {}
-        sizes = Counter({letter: len(values) for letter, values in hits.items()})
-        return {"majority_baseline": max(sizes.values()) / sizes.total()} | {
-            f"exact_of_{letter}": sum(hits[letter]) / len(hits[letter]) for letter in sorted(hits)
-        }
+        golds = [self.gold_answer(example) for example in examples]
+        letters = [self.write(gold, e) for gold, e in zip(golds, examples, strict=True)]
+        return accuracy_by_gold(letters, [a == g for a, g in zip(answers, golds, strict=True)])
 
 
 def _normalize(text: str) -> str:

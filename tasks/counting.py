@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from PIL import Image
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.drawing import draw_points
 from vlm_grpo.task.parsing import MAX_DIGITS, parse_integer, parse_points
+from vlm_grpo.task.scores import accuracy_by_gold
 from vlm_grpo.types import Example, LabeledBoxes
 
 Points = tuple[tuple[float, float], ...]
@@ -93,19 +93,12 @@ class Counting(Task):
     ) -> dict[str, float]:
         """Return the RMSE over completions with an answer, the accuracy per gold count, and the
         accuracy of always answering the most frequent gold count (``majority_baseline``)."""
-        if not examples:
-            return {}
         golds = [example.answer for example in examples]
         counts = [None if answer is None else _count(answer) for answer in answers]
         pairs = list(zip(counts, golds, strict=True))
-        metrics = {"majority_baseline": Counter(golds).most_common(1)[0][1] / len(golds)}
+        metrics = accuracy_by_gold(golds, [count == gold for count, gold in pairs])
         squares = [(count - gold) ** 2 for count, gold in pairs if count is not None]
-        if squares:
-            metrics["rmse"] = (sum(squares) / len(squares)) ** 0.5
-        hits = defaultdict(list)
-        for count, gold in sorted(pairs, key=lambda pair: pair[1]):
-            hits[gold].append(count == gold)
-        return metrics | {f"exact_of_{gold}": sum(hit) / len(hit) for gold, hit in hits.items()}
+        return metrics | ({"rmse": (sum(squares) / len(squares)) ** 0.5} if squares else {})
 
 
 def _count(answer: int | Points) -> int:

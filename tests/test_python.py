@@ -70,20 +70,24 @@ def make_rows(count: int, encode: bool = False) -> list[dict[str, Any]]:
 ROWS, HELD_OUT = make_rows(8), make_rows(4, encode=True)
 
 
-def make_settings(folder: Path, task: Any = Brightness, **optim: Any) -> Settings:
+def make_settings(folder: Path, task: str = "python", **optim: Any) -> Settings:
     return Settings.model_validate(
         {
             "name": "run",
             "task": task,
             "model": "embedded",
             "output_dir": folder,
-            "data": {"train": ROWS, "eval": HELD_OUT},
+            "data": {"train": "python", "eval": "python"},
             "policy": {"dtype": "float32"},
             "rollout": {"num_generations": 2, "max_completion_length": 2},
             "optim": {"lr": 1e-3, "prompts_per_step": 2, "max_steps": 4, **optim},
             "logging": {"trackers": []},
         }
     )
+
+
+OBJECTS: dict[str, Any] = {"task": Brightness, "data": ROWS, "held_out": HELD_OUT}
+"""The arguments of ``train``."""
 
 
 def run_python(program: str) -> str:
@@ -152,7 +156,8 @@ def test_plan_is_the_function_in_either_order_of_imports(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     """A run of four steps with a task object and rows in memory."""
-    return train(make_settings(tmp_path_factory.mktemp("full"), Brightness(most=9)))
+    settings = make_settings(tmp_path_factory.mktemp("full"))
+    return train(settings, **{**OBJECTS, "task": Brightness(most=9)})
 
 
 def test_training_with_objects_returns_the_values_before_and_after(result: TrainResult) -> None:
@@ -163,15 +168,15 @@ def test_training_with_objects_returns_the_values_before_and_after(result: Train
     text = (result.run_dir / "config.yaml").read_text("utf-8")
     assert f"task: {__file__}:Brightness" in text or "task: tests.test_python:Brightness" in text
     assert "most: 9" in text
-    assert "train: '<in memory: 8 rows>'" in text
+    assert "train: python" in text
 
 
 def test_a_run_resumes_with_the_same_objects(result: TrainResult, tmp_path: Path) -> None:
-    train(make_settings(tmp_path, Brightness(most=9), max_steps=2))
-    config = tmp_path / "run/config.yaml"
-    data = {"train": make_rows(8), "eval": HELD_OUT}  # equal rows are enough
+    given = {**OBJECTS, "task": Brightness(most=9)}
+    train(make_settings(tmp_path, max_steps=2), **given)
+    more = load_settings(tmp_path / "run/config.yaml", ["resume=true", "optim.max_steps=4"])
 
-    resumed = train(load_settings(config, ["resume=true", "optim.max_steps=4"], data=data))
+    resumed = train(more, **{**given, "data": make_rows(8)})  # equal rows are enough
 
     assert_same_weights(resumed.checkpoint, result.checkpoint)
 
@@ -181,37 +186,36 @@ def test_a_run_does_not_resume_without_its_rows(result: TrainResult) -> None:
         train(load_settings(result.run_dir / "config.yaml", ["resume=true"]))
 
     assert str(caught.value) == (
-        "data.train=<in memory: 8 rows>: these rows were in the memory of the Python program that "
-        'wrote the settings: give them again, as load_settings(…, data={"train": rows}), or save '
-        "them in a .jsonl file and give its path"
+        "data.train=python: these rows are an argument of the Python program that wrote the "
+        "settings: give them, as train(settings, data=rows), or save them in a .jsonl file and "
+        "give its path"
     )
 
 
 def test_a_run_does_not_resume_with_other_rows(result: TrainResult) -> None:
     others = [*ROWS[:-1], {**ROWS[-1], "answer": 0}]
-    values = {"data": {"train": others, "eval": HELD_OUT}, "optim": {"max_steps": 5}}
+    words = ["resume=true", "optim.max_steps=5"]
+    settings = load_settings(result.run_dir / "config.yaml", words)
 
     with pytest.raises(UserError, match="first that differs is number 8, now 'row-8'"):
-        train(load_settings(result.run_dir / "config.yaml", ["resume=true"], **values))
+        train(settings, **{**OBJECTS, "data": others})
 
 
 def test_a_run_does_not_resume_with_another_task(result: TrainResult) -> None:
     class Other(Brightness):
         pass
 
-    data = {"train": ROWS, "eval": HELD_OUT}
-    config = result.run_dir / "config.yaml"
+    settings = load_settings(result.run_dir / "config.yaml", ["resume=true"])
     with pytest.raises(UserError, match=r"task was .*Brightness.* and is now .*<class .*Other>"):
-        train(load_settings(config, ["resume=true"], task=Other, data=data))
+        train(settings, **{**OBJECTS, "task": Other})
 
 
 def test_evaluation_returns_its_result_and_prints_nothing(
     result: TrainResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = {"train": ROWS, "eval": HELD_OUT}
-    settings = load_settings(result.run_dir / "config.yaml", data=data)
+    settings = load_settings(result.run_dir / "config.yaml")
 
-    found = evaluate(settings, result.checkpoint)
+    found = evaluate(settings, result.checkpoint, task=Brightness, held_out=HELD_OUT)
 
     assert result.after is not None
     assert found.metrics == result.after.metrics
@@ -241,7 +245,7 @@ def test_prediction_and_export_take_paths_and_images(
 def test_a_plan_is_returned_and_prints_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = plan(make_settings(tmp_path), "24GB")
+    found = plan(make_settings(tmp_path), "24GB", task=Brightness, data=ROWS)
 
     assert found.fits
     assert found.largest_group > 2
@@ -292,7 +296,7 @@ def test_export_names_a_wrong_dtype_or_step_and_takes_a_step_as_text(
 
 def test_training_without_a_weighted_reward_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no reward has a weight"):
-        train(make_settings(tmp_path, Brightness(weights={"exact": 0.0})))
+        train(make_settings(tmp_path), **{**OBJECTS, "task": Brightness(weights={"exact": 0.0})})
 
 
 def test_the_version_is_that_of_the_package() -> None:

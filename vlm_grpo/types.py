@@ -11,7 +11,7 @@ import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
@@ -33,13 +33,12 @@ class ImageRef:
     """A reference to one image of an example, or to a clip (``VideoRef``) among its images.
 
     Exactly one of ``path`` and ``data`` is set. Pixels are decoded by each call of ``load`` and
-    not kept, so that large datasets fit in memory.
+    not kept, so that large datasets fit in memory. Sizes are (width, height) in pixels.
 
     Attributes:
         name: name of the image in messages (a path, or a row of a table).
-        size: width and height of the original image, in pixels.
-        resized_size: width and height after the model family's resize, in pixels; equal to
-            ``size`` until a policy sets it.
+        size: size of the original image.
+        resized_size: size after the family's resize; equal to ``size`` until a policy sets it.
         path: file of the encoded image.
         data: bytes of the encoded image (PNG, JPEG, …), or where they are.
         noise: noise or mask on the resized image, which ``load`` leaves out; None: there is none.
@@ -55,25 +54,21 @@ class ImageRef:
 
     @property
     def num_frames(self) -> int:
-        """Return the number of frames of a clip that the model sees; 0: it is an image."""
+        """The number of frames of a clip that the model sees; 0: it is an image."""
         return 0
 
     @property
     def picture_size(self) -> tuple[int, int]:
-        """Return width and height of what ``load`` returns, in pixels."""
+        """Width and height of what ``load`` returns, in pixels."""
         return self.size
 
     @property
     def clean(self) -> ImageRef:
-        """Return the reference to the image without noise."""
+        """The reference to the image without noise."""
         return self if self.noise is None else replace(self, noise=None)
 
     def read_bytes(self) -> bytes:
-        """Return the encoded bytes.
-
-        Raises:
-            ValueError: they cannot be read from their file.
-        """
+        """Return the encoded bytes; raise ``ValueError`` if they cannot be read from their file."""
         if self.path is None:
             data = self.data or b""
             return data if isinstance(data, bytes) else data.read()
@@ -83,12 +78,7 @@ class ImageRef:
             raise ValueError(f"{self.kind} {self.name} cannot be read: {error}") from error
 
     def load(self) -> Image.Image:
-        """Decode the image to RGB, as ``vlm_grpo.media.image_decode.decode_image``.
-
-        Raises:
-            ValueError: the image is missing or corrupt, or its size has changed; the message
-                names it.
-        """
+        """Decode the image to RGB; a ``ValueError`` names it if it is missing or has changed."""
         try:
             image = decode_image(self.path or io.BytesIO(self.read_bytes()))
         except ValueError as error:
@@ -105,12 +95,10 @@ class ImageRef:
 class VideoRef(ImageRef):
     """A reference to one clip of an example; its sizes are those of each frame.
 
-    Either ``frames``, or ``path`` or ``data`` of a video file is set.
-
     Attributes:
         times: time of each frame that the model sees, in seconds from the clip's start.
         seconds: length of the clip.
-        frames: the frames as encoded images; empty: they are decoded from the video file.
+        frames: the frames as encoded images; empty: they are decoded from ``path`` or ``data``.
     """
 
     times: tuple[float, ...] = ()
@@ -128,20 +116,14 @@ class VideoRef(ImageRef):
 
     def read_bytes(self) -> bytes:
         """Return the bytes of the video file, or of all frames; errors as for images."""
-        return (
-            b"".join(f.read_bytes() for f in self.frames) if self.frames else super().read_bytes()
-        )
+        return b"".join(f.read_bytes() for f in self.frames) or super().read_bytes()
 
     def load_frames(
         self, fit: Callable[[Image.Image], Image.Image] = lambda frame: frame
     ) -> list[Image.Image]:
-        """Decode the frames to RGB.
+        """Decode the frames to RGB; errors as for images.
 
-        Args:
-            fit: resizes each frame as soon as it is decoded: all together may fill the memory.
-
-        Raises:
-            ValueError: the clip is missing or corrupt, or has changed; the message names it.
+        ``fit`` resizes each frame as soon as it is decoded: all together may fill the memory.
         """
         if self.frames:
             return [fit(frame.load()) for frame in self.frames]
@@ -152,7 +134,7 @@ class VideoRef(ImageRef):
             raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def load(self) -> Image.Image:
-        """Return some of the frames side by side, for people; errors as for ``load_frames``."""
+        """Return some of the frames side by side, for people; errors as for images."""
         shown = fit_strip(self.size, self.num_frames)[1]
         return build_strip(self.load_frames(lambda frame: frame.resize(shown)))
 
@@ -185,7 +167,7 @@ class Example:
 
     @property
     def name(self) -> str:
-        """Return the example's name in messages: its location, if known, and its id."""
+        """The example's name in messages: its location, if known, and its id."""
         return f"{self.location}: example {self.id}" if self.location else f"example {self.id}"
 
     def with_resized_sizes(self, sizes: Iterable[tuple[int, int]]) -> Example:
@@ -208,8 +190,8 @@ class LabeledBoxes:
         boxes: xyxy in pixels of the original image.
         labels: name of each box's category.
         categories: names of all categories of the dataset.
-        ignored: names of the categories of which the image also shows a crowd or an object that is
-            hard to recognize: neither their number nor their boxes are known.
+        ignored: categories of which the image also shows a crowd or an object that is hard to
+            recognize: neither their number nor their boxes are known.
     """
 
     boxes: tuple[tuple[float, float, float, float], ...]
@@ -251,9 +233,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion of a prompt.
-
-    The completion of a server that returns texts only has no tokens.
+    """One sampled completion of a prompt; that of a server that returns only texts has no tokens.
 
     Attributes:
         token_ids: (T,) the sampled tokens, including the end-of-sequence token.
@@ -263,7 +243,7 @@ class Completion:
         entropies: (T,) entropy of the sampling distribution at each token, in nats.
         version: number of steps after which the weights that sampled it were published; None: it
             was sampled with the policy's own.
-        noise: steps of the noise on the images behind which it was sampled; 0: there was none.
+        noise: steps of the noise on the images that it was sampled for; 0: there was none.
     """
 
     token_ids: tuple[int, ...]
@@ -338,13 +318,7 @@ class Batch(Sequence[Candidate]):
     candidates: tuple[Candidate, ...]
     cache: ValueCache | None = None
 
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.candidates[index]
 
     def __len__(self) -> int:
@@ -389,5 +363,5 @@ class Group:
 
     @property
     def id(self) -> str:
-        """Return the id of the group's example."""
+        """The id of the group's example."""
         return self.prompt.example.id

@@ -1,6 +1,7 @@
 """Directives that generate the reference of settings and of commands from the code.
 
-``settings`` lists every key of a recipe with its type, default and docstring; ``commands`` prints
+``settings`` lists every key of a recipe with its type, default and docstring, and the combinations
+that are refused; ``commands`` prints
 the help of every command.
 """
 
@@ -17,7 +18,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 
 from vlm_grpo.cli.app import app as program
-from vlm_grpo.config.listing import SettingReference, list_settings
+from vlm_grpo.config.listing import SettingReference, list_refusals, list_settings
 
 
 class SettingsDirective(Directive):
@@ -30,7 +31,10 @@ class SettingsDirective(Directive):
         found = [s for s in list_settings() if s.key.partition(".")[0] == block]
         if not block:
             found = [setting for setting in list_settings() if "." not in setting.key]
-        return [nodes.definition_list("", *map(self._describe, found))]
+        refused = [nodes.list_item("", nodes.paragraph(text=row)) for row in list_refusals(block)]
+        listed = [nodes.paragraph(text="Refused:"), nodes.bullet_list("", *refused)]
+        settings = nodes.definition_list("", *map(self._describe, found))
+        return [settings, *(listed if refused else [])]
 
     def _describe(self, setting: SettingReference) -> nodes.definition_list_item:
         default = "required" if setting.default is None else f"default {setting.default}"

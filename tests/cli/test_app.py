@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from vlm_grpo.cli.app import explain
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.errors import UserError
+from vlm_grpo.task.coordinates import FRAMES
 
 HEAVY = {"torch", "transformers", "datasets", "pyarrow", "numpy", "scipy", "matplotlib"}
 
@@ -151,6 +152,12 @@ def test_settings_built_in_python_are_explained_like_those_of_a_recipe():
     with pytest.raises(ValidationError) as invalid:
         DataSettings.model_validate({"train": 3})
     assert explain(invalid.value) == (
-        "train.source: Value error, should be text or a list of rows (mappings), a Dataset, or "
-        "Examples"
+        "train.source: Value error, should be text, or a list of sources: give rows as an "
+        "argument, train(settings, data=rows)"
     )
+
+
+def test_the_help_lists_every_frame(capsys: pytest.CaptureFixture[str]):
+    _, out, _ = run(capsys, "score", "--help")
+    words = out.replace(",", " ").replace(".", " ").split()
+    assert {*FRAMES} <= {*words}

@@ -6,8 +6,10 @@ import pytest
 from commands import fails, run
 
 from vlm_grpo.config.listing import list_blocks
+from vlm_grpo.config.recipes import recipe_names
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys
+from vlm_grpo.task.registry import task_names
 
 
 def test_all_settings_are_listed_with_their_defaults(capsys):
@@ -24,6 +26,7 @@ def test_all_settings_are_listed_with_their_defaults(capsys):
     [
         ("optim.lr", "optim.lr: float ≥ 0, default 1e-06\n    Peak learning rate."),
         ("checkpoint", "checkpoint.keep_last: int ≥ 0, default 2\n    Number of newest"),
+        ("optim", "Refused: optim.mini_batches=… must divide optim.prompts_per_step=…"),
         ("policy.lora", "policy.lora.r: int ≥ 1, default 64"),
         ("learning_rate", "TRL's learning_rate is optim.lr here.\noptim.lr: float"),
         ("use_vllm", "TRL's use_vllm is rollout.sampler (vllm: docs/vllm.md) here"),
@@ -59,3 +62,11 @@ def test_settings_of_other_trainers_are_explained(capsys, command, arguments, ex
 
 def test_other_unknown_options_are_left_to_the_parser(capsys):
     assert "No such option: --device" in fails(capsys, "plan", "counting", "--device", "8")
+
+
+def test_every_task_and_recipe_is_listed(capsys):
+    _, out, _ = run(capsys, "tasks")
+
+    assert all(name in out for name in (*task_names(), *recipe_names()))
+    assert "Count the named objects in one image" in out
+    assert "Referring expressions (RefCOCO) with Qwen2.5-VL-3B" in out

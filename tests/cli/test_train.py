@@ -1,15 +1,21 @@
-"""``vlm-grpo train``: arguments and errors."""
+"""``vlm-grpo train`` and ``vlm-grpo sft``: arguments, errors and the folder of a run."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
+from pathlib import Path
 
 import forked
-from commands import fails, write_jsonl
+import pytest
+from commands import fails, run, write_jsonl
 from fuzz_files import RECIPE
 
 from vlm_grpo.cli import main
+from vlm_grpo.cli.train import UNUSED
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import known_keys
 
 
 def test_another_task_is_trained_and_its_bad_rows_are_named(capsys, write_letters, tmp_path):
@@ -37,3 +43,46 @@ def test_a_run_whose_output_nobody_reads_is_finished(tmp_path):
     run = tmp_path / "tiny"
     assert (run / "checkpoints" / "step-2" / "manifest.json").is_file()
     assert (run / "report.html").is_file()
+
+
+def test_a_recipe_is_trained_on_its_gold_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    words = "sft", tmp_path / "tiny.yaml", f"output_dir={tmp_path}", "warm_start.lr=1e-3"
+    status, out, _ = run(capsys, *words)
+    assert status == 0
+    assert "warm start 2 steps on the gold answers of 2 prompts, lr 0.001; then the run ends" in out
+    folder = tmp_path / "tiny-sft"  # that of train is tiny
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all("mean_token_accuracy" in row and "reward" not in row for row in rows)
+    report = (folder / "report.html").read_text("utf-8")
+    assert "Token accuracy" in report
+    assert (folder / "checkpoints/step-2/manifest.json").is_file()
+    again = fails(capsys, *words)
+    assert "resume=true" in again
+
+
+@pytest.mark.parametrize("key", ["optim.lr", "objective.beta", "warm_start.steps"])
+def test_settings_that_it_does_not_read_are_refused(
+    capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    message = fails(capsys, "sft", "counting", f"{key}=1")
+    assert f"{key} has no effect on supervised steps" in message
+    assert "warm_start.lr" in message
+
+
+def test_the_refused_settings_exist() -> None:
+    assert set(UNUSED) <= set(known_keys(Settings))
+
+
+def test_a_target_that_is_too_long_names_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"id": "a", "question": "?", "answer": 3, "completion": "three shapes"}
+    data = write_jsonl(tmp_path / "rows.jsonl", {**row, "id": "b", "completion": "3"}, row)
+    words = f"data.train={data}", "data.eval=null", "evaluation.every=0", f"output_dir={tmp_path}"
+    message = fails(capsys, "sft", "counting", *words)
+    assert f"{data}:2: example a: its target 'three shapes' has" in message
+    assert "rollout.max_completion_length=4" in message
+    assert "data.on_bad_row=skip" in message

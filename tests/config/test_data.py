@@ -12,10 +12,8 @@ from vlm_grpo.config.data import DataSettings, SourceSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
-from vlm_grpo.tasks.counting import Counting
 
 COUNT = {"source": "embedded:counting", "task": "counting"}
-ROWS = [{"question": "How many?", "answer": 3}]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +25,7 @@ ROWS = [{"question": "How many?", "answer": 3}]
         ({"source": "data/train set.jsonl"}, "train-set"),
         ({"source": "hf:owner/counts:train"}, "counts"),
         ({"source": "embedded:ocr"}, "ocr"),
-        ({"source": ROWS}, "rows"),
+        ({"source": "python"}, "python"),
         ({"source": "…"}, "-"),
     ],
 )
@@ -62,11 +60,6 @@ def test_one_source_is_a_list_of_one() -> None:
     assert data.describe("train") == "a.jsonl"
 
 
-def test_rows_in_memory_are_not_sources() -> None:
-    data = DataSettings(train=[{"source": "a book", "question": "?", "answer": 3}])
-    assert data.describe("train") == "<in memory: 1 rows>"
-
-
 def test_sources_survive_being_saved(tmp_path: Path) -> None:
     sources = [{**COUNT, "weight": 2.0, "task_options": {"tags": True}}, {"source": "b.jsonl"}]
     settings = Settings(
@@ -74,17 +67,6 @@ def test_sources_survive_being_saved(tmp_path: Path) -> None:
     )
     settings.save(path := tmp_path / "config.yaml")
     assert load_settings(path).data == settings.data
-
-
-def test_a_source_may_hold_rows_and_classes() -> None:
-    source = {"source": ROWS, "task": Counting(tags=True), "name": "mine"}
-    settings = load_settings(
-        "counting", data={"train": [source], "eval": None}, evaluation={"every": 0}
-    )
-    (found,) = settings.data.get_sources("train")
-    assert (found.task, found.task_options) == (Counting, {"tags": True})
-    assert repr(found.source) == "<in memory: 1 rows>"
-    assert settings.task_names == ("counting",)
 
 
 @pytest.mark.parametrize(

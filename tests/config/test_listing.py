@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlm_grpo.config.listing import list_blocks, list_settings
+from vlm_grpo.config.listing import list_blocks, list_refusals, list_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys
 
@@ -23,3 +23,10 @@ def test_a_setting_has_type_bounds_default_and_other_names() -> None:
     assert BY_KEY["data.train"].default is None
     assert BY_KEY["policy.lora.target"].type == "'language' | 'all' | tuple[str, …]"
     assert BY_KEY["rollout.num_generations"].other_names[0] == "num_generations (TRL)"
+
+
+def test_the_reference_lists_what_each_block_refuses() -> None:
+    texts = {block: list_refusals(block) for block in ("", *list_blocks())}
+    assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
+    assert "optim.mini_batches=… must divide optim.prompts_per_step=…" in texts["optim"]
+    assert any(text.startswith("task has no value") for text in texts[""])

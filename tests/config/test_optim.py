@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from vlm_grpo.config.optim import OptimSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 
@@ -36,32 +35,23 @@ def test_steps_or_epochs_of_the_user_replace_those_of_the_recipe(tmp_path: Any) 
         load_settings("quickstart", optim=both)
 
 
-@pytest.mark.parametrize(
-    ("optim", "problem"),
-    [
-        ({"warmup_steps": 9}, "warmup_steps=9 exceeds optim.max_steps=8"),
-        ({"warmup_steps": 0.5}, None),
-    ],
-)
-def test_a_warmup_longer_than_the_epochs_is_refused(
-    optim: dict[str, Any], problem: str | None
-) -> None:
-    settings = OptimSettings(**{"num_train_epochs": 3, "prompts_per_step": 4, **optim})
-    if problem is None:
-        assert settings.with_steps(10).max_steps == 8
-        return
-    with pytest.raises(UserError, match=problem):
-        settings.with_steps(10)
+def test_the_first_steps_of_a_run_are_supervised() -> None:
+    settings = load_settings("quickstart", ["warm_start.steps=3", "optim.max_steps=23"])
+    assert [settings.is_supervised(step) for step in range(5)] == [True] * 3 + [False] * 2
+    assert settings.supervised_steps == 3
+    assert settings.name == "quickstart"
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"min_lr": 1e-7},
-        {"schedule": "cosine_with_min_lr"},
-        {"schedule": "cosine_with_min_lr", "lr": 1e-6, "min_lr": 2e-6},
-    ],
-)
-def test_a_minimum_rate_belongs_to_one_schedule(values: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="needs a min_lr above 0 and at most lr"):
-        OptimSettings(**values)
+def test_without_a_warm_start_no_step_is_supervised() -> None:
+    settings = load_settings("quickstart")
+    assert settings.warm_start is None
+    assert settings.supervised_steps == 0
+    assert not settings.is_supervised(0)
+
+
+def test_all_steps_of_a_run_can_be_supervised() -> None:
+    settings = load_settings("quickstart", ["warm_start.steps=all", "optim.max_steps=20"])
+    assert settings.supervised_steps == 20
+    assert settings.is_supervised(20)  # a caller of Trainer.step may go on after the last one
+    assert settings.name == "quickstart-sft"  # not the folder of train
+    assert load_settings("quickstart", ["warm_start.steps=all", "name=mine"]).name == "mine"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from trl.trainer.grpo_config import GRPOConfig
 
-from vlm_grpo.config.other_trainers import OTHER_SETTINGS, find_other_setting
+from vlm_grpo.config.other_trainers import find_other_setting, list_other_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import known_keys
 
@@ -30,17 +30,17 @@ NOT_SETTINGS |= {"get_peft_model", "model.save_lora", "model.save_pretrained"}
 
 
 def test_every_equivalent_is_a_setting() -> None:
-    assert {key for other in OTHER_SETTINGS for key in other.keys} <= KEYS
+    assert {key for other in list_other_settings() for key in other.keys} <= KEYS
 
 
 def test_a_setting_without_an_equivalent_has_a_reason() -> None:
-    for other in OTHER_SETTINGS:
+    for other in list_other_settings():
         assert other.keys or len(other.equivalent.removeprefix("none: ").split()) > 2
 
 
 def test_trls_names_are_those_of_its_config() -> None:
     fields = {field.name for field in dataclasses.fields(GRPOConfig)}
-    named = {other.name for other in OTHER_SETTINGS if other.trainer == "TRL"}
+    named = {other.name for other in list_other_settings() if other.trainer == "TRL"}
     assert named - fields == ELSEWHERE - fields
 
 

@@ -54,66 +54,6 @@ def test_a_task_file_is_a_recipe_without_data():
     assert (settings.task, settings.name) == ("my/parity.py", "parity")
 
 
-def test_unknown_recipe_error_suggests_the_nearest_and_lists_all():
-    message = get_error(recipe="groundng")
-
-    assert "did you mean grounding?" in message
-    assert all(name in message for name in recipe_names())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("- a\n- b\n", "a: [1\n", "a: 1\na: 2\n", "3\n", "", "a: 2026-13-45", f"a: {'9' * 5000}"),
-        f"a: {'[' * 1000}{']' * 1000}",
-    ],
-    ids=lambda text: text[:10],
-)
-def test_malformed_recipe_error_names_the_file(text, tmp_path):
-    path = tmp_path / "broken.yaml"
-    path.write_text(text)
-
-    assert str(path) in get_error(recipe=str(path))
-
-
-def test_binary_recipe_error_names_the_file(tmp_path):
-    path = tmp_path / "broken.yaml"
-    path.write_bytes(b"\xff\xfe\x00")
-
-    assert str(path) in get_error(recipe=str(path))
-
-
-def test_data_in_place_of_a_recipe_is_answered_with_its_setting(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text('{"id": 1}\n{"id": 2}\n')
-
-    assert get_error(recipe=str(path)) == (
-        f"{path} holds data: name a recipe, and set data.train={path}"
-    )
-
-
-def test_the_folder_of_a_run_is_answered_with_its_recipe(tmp_path):
-    (tmp_path / "config.yaml").touch()
-
-    assert get_error(recipe=str(tmp_path)) == (
-        f"{tmp_path} is the folder of a run: its recipe is {tmp_path}/config.yaml"
-    )
-
-
-@pytest.mark.parametrize(
-    "override",
-    ["seed=" + "[" * 1000 + "]" * 1000, "seed=[", "seed=" + "9" * 5000, "optim=[1]"],
-    ids=["deep", "cut", "long", "list"],
-)
-def test_an_override_that_cannot_be_parsed_is_refused(override):
-    assert "recipe counting cannot be read: " in get_error(override)
-
-
-def test_override_without_a_key_is_refused():
-    assert "'quickly'" in get_error("quickly")
-    assert "'=3'" in get_error("=3")
-
-
 def test_python_values_override_texts_and_the_recipe():
     settings = load_settings(
         "counting",
@@ -138,24 +78,6 @@ def test_overrides_may_be_a_mapping_with_dotted_keys():
     assert settings.optim.lr == 3e-6
     assert settings.policy.lora == LoraSettings()
     assert settings.rollout.stop == ("${x}",)  # Python text is literal
-
-
-@pytest.mark.parametrize(
-    "values", [{"seed": "4"}, {"seed": True}, {"optim": {"lr": {1}}}, {"zebra": 1}], ids=str
-)
-def test_python_values_are_validated_as_strictly_as_texts(values: dict[str, Any]):
-    with pytest.raises(UserError, match="recipe counting has wrong settings"):
-        load_settings("counting", values)
-    with pytest.raises(UserError, match="recipe counting has wrong settings"):
-        load_settings("counting", (), **values)
-
-
-def test_python_values_complete_a_recipe():
-    data = {"train": "train.jsonl", "eval": "test.jsonl"}
-
-    settings = load_settings("grounding_qwen2_5_vl_3b", data=data)
-
-    assert (settings.data.train, settings.data.eval) == ("train.jsonl", "test.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -195,13 +117,6 @@ def test_a_warning_does_not_precede_an_error(caplog):
     assert not caplog.records
 
 
-def test_a_recipe_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "image.png"
-    path.write_bytes(b"\x89PNG")
-    problem = f"recipe {path} cannot be read: it is not a text file: name a recipe or a .yaml file"
-    assert get_error(recipe=str(path)) == problem
-
-
 def test_a_warmup_that_the_user_gives_is_not_shortened(tmp_path):
     problem = "optim.warmup_steps=20 exceeds optim.max_steps=5: lower it too"
     assert problem in get_error("optim.max_steps=5", "optim.warmup_steps=20")
@@ -210,41 +125,85 @@ def test_a_warmup_that_the_user_gives_is_not_shortened(tmp_path):
     assert problem in get_error(recipe=str(recipe))
 
 
-@pytest.mark.parametrize("recipe", [None, {"task": "counting"}, load_settings("counting")])
-def test_a_recipe_of_another_type_is_refused(recipe: Any):
-    with pytest.raises(UserError, match="recipe must be the name or the path of a recipe, not "):
-        load_settings(recipe)
+def test_numpy_numbers_are_numbers():
+    settings = load_settings("counting", seed=np.int64(3), optim={"lr": np.float32(0.5)})
+    assert (settings.seed, settings.optim.lr) == (3, 0.5)
 
 
-@pytest.mark.parametrize("overrides", ["optim.lr=1e-5", 3, None, [3], load_settings("counting")])
-def test_overrides_of_another_type_are_refused(overrides: Any):
-    with pytest.raises(UserError, match=r'overrides must be a list: \["optim.lr=1e-5"\]'):
-        load_settings("counting", overrides)
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        *((f"{n}.yaml", text, "recipe {} ") for n, text in enumerate(("- a\n- b\n", "a: [1\n"))),
+        *((f"{n}.yaml", text, "recipe {} ") for n, text in enumerate(("a: 1\na: 2\n", "3\n", ""))),
+        ("date.yaml", "a: 2026-13-45", "recipe {} cannot be read"),
+        ("digits.yaml", f"a: {'9' * 5000}", "recipe {} cannot be read"),
+        ("deep.yaml", f"a: {'[' * 1000}{']' * 1000}", "recipe {} cannot be read"),
+        (
+            "image.png",
+            b"\x89PNG",
+            "recipe {} cannot be read: it is not a text file: name a reci",
+        ),
+        ("a.jsonl", '{"id": 1}', "{0} holds data: name a recipe, and set data.train={0}"),
+        ("run/config.yaml", "", "is the folder of a run: its recipe is {}"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(name, content, problem, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    recipe = path.parent if name.startswith("run/") else path
+    assert problem.format(path) in get_error(recipe=str(recipe))
 
 
-def test_a_key_that_is_not_text_is_refused():
-    with pytest.raises(UserError, match="key 3 of the settings must be text, not int"):
-        load_settings("counting", {"optim": {3: 1}})
+def test_an_unknown_recipe_error_suggests_the_nearest_and_lists_all():
+    message = get_error(recipe="groundng")
+    assert "did you mean grounding?" in message
+    assert all(name in message for name in recipe_names())
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        *((f"seed={value}", "counting cannot be read") for value in ("[" * 1000 + "]" * 1000, "[")),
+        *((f"seed={value}", "counting cannot be read") for value in ("9" * 5000,)),
+        ("optim=[1]", "recipe counting cannot be read: "),
+        *(("quickly", "'quickly'"), ("=3", "'=3'")),
+    ],
+    ids=lambda text: text[:8],
+)
+def test_an_override_that_cannot_be_parsed_is_refused(override, problem):
+    assert problem in get_error(override)
 
 
 class Opaque:
     """An object that no setting accepts."""
 
 
+SETTINGS, TEXT = load_settings("counting"), r"recipe must be the name or the path of a recipe, not "
+
+
 @pytest.mark.parametrize(
-    ("values", "key"),
+    ("recipe", "overrides", "problem"),
     [
-        ({"model": Opaque()}, "model"),
-        ({"output_dir": Opaque()}, "output_dir"),
-        ({"rollout": {"stop": ["a", Opaque()]}}, r"rollout\.stop"),
+        *((wrong, (), TEXT) for wrong in (None, {"task": "counting"}, SETTINGS)),
+        *(
+            ("counting", wrong, r'overrides must be a list: \["optim.lr=1e-5"\]')
+            for wrong in ("optim.lr=1e-5", 3, None, [3], SETTINGS)
+        ),
+        ("counting", {"optim": {3: 1}}, "key 3 of the settings must be text, not int"),
+        *(
+            ("counting", values, "recipe counting has wrong settings")
+            for values in ({"seed": "4"}, {"seed": True}, {"zebra": 1})
+        ),
+        ("counting", {"model": Opaque()}, "^model must be text, not Opaque$"),
+        ("counting", {"output_dir": Opaque()}, "^output_dir must be text, not Opaque$"),
+        (
+            "counting",
+            {"rollout": {"stop": ["a", Opaque()]}},
+            r"rollout\.stop must be text, ",
+        ),
     ],
 )
-def test_an_object_in_the_place_of_text_is_refused_by_its_type(values: dict[str, Any], key: str):
-    with pytest.raises(UserError, match=f"^{key} must be text, not Opaque$"):
-        load_settings("counting", values)
-
-
-def test_numpy_numbers_are_numbers():
-    settings = load_settings("counting", seed=np.int64(3), optim={"lr": np.float32(0.5)})
-
-    assert (settings.seed, settings.optim.lr) == (3, 0.5)
+def test_python_values_of_a_wrong_type_are_refused(recipe: Any, overrides: Any, problem: str):
+    with pytest.raises(UserError, match=problem):
+        load_settings(recipe, overrides)

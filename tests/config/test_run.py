@@ -18,12 +18,6 @@ DATA = ["data.train=train.jsonl", "data.eval=test.jsonl"]
 """The settings without values in the recipes for large models."""
 
 
-def get_error(*overrides: str, recipe: str = "counting") -> str:
-    with pytest.raises(UserError) as caught:
-        load_settings(recipe, overrides)
-    return str(caught.value)
-
-
 def test_settings_are_frozen():
     with pytest.raises(ValidationError):
         load_settings("counting").seed = 3  # type: ignore[misc]
@@ -67,63 +61,6 @@ def test_text_with_a_meaning_in_yaml_or_omegaconf_is_saved_literally(tmp_path):
     assert load_settings(str(path)) == settings
 
 
-@pytest.mark.parametrize(
-    ("overrides", "culprits"),
-    [
-        (["rollout.top_p=0.9"], ["top_p", "sampler_correction"]),
-        (["rollout.top_k=50"], ["top_k", "sampler_correction"]),
-        (["rollout.min_p=0.1"], ["min_p", "sampler_correction"]),
-        (["rollout.steps_ahead=1"], ["steps_ahead=1", "rollout.sampler=vllm"]),
-        (["rollout.max_resample=2"], ["max_resample", "dynamic_sampling"]),
-        (["rollout.min_new_tokens=9"], ["min_new_tokens", "max_completion_length"]),
-        (["rollout.stop=['']"], ["rollout.stop"]),
-        (["policy.lora.r=4", "policy.freeze=[vision]"], ["policy.freeze", "policy.lora"]),
-        (["policy.lora.dropout=0.05"], ["policy.lora.dropout", "log-probs"]),
-        (["policy.lora.target=[]"], ["policy.lora.target", "names no module"]),
-        (["policy.freeze=[vision,projector,language]"], ["policy.freeze", "nothing is left"]),
-        (["policy.min_pixels=9", "policy.max_pixels=4"], ["min_pixels", "max_pixels"]),
-        (["optim.schedule=constant", "optim.warmup_steps=5"], ["warmup_steps", "schedule"]),
-        (["optim.max_steps=5", "optim.warmup_steps=9"], ["warmup_steps", "max_steps"]),
-        (["optim.betas=[0.9,1.0]"], ["optim.betas"]),
-        (["data.eval=null", "evaluation.every=5"], ["evaluation.every", "data.eval"]),
-        (["data.eval=null", "checkpoint.keep_best=true"], ["keep_best", "data.eval"]),
-        (["data.eval=null", "data.eval_limit=5"], ["eval_limit", "data.eval"]),
-        (["data.image_root=x"], ["image_root", "embedded"]),
-        (["checkpoint.keep_best=true", "checkpoint.keep_last=0"], ["keep_best", "keep_last"]),
-        (["checkpoint.sharded=true", "checkpoint.asynchronous=true"], ["exclude each other"]),
-        (["checkpoint.sharded=true", "policy.lora={}"], ["checkpoint.sharded", "adapters"]),
-        (["model_revision=main"], ["model_revision", "embedded"]),
-        (["objective.epsilon=0.3"], ["objective.epsilon", "num_iterations", "mini_batches"]),
-        (["objective.epsilon_high=0.28"], ["objective.epsilon_high", "set objective.num_iter"]),
-        (["objective.delta=4.0"], ["objective.delta", "num_iterations"]),
-        (["optim.mini_batches=3"], ["optim.mini_batches=3", "optim.prompts_per_step"]),
-    ],
-)
-def test_settings_without_effect_are_refused(overrides, culprits):
-    message = get_error(*overrides)
-
-    for culprit in culprits:
-        assert culprit in message
-
-
-def test_an_outside_sampler_is_corrected_for():
-    """The correction is on by default, another one is kept, and none is refused."""
-    vllm = ("rollout.sampler=vllm", "rollout.vllm.urls=[http://127.0.0.1:8000]")
-    assert load_settings("counting", vllm).objective.sampler_correction == "sequence_mask"
-    token = load_settings("counting", [*vllm, "objective.sampler_correction=token"])
-    assert token.objective.sampler_correction == "token"
-    assert load_settings("counting").objective.sampler_correction == "none"
-    message = get_error(*vllm, "objective.sampler_correction=none")
-    assert "sampler_correction=none" in message
-    assert "sequence_mask" in message
-
-
-def test_truncated_sampling_is_allowed_with_sampler_correction():
-    overrides = ["rollout.top_p=0.9", "objective.sampler_correction=token"]
-
-    assert load_settings("counting", overrides).rollout.top_p == 0.9
-
-
 def list_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield the dotted key and the field of every setting that is not a block."""
     for name, field in model.model_fields.items():
@@ -158,11 +95,3 @@ def test_settings_of_another_type_are_refused():
     assert check_settings(settings) is settings
     with pytest.raises(UserError, match=r"settings must be Settings: use load_settings\(…\)"):
         check_settings({})
-
-
-def test_several_samples_need_a_temperature_and_held_out_examples():
-    assert "needs evaluation.temperature" in get_error("evaluation.samples=4")
-    given = ["evaluation.samples=4", "evaluation.temperature=1"]
-    without = get_error(*given, "data.eval=null", "evaluation.every=0", "data.eval_limit=null")
-    assert "evaluation.samples has no effect without data.eval" in without
-    assert load_settings("counting", given).evaluation.samples == 4

@@ -110,7 +110,7 @@ def test_a_row_whose_prompt_the_task_cannot_write_is_a_bad_row(
 
 
 def test_a_value_that_is_no_source_is_a_user_error():
-    with pytest.raises(UserError, match=r"data source should be text or a list .*, not int"):
+    with pytest.raises(UserError, match=r"data source should be a list of rows .*, not int"):
         load_examples(5, COUNTING)  # type: ignore[arg-type]
 
 

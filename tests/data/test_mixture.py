@@ -38,7 +38,7 @@ def build_settings(folder: Path, *rows: dict[str, Any], **source: Any) -> Settin
 def test_each_example_has_the_task_of_its_source(mixed: Mixed) -> None:
     for example, name in ((COUNT, "count"), (READ, "read")):
         own = mixed.members[name]
-        assert mixed.part(example) == (name, own)
+        assert mixed.resolve(example) == (name, own)
         assert mixed.prompt(example) == own.prompt(example)
         assert mixed.gold(example) == own.gold(example)
         assert mixed.read(mixed.gold(example), example) == example.answer
@@ -50,7 +50,7 @@ def test_each_example_has_the_task_of_its_source(mixed: Mixed) -> None:
     instruction = mixed.members["read"].instructions(READ)
     assert texts == ["count: How many cups? ", f"read: Which word? {instruction}"]
     with pytest.raises(ValueError, match="source 'other' is none of count, read"):
-        mixed.part(Example("x", (), "?", 1, source="other"))
+        mixed.resolve(Example("x", (), "?", 1, source="other"))
 
 
 def test_gold_answers_earn_what_their_own_task_says() -> None:
@@ -64,7 +64,7 @@ def test_gold_answers_earn_what_their_own_task_says() -> None:
 
 def test_what_the_trainer_sets_reaches_every_task(mixed: Mixed) -> None:
     changed = load_task("grounding").frame, FRAMES["permille"]
-    framed = Mixed(members=mixed.members, frame=changed[1], token_limit=7).at(0.5)
+    framed = Mixed(members=mixed.members, frame=changed[1], token_limit=7).with_progress(0.5)
     for task in framed.members.values():
         assert (task.frame, task.token_limit, task.progress) == (changed[1], 7, 0.5)
 
@@ -81,7 +81,7 @@ def test_completions_are_scored_by_their_own_tasks(mixed: Mixed) -> None:
     with RewardScorer() as scorer:
         scores = scorer(mixed, texts, examples)
         alone = [
-            scorer(mixed.part(e)[1], [t], [e])[0] for t, e in zip(texts, examples, strict=True)
+            scorer(mixed.resolve(e)[1], [t], [e])[0] for t, e in zip(texts, examples, strict=True)
         ]
     assert [score.total for score in scores] == [score.total for score in alone]
     assert [score.total for score in scores] == [1.0, 1.0, 0.0, 0.0]
@@ -125,7 +125,7 @@ def test_rows_may_name_their_tasks(tmp_path: Path) -> None:
     task = load_run_task(settings)
     examples = load_split(settings, task, "train")
     assert [e.source for e in examples] == ["mix/counting", "mix/ocr"]
-    assert [type(task.part(e)[1]).__name__ for e in examples] == ["Counting", "OCR"]
+    assert [type(task.resolve(e)[1]).__name__ for e in examples] == ["Counting", "OCR"]
     assert [dict(e.meta) for e in examples] == [{}, {}]
     assert settings.task_names == ("counting", "ocr")
 

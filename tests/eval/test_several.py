@@ -138,7 +138,7 @@ def test_the_sources_of_a_mixture_have_their_own_metrics_of_samples() -> None:
     scores = []
     for number, text in enumerate(texts):
         example = examples[number // 2]
-        source, own = task.part(example)
+        source, own = task.resolve(example)
         scores.append(own.score(text, example).with_prefix(source))
     found = summarize(task, examples, texts, scores, 0)
     assert found.metrics["c/pass_at_2"] == 1.0

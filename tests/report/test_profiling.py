@@ -80,5 +80,5 @@ def test_a_step_on_a_gpu_has_a_snapshot_of_its_memory(
 
 def test_a_step_that_is_never_run_is_an_error() -> None:
     overrides = ["optim.max_steps=3", "logging.profile_steps=[1,3]"]
-    with pytest.raises(UserError, match=r"profile_steps=\[1, 3\] .* numbered from 0 to 2"):
+    with pytest.raises(UserError, match="profile_steps has step 3, which is never run"):
         load_settings("quickstart", overrides)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
 from vlm_grpo.task import PlainQuestion, Task, metric, reward, write_prompt
 from vlm_grpo.task.parsing import parse_integer
+from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example
 
@@ -77,30 +80,12 @@ def test_the_total_is_the_weighted_sum_of_the_rewards():
     assert not score.failures
 
 
-def test_the_gold_completion_earns_the_full_reward():
-    for options in [{}, {"tags": True}, {"thinking": True}, {"tags": True, "thinking": True}]:
-        task = Sum(**options)
-        score = task.score(task.gold(EXAMPLE), EXAMPLE)
-        assert score.total == 1.0 == task.gold_reward(EXAMPLE)
-
-
 def test_a_completion_without_an_answer_earns_zero_and_the_declared_metrics():
     score = Sum().score("none", EXAMPLE)
     assert score.answer is None
     assert score.rewards == {"exact": 0.0, "near": 0.0, "shown": 0.0}
     assert score.total == 0.0
     assert score.metrics == {"error": None, "red": 0.0}
-
-
-def test_weights_override_those_in_the_code():
-    task = Sum(weights={"exact": 2.0, "near": 0.0})
-    assert task.reward_weights() == {"exact": 2.0, "near": 0.0, "shown": 0.0}
-    assert task.score("3", EXAMPLE).total == 2.0
-
-
-def test_an_unknown_weight_error_lists_the_rewards():
-    with pytest.raises(ValueError, match=r"no reward exakt; it has exact, near, .*repetition"):
-        Sum(weights={"exakt": 1.0})
 
 
 def test_a_failing_reward_without_weight_does_not_change_the_total():
@@ -136,13 +121,6 @@ def test_a_parser_that_raises_makes_the_completion_unscorable():
     assert "ValueError" in score.failures["parse"]
 
 
-def test_rules_are_found_by_kind():
-    assert list(Sum.rules("reward")) == ["exact", "near", "shown"]
-    assert list(Sum.rules("metric")) == ["error", "red"]
-    optional = ["format", "thought", "length", "overlong", "repetition"]
-    assert list(Sum.rules("optional")) == optional
-
-
 def test_a_rule_with_wrong_arguments_is_refused_where_it_is_defined():
     with pytest.raises(TypeError, match="must take"):
 
@@ -152,17 +130,10 @@ def test_a_rule_with_wrong_arguments_is_refused_where_it_is_defined():
                 return 1.0
 
 
-def test_options_are_checked_like_the_fields_of_a_dataclass():
-    assert Sum(offset=1).score("4", EXAMPLE).rewards["exact"] == 1.0
-    with pytest.raises(TypeError, match="ofset"):
-        Sum(ofset=1)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="length_budget is 0"):
-        Sum(length_budget=0)
-
-
 @pytest.mark.parametrize("decorate", [reward(), metric()], ids=["reward", "metric"])
 @pytest.mark.parametrize(
-    "name", ["at", "read", "score", "apply_rule", "combine", "parse", "length", "format", "weights"]
+    "name",
+    ["resolve", "read", "score", "apply_rule", "combine", "parse", "length", "format", "weights"],
 )
 def test_a_rule_with_the_name_of_an_attribute_of_task_is_refused(decorate: Any, name: str):
     def rule(self: Task, answer: int, example: Example) -> float:
@@ -212,9 +183,6 @@ def test_headline_is_accepted_as_the_former_name_of_primary_metric():
     assert seen[0].filename == __file__
     with pytest.warns(FutureWarning):
         type("Same", (Sum,), {"headline": "near", "primary_metric": "near"})
-
-
-def test_headline_and_another_primary_metric_are_refused():
     with pytest.raises(TypeError, match=r"headline = 'near' and primary_metric = 'red'.*remove"):
         type("Two", (Sum,), {"headline": "near", "primary_metric": "red"})
 
@@ -225,20 +193,11 @@ def test_a_plain_question_takes_the_full_output_as_the_answer():
     assert task.read("It is 3.", EXAMPLE) == "It is 3."
 
 
-def test_progress_is_set_on_a_copy():
-    task = Sum(offset=1)
-    late = task.at(0.5)
-    assert (task.progress, late.progress, late.offset) == (0.0, 0.5, 1)
-
-
 def test_the_prompt_states_how_to_answer():
     assert Sum().prompt(EXAMPLE) == "How many?"
     assert "<answer> </answer>" in Sum(tags=True).prompt(EXAMPLE)
     assert "<think> </think>" in Sum(thinking=True).prompt(EXAMPLE)
     assert "<answer>" not in Sum(thinking=True).prompt(EXAMPLE)
-
-
-def test_an_instruction_stands_between_the_question_and_the_tags():
     task = Sum(instruction="Count twice.", tags=True)
     assert task.prompt(EXAMPLE).startswith("How many? Count twice. Give only the final answer in")
 
@@ -250,36 +209,15 @@ def test_a_prompt_that_is_no_text_is_named(result: Any):
         with pytest.raises(ValueError, match=r"prompt.* returned .*, not text"):
             write_prompt(task, EXAMPLE)
 
-
-def test_a_prompt_that_ends_the_program_is_an_error_of_its_example():
-    def question(self: Task, example: Example) -> str:
+    def ends(self: Task, example: Example) -> str:
         raise SystemExit(3)
 
     with pytest.raises(ValueError, match="cannot write its prompt: SystemExit: 3"):
-        write_prompt(type("Ends", (Sum,), {"question": question})(), EXAMPLE)
-
-
-def test_defaults_of_a_task():
-    class Bare(Task):
-        primary_metric = "none"
-
-    with pytest.raises(NotImplementedError):
-        Bare().parse("3", EXAMPLE)
-    with pytest.raises(NotImplementedError):
-        Bare().write(3, EXAMPLE)
-    Bare().check(EXAMPLE)  # accepts any gold answer
-    assert Bare().corpus_metrics([3], [EXAMPLE]) == {}
-    image = object()
-    assert Bare().draw(image, 3, EXAMPLE, "red") is image  # type: ignore[arg-type]
+        write_prompt(type("Ends", (Sum,), {"question": ends})(), EXAMPLE)
 
 
 def compute_optional(name: str, text: str, **options: Any) -> float | None:
     return Sum(weights={name: 0.1}, **options).score(text, EXAMPLE).rewards[name]
-
-
-def test_optional_rewards_are_used_only_if_weights_name_them():
-    assert "format" not in Sum().score("3", EXAMPLE).rewards
-    assert compute_optional("format", "3") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -375,19 +313,46 @@ def test_a_reward_sees_the_image_and_all_columns(tmp_path: Path, workers: int):
 
 @pytest.mark.parametrize("decorate", [reward, metric])
 def test_a_decorator_without_parentheses_is_refused(decorate: Any):
-    def near(self: Task, answer: int, example: Example) -> float:
-        return 1.0
-
     with pytest.raises(TypeError, match=rf"near: write @{decorate.__name__}\(\), with parenthes"):
         decorate(near)
 
 
+def near(self: Task, answer: int, example: Example) -> float:
+    return 1.0
+
+
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), "1", True, None])
 def test_a_weight_that_is_not_a_finite_number_is_refused(weight: Any):
-    def near(self: Task, answer: int, example: Example) -> float:
-        return 1.0
-
-    with pytest.raises(ValueError, match=r"weight of .*near must be a finite number"):
+    with pytest.raises(ValueError, match=r"weight of near must be a finite number"):
         reward(weight)(near)
     with pytest.raises(ValueError, match="weight of exact must be a finite number"):
         Sum(weights={"exact": weight})
+
+
+SHORT, EQUAL, FALLING = [[0.5]], [[0.5, 1.0], [0.5, 2.0]], [[1.0, 1.0], [0.0, 2.0]]
+
+
+@pytest.mark.parametrize("weight", [[], SHORT, EQUAL, FALLING, [[-0.1, 1.0]], [[0, 1.0], [1.1, 1]]])
+def test_a_wrong_schedule_is_refused(weight: list):
+    with pytest.raises(UserError, match="in ascending order"):
+        load_task(Sum, weights={"exact": weight})
+    with pytest.raises(UserError, match="must be a finite number"):
+        load_task(Sum, weights={"exact": [[0.0, math.inf]]})
+
+
+def test_a_weight_overrides_that_in_the_code_and_may_change_with_the_progress():
+    task = load_task(Sum, weights={"exact": [[0.0, 1.0], [0.5, 1.0], [1.0, 0.2]], "near": 2})
+    weights = [task.with_progress(progress).reward_weights() for progress in (0.0, 0.5, 0.75, 1.0)]
+    assert [weight["exact"] for weight in weights] == pytest.approx([1.0, 1.0, 0.6, 0.2])
+    assert {weight["near"] for weight in weights} == {2}
+    assert task.with_progress(1.0).score("3", EXAMPLE).total == pytest.approx(2.2)
+    with pytest.raises(ValueError, match=r"no reward exakt; it has exact, near, .*repetition"):
+        Sum(weights={"exakt": 1.0})
+
+
+def test_a_reward_may_begin_without_a_weight():
+    off = dict.fromkeys(Sum.rules("reward"), 0)
+    assert check_trainable(load_task(Sum, weights={**off, "exact": [[0.0, 0.0], [1.0, 1.0]]}))
+    for weight in (0, [[0.0, 0.0], [1.0, 0.0]]):
+        with pytest.raises(UserError, match="no reward has a weight: set task_options"):
+            check_trainable(load_task(Sum, weights={**off, "exact": weight}))

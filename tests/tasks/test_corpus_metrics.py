@@ -1,4 +1,4 @@
-"""Tests of corpus metrics against their definitions, and of the rewards of uninformed answers."""
+"""Corpus metrics against their definitions; test_reward_hacking.py has uninformed answers."""
 
 from __future__ import annotations
 
@@ -94,47 +94,6 @@ def test_f1_uses_the_maximum_matching():
     # Both boxes match at the six thresholds up to 0.75. At 0.80, 0.85 and 0.90 only one box
     # matches (0.80 and 0.55 cannot both be reached), and none does at 0.95.
     assert score.rewards["f1_mean"] == pytest.approx((6 * 1.0 + 3 * 0.5 + 0.0) / 10)
-
-
-def test_a_box_around_the_full_image_earns_the_objects_share_of_its_area():
-    rng = random.Random(0)
-    boxes = []
-    for _ in range(500):
-        w, h = rng.uniform(64, 320), rng.uniform(48, 240)  # a tenth to a half of each side
-        x, y = rng.uniform(0, 640 - w), rng.uniform(0, 480 - h)
-        boxes.append([x, y, x + w, y + h])
-    task, examples = load_task("grounding"), make_examples(*({"boxes": [box]} for box in boxes))
-    earned = np.mean([task.score("[0, 0, 640, 480]", e).rewards["iou"] or 0.0 for e in examples])
-    # The sides are independent with mean 0.3: 0.3 · 0.3 = 0.09; 500 boxes stay within 0.01.
-    assert earned == pytest.approx(0.09, abs=0.01)
-    hits = {task.score("[0, 0, 640, 480]", e).metrics["accuracy_50"] for e in examples}
-    assert hits == {0.0}  # no object fills half of the image
-
-
-def test_random_boxes_earn_little():
-    """Two independent boxes with corners uniform over the image, like an untrained policy's."""
-    rng = random.Random(0)
-
-    def box() -> list[float]:
-        xs, ys = (
-            sorted(rng.uniform(0, 640) for _ in range(2)),
-            sorted(rng.uniform(0, 480) for _ in range(2)),
-        )
-        return [xs[0], ys[0], xs[1], ys[1]]
-
-    task, examples = (
-        load_task("grounding"),
-        make_examples(*({"boxes": [box()]} for _ in range(3000))),
-    )
-    earned = np.mean([task.score(str(box()), e).rewards["iou"] or 0.0 for e in examples])
-    # torchvision's IoU over nine million such pairs averages 0.057; 3,000 stay within 0.01.
-    assert earned == pytest.approx(0.057, abs=0.01)
-
-
-def test_always_answering_no_object_earns_the_share_of_negatives():
-    task = load_task("grounding", absent=True)
-    examples = make_examples(*([{"boxes": []}] * 3 + [{"boxes": [[0, 0, 50, 50]]}] * 7))
-    assert np.mean([task.score("[]", e).total or 0.0 for e in examples]) == pytest.approx(0.3)
 
 
 def test_unknown_ocr_normalizations_are_errors():

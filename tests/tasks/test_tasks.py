@@ -229,9 +229,9 @@ def random_texts(rng: random.Random, count: int) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_rewards_of_5_000_random_texts_stay_in_their_range(case):
+def test_rewards_of_1_000_random_texts_stay_in_their_range(case):
     task, example = load_case(case, tags=True)
-    for text in random_texts(random.Random(0), 5_000):
+    for text in random_texts(random.Random(0), 1_000):
         score = task.score(text, example)
         assert not score.failures
         assert score.total is not None

@@ -18,9 +18,8 @@ from outside import CopySampler
 from small_runs import LORA, StopAt, assert_same_weights, make_trainer, read_metrics, read_samples
 from steps_ahead_ranks import make_run, train_on_ranks
 
-from vlm_grpo.config.policy import RolloutSettings
+from vlm_grpo.config.rollout import RolloutSettings, VllmSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.vllm import VllmSettings
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.training import rollout as rollout_module

@@ -34,10 +34,8 @@ from vlm_grpo.cli.report import report
 from vlm_grpo.cli.sample import sample
 from vlm_grpo.cli.score import score
 from vlm_grpo.cli.serve import serve
-from vlm_grpo.cli.settings import settings
-from vlm_grpo.cli.sft import sft
-from vlm_grpo.cli.tasks import tasks
-from vlm_grpo.cli.train import train
+from vlm_grpo.cli.settings import settings, tasks
+from vlm_grpo.cli.train import sft, train
 from vlm_grpo.cli.validate import validate
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.openmp import spin_between_kernels

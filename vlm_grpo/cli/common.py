@@ -11,14 +11,16 @@ import typer
 from typer.core import TyperCommand
 
 from vlm_grpo.errors import Stopped, UserError, nearest
-from vlm_grpo.task.coordinates import FRAMES, CoordinateFrame
 
 if TYPE_CHECKING:
     from vlm_grpo.config.data import DataSettings
     from vlm_grpo.config.prompt import PromptSettings
     from vlm_grpo.model.prompts import PromptBuilder
     from vlm_grpo.serve.chat import Endpoint
+    from vlm_grpo.task.coordinates import CoordinateFrame
 
+FRAME_NAMES = "original, resized, permille, fraction, qwen2_vl, internvl, glm, paligemma, gemma4"
+"""The names of coordinate frames, whose module is slow to import."""
 Recipe = Annotated[
     str,
     typer.Argument(
@@ -88,7 +90,7 @@ FrameName = Annotated[
     str | None,
     typer.Option(
         "--frame",
-        help=f"Coordinate frame of boxes, of which the model is not known: {', '.join(FRAMES)}.",
+        help=f"Coordinate frame of boxes, of which the model is not known: {FRAME_NAMES}.",
     ),
 ]
 MaxPixels = Annotated[
@@ -103,11 +105,7 @@ def load_prompts(
     data: DataSettings,
     prompt: PromptSettings | None = None,
 ) -> PromptBuilder | None:
-    """Load the builder of a model's prompts, without its weights; None without a model.
-
-    Raises:
-        UserError: the model cannot be loaded, or takes no pixel budget or not the ``prompt``.
-    """
+    """Load the builder of a model's prompts, without its weights; None without a model."""
     return None if model is None else load_model_prompts(model, max_pixels, data, prompt)
 
 
@@ -117,7 +115,7 @@ def load_model_prompts(
     data: DataSettings,
     prompt: PromptSettings | None = None,
 ) -> PromptBuilder:
-    """Load the builder of a model's prompts; errors are those of ``load_prompts``."""
+    """Load the builder of a model's prompts, without its weights."""
     from vlm_grpo.config.policy import PolicySettings
     from vlm_grpo.config.prompt import PromptSettings
     from vlm_grpo.config.run import Settings
@@ -132,18 +130,11 @@ def load_model_prompts(
 def parse_data_options(
     options: Sequence[str] | None, source: str, **data: Any
 ) -> tuple[dict[str, Any], PromptSettings, DataSettings]:
-    """Parse options of a task, of which those of ``prompt`` and ``data`` are settings.
-
-    Args:
-        options: words such as ``tags=true``, ``prompt.system=Hi`` or ``data.columns.answer=label``.
-        source: the examples.
-        data: more settings of the data; those that are None were not given.
+    """Split words such as ``tags=true``, ``prompt.system=Hi`` or ``data.columns.answer=label``.
 
     Returns:
-        The task's options, the settings of the prompt, and those of the data.
-
-    Raises:
-        UserError: a word is not ``name=value``, its value is not valid YAML, or a setting is wrong.
+        The task's options, the settings of the prompt, and those of the data: of ``source``, and
+        ``data``, of which values that are None were not given.
     """
     from vlm_grpo.config.run import EMBEDDED, Settings
 
@@ -162,11 +153,7 @@ class SettingsCommand(TyperCommand):
     """A command whose settings are written ``KEY=VALUE``, and which explains ``--KEY VALUE``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments.
-
-        Raises:
-            UserError: an unknown option is a setting, here or in another trainer.
-        """
+        """Parse the arguments; explain an unknown option that is a setting, here or elsewhere."""
         known = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         for word in args:
             option = word.partition("=")[0]
@@ -196,11 +183,8 @@ def add_task_override(overrides: Sequence[str] | None, task: str | None) -> list
 
 
 def get_frame(name: str) -> CoordinateFrame:
-    """Return the coordinate frame with this name.
+    from vlm_grpo.task.coordinates import FRAMES
 
-    Raises:
-        UserError: there is no such frame; the message suggests the nearest name.
-    """
     if name not in FRAMES:
         raise UserError(
             f"there is no frame {name!r}{nearest(name, FRAMES)}: give one of {', '.join(FRAMES)}"
@@ -209,15 +193,7 @@ def get_frame(name: str) -> CoordinateFrame:
 
 
 def build_endpoint(url: str | None, **options: Any) -> Endpoint | None:
-    """Build the endpoint of ``--server`` from the values of its options; None without it.
-
-    Args:
-        url: value of ``--server``.
-        options: other values by the names of ``Endpoint``; those that are None were not given.
-
-    Raises:
-        UserError: a value is not valid, or an option was given without ``--server``.
-    """
+    """Build the endpoint of ``--server``; None without it. Options that are None were not given."""
     given = {name: value for name, value in options.items() if value is not None}
     if url is None:
         names = {"model": "--served-model", "api_key_env": "--api-key-env"}
@@ -238,11 +214,7 @@ def build_endpoint(url: str | None, **options: Any) -> Endpoint | None:
 
 
 def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
-    """Parse ``tags=true weights.exact=2`` into a task's options.
-
-    Raises:
-        UserError: an option is not ``name=value``, or its value is not valid YAML.
-    """
+    """Parse ``tags=true weights.exact=2`` into a task's options."""
     from omegaconf import OmegaConf
 
     from vlm_grpo.config.recipes import PARSE_ERRORS, parse_overrides
@@ -261,11 +233,7 @@ def parse_task_options(options: Sequence[str] | None) -> dict[str, Any]:
 
 @contextmanager
 def exit_when_stopped(remains: str) -> Iterator[None]:
-    """Turn a requested stop into one printed line and its exit status.
-
-    Args:
-        remains: what an interrupt leaves behind, for the line.
-    """
+    """Turn a requested stop into one printed line, with what ``remains``, and its exit status."""
     try:
         yield
     except Stopped as stopped:

@@ -44,19 +44,7 @@ def new_task(
 
 
 def write_task(name: str, folder: Path) -> list[Path]:
-    """Write ``NAME.py`` and ``test_NAME.py``; neither may exist yet.
-
-    Args:
-        name: file name without ``.py``, for example ``read_clock``.
-        folder: folder to write to; created if it does not exist.
-
-    Returns:
-        The paths of the task and of its test.
-
-    Raises:
-        UserError: the name is not valid, a file exists already, or the folder cannot be written
-            to. Nothing is written in the first two cases.
-    """
+    """Write ``NAME.py`` and ``test_NAME.py``, which may not exist yet; return their paths."""
     _check_name(name)
     words = name.split("_")
     values = {
@@ -85,7 +73,6 @@ def write_task(name: str, folder: Path) -> list[Path]:
 
 
 def _check_name(name: str) -> None:
-    """Refuse a name that is not a module name, or that would shadow another module."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise UserError(
             f"{name!r} is not a name for a task: use lowercase letters, digits and single "

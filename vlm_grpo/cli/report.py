@@ -43,11 +43,7 @@ def report(runs: RunNames, sweep: Sweep = None) -> None:
 
 
 def find_run_dir(name: str) -> Path:
-    """Return the folder of a run given by its path or by its name in ``runs``.
-
-    Raises:
-        UserError: there is no such folder; the message suggests the nearest name.
-    """
+    """Return the folder of a run given by its path or by its name in ``runs``."""
     from vlm_grpo.config.run import RUNS
 
     for folder in (Path(name), RUNS / name):

@@ -7,9 +7,15 @@ from typing import Annotated
 
 import typer
 
-from vlm_grpo.cli.common import ImageRoot, TaskName, TaskOptions, get_frame, parse_task_options
+from vlm_grpo.cli.common import (
+    FRAME_NAMES,
+    ImageRoot,
+    TaskName,
+    TaskOptions,
+    get_frame,
+    parse_task_options,
+)
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.coordinates import FRAMES
 
 
 def score(
@@ -28,7 +34,7 @@ def score(
         ),
     ] = "predictions",
     frame: Annotated[
-        str, typer.Option(help=f"Coordinate frame of the outputs' boxes: {', '.join(FRAMES)}.")
+        str, typer.Option(help=f"Coordinate frame of the outputs' boxes: {FRAME_NAMES}.")
     ] = "original",
     tags: Annotated[
         bool | None,

@@ -1,4 +1,4 @@
-"""``vlm-grpo settings``: list the settings of a run, or explain some of them."""
+"""``vlm-grpo settings`` and ``vlm-grpo tasks``: what there is to set and to train."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _list_all() -> Iterator[str]:
 
 
 def _explain(key: str) -> Iterator[str]:
-    from vlm_grpo.config.listing import list_blocks, list_settings
+    from vlm_grpo.config.listing import list_blocks, list_refusals, list_settings
     from vlm_grpo.config.other_trainers import find_other_setting
     from vlm_grpo.config.run import Settings
     from vlm_grpo.config.section import known_keys, suggest_key
@@ -66,6 +66,8 @@ def _explain(key: str) -> Iterator[str]:
         yield from [list_blocks()[key], ""]
     for setting in found:
         yield from _format(setting)
+    for refusal in list_refusals(key) if key in list_blocks() else ():
+        yield textwrap.fill(f"Refused: {refusal}", WIDTH, subsequent_indent="    ")
 
 
 def _format(setting: SettingReference) -> Iterator[str]:
@@ -75,3 +77,20 @@ def _format(setting: SettingReference) -> Iterator[str]:
     if setting.other_names:
         text += f" Elsewhere: {', '.join(setting.other_names)}."
     yield textwrap.indent(textwrap.fill(text, WIDTH), "    ")
+
+
+def tasks() -> None:
+    """List the installed tasks and recipes."""
+    from vlm_grpo.config.recipes import describe_recipe, recipe_names
+    from vlm_grpo.task.registry import load_task_class, task_names
+
+    typer.echo("Tasks (or give the path of your own .py file):")
+    for name in task_names():
+        try:
+            summary = (load_task_class(name).__doc__ or "").strip().partition("\n")[0]
+        except UserError as error:  # one broken plugin must not hide the others
+            summary = f"cannot be loaded: {error}"
+        typer.echo(f"  {name:<12} {summary}")
+    typer.echo("\nRecipes, for vlm-grpo train:")
+    for name in recipe_names():
+        typer.echo(f"  {name:<24} {describe_recipe(name)}")

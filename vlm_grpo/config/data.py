@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vlm_grpo.config.filter import Filter
 from vlm_grpo.config.section import Frozen
-from vlm_grpo.config.sources import (
-    IN_MEMORY,
-    OptionalSource,
-    Source,
-    TaskOptions,
-    TaskSetting,
-    split_task,
-)
 from vlm_grpo.task.names import get_short_name
 
 Column = Literal["id", "images", "videos", "question", "answer", "messages", "task"]
 Split = Literal["train", "eval"]
 
+PYTHON = "python"
+"""The source whose rows, or the task whose object, is an argument of ``train``."""
 PILLOW_WARNS_AT = 89_478_485
 """Number of pixels above which Pillow warns of a decompression bomb."""
+
+
+def _check_task(value: Any) -> str:
+    if isinstance(value, str | Path):
+        return str(value)
+    raise ValueError("should be text: give an object as an argument, train(settings, task=…)")
+
+
+def _check_source(value: Any) -> str:
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, dict) and "hf" in value:  # YAML reads "hf: x" and "hf:" as a mapping
+        raise ValueError("names no dataset: write hf:NAME[:SPLIT[:CONFIG]], without a space")
+    raise ValueError(
+        "should be text, or a list of sources: give rows as an argument, train(settings, data=rows)"
+    )
+
+
+def _check_options(value: Any) -> Any:
+    try:
+        return to_jsonable_python(value)
+    except PydanticSerializationError as error:
+        raise ValueError(
+            "should be text, numbers, lists and mappings: give the task itself as an argument, "
+            "train(settings, task=…)"
+        ) from error
+
+
+TaskOptions = Annotated[dict[str, Any], BeforeValidator(_check_options)]
+"""Options of a task by name."""
+TaskSetting = Annotated[str, BeforeValidator(_check_task)]
+"""A task by name or file."""
+Source = Annotated[str, BeforeValidator(_check_source)]
+"""A data source by name."""
 
 
 class VideoSettings(Frozen):
@@ -77,49 +106,28 @@ class SourceSettings(Frozen):
             return self.name
         if self.task is not None:
             return get_short_name(self.task)
-        source = str(self.source)
-        if source.startswith(IN_MEMORY):
-            return "rows"
-        scheme, _, rest = source.partition(":")
-        stem = Path(rest.partition(":")[0] if scheme in ("hf", "embedded") else source).stem
+        scheme, _, rest = self.source.partition(":")
+        stem = Path(rest.partition(":")[0] if scheme in ("hf", "embedded") else self.source).stem
         return re.sub(r"[^A-Za-z0-9._-]", "-", stem) or "source"
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> SourceSettings:
-        if bool(self.tasks) != ("task" in self.columns):
-            raise ValueError("tasks and columns.task need each other: rows name one of the tasks")
-        if self.tasks and (self.task is not None or self.task_options):
-            raise ValueError("tasks replaces task and task_options: give one of the two")
-        if self.benchmark is not None and (self.tasks or self.task is not None):
-            raise ValueError("benchmark sets the task: leave out task and tasks")
-        split_task(self)
-        return self
 
 
 def tag_sources(value: Any) -> str:
-    """Return which branch of ``Sources`` a value is of; rows in memory have a question."""
+    """Return which branch of ``Sources`` a value is of."""
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if is_list and all(
-        isinstance(item, SourceSettings)
-        or (isinstance(item, Mapping) and "source" in item and not {*item} & _ROW_KEYS)
+        isinstance(item, SourceSettings) or (isinstance(item, Mapping) and "source" in item)
         for item in value
     ):
         return "sources"
     return "source"
 
 
-_ROW_KEYS = {"question", "problem", "answer", "solution", "conversations", "messages"}
 _SourceList = Annotated[tuple[SourceSettings, ...], Tag("sources")]
 Sources = Annotated[
     Annotated[Source, Tag("source")] | _SourceList,
     Discriminator(tag_sources),
 ]
 """A source, or several with settings of their own."""
-OptionalSources = Annotated[
-    Annotated[OptionalSource, Tag("source")] | _SourceList,
-    Discriminator(tag_sources),
-]
-"""``Sources`` or None."""
 
 
 class CurriculumSettings(Frozen):
@@ -134,8 +142,8 @@ class CurriculumSettings(Frozen):
     """Share of what was known of an example that is kept when it is sampled again, since the policy
     has changed; 1: all, 0: nothing."""
     unseen: float = Field(default=0.25, ge=0, le=1)
-    """Least share of the prompts whose examples have not been sampled yet, while there are any; 0:
-    none is reserved."""
+    """Least share of the prompts whose examples have not been sampled yet, while there are any; 0
+    reserves none."""
 
 
 class DataSettings(Frozen):
@@ -145,15 +153,15 @@ class DataSettings(Frozen):
     YOLO, image folders, WebDataset), a glob of files, ``hf:NAME[:SPLIT[:CONFIG]]`` (a dataset on
     the Hugging Face hub or in a local folder), or ``embedded:counting``, ``embedded:grounding`` or
     ``embedded:ocr`` (generated on the fly), or one of the small worlds with its level and dials,
-    such as ``embedded:relations:hard,occlusion=0.3``. In Python it may also be a list of rows
-    (mappings, as in a ``.jsonl`` file), a ``datasets.Dataset`` or a list of ``Example``.
+    such as ``embedded:relations:hard,occlusion=0.3``. ``python``: rows that a program gives,
+    ``train(settings, data=rows)``.
     """
 
     train: Sources
     """Source of the training examples; or a list of sources, each a mapping with ``source`` and
     perhaps ``name``, ``task``, ``task_options``, ``tasks``, ``weight``, ``limit``, ``columns`` and
     ``image_root``: a mixture, whose sources may have different tasks."""
-    eval: OptionalSources = None
+    eval: Sources | None = None
     """Source of the held-out examples, or a list of sources; a source without a task has that of
     the training source of its name, or else the run's. None: no evaluation, or ``eval_share``."""
     eval_share: float | None = Field(default=None, gt=0, lt=1)
@@ -217,50 +225,62 @@ class DataSettings(Frozen):
 
     def describe(self, split: Split) -> str:
         """Return the names of the sources of a split, for messages."""
-        return ", ".join(str(source.source) for source in self.get_sources(split))
+        return ", ".join(source.source for source in self.get_sources(split))
 
     @property
     def has_held_out(self) -> bool:
         """Whether the run has held-out examples."""
         return self.eval is not None or self.eval_share is not None
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> DataSettings:
-        held_out = [str(entry.source) for entry in self.get_sources("eval")]
-        sources = [*(str(entry.source) for entry in self.get_sources("train")), *held_out]
-        if self.image_root is not None and all(s.startswith("embedded:") for s in sources):
-            raise ValueError("data.image_root has no effect on embedded data: leave it out")
-        if self.eval is not None and self.eval_share is not None:
-            raise ValueError("data.eval and data.eval_share exclude each other")
-        if self.eval is None and self.eval_limit is not None:
-            raise ValueError("data.eval_limit has no effect without data.eval")
-        if self.eval_image_root is not None and all(s.startswith("embedded:") for s in held_out):
-            raise ValueError("data.eval_image_root has no effect without data.eval from a file")
-        if self.filter is not None:
-            Filter(self.filter)
-        elif self.difficulty is not None:
-            raise ValueError("data.difficulty has no effect without data.filter")
-        problems = [*self._check_mixture("train"), *self._check_mixture("eval")]
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    @field_validator("filter")
+    @classmethod
+    def _check_filter(cls, value: str | None) -> str | None:
+        if value is not None:
+            Filter(value)
+        return value
 
-    def _check_mixture(self, split: Split) -> Iterator[str]:
-        """Yield the problems of a list of sources."""
+    @property
+    def is_embedded(self) -> bool:
+        """Whether all examples are generated on the fly."""
+        return not self._reads_files("train") and not self.evaluates_files
+
+    @property
+    def evaluates_files(self) -> bool:
+        """Whether held-out examples are not generated on the fly."""
+        return self._reads_files("eval")
+
+    def _reads_files(self, split: Split) -> bool:
+        return any(not s.source.startswith("embedded:") for s in self.get_sources(split))
+
+    @property
+    def repeated_labels(self) -> list[str]:
+        """What is wrong where sources of a mixture have one name."""
+        found = []
+        for split in ("train", "eval"):
+            labels = [source.label for source in self._get_mixture(split)]
+            repeated = sorted({label for label in labels if labels.count(label) > 1})
+            found += [f"{split} has several sources {label}" for label in repeated]
+        return found
+
+    @property
+    def weighs_held_out(self) -> bool:
+        """Whether a held-out source has a weight."""
+        return any(source.weight is not None for source in self._get_mixture("eval"))
+
+    @property
+    def trains_on_benchmark(self) -> bool:
+        """Whether a training source has a benchmark."""
+        return any(source.benchmark is not None for source in self._get_mixture("train"))
+
+    @property
+    def is_mixed_by_size(self) -> bool:
+        """Whether there are several training sources without weights."""
+        sources = self._get_mixture("train")
+        return len(sources) > 1 and all(source.weight is None for source in sources)
+
+    def _get_mixture(self, split: Split) -> tuple[SourceSettings, ...]:
         given = self.train if split == "train" else self.eval
-        entries = given if is_mixture(given) else ()
-        labels = [entry.label for entry in entries]
-        for label in sorted({label for label in labels if labels.count(label) > 1}):
-            yield f"data.{split} has several sources {label}: give each a name"
-        if split == "eval":
-            if any(entry.weight is not None for entry in entries):
-                yield "weight has no effect in data.eval, whose examples are all evaluated"
-            return
-        if any(entry.benchmark is not None for entry in entries):
-            yield "benchmark has no effect in data.train: give it to a source of data.eval"
-        is_weighted = any(entry.weight is not None for entry in entries)
-        if self.mixing_temperature is not None and (is_weighted or len(entries) < 2):
-            yield "data.mixing_temperature needs several sources in data.train without weights"
+        return given if is_mixture(given) else ()
 
 
 def is_mixture(given: object) -> TypeGuard[tuple[SourceSettings, ...]]:

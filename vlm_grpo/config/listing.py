@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vlm_grpo.config.other_trainers import OTHER_SETTINGS
+from vlm_grpo.config.other_trainers import list_other_settings
+from vlm_grpo.config.requirements import get_requirements
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import get_blocks
 
@@ -21,14 +22,7 @@ _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 @dataclass(frozen=True)
 class SettingReference:
-    """The documentation of a setting.
-
-    Attributes:
-        key: dotted key.
-        type: type and bounds of the value.
-        default: the default as text; None if the setting is required.
-        description: the docstring in the class.
-    """
+    """The documentation of a setting; its default is None if it is required."""
 
     key: str
     type: str
@@ -38,7 +32,7 @@ class SettingReference:
     @property
     def other_names(self) -> list[str]:
         """Names in other trainers, such as ``learning_rate (TRL)``."""
-        found = [other for other in OTHER_SETTINGS if self.key in other.keys]
+        found = [other for other in list_other_settings() if self.key in other.keys]
         return [f"{other.name} ({other.trainer})" for other in found]
 
 
@@ -60,6 +54,19 @@ def list_blocks() -> dict[str, str]:
     return {
         name: inspect.getdoc(block[0]) or "" for name, block in blocks.items() if len(block) == 1
     }
+
+
+def list_refusals(block: str) -> list[str]:
+    """Return the combinations that the settings of a block refuse, or with "" those of a run."""
+    if not block:
+        return [row.text for row in get_requirements("Settings")]
+    found: list[str] = []
+    classes = get_blocks(Settings.model_fields[block].annotation)
+    for own in classes:  # grows
+        found += [row.text for row in get_requirements(own.__name__)]
+        fields = own.model_fields.values()
+        classes += [inner for field in fields for inner in get_blocks(field.annotation)]
+    return found
 
 
 def _describe_field(key: str, field: FieldInfo) -> SettingReference:

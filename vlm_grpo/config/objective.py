@@ -1,7 +1,6 @@
 """Settings of the objective: advantages, loss, KL, and the combinations that are valid.
 
-Names and meanings follow TRL's ``GRPOConfig``. A setting that would be ignored is an error that
-says what to set instead; one that is biased or has no effect is a line of ``list_notes``.
+Names and meanings follow TRL's ``GRPOConfig``.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vlm_grpo.config.methods import DistillationSettings, PerceptionSettings, ReplaySettings
 from vlm_grpo.config.section import Frozen
@@ -23,14 +22,7 @@ SamplerCorrection = Literal["none", "token", "sequence", "token_mask", "sequence
 
 GROUP_ESTIMATORS = ("grpo", "rloo")
 """Estimators whose advantages depend on the rewards of the group alone."""
-_STEP_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-_BOUNDS = ("epsilon", "epsilon_high", "delta")
-_ON_REWARDS = ("perception", "top_entropy_quantile", "advantage_clip")
-
-
-def _named(loss_type: str) -> list[str]:
-    """Return the settings that only one loss type has."""
-    return [name for name in ObjectiveSettings.model_fields if name.startswith(f"{loss_type}_")]
+_ESTIMATORS = (*GROUP_ESTIMATORS, "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 class ObjectiveSettings(Frozen):
@@ -72,7 +64,7 @@ class ObjectiveSettings(Frozen):
     advantage_estimator: str = "grpo"
     """Baseline of a reward: ``grpo`` the mean of its group; ``rloo`` the mean of the group's other
     rewards. ``reinforce_plus_plus``: none, and the returns are normalized over all tokens of the
-    step; ``reinforce_plus_plus_baseline``: so, less the mean of the group. Or a function that
+    step; ``reinforce_plus_plus_baseline``: the same minus the group mean. Or a function that
     computes the advantages, ``FILE.py:NAME``."""
 
     scale_rewards: ScaleRewards = "group"
@@ -119,8 +111,8 @@ class ObjectiveSettings(Frozen):
     """Approach a teacher's distribution beside, or instead of, the rewards; None: no teacher."""
 
     perception: PerceptionSettings | None = None
-    """Score each completion behind masked images too, to train what depends on the image; None:
-    behind the images alone."""
+    """Score each completion with masked images too, to train what depends on the image; None:
+    with the images only."""
 
     epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 − epsilon, and above at 1 + epsilon unless ``epsilon_high``
@@ -167,148 +159,30 @@ class ObjectiveSettings(Frozen):
     sampler_correction_floor: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Lower bound of the sampler correction's weight; None: no bound."""
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> ObjectiveSettings:
-        checks = (self._loss_errors, self._clip_errors, self._kl_errors, self._estimator_errors)
-        for invalid, message in (error for check in checks for error in check()):
-            if invalid:
-                raise ValueError(message)
-        return self
+    @property
+    def own_loss(self) -> str:
+        """``loss_type``, or ``none`` with a function of the user's."""
+        return self.loss_type if self.loss is None else "none"
 
-    def is_default(self, name: str) -> bool:
-        return getattr(self, name) == type(self).model_fields[name].default
+    @property
+    def is_loss_file(self) -> bool:
+        """Whether ``loss`` has the form of a function in a file."""
+        return self.loss is not None and ".py:" in self.loss
 
-    def _loss_errors(self) -> list[tuple[bool, str]]:
-        soft = [n for n in ("sapo", "vespo") if any(not self.is_default(k) for k in _named(n))]
-        own = self.loss_type if self.loss is None else "none"
-        no_clip = own in ("sapo", "vespo")
-        return [
-            (
-                self.loss is not None and ".py:" not in self.loss,
-                f"loss={self.loss} must be FILE.py:NAME, the name of a function in a file",
-            ),
-            (
-                any(name != own for name in soft),
-                f"the settings of {' and '.join(soft)} have no effect with another loss: remove "
-                f"them, or set loss_type={soft[0] if soft else ''}, and no loss",
-            ),
-            (
-                no_clip and any(not self.is_default(name) for name in _BOUNDS),
-                f"loss_type={own} has no clip bounds: remove epsilon, epsilon_high and delta",
-            ),
-            (
-                self.loss_type == "luspo" and self.importance_sampling_level != "sequence",
-                "loss_type=luspo weights the ratio of a completion by its length: set "
-                "importance_sampling_level=sequence",
-            ),
-            (
-                own == "vespo" and self.importance_sampling_level != "token",
-                "loss_type=vespo has its own weight of a completion: remove "
-                "importance_sampling_level",
-            ),
-        ]
-
-    def _clip_errors(self) -> list[tuple[bool, str]]:
-        cispo = self.loss_type == "cispo"
-        changed = {name: not self.is_default(name) for name in ("epsilon", "delta")}
-        return [
-            (
-                cispo and (self.epsilon_high is None or self.epsilon_high < 1.0),
-                "loss_type=cispo caps the importance weight at epsilon_high itself, not at "
-                "1 + epsilon_high: set epsilon_high to 1 or more, for example 5",
-            ),
-            (
-                cispo and (changed["epsilon"] or changed["delta"]),
-                "loss_type=cispo has one bound, epsilon_high: remove epsilon and delta",
-            ),
-            (
-                self.delta is not None and self.delta <= 1.0 + self.upper_epsilon,
-                "delta would cap the ratio below the upper clip bound and replace that bound: "
-                "set delta above 1 + epsilon_high",
-            ),
-            (
-                self.normalize_each_reward and self.scale_rewards != "group",
-                "normalize_each_reward scales each reward by its group and the sum by the batch, "
-                "so scale_rewards would be ignored: remove it",
-            ),
-        ]
-
-    def _estimator_errors(self) -> list[tuple[bool, str]]:
-        name, known = self.advantage_estimator, (*GROUP_ESTIMATORS, *_STEP_ESTIMATORS)
-        is_step = name not in GROUP_ESTIMATORS
-        return [
-            (
-                name not in known and ".py:" not in name,
-                f"advantage_estimator={name} is unknown: choose {', '.join(known)} or FILE.py:NAME",
-            ),
-            (
-                is_step and (self.scale_rewards != "group" or self.normalize_each_reward),
-                f"advantage_estimator={name} sets the scale itself, so scale_rewards and "
-                "normalize_each_reward would be ignored: remove them",
-            ),
-            (
-                is_step and self.replay is not None,
-                f"advantage_estimator={name} compares the completions of a step, and replayed "
-                "groups are of other steps: remove replay",
-            ),
-        ]
-
-    def _kl_errors(self) -> list[tuple[bool, str]]:
-        every, corrected = self.reference_refresh_every, self.use_bias_correction_kl
-        replayed = self.replay is not None and self.beta > 0
-        selects = self.top_entropy_quantile < 1
-        scored = self.distillation is not None or self.perception is not None or selects
-        unscored = self.replay is not None and scored
-        alone = self.distillation is not None and self.distillation.only
-        on_rewards = [n for n in _ON_REWARDS if not self.is_default(n)]
-        in_loss = self.beta > 0 and self.kl_in == "loss"
-        in_reward = self.beta > 0 and self.kl_in == "reward"
-        return [
-            (
-                replayed,
-                "replay needs beta=0: the KL is estimated on completions of the policy as it is, "
-                "which replayed ones are not",
-            ),
-            (
-                unscored,
-                "distillation, perception and top_entropy_quantile are for the policy's own "
-                "completions, which replayed ones are not: remove replay",
-            ),
-            (
-                alone and bool(on_rewards),
-                f"distillation.only leaves out the training on rewards, which "
-                f"{' and '.join(on_rewards)} would change: remove them, or only",
-            ),
-            (
-                every != "never" and int(every) < 1,
-                "reference_refresh_every counts steps and must be at least 1, or never",
-            ),
-            (
-                self.reference_device == "cpu" and not self.needs_reference,
-                "reference_device=cpu has no effect without a reference snapshot: remove it, or "
-                "set beta above 0 and reference_refresh_every above 1 or to never",
-            ),
-            (
-                self.normalize_each_reward and in_reward,
-                "normalize_each_reward would normalize the KL penalty like a reward, so beta would "
-                "be ignored: set kl_in to loss",
-            ),
-            (
-                in_reward and not corrected,
-                "use_bias_correction_kl=false applies to the KL in the loss and would be ignored: "
-                "remove it with kl_in=reward",
-            ),
-            (
-                in_loss and self.kl_estimator == "k1" and not corrected,
-                "kl_estimator=k1 in the loss without the importance ratio has an expected "
-                "gradient of zero: set use_bias_correction_kl=true, or kl_in=reward",
-            ),
-        ]
+    @property
+    def is_known_estimator(self) -> bool:
+        """Whether the advantage estimator is one of ours or a function in a file."""
+        return self.advantage_estimator in _ESTIMATORS or ".py:" in self.advantage_estimator
 
     @property
     def upper_epsilon(self) -> float:
         """Upper clip bound: the ratio is clipped at 1 + this value (``cispo``: at this value)."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def upper_bound(self) -> float:
+        """Largest ratio that is not clipped."""
+        return 1.0 + self.upper_epsilon
 
     @property
     def sampler_correction_bounds(self) -> tuple[float, float]:
@@ -328,50 +202,8 @@ class ObjectiveSettings(Frozen):
         others = self.entropy_coef or in_loss or self.distillation or self.perception
         return not (others or self.loss)
 
-    def find_ratio_problems(self, updates_per_step: int) -> list[str]:
-        """Return what has no effect because every ratio is 1 with one update per rollout."""
-        is_always_1 = updates_per_step == 1 and self.replay is None
-        if not is_always_1 or self.loss_type == "cispo" or self.loss is not None:
-            return []
-        names = [*_BOUNDS, *_named("sapo")]
-        names += _named("vespo") if self.sampler_correction == "none" else []
-        return [
-            f"with one update per rollout every importance ratio is 1, so objective.{name} has "
-            "no effect: remove it, or set objective.num_iterations or optim.mini_batches to 2 or "
-            "more"
-            for name in names
-            if not self.is_default(name)
-        ]
-
-    def check_sampling(self, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> None:
-        """Reject sampling settings with which the importance ratio would be wrong.
-
-        Args:
-            top_p: probability mass that the sampler keeps; 1 keeps the full vocabulary.
-            top_k: number of tokens that the sampler keeps; 0 keeps the full vocabulary.
-            min_p: minimum probability relative to the most likely token; 0 keeps all tokens.
-
-        Raises:
-            ValueError: the sampler's distribution is not the policy's and no correction is set.
-        """
-        truncated = top_p < 1.0 or top_k > 0 or min_p > 0.0
-        if truncated and self.sampler_correction == "none":
-            raise ValueError(
-                "top_p, top_k and min_p change the sampler's distribution from the policy's, whose "
-                "log-probabilities are trained: remove them, or set sampler_correction to token or "
-                "sequence"
-            )
-
     def check_dropout(self, dropout: float, updates_per_step: int = 1) -> None:
-        """Reject dropout if log-probabilities of two passes are compared.
-
-        Args:
-            dropout: largest dropout probability in the trained model.
-            updates_per_step: number of updates on one rollout.
-
-        Raises:
-            ValueError: log-probs under different dropout masks would be compared.
-        """
+        """Raise ``ValueError`` if log-probs under different dropout masks would be compared."""
         has_ratio = updates_per_step > 1 or self.replay is not None
         compared = has_ratio or self.sampler_correction != "none" or self.beta > 0
         if dropout > 0.0 and compared:

@@ -1,16 +1,29 @@
-"""Settings of the optimizer: learning rate and its schedule, steps, and the size of a step."""
+"""Settings of the optimizer and of the supervised steps: learning rates, steps, size of a step."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt
 
 from vlm_grpo.config.section import Frozen
-from vlm_grpo.config.warm_start import Schedule, WarmupSteps, check_warmup
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
+Schedule = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+]
+"""A learning rate schedule, by transformers' ``lr_scheduler_type``."""
+WarmupSteps = Annotated[
+    NonNegativeInt | Annotated[float, Field(gt=0, lt=1)], Field(union_mode="left_to_right")
+]
+"""A number of steps, or below 1, as in transformers, a share of all steps, rounded up."""
 
 
 class OptimSettings(Frozen):
@@ -56,40 +69,15 @@ class OptimSettings(Frozen):
     max_tokens_per_batch: int = Field(default=16_384, ge=1)
     """Maximum number of tokens in a micro-batch of the update; does not change the gradient."""
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> OptimSettings:
-        check_warmup("optim", self.schedule, self.warmup_steps)
-        if self.num_train_epochs is not None and "max_steps" in self.model_fields_set:
-            raise ValueError(
-                f"optim.num_train_epochs={self.num_train_epochs:g} and "
-                f"optim.max_steps={self.max_steps} exclude each other: set one of them to null"
-            )
-        if (self.schedule == "cosine_with_min_lr") != (self.min_lr > 0) or self.min_lr > self.lr:
-            raise ValueError(
-                f"optim.min_lr={self.min_lr:g} with optim.schedule={self.schedule} and "
-                f"optim.lr={self.lr:g}: cosine_with_min_lr needs a min_lr above 0 and at most lr, "
-                "and no other schedule has one"
-            )
-        if self.num_train_epochs is None and self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"optim.warmup_steps={self.warmup_steps} exceeds optim.max_steps={self.max_steps}: "
-                "lower it too"
-            )
-        if self.prompts_per_step % self.mini_batches:
-            raise ValueError(
-                f"optim.mini_batches={self.mini_batches} must divide "
-                f"optim.prompts_per_step={self.prompts_per_step}"
-            )
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)}: each must be in [0, 1)")
-        for key in ("betas", "eps") if self.name == "adafactor" else ():
-            default = type(self).model_fields[key].default
-            if getattr(self, key) != default:
-                raise ValueError(
-                    f"optim.{key} has no effect with optim.name=adafactor, whose decay rate and "
-                    f"terms are fixed: leave it at its default, {default}"
-                )
-        return self
+    @property
+    def divides_evenly(self) -> bool:
+        """Whether the groups of a step can be divided into the mini-batches."""
+        return self.prompts_per_step % self.mini_batches == 0
+
+    @property
+    def are_betas_valid(self) -> bool:
+        """Whether the decay rates are in [0, 1)."""
+        return all(0 <= beta < 1 for beta in self.betas)
 
     @property
     def part_rates(self) -> dict[str, float]:
@@ -100,9 +88,6 @@ class OptimSettings(Frozen):
     def with_steps(self, num_examples: int) -> OptimSettings:
         """Return the settings with the number of steps that ``num_train_epochs`` amounts to.
 
-        Args:
-            num_examples: number of training examples.
-
         Raises:
             UserError: ``warmup_steps`` exceeds that number.
         """
@@ -112,3 +97,32 @@ class OptimSettings(Frozen):
             given["max_steps"] = max(1, math.ceil(prompts / self.prompts_per_step))
             given["num_train_epochs"] = None
         return OptimSettings(**given)
+
+
+class WarmStartSettings(Frozen):
+    """Supervised steps before the first rollout: cross-entropy on gold answers; by default none.
+
+    A row with a text ``completion`` among its columns is trained on that text; for any other row
+    the task writes its gold answer.
+    """
+
+    steps: int | Literal["all"] = Field(union_mode="left_to_right")
+    """Number of supervised steps, which ``optim.max_steps`` includes; ``all``: every step, as with
+    ``vlm-grpo sft``."""
+    lr: float = Field(default=2e-5, ge=0)
+    """Peak learning rate of the supervised steps; ``optim.lr`` is that of the steps after them."""
+    schedule: Schedule = "linear"
+    """Learning rate schedule over the supervised steps. ``optim.schedule`` and its warmup begin
+    after them."""
+    warmup_steps: WarmupSteps = 0
+    """Number of supervised steps in which the learning rate rises to its peak; below 1: as a share
+    of them; 0: no warmup."""
+
+    def count(self, max_steps: int) -> int:
+        """Return the number of supervised steps of a run of ``max_steps`` steps."""
+        return max_steps if self.steps == "all" else self.steps
+
+
+def count_warmup(warmup_steps: float, steps: int) -> int:
+    """Return the number of steps of a warmup, given as a number or as a share of ``steps``."""
+    return math.ceil(warmup_steps * steps) if warmup_steps < 1 else int(warmup_steps)

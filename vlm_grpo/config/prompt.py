@@ -85,11 +85,7 @@ class PromptSettings(Frozen):
 
 @lru_cache(maxsize=8)
 def compile_template(text: str) -> Template:
-    """Compile the template of a user message, which runs in a sandbox.
-
-    Raises:
-        ValueError: its syntax is wrong, or it has an unknown name; the message names the line.
-    """
+    """Compile the template of a user message, which runs in a sandbox, or raise ``ValueError``."""
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
         parsed = environment.parse(text)

@@ -20,12 +20,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from vlm_grpo.config.data import tag_sources
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import MOVED, describe_missing, describe_problems, flatten, merge
-from vlm_grpo.config.sources import InMemoryRows, is_rows
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.task import Task
 from vlm_grpo.task.names import get_short_name
 
 logger = logging.getLogger(__name__)
@@ -83,25 +80,12 @@ def build_settings(
     overrides: Overrides = (),
     values: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Build settings from a recipe's content.
-
-    Args:
-        recipe: name of the recipe in messages.
-        content: the recipe as an OmegaConf mapping.
-        overrides: as for ``load_settings``.
-        values: as for ``load_settings``.
-
-    Raises:
-        UserError: as for ``load_settings``.
-    """
+    """Build settings from a recipe's content, an OmegaConf mapping, as ``load_settings`` does."""
     texts, python_values = _split_overrides(overrides)
     merge(python_values, values or {})
     wrong = [text for text in texts if text.find("=") < 1]
     if wrong:
         raise UserError(f"{wrong[0]!r} is not an override: write key=value, such as optim.lr=1e-6")
-    if isinstance(python_values.get("task"), Task):  # the object has its own options
-        content = OmegaConf.merge(content, {"task_options": {}})
-        content.task_options = {}
     try:
         changes = parse_overrides(texts)
         merged = OmegaConf.merge(content, changes)
@@ -139,11 +123,7 @@ def build_settings(
 
 
 def parse_overrides(texts: Iterable[str]) -> Any:
-    """Parse ``key=value`` with dotted keys and values in YAML; Jinja needs no quotes there.
-
-    Raises:
-        Exception: one of ``PARSE_ERRORS``.
-    """
+    """Parse ``key=value`` with dotted keys and values in YAML, or raise one of ``PARSE_ERRORS``."""
     words = []
     for text in texts:
         key, equals, value = text.partition("=")
@@ -205,43 +185,26 @@ def _fit_steps(given: dict[str, Any], user_keys: Collection[str]) -> str | None:
 
 
 def _validate(given: dict[str, Any]) -> Settings:
-    """Build settings from nested values, with pydantic's strict types.
+    """Validate nested values as JSON, in which pydantic's strict mode accepts lists for tuples."""
 
-    The values are validated as JSON, in which strict mode accepts lists for tuples. Objects that
-    JSON cannot hold are replaced with texts, which their validators replace with the objects.
-    """
-    objects: dict[str, Any] = {}
-
-    def replace_object(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if isinstance(value, numbers.Real):  # NumPy's
-            to_python = getattr(value, "item", value.__float__)
-            return to_python()
-        text = f"<{type(value).__name__} {len(objects)}>"
-        objects[text] = value
-        return text
+            return getattr(value, "item", value.__float__)()
+        keys = [k for k, v in flatten(given).items() if any(v_ is value for v_ in _listed(v))]
+        key, kind = keys[0] if keys else "a setting", type(value).__name__
+        remedy = _REMEDIES.get(key.partition(".")[0], "")
+        raise UserError(f"{key} must be text, not {kind}{remedy}")
 
-    data = given.get("data")
-    if isinstance(data, dict):
-        sources = {key: _wrap_rows(data[key]) for key in ("train", "eval") if key in data}
-        given = {**given, "data": {**data, **sources}}
-    text = json.dumps(given, default=replace_object)
-    settings = Settings.model_validate_json(text, strict=True, context=objects)
-    for left in objects.values():  # the validators take out the objects of their settings
-        flat = flatten(given)
-        found = (k for k in flat if any(item is left for item in _listed(flat[k])))
-        key = next(found, "a setting")
-        raise UserError(f"{key} must be text, not {type(left).__name__}")
-    return settings
+    return Settings.model_validate_json(json.dumps(given, default=convert), strict=True)
 
 
-def _wrap_rows(given: Any) -> Any:
-    """Return a source, or a list of sources, with rows in memory as ``InMemoryRows``."""
-    if tag_sources(given) == "sources":
-        entries = [dict(entry) for entry in given]
-        return [{**entry, "source": _wrap_rows(entry["source"])} for entry in entries]
-    return InMemoryRows(given) if is_rows(given) else given
+_REMEDIES = {
+    "task": ": give an object as an argument, train(settings, task=…)",
+    "task_options": ": give the task itself as an argument, train(settings, task=…)",
+    "data": ": give rows as an argument, train(settings, data=rows)",
+}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,29 +1,27 @@
 """The settings of a run: frozen, and validated when they are built.
 
 The docstring of each field states what 0 and None mean. A setting that has no effect
-in combination with the others is an error.
+in combination with the others is an error: ``requirements.yaml`` has all combinations.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
-from vlm_grpo.config.data import DataSettings, is_mixture
+from vlm_grpo.config.data import DataSettings, TaskOptions, TaskSetting, is_mixture
 from vlm_grpo.config.objective import ObjectiveSettings
-from vlm_grpo.config.optim import OptimSettings
-from vlm_grpo.config.policy import PolicySettings, RolloutSettings
+from vlm_grpo.config.optim import OptimSettings, WarmStartSettings
+from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.prompt import PromptSettings
-from vlm_grpo.config.section import Frozen, describe_missing
-from vlm_grpo.config.sources import TaskOptions, TaskSetting, split_task
-from vlm_grpo.config.warm_start import WarmStartSettings
+from vlm_grpo.config.rollout import RolloutSettings
+from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.image_noise import DiffusionNoise
-from vlm_grpo.task.names import get_short_name, get_task_name
+from vlm_grpo.task.names import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
 MIXED = "mixed"
@@ -54,15 +52,6 @@ class EvaluationSettings(Frozen):
     max_tokens_per_batch: int | None = Field(default=None, ge=1)
     """Maximum number of prompt and completion tokens in one generation batch; None: as many as fit
     into the GPU's free memory, 65,536 on a CPU."""
-
-    @model_validator(mode="after")
-    def _check_combinations(self) -> EvaluationSettings:
-        if self.samples > 1 and not self.temperature:
-            raise ValueError(
-                f"evaluation.samples={self.samples} needs evaluation.temperature, such as 1: "
-                "greedy decoding gives equal completions"
-            )
-        return self
 
 
 class CheckpointSettings(Frozen):
@@ -100,20 +89,22 @@ class LoggingSettings(Frozen):
     """Steps to profile, numbered as in ``metrics.jsonl``: the first process writes a trace and, on
     CUDA, a memory snapshot to ``profile`` in the run's folder; empty: none."""
 
+    @property
+    def last_profile_step(self) -> int:
+        """The last step to profile; -1: there is none."""
+        return max(self.profile_steps, default=-1)
+
 
 class Settings(Frozen):
-    """All settings of a run.
-
-    In Python, ``task`` may be a subclass of ``Task`` or a task object, whose options that differ
-    from the defaults become ``task_options``.
-    """
+    """All settings of a run: text, numbers and mappings, as in its ``config.yaml``."""
 
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Folder of the run inside ``output_dir``; None: the name of the recipe, or of the task if an
     override sets the task."""
     task: TaskSetting = MIXED
-    """Task: its name, the path to its ``.py`` file, ``package.module:Class``, or its class. It may
-    be left out if every source of ``data.train`` has its own."""
+    """Task: its name, the path to its ``.py`` file, or ``package.module:Class``; ``python``: an
+    object that a program gives, ``train(settings, task=…)``. It may be left out if every source of
+    ``data.train`` has its own."""
     task_options: TaskOptions = Field(default_factory=dict)
     """Options of the task, such as ``tags``, ``thinking`` and ``weights``."""
     model: str = EMBEDDED
@@ -135,7 +126,7 @@ class Settings(Frozen):
     policy: PolicySettings = PolicySettings()
     prompt: PromptSettings = PromptSettings()
     rollout: RolloutSettings = RolloutSettings()
-    objective: ObjectiveSettings = ObjectiveSettings.model_validate({})
+    objective: ObjectiveSettings = Field(default=ObjectiveSettings(), validate_default=True)
     optim: OptimSettings = OptimSettings()
     warm_start: WarmStartSettings | None = None
     """Supervised steps before the first rollout; None: there are none."""
@@ -149,17 +140,12 @@ class Settings(Frozen):
         return self.output_dir / (self.name or get_short_name(self.task))
 
     @property
-    def task_name(self) -> str:
-        """The task as text: as given, or the name that loads its class."""
-        return get_task_name(self.task)
-
-    @property
     def task_names(self) -> tuple[str, ...]:
-        """The tasks of all training sources, as text."""
+        """The tasks of all training sources."""
         names: list[str] = []
         for source in self.data.get_sources("train"):
             task = self.task if source.task is None else source.task
-            names += source.tasks or [get_task_name(task)]
+            names += source.tasks or [task]
         return tuple(dict.fromkeys(names))
 
     @property
@@ -169,9 +155,6 @@ class Settings(Frozen):
 
     def with_steps(self, num_examples: int) -> Settings:
         """Return the settings with the number of steps that ``num_train_epochs`` amounts to.
-
-        Args:
-            num_examples: number of training examples.
 
         Raises:
             UserError: other settings need more steps.
@@ -199,11 +182,6 @@ class Settings(Frozen):
         """The number of updates on the completions of one rollout."""
         return self.optim.mini_batches * self.objective.num_iterations
 
-    @model_validator(mode="after")
-    def _split_task(self) -> Settings:
-        split_task(self)
-        return self
-
     @property
     def is_mixture(self) -> bool:
         """Whether the run has a list of sources."""
@@ -214,152 +192,41 @@ class Settings(Frozen):
         """Whether the tiny model is used for a task that it has not learned."""
         return self.model == EMBEDDED and not {*self.task_names} <= {*EMBEDDED_TASKS}
 
-    @model_validator(mode="after")
-    def _check_combinations(self) -> Settings:
-        problems, optim = [], self.optim
-        if MIXED in self.task_names:
-            sources = self.data.train if is_mixture(self.data.train) else ()
-            problems += [
-                f"data.train: the source {source.label} has no task: give it task, or add task=… "
-                "for all sources without one"
-                for source in sources
-                if source.task is None and not source.tasks
-            ] or [describe_missing("task")]
-        elif self.task == MIXED and self.task_options:
-            problems.append(
-                "task_options has no effect, since every source of data.train has a task of its "
-                "own: give the source task_options"
-            )
-        elif self.exceeds_embedded_model and "model" not in self.model_fields_set:
-            problems.append(
-                "model has no value: add model=… with a hub name such as "
-                "Qwen/Qwen2.5-VL-3B-Instruct or a folder; the embedded model has learned only "
-                f"{', '.join(EMBEDDED_TASKS)} (model=embedded uses it all the same)"
-            )
-        last = optim.max_steps if optim.num_train_epochs is None else math.inf
-        if max(self.logging.profile_steps, default=-1) >= last:
-            problems.append(
-                f"logging.profile_steps={list(self.logging.profile_steps)} has a step that is "
-                f"never run: steps are numbered from 0 to {last - 1}"
-            )
-        if self.warm_start is not None and self.optim.num_train_epochs is None:
-            problem = self.warm_start.find_problem(optim.max_steps, optim.warmup_steps)
-            problems += [] if problem is None else [problem]
-        problems += self.objective.find_ratio_problems(self.updates_per_step)
-        if self.is_supervised(optim.max_steps):
-            unused = {"data.curriculum": self.data.curriculum, "rollout.noise": self.rollout.noise}
-            for name in ("replay", "distillation", "perception"):
-                unused[f"objective.{name}"] = getattr(self.objective, name)
-            problems += [
-                f"{name} has no effect in a run of supervised steps alone: set {name}=null"
-                for name, value in unused.items()
-                if value is not None
-            ]
-        own = self.objective
-        others = own.beta or own.replay or own.distillation or own.perception
-        if self.rollout.noise is not None and others:
-            problems.append(
-                "rollout.noise needs objective.beta=0, and no replay, distillation or perception: "
-                "each takes a completion for one behind the clean images"
-            )
-        if self.rollout.noise is not None and own.top_entropy_quantile < 1:
-            problems.append(
-                "objective.top_entropy_quantile ranks the entropies of all tokens, and "
-                "rollout.noise raises them for some completions only: remove one of them"
-            )
-        weighs = own.perception is not None and own.perception.weighs_tokens
-        if weighs and (self.rollout.top_p < 1 or self.rollout.top_k or self.rollout.min_p):
-            problems.append(
-                "objective.perception.top_share and min_scale compare the sampler's log-probs with "
-                "those behind masked images, and rollout.top_p, top_k and min_p change the former: "
-                "remove them"
-            )
-        if not self.data.has_held_out and self.evaluation.every:
-            problems.append("evaluation.every has no effect without data.eval")
-        if not self.data.has_held_out and self.evaluation.samples > 1:
-            problems.append("evaluation.samples has no effect without data.eval")
-        if self.data.eval is None and self.evaluation.benchmark is not None:
-            problems.append("evaluation.benchmark needs the benchmark's examples as data.eval")
-        if self.evaluation.benchmark is not None and self.is_mixture:
-            problems.append(
-                "evaluation.benchmark is for one held-out source: with a list of sources, give "
-                "benchmark to a source of data.eval"
-            )
-        if not self.data.has_held_out and self.checkpoint.keep_best:
-            problems.append("checkpoint.keep_best needs data.eval to find the best checkpoint")
-        if self.checkpoint.keep_best and not self.checkpoint.keep_last:
-            problems.append("checkpoint.keep_best has no effect with keep_last=0, which keeps all")
-        if self.checkpoint.sharded and self.checkpoint.asynchronous:
-            problems.append("checkpoint.sharded and checkpoint.asynchronous exclude each other")
-        if self.checkpoint.sharded and self.policy.lora is not None:
-            problems.append("checkpoint.sharded has no effect on adapters, which are not sharded")
-        if self.model == EMBEDDED and self.model_revision is not None:
-            problems.append("model_revision has no effect on the embedded model")
-        problems += self._overlong_problems()
-        is_corrected = "sampler_correction" in self.objective.model_fields_set
-        if self.rollout.sampler == "vllm" and self.policy.load_in != "none" and not is_corrected:
-            problems.append(
-                f"policy.load_in={self.policy.load_in} with rollout.sampler=vllm: the servers have "
-                "the whole weights, so their log-probs differ from the trained ones by more than "
-                "rounding: leave the sampling to the policy (rollout.sampler=policy), or choose "
-                "objective.sampler_correction=token, sequence, token_mask or sequence_mask yourself"
-            )
-        if self.rollout.sampler == "vllm" and own.top_entropy_quantile < 1:
-            problems.append(
-                "objective.top_entropy_quantile needs the entropy at each token, which vLLM does "
-                "not tell: set it to 1, or rollout.sampler=policy"
-            )
-        if self.rollout.sampler == "vllm" and self.objective.sampler_correction == "none":
-            if "sampler_correction" in self.objective.model_fields_set:
-                problems.append(
-                    "objective.sampler_correction=none leaves the gradient biased with "
-                    "rollout.sampler=vllm, whose log-probs differ from the trainer's: remove it "
-                    "(sequence_mask is the default there), or choose token, sequence or token_mask"
-                )
-            else:
-                corrected = {"sampler_correction": "sequence_mask"}
-                object.__setattr__(self, "objective", self.objective.model_copy(update=corrected))
-        try:
-            lora = self.policy.lora
-            if self.rollout.vllm is not None and lora is not None:
-                self.rollout.vllm.check_adapters(lora.use_dora, lora.modules_to_save)
-        except ValueError as error:
-            problems.append(str(error))
-        try:
-            self.objective.check_sampling(
-                top_p=self.rollout.top_p, top_k=self.rollout.top_k, min_p=self.rollout.min_p or 0.0
-            )
-        except ValueError as error:
-            problems.append(f"rollout: {error} (in objective)")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+    @property
+    def lacks_task(self) -> bool:
+        """Whether some examples have no task."""
+        return MIXED in self.task_names
 
-    def _overlong_problems(self) -> list[str]:
-        """Return the problems of settings that conflict with the reward ``overlong``, if used."""
-        weights = self.task_options.get("weights")
-        if not (isinstance(weights, dict) and weights.get("overlong")):
-            return []
-        problems = []
-        cache, limit = self.task_options.get("overlong_cache"), self.rollout.max_completion_length
-        if isinstance(cache, int) and cache > limit:
-            problems.append(
-                f"task_options.overlong_cache={cache} exceeds "
-                f"rollout.max_completion_length={limit}: every completion would be penalized"
-            )
-        if self.objective.mask_truncated_completions:
-            problems.append(
-                "the reward overlong penalizes truncated completions, which "
-                "objective.mask_truncated_completions leaves out of the loss: use one of the two"
-            )
-        return problems
+    @property
+    def labels_without_task(self) -> list[str]:
+        """The sources of a mixture whose examples have no task."""
+        sources = self.data.train if self.lacks_task and is_mixture(self.data.train) else ()
+        return [source.label for source in sources if source.task is None and not source.tasks]
+
+    @property
+    def steps_after_warm_start(self) -> int:
+        """The number of steps that sample."""
+        return self.optim.max_steps - self.supervised_steps
+
+    @property
+    def has_ratio_1(self) -> bool:
+        """Whether every importance ratio is 1: each completion has one update, in its own step."""
+        return self.updates_per_step == 1 and self.objective.replay is None
+
+    @field_validator("objective")
+    @classmethod
+    def _choose_correction(cls, given: ObjectiveSettings, info: ValidationInfo) -> Any:
+        """Correct for the log-probs of vLLM unless the user chooses how."""
+        rollout, policy = info.data.get("rollout"), info.data.get("policy")
+        is_given = "sampler_correction" in given.model_fields_set
+        if is_given or rollout is None or policy is None:
+            return given
+        if rollout.sampler != "vllm" or policy.load_in != "none":
+            return given
+        return given.model_copy(update={"sampler_correction": "sequence_mask"})
 
     def save(self, path: Path) -> None:
-        """Write the settings as YAML for ``load_settings``.
-
-        Objects are written as text: a class by the name that loads it, or as ``<class Name>`` if
-        none does, and rows by their number. Pass such objects to ``load_settings`` again.
-        """
+        """Write the settings as YAML for ``load_settings``."""
         values = {**self.model_dump(mode="json"), "name": self.run_dir.name}
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -368,11 +235,7 @@ class Settings(Frozen):
 
 
 def check_settings(value: object) -> Settings:
-    """Return the value if it is ``Settings``.
-
-    Raises:
-        UserError: it is of another type.
-    """
+    """Return the value if it is ``Settings``; raise a ``UserError`` for another type."""
     if not isinstance(value, Settings):
         raise UserError(
             "settings must be Settings: use load_settings(…) or Settings(…), "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from vlm_grpo.config.other_trainers import find_other_setting
+from vlm_grpo.config.requirements import find_problems
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 
 MOVED = {
@@ -17,7 +18,6 @@ MOVED = {
     "policy.chat_template_kwargs": "prompt.chat_template_kwargs (enable_thinking: prompt.thinking)",
 }
 """Names of settings in earlier versions, and their names now."""
-# Pydantic uses JSON's terms; recipes are written in YAML.
 
 
 class _Explained(type(BaseModel)):
@@ -43,6 +43,12 @@ class Frozen(BaseModel, metaclass=_Explained):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="after")
+    def _check_requirements(self) -> Self:
+        if problems := find_problems(self):
+            raise ValueError("\n".join(problems))
+        return self
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -72,12 +78,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def merge(target: dict[str, Any], values: Mapping[str, Any], inside: str = "") -> None:
     """Update nested values in place by others with nested or dotted keys, or models as blocks.
 
-    Dots in the keys of a mapping that is itself the value of a task's option have no meaning.
-
-    Args:
-        target: the values to update.
-        values: the new values.
-        inside: dotted key of ``target``.
+    Dots in the keys of a mapping that is the value of a task's option have no meaning.
 
     >>> settings = {"optim": {"lr": 1e-6, "eps": 1e-8}}
     >>> merge(settings, {"optim.lr": 1e-5, "policy": {"lora": {}}})

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from vlm_grpo.config.sources import IN_MEMORY, InMemoryRows
+from vlm_grpo.config.data import PYTHON
 from vlm_grpo.data.coco import find_coco_file, list_coco_folders, read_json
 from vlm_grpo.data.image_folder import find_metadata, has_classes, read_classes, read_metadata
 from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.data.objects import Rows
 from vlm_grpo.data.rows import Row, select_valid
 from vlm_grpo.data.splits import Split, enter_split
 from vlm_grpo.data.text_tables import read_csv
@@ -34,6 +35,8 @@ from vlm_grpo.types import Example
 _EMBEDDED_SEED = 1
 """Differs from the seed of the examples on which the embedded model was trained."""
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
+_ARGUMENTS: dict[Split, str] = {"train": "data", "eval": "held_out"}
+"""Arguments of ``train`` by split."""
 _MAX_EMBEDDED = 1_000_000
 """Maximum number of examples of an embedded dataset, which are drawn and held in memory."""
 _SHARDS = (".tar", ".parquet", ".arrow", ".jsonl", ".csv", ".tsv")
@@ -128,9 +131,7 @@ class OpenSource(NamedTuple):
     is_memory: bool = False
 
 
-def open_source(
-    source: str | InMemoryRows, task: Task, limit: int | None, split: Split
-) -> OpenSource:
+def open_source(source: str | Rows, task: Task, limit: int | None, split: Split) -> OpenSource:
     """Open a source.
 
     Args:
@@ -143,20 +144,20 @@ def open_source(
     Raises:
         UserError: the source is unknown or cannot be opened.
     """
-    if isinstance(source, InMemoryRows):
-        rows: Any = source.rows
+    if not isinstance(source, str):
+        rows = cast("Any", source)
         if hasattr(rows, "cast_column"):  # a Dataset, whose library is slow to import
             from vlm_grpo.data.hub import read_dataset
 
             return OpenSource(read_dataset(rows, f"data.{split}"), [Path()])
-        return OpenSource(_read_memory(rows, split), [Path()], is_memory=True)
+        return OpenSource(_read_memory(source, split), [Path()], is_memory=True)
     if source.startswith("embedded:"):
         return OpenSource(_read_embedded(source, task, limit, split), [], is_memory=True)
-    if source.startswith(IN_MEMORY):
+    if source == PYTHON or source.startswith("<in memory: "):  # as in earlier versions
         raise UserError(
-            f"data.{split}={source}: these rows were in the memory of the Python program that "
-            f'wrote the settings: give them again, as load_settings(…, data={{"{split}": rows}}), '
-            "or save them in a .jsonl file and give its path"
+            f"data.{split}={source}: these rows are an argument of the Python program that wrote "
+            f"the settings: give them, as train(settings, {_ARGUMENTS[split]}=rows), or save them "
+            "in a .jsonl file and give its path"
         )
     if source.startswith("hf:"):
         # Imported here because the library takes seconds to load and only this source needs it.

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from vlm_grpo.config.data import DataSettings, SourceSettings, Split, VideoSettings
-from vlm_grpo.config.sources import InMemoryRows, Rows, to_source
+from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings, Split, VideoSettings
 from vlm_grpo.data.formats import open_source
+from vlm_grpo.data.objects import Rows, check_rows
 from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.data.store import ExampleStore
 from vlm_grpo.data.videos import VideoReader
@@ -42,12 +41,18 @@ def load_examples(
         UserError: the source cannot be read, has no examples, or has bad rows (all are named)
             while ``data.on_bad_row`` is "error".
     """
-    data = DataSettings(train=_to_source(source)) if data is None else data
-    return load_source(_apply_defaults(source, data, split), task, data, split)
+    own, rows = _split_source(source)
+    data = DataSettings(train=own.source) if data is None else data
+    return load_source(data.complete(own, split), task, data, split, rows=rows)
 
 
 def load_source(
-    source: SourceSettings, task: Task, data: DataSettings, split: Split, label: str = ""
+    source: SourceSettings,
+    task: Task,
+    data: DataSettings,
+    split: Split,
+    label: str = "",
+    rows: Rows | None = None,
 ) -> Sequence[Example]:
     """Load all examples of a source with settings of its own; as ``load_examples`` otherwise.
 
@@ -57,8 +62,9 @@ def load_source(
         data: the treatment of bad rows.
         split: the split.
         label: name of the source in a mixture; "": it is the only one.
+        rows: the rows of a source that is a Python object.
     """
-    examples, problems = _read_source(source, task, data, split, label)
+    examples, problems = _read_source(source, task, data, split, label, rows)
     name = str(source.source)
     if problems and (data.on_bad_row == "error" or not examples):
         remedy = "fix them; training can skip them with data.on_bad_row=skip"
@@ -84,19 +90,29 @@ def read_examples(
     Arguments and errors are those of ``load_examples``, but bad rows and an empty source are not
     an error.
     """
-    return _read_source(_apply_defaults(source, data, split), task, data, split)
+    own, rows = _split_source(source)
+    return _read_source(data.complete(own, split), task, data, split, given=rows)
 
 
-def _apply_defaults(source: str | Path | Rows, data: DataSettings, split: Split) -> SourceSettings:
-    """Return a source with the settings that ``data`` has for all sources of the split."""
-    return data.complete(SourceSettings(source=_to_source(source)), split)
+def _split_source(source: str | Path | Rows) -> tuple[SourceSettings, Rows | None]:
+    """Return a source by name, or as the name of Python objects and these."""
+    if isinstance(source, str | Path):
+        return SourceSettings(source=str(source)), None
+    check_rows("the data source", source)
+    return SourceSettings(source=PYTHON), source
 
 
 def _read_source(
-    source: SourceSettings, task: Task, data: DataSettings, split: Split, label: str = ""
+    source: SourceSettings,
+    task: Task,
+    data: DataSettings,
+    split: Split,
+    label: str = "",
+    given: Rows | None = None,
 ) -> tuple[Sequence[Example], list[str]]:
     limit, columns = source.limit, dict(source.columns)
-    rows, folders, is_memory = open_source(_to_source(source.source), task, limit, split)
+    name = source.source if given is None else given
+    rows, folders, is_memory = open_source(name, task, limit, split)
     if source.image_root is not None:
         folders = [source.image_root, *folders]
     images = VideoReader(folders, data.max_image_pixels, data.video or VideoSettings())
@@ -142,15 +158,8 @@ def _pop_task(row: Row, column: str, task: Task) -> tuple[str, Task, Row]:
     values = dict(row.values)
     if not isinstance(name := values.pop(column, None), str):
         raise ValueError(f"its column {column} must name its task")
-    name, part = task.part(Example("", (), "", None, source=name))
+    name, part = task.resolve(Example("", (), "", None, source=name))
     return name, part, replace(row, values=values)
-
-
-def _to_source(source: Any) -> str | InMemoryRows:
-    try:
-        return to_source(source)
-    except ValueError as error:
-        raise UserError(f"the data source {error}, not {type(source).__name__}") from error
 
 
 def _count_bad_rows(problems: Sequence[str]) -> str:

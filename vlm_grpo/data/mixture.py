@@ -11,6 +11,7 @@ from PIL import Image
 from vlm_grpo.config.data import SourceSettings, Split, is_mixture
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_source
+from vlm_grpo.data.objects import NO_OBJECTS, Objects, TaskObject
 from vlm_grpo.data.store import JoinedExamples
 from vlm_grpo.task import Task
 from vlm_grpo.task.names import SET_BY_LIBRARY
@@ -38,7 +39,7 @@ class Mixed(Task):
         members = {name: replace(task, **common) for name, task in self.members.items()}
         object.__setattr__(self, "members", members)
 
-    def part(self, example: Example) -> tuple[str, Task]:
+    def resolve(self, example: Example) -> tuple[str, Task]:
         """Return the name of the example's source and its task.
 
         Raises:
@@ -49,7 +50,7 @@ class Mixed(Task):
         return example.source, self.members[example.source]
 
     def _of(self, example: Example) -> Task:
-        return self.part(example)[1]
+        return self.resolve(example)[1]
 
     def question(self, example: Example) -> str:
         return self._of(example).question(example)
@@ -97,48 +98,63 @@ class Mixed(Task):
         return {f"{source}/{name}": v for source, own in values.items() for name, v in own.items()}
 
 
-def load_run_task(settings: Settings) -> Task:
+def load_run_task(settings: Settings, objects: Objects = NO_OBJECTS) -> Task:
     """Load the task of a run: that of its settings, or the mixture of its sources' tasks.
+
+    Python objects are loaded in place of what the settings name (``Objects.name_in``).
 
     Raises:
         UserError: a task cannot be loaded, as for ``load_task``.
     """
     if not is_mixture(settings.data.train):
-        return load_task(settings.task, **settings.task_options)
+        return _load_task(objects.get_task(""), settings.task, settings.task_options)
     sources = settings.data.get_sources("train")
-    return Mixed(members={n: t for s in sources for n, t in load_members(s, settings)})
+    return Mixed(members={n: t for s in sources for n, t in load_members(s, settings, objects)})
 
 
-def load_members(source: SourceSettings, settings: Settings) -> Iterator[tuple[str, Task]]:
+def _load_task(given: TaskObject | None, name: str, options: Mapping[str, Any]) -> Task:
+    """Load a task by name, or take an object; its class has the options of the settings."""
+    return given if isinstance(given, Task) else load_task(given or name, **options)
+
+
+def load_members(
+    source: SourceSettings, settings: Settings, objects: Objects = NO_OBJECTS
+) -> Iterator[tuple[str, Task]]:
     """Yield the tasks of a source, each with the ``Example.source`` of its examples.
 
     Raises:
         UserError: a task cannot be loaded, as for ``load_task``.
     """
+    given = objects.get_task(source.label)
     if source.tasks:
         for name, options in source.tasks.items():
             yield f"{source.label}/{name}", load_task(name, **options)
     elif source.task is None:
         options = {**settings.task_options, **source.task_options}
-        yield source.label, load_task(settings.task, **options)
+        yield source.label, _load_task(given, settings.task, options)
     else:
-        yield source.label, load_task(source.task, **source.task_options)
+        own = given if isinstance(objects.task, Mapping) else None
+        yield source.label, _load_task(own, source.task, source.task_options)
 
 
-def load_split(settings: Settings, task: Task, split: Split) -> Sequence[Example]:
+def load_split(
+    settings: Settings, task: Task, split: Split, objects: Objects = NO_OBJECTS
+) -> Sequence[Example]:
     """Load the training or the held-out examples of a run from all of their sources.
 
     Args:
         settings: the run's settings.
         task: the task of the examples: a mixture gives them the names of their sources.
         split: the split.
+        objects: rows of sources that are Python objects.
 
     Raises:
         UserError: a source cannot be read or has bad rows, as for ``load_examples``.
     """
     if not isinstance(task, Mixed):
         (source,) = settings.data.get_sources(split)
-        return load_source(source, task, settings.data, split)
+        rows = objects.get_rows(split, source.label)
+        return load_source(source, task, settings.data, split, rows=rows)
     parts = []
     for source in settings.data.get_sources(split):
         label, members = source.label, task.members
@@ -146,5 +162,6 @@ def load_split(settings: Settings, task: Task, split: Split) -> Sequence[Example
             own = Mixed(members={name: members[f"{label}/{name}"] for name in source.tasks})
         else:
             own = members[label]
-        parts.append(load_source(source, own, settings.data, split, label))
+        rows = objects.get_rows(split, label)
+        parts.append(load_source(source, own, settings.data, split, label, rows))
     return JoinedExamples(parts)

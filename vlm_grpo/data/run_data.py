@@ -15,6 +15,7 @@ from vlm_grpo.data.checks import warn_about_shared_images
 from vlm_grpo.data.filtering import filter_examples
 from vlm_grpo.data.image_split import split_by_image
 from vlm_grpo.data.mixture import Mixed, load_members, load_run_task, load_split
+from vlm_grpo.data.objects import NO_OBJECTS, Objects
 from vlm_grpo.data.splits import stands_for_both
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
@@ -26,19 +27,23 @@ from vlm_grpo.types import Example, VideoRef
 logger = logging.getLogger(__name__)
 
 
-def load_run(settings: Settings) -> tuple[Task, Sequence[Example], Sequence[Example]]:
+def load_run(
+    settings: Settings, objects: Objects = NO_OBJECTS
+) -> tuple[Task, Sequence[Example], Sequence[Example]]:
     """Load what a run needs besides its model: its task, and its training and held-out examples.
 
     Raises:
         UserError: as for ``load_run_task`` and ``load_data``, or a task's rewards have no weight.
     """
-    task = load_run_task(settings)
+    task = load_run_task(settings, objects)
     for member in task.members.values() if isinstance(task, Mixed) else [task]:
         check_trainable(member)
-    return task, *load_data(settings, task)
+    return task, *load_data(settings, task, objects)
 
 
-def load_data(settings: Settings, task: Task) -> tuple[Sequence[Example], Sequence[Example]]:
+def load_data(
+    settings: Settings, task: Task, objects: Objects = NO_OBJECTS
+) -> tuple[Sequence[Example], Sequence[Example]]:
     """Load the training and the held-out examples of a run.
 
     Log a warning if both are the same data or share images, and if ``data.video`` is given but no
@@ -47,11 +52,12 @@ def load_data(settings: Settings, task: Task) -> tuple[Sequence[Example], Sequen
     Args:
         settings: the run's settings.
         task: the run's task.
+        objects: rows of sources that are Python objects.
 
     Raises:
         UserError: the data cannot be read, does not fit the tasks, or cannot be split.
     """
-    data, train = settings.data, load_split(settings, task, "train")
+    data, train = settings.data, load_split(settings, task, "train", objects)
     held_out: Sequence[Example] = []
     if data.eval_share is not None:
         train, held_out = split_by_image(train, data.eval_share, settings.seed)
@@ -59,7 +65,7 @@ def load_data(settings: Settings, task: Task) -> tuple[Sequence[Example], Sequen
     if line is not None and os.environ.get("RANK", "0") == "0":
         logger.info(line)
     if data.eval is not None:
-        held_out = load_split(settings, get_held_out_task(settings, task), "eval")
+        held_out = load_split(settings, get_held_out_task(settings, task), "eval", objects)
         if any(
             source.source == other.source and not stands_for_both(source.source)
             for source in data.get_sources("train")
@@ -98,7 +104,7 @@ def get_held_out_task(settings: Settings, task: Task) -> Task:
         return Mixed(members=members, **{name: getattr(task, name) for name in SET_BY_LIBRARY})
     if settings.evaluation.benchmark is None:
         return task
-    name, own = settings.task_name, settings.task_options
+    name, own = settings.task, settings.task_options
     return _load_benchmark_task(settings.evaluation.benchmark, name, own, task)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlm_grpo.config.data import Split
+from vlm_grpo.config.data import PYTHON, Split
 
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train",),
@@ -15,7 +15,7 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
 
 def stands_for_both(source: object) -> bool:
     """Return whether the name of a source stands for both its training and its held-out part."""
-    is_named = str(source).startswith(("embedded:", "hf:"))
+    is_named = source == PYTHON or str(source).startswith(("embedded:", "hf:"))
     path = Path(str(source))
     return is_named or path.suffix in (".yaml", ".yml") or path.is_dir()
 

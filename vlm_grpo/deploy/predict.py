@@ -180,7 +180,7 @@ def _load_task(task: str | type[Task] | Task | None, settings: Settings) -> Task
                 f"(in Python, task=…): {', '.join(mixed.members)}"
             )
     name = get_task_name(task) if isinstance(task, type) else str(task)
-    if task is None or name == settings.task_name:
+    if task is None or name == settings.task:
         return load_task(task or settings.task, **settings.task_options)
     # Only these options exist in every task.
     common = {"tags", "thinking"} & set(settings.task_options)

@@ -178,7 +178,7 @@ def _find_best_step(run: Path, steps: Sequence[int]) -> int:
 
 def _get_primary_metric(run: Path, settings: Settings) -> tuple[str, bool] | None:
     """Return the name of the primary metric, and whether it is an error; None if it is unknown."""
-    if not str(settings.task).startswith(IN_SESSION):
+    if not settings.task.startswith(IN_SESSION):
         task = get_held_out_task(settings, load_run_task(settings))
         return task.primary_metric, task.lower_is_better
     for evaluation in reversed(read_run(run).evaluations):  # which the class itself has written

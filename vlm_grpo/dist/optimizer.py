@@ -16,7 +16,7 @@ from transformers.optimization import Adafactor
 
 from vlm_grpo.config.optim import OptimizerName, OptimSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.warm_start import WarmStartSettings, count_warmup
+from vlm_grpo.config.optim import WarmStartSettings, count_warmup
 from vlm_grpo.dist.rounding import JointOptimizer
 from vlm_grpo.dist.sharding import find_layer, is_sharded, shard_like
 from vlm_grpo.errors import UserError

@@ -16,6 +16,7 @@ from vlm_grpo.benchmarks.definition import Benchmark, load_benchmark
 from vlm_grpo.benchmarks.script_outputs import name_files, write_files
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data import load_run_task, load_split
+from vlm_grpo.data.objects import NO_OBJECTS, Objects
 from vlm_grpo.data.run_data import build_scorer, get_held_out_task, load_data
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.dist.launch import initialize_distributed
@@ -106,6 +107,7 @@ def evaluate(
     settings: Settings,
     checkpoint: str | Path | None = None,
     server: Endpoint | str | None = None,
+    objects: Objects = NO_OBJECTS,
 ) -> Evaluation:
     """Evaluate the recipe's model, a checkpoint or a server on the recipe's held-out examples.
 
@@ -116,18 +118,18 @@ def evaluate(
         UserError: the recipe has no ``data.eval``, the model or the data cannot be loaded, or the
             server cannot be used or gave no output for some examples.
     """
-    check_settings(settings)
+    settings = objects.name_in(check_settings(settings))
     if not settings.data.has_held_out:
         raise UserError("nothing to evaluate on: set data.eval to a dataset")
     checkpoint = None if checkpoint is None else Path(checkpoint)
     check_weights(checkpoint, server)
     disable_progress_bar()
-    run_task = load_run_task(settings)
+    run_task = load_run_task(settings, objects)
     task = get_held_out_task(settings, run_task)
     if settings.data.eval is None:
-        _, examples = load_data(settings, run_task)
+        _, examples = load_data(settings, run_task, objects)
     else:
-        examples = load_split(settings, task, "eval")
+        examples = load_split(settings, task, "eval", objects)
     model = load_evaluated_model(settings, checkpoint, server)
     state = initialize_distributed()
     task = get_held_out_task(settings, model.prompts.adapt(run_task))

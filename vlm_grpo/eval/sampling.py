@@ -26,7 +26,6 @@ from vlm_grpo.eval.served import load_evaluated_model
 from vlm_grpo.model.prompts import PromptBuilder, PromptWriter
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
-from vlm_grpo.task.names import get_task_name
 from vlm_grpo.task.scorer import earns, get_gold_reward, measure_pass
 from vlm_grpo.types import Example, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
@@ -228,7 +227,7 @@ def _name_tasks(settings: Settings) -> dict[str, str]:
     for source in settings.data.get_sources("train"):
         for name in source.tasks:
             names[f"{source.label}/{name}"] = name
-        names[source.label] = get_task_name(settings.task if source.task is None else source.task)
+        names[source.label] = source.task or settings.task
     return names
 
 

@@ -37,7 +37,7 @@ def merge_scores(task: Task, example: Example, scores: Sequence[Score]) -> Score
     """
     if len(scores) == 1:
         return scores[0]
-    source, own = task.part(example)
+    source, own = task.resolve(example)
     start = f"{source}/" if source else ""
     name = start + own.primary_metric
     values = [{**score.rewards, **score.metrics}.get(name) for score in scores]

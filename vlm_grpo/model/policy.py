@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.model.adapters import is_adapter_weight, save_weights
 from vlm_grpo.model.chat import ChatTemplate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import get_args
 
@@ -9,6 +10,7 @@ from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.run import Settings, check_settings
 from vlm_grpo.data import load_run_task, load_split
 from vlm_grpo.data.filtering import filter_examples
+from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.families import load_family
@@ -30,6 +32,9 @@ def plan(
     devices: int = 1,
     weights: Weights = "replicated",
     reserved: float = 0.0,
+    *,
+    task: TaskObject | Mapping[str, TaskObject] | None = None,
+    data: Rows | Mapping[str, Rows] | None = None,
 ) -> Plan:
     """Estimate the memory and time of a recipe; no weights are loaded.
 
@@ -40,6 +45,7 @@ def plan(
         devices: number of such devices.
         weights: how the weights are held.
         reserved: share of each device's memory that other processes use, such as a vLLM server.
+        task, data: Python objects in place of those of the settings, as for ``train``.
 
     Raises:
         UserError: as for ``Planner``, or the GPU is unknown, or an argument is out of range.
@@ -54,7 +60,8 @@ def plan(
     if weights not in get_args(Weights):
         raise UserError(f"weights must be one of {', '.join(get_args(Weights))}, not {weights!r}")
     device = detect_device() if gpu is None else find_device(gpu)
-    return Planner(settings, replace(device, reserved=reserved), devices, weights).plan()
+    device = replace(device, reserved=reserved)
+    return Planner(settings, device, devices, weights, Objects(task, data)).plan()
 
 
 class Planner(StepPlanner):
@@ -65,6 +72,7 @@ class Planner(StepPlanner):
         device: the device to run on.
         devices: number of such devices.
         weights: how the weights are held.
+        objects: a task and data that are Python objects.
 
     Raises:
         UserError: data, task or configuration cannot be loaded, or the configuration lacks a size.
@@ -76,10 +84,13 @@ class Planner(StepPlanner):
         device: Device,
         devices: int = 1,
         weights: Weights = "replicated",
+        objects: Objects = NO_OBJECTS,
     ) -> None:
+        settings = objects.name_in(settings)
         super().__init__(settings, device, devices, weights)
-        task = load_run_task(settings)
-        examples, _ = filter_examples(load_split(settings, task, "train"), settings.data)
+        task = load_run_task(settings, objects)
+        rows = load_split(settings, task, "train", objects)
+        examples, _ = filter_examples(rows, settings.data)
         try:
             self.config, processor = load_config(settings), load_processor(settings)
         except UserError as error:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS, PolicySettings
+from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS, choose_adapter_level
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.vllm import choose_adapter_level
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
 from vlm_grpo.planning.changes import suggest_changes, with_changes

@@ -256,7 +256,7 @@ def _example_fields(
 
 def _get_primary_metric(task: Task, example: Example) -> str | None:
     """Return the primary metric if it has a value per answer, with 1 for a correct one."""
-    source, own = task.part(example)
+    source, own = task.resolve(example)
     name = own.primary_metric
     if own.lower_is_better or name not in {**own.rules("reward"), **own.rules("metric")}:
         return None

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from vlm_grpo.config.data import VideoSettings
+from vlm_grpo.config.rollout import WeightTransfer, choose_adapter_level
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.vllm import WeightTransfer, choose_adapter_level
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import apply_lora_or_freeze, get_largest_rank
 from vlm_grpo.model.chat import ChatTemplate

@@ -65,10 +65,7 @@ def _write_y_first(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) ->
 
 
 def gold_boxes(answer: Any) -> tuple[Box, ...]:
-    """Return the boxes of a gold answer ``{"boxes": [[x1, y1, x2, y2], …], …}``.
-
-    Args:
-        answer: the gold answer, with boxes in pixels of the original image.
+    """Return the boxes of a gold answer ``{"boxes": [[x1, y1, x2, y2], …], …}`` in original pixels.
 
     Raises:
         ValueError: the answer has another form, or a box is not four finite numbers with x1 < x2
@@ -102,6 +99,9 @@ def _are_integers(*numbers: float) -> bool:
 class CoordinateFrame:
     """The units and the grammar in which a model family writes boxes.
 
+    Sizes are (width, height): ``size`` of the original image, in pixels; ``resized_size`` after
+    the family's resize.
+
     Attributes:
         name: the key in ``FRAMES``.
         units: description of the units in the prompt; ``{width}`` and ``{height}`` are replaced
@@ -125,11 +125,7 @@ class CoordinateFrame:
     grammar: Callable[[Sequence[RoundedBox], Sequence[str] | None], str] = _write_json
 
     def describe(self, size: Size, form: str | None = None) -> str:
-        """Return the prompt's description of a box in this frame.
-
-        Args:
-            size: width and height of the original image, in pixels.
-            form: replaces the example of a box, to request something else in the same units.
+        """Return the prompt's description of a box, or of another ``form``, in this frame.
 
         >>> PERMILLE.describe((640, 480))
         '{"bbox_2d": [x1, y1, x2, y2]} scaled to 0-1000'
@@ -149,22 +145,13 @@ class CoordinateFrame:
         return self.units.format(width=size[0], height=size[1])
 
     def to_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
-        """Convert a box from this frame's units to original pixels.
-
-        Args:
-            box: xyxy in units of the frame.
-            size: width and height of the original image, in pixels.
-            resized_size: width and height of the image after the family's resize, in pixels.
-        """
+        """Convert a box (xyxy) from this frame's units to original pixels."""
         width, height = self._get_span(size, resized_size)
         x, y = size[0] / width, size[1] / height
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
     def from_pixels(self, box: Box, size: Size, resized_size: Size) -> Box:
-        """Convert a box from original pixels to this frame's units, without rounding.
-
-        The arguments are those of ``to_pixels``, with ``box`` in original pixels.
-        """
+        """Convert a box from original pixels to this frame's units, without rounding."""
         width, height = self._get_span(size, resized_size)
         x, y = width / size[0], height / size[1]
         return (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
@@ -188,12 +175,6 @@ class CoordinateFrame:
 
         Coordinates are rounded to ``decimals``. A box thinner than one unit gets one, because a
         box without area is invalid. PaliGemma's largest coordinate is 1023, its last token.
-
-        Args:
-            boxes: xyxy in original pixels.
-            size: width and height of the original image, in pixels.
-            resized_size: width and height of the image after the family's resize, in pixels.
-            labels: the label of each box; None: no labels.
         """
         if not boxes:
             return "[]"
@@ -203,10 +184,7 @@ class CoordinateFrame:
     def write_points(
         self, points: Sequence[tuple[float, float]], size: Size, resized_size: Size
     ) -> str:
-        """Write points, given as (x, y) in original pixels; one point is not in a list.
-
-        The other arguments are those of ``write_all``.
-        """
+        """Write points, given as (x, y) in original pixels; one point is not in a list."""
         digits = self.decimals or None  # None rounds to an integer
         objects = []
         for x, y in points:

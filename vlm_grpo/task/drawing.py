@@ -20,11 +20,7 @@ def draw_boxes(
 ) -> Image.Image:
     """Return a copy of the image with outlined boxes and their labels at the top left inside.
 
-    Args:
-        image: the original image.
-        boxes: xyxy in pixels of the image; parts outside the image are not drawn.
-        color: a color name or ``#rrggbb``.
-        labels: the label of each box; None: no labels.
+    Boxes are xyxy in pixels of the image; parts outside of it are not drawn.
     """
     drawn = image.copy()
     pen = ImageDraw.Draw(drawn)
@@ -43,13 +39,7 @@ def draw_boxes(
 def draw_points(
     image: Image.Image, points: Sequence[tuple[float, float]], color: str
 ) -> Image.Image:
-    """Return a copy of the image with a dot at each point.
-
-    Args:
-        image: the original image.
-        points: (x, y) in pixels of the image; points outside the image are not drawn.
-        color: a color name or ``#rrggbb``.
-    """
+    """Return a copy of the image with a dot at each point (x, y), in pixels of the image."""
     drawn = image.copy()
     pen = ImageDraw.Draw(drawn)
     for point in points:
@@ -62,14 +52,9 @@ def _get_pen_width(image: Image.Image) -> int:
 
 
 def draw_caption(image: Image.Image, text: str, color: str) -> Image.Image:
-    """Return a copy of the image with the text on a band below it.
+    """Return a copy of the image with the text, of at most eight lines, on a band below it.
 
     The font, Pillow's default, has only Latin letters; others appear as empty boxes.
-
-    Args:
-        image: the original image.
-        text: the caption; it is wrapped and truncated after eight lines.
-        color: a color name or ``#rrggbb``.
     """
     size = max(12, min(32, image.width // 24))
     font = ImageFont.load_default(size)
@@ -91,12 +76,8 @@ def draw_caption(image: Image.Image, text: str, color: str) -> Image.Image:
 
 def draw_table(image: Image.Image, rows: Sequence[Sequence[str]], color: str) -> Image.Image:
     """Return a copy of the image with a table over its left half if the color is that of gold
-    answers, else over its right half, so that both are next to each other.
-
-    Args:
-        image: the original image.
-        rows: texts of the cells of each row; they are cut to the width of their cell.
-        color: a color name or ``#rrggbb``.
+    answers, else over its right half, so that both are next to each other. Texts are cut to the
+    width of their cells.
     """
     drawn = image.copy()
     pen = ImageDraw.Draw(drawn)

@@ -32,13 +32,9 @@ class FailureGuard:
         examples: Sequence[Example],
         add_ranks: Callable[[list[int]], list[int]] = list,
     ) -> None:
-        """Check the scores of a round of sampling or of an evaluation.
+        """Check the scores of this rank's completions, of a round of sampling or of an evaluation.
 
-        Args:
-            task: the task.
-            scores: scores of this rank's completions.
-            examples: the example of each.
-            add_ranks: returns the sums of some numbers over all ranks.
+        ``add_ranks`` returns the sums of some numbers over all ranks.
 
         Raises:
             UserError: on all ranks, if a reward failed on every completion that it was called for:

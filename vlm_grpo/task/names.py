@@ -20,8 +20,8 @@ SET_BY_LIBRARY = ("frame", "thinking_tags", "progress", "token_limit")
 def get_task_name(task: Any) -> str:
     """Return the name by which ``load_task`` finds a task in another process.
 
-    Of a class, it is a built-in task's name, ``package.module:Class`` or ``file.py:Class``;
-    ``<class Name>`` for a class from a function or an interactive session, which no other process
+    Of a class, it is a built-in task's name, ``package.module:Class`` or ``file.py:Class``; or
+    ``<class Name>`` for a class of a function or of an interactive session, which no other process
     can load. Anything else is a name already.
     """
     if not isinstance(task, type):

@@ -37,17 +37,10 @@ _POINT_KEYS = (("point_2d", "point"), ("point",))
 def extract_answer(text: str, tags: bool) -> str | None:
     """Extract the answer from a completion and strip surrounding white space.
 
-    GLM-V's ``<|begin_of_box|>`` and ``<|end_of_box|>``, which mark its final answer of any kind,
-    are removed if both occur once.
-
-    Args:
-        text: the full completion.
-        tags: if true, the answer is the content of the only ``<answer>…</answer>`` after any
-            thinking; otherwise it is all text after any thinking.
-
-    Returns:
-        The answer; None if it is empty, if the thinking is unclosed or repeated, or if the tags
-        are missing, unclosed or repeated.
+    With ``tags`` it is the content of the only ``<answer>…</answer>`` after any thinking, otherwise
+    all text after any thinking; None if it is empty, if the thinking is unclosed or repeated, or if
+    the tags are missing, unclosed or repeated. GLM-V's ``<|begin_of_box|>`` and
+    ``<|end_of_box|>``, which mark its final answer of any kind, are removed if both occur once.
 
     >>> extract_answer("<think>4? no</think><answer> 3 </answer>", tags=True)
     '3'
@@ -111,14 +104,8 @@ def parse_integer(text: str) -> int | None:
     does, because a refusal to answer must not earn anything.
 
     The rule for several numbers: all must be equal. Only what follows the first number after a
-    colon or an opening bracket may instead add up to it ("3 dogs: one black and two white").
-
-    Args:
-        text: the answer.
-
-    Returns:
-        The integer; None for different numbers, hedges ("2 or 3", "at least 3"), and negative or
-        fractional numbers.
+    colon or an opening bracket may instead add up to it ("3 dogs: one black and two white"). Hedges
+    ("2 or 3", "at least 3"), and negative or fractional numbers give None.
 
     >>> parse_integer("1,234 apples"), parse_integer("Twenty-two (22)"), parse_integer("2 or 3")
     (1234, 22, None)
@@ -197,18 +184,10 @@ def parse_boxes(text: str, units: str = "", y_first: bool = False) -> list[Label
 
 
 def parse_points(text: str, units: str = "", y_first: bool = False) -> list[Point] | None:
-    """Parse all points in an answer.
+    """Parse all points (x, y) in an answer, in the model's units; None if any part is malformed.
 
     The accepted forms are JSON (an object with ``point_2d``, a list of two numbers, or a list of
-    either) and (x, y), also in Qwen2-VL's box tokens; other text is as for ``parse_boxes``.
-
-    Args:
-        text: the answer.
-        units: as in ``parse_boxes``.
-        y_first: whether points are (y, x), under ``point``.
-
-    Returns:
-        Points (x, y) in the model's units; None if any part of the answer is malformed.
+    either) and (x, y), also in Qwen2-VL's box tokens; the rest is as for ``parse_boxes``.
 
     >>> parse_points('[{"point_2d": [10, 20.5]}, [3, 4]]')
     [(10.0, 20.5), (3.0, 4.0)]

@@ -61,11 +61,7 @@ def load_task(task: str | Path | type[Task] | Task, /, **options: Any) -> Task:
 
 
 def check_trainable(task: Task) -> Task:
-    """Return the task after checking that a reward has a weight, without which nothing is learned.
-
-    Raises:
-        UserError: all weights are 0.
-    """
+    """Return the task; raise a ``UserError`` if no reward has a weight: nothing is learned."""
     if not task.has_reward():
         names = ", ".join(task.reward_weights())
         raise UserError(f"no reward has a weight: set task_options.weights, a mapping of {names}")
@@ -83,10 +79,10 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
     if task.endswith(".py") or class_name:
         file = Path(f"{path}.py" if class_name else path)
         return _find_task(load_file(file), task, class_name)
-    if task.startswith(IN_SESSION):
+    if task.startswith(IN_SESSION) or task == "python":
         raise UserError(
-            f"task={task}: this class was in the memory of the Python program that wrote the "
-            "settings: give it again with task=TheClass, or save it in a .py file and give its path"
+            f"task={task}: this task is an argument of the Python program that wrote the settings: "
+            "give it, as train(settings, task=…), or save it in a .py file and give its path"
         )
     if ":" in task:
         return _load_from_module(task)
@@ -111,22 +107,14 @@ def load_task_class(task: str | Path | type[Task]) -> type[Task]:
 
 
 def get_task_source(task: type[Task]) -> str | None:
-    """Return the ``file.py:Class`` that another process must load before it can unpickle a task.
-
-    The result is None if Python's own import finds the class.
-    """
+    """Return the ``file.py:Class`` that another process must load before it unpickles a task."""
     if not task.__module__.startswith(_FILE_MODULE):
         return None
     return f"{inspect.getfile(task)}:{task.__name__}"
 
 
 def build_task(task: type[Task], name: str, options: dict[str, Any]) -> Task:
-    """Build a task with its options.
-
-    Raises:
-        UserError: options are unknown, missing or of a wrong type, and the message names all of
-            them; or the constructor fails.
-    """
+    """Build a task with its options; the ``UserError`` names all that are wrong or missing."""
     fields = [field for field in dataclasses.fields(task) if field.init]
     hints = typing.get_type_hints(task)
     known = {field.name: hints[field.name] for field in fields}
@@ -247,15 +235,7 @@ def _load_from_module(name: str) -> type[Task]:
 
 
 def load_file(path: Path, kind: str = "task") -> ModuleType:
-    """Load a user's Python file.
-
-    Args:
-        path: the file.
-        kind: what it holds, for messages.
-
-    Raises:
-        UserError: there is no such file, or it fails.
-    """
+    """Load a user's Python file of a ``kind``, for messages; raise a ``UserError`` if it fails."""
     path = Path(os.path.expanduser(path))  # Path's own raises for an unknown user
     if not path.is_file():
         raise UserError(f"there is no {kind} file {path}")

@@ -10,15 +10,14 @@ import inspect
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from vlm_grpo.types import Batch, Candidate, Score
+from vlm_grpo.types import Batch
 from vlm_grpo.utils.timing import CallTimeout
 
 FAILURES = (Exception, SystemExit, CallTimeout)
@@ -75,7 +74,6 @@ def get_scheduled(schedule: Schedule, progress: float) -> float:
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Raise ``ValueError`` if the weight of a rule is not a finite number."""
     is_number = isinstance(weight, Real) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
         raise ValueError(f"weight of {name} must be a finite number, not {weight!r}")
@@ -167,21 +165,14 @@ def metric(
 ) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a metric.
 
-    Args:
-        without_answer: value for a completion without an answer; None: leave such completions
-            out of the mean.
-        batch: as in ``reward``.
-        seconds: as in ``reward``.
+    A completion without an answer has the value ``without_answer``; None leaves it out of the mean.
+    The other arguments are those of ``reward``.
     """
     return _rule("metric", 0.0, without_answer, batch=batch, seconds=seconds)
 
 
 def to_finite(value: Any) -> float:
-    """Convert the value that a rule returned to a finite number.
-
-    Raises:
-        ValueError: it is infinite or not a number.
-    """
+    """Convert the value that a rule returned to a finite number, or raise ``ValueError``."""
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}, which is not a finite number")
@@ -191,12 +182,9 @@ def to_finite(value: Any) -> float:
 def call_batch_rule(
     method: Callable[[Batch], Iterable[Any]], batch: Batch, call: Callable[..., Any]
 ) -> list[Outcome]:
-    """Return the outcome of a batch rule for each completion; raises nothing that it raises.
+    """Return the outcome of a batch rule for each of at least one completion.
 
-    Args:
-        method: the rule.
-        batch: the completions, at least one.
-        call: calls the method, ``call(function, *arguments)``; may raise ``CallTimeout``.
+    ``call`` calls it, ``call(function, *arguments)``. Nothing that the rule raises is raised.
     """
     try:
         values = call(lambda: list(method(batch)))
@@ -216,45 +204,6 @@ def _get_outcome(value: Any) -> Outcome:
         return None, traceback.format_exc()
 
 
-class BatchScored(Protocol):
-    """The part of a task that ``add_batch_rules`` needs."""
-
-    def batch_rules(self) -> dict[str, Rule]: ...
-
-    def combine(
-        self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
-    ) -> Score: ...
-
-
-def add_batch_rules(
-    task: BatchScored,
-    scores: Sequence[Score],
-    candidates: Sequence[Candidate],
-    apply: Callable[[str, tuple[Candidate, ...]], list[Outcome]],
-) -> list[Score]:
-    """Add the values of a task's batch rules to the scores of completions.
-
-    Args:
-        task: the task.
-        scores: scores by all other rules.
-        candidates: the scored completions.
-        apply: returns the outcomes of the batch rule of a name for some of the candidates.
-    """
-    parsed = [index for index, score in enumerate(scores) if "parse" not in score.failures]
-    added = list(scores)
-    for name, rule in task.batch_rules().items():
-        judged = [i for i in parsed if candidates[i].answer is not None or not rule.needs_answer]
-        found = apply(name, tuple(candidates[i] for i in judged)) if judged else []
-        outcomes = dict(zip(judged, found, strict=True))
-        for index in parsed:
-            score = added[index]
-            value, failure = outcomes.get(index, (rule.without_answer, None))
-            values = {**score.rewards, **score.metrics, name: value}
-            failures = {**score.failures} if failure is None else {**score.failures, name: failure}
-            added[index] = task.combine(score.answer, values, failures)
-    return added
-
-
 def find_rules(task: type) -> dict[str, Rule]:
     """Return the rules of a class and its bases by name, those of the bases first."""
     found: dict[str, Rule] = {}
@@ -263,75 +212,6 @@ def find_rules(task: type) -> dict[str, Rule]:
             if isinstance(rule := getattr(member, "rule", None), Rule):
                 found[name] = rule
     return found
-
-
-class RuleHolder:
-    """The rewards and metrics of a task, and which of them are in use.
-
-    Attributes:
-        weights: reward weights by name, which override those in the code; 0 disables a reward.
-        progress: progress of the training, from 0 to 1.
-    """
-
-    weights: Mapping[str, Schedule]
-    progress: float
-
-    def applicable_rules(self, tokens: int | None) -> list[str]:
-        """Return the names of the metrics and of the rewards in use, without the batch rules.
-
-        Args:
-            tokens: number of tokens of the completion; None leaves out the rules that take it.
-        """
-        return [
-            name
-            for name, rule in self._rules_in_use().items()
-            if not rule.batch and not (rule.takes_tokens and tokens is None)
-        ]
-
-    def batch_rules(self) -> dict[str, Rule]:
-        """Return the batch metrics and the batch rewards in use, by name."""
-        return {name: rule for name, rule in self._rules_in_use().items() if rule.batch}
-
-    def _rules_in_use(self) -> dict[str, Rule]:
-        weights = self.reward_weights()
-        rules = self._all_rules().items()
-        return {name: rule for name, rule in rules if rule.kind == "metric" or name in weights}
-
-    def reward_weights(self) -> dict[str, float]:
-        """Return the weight of each reward in use at the ``progress``, by name."""
-        return {
-            name: get_scheduled(self.weights.get(name, rule.weight), self.progress)
-            for name, rule in self._all_rules().items()
-            if rule.kind == "reward" and (name in self.weights or not rule.optional)
-        }
-
-    def has_reward(self) -> bool:
-        """Return whether any reward has a weight at any time."""
-        schedules = [w for w in self.weights.values() if isinstance(w, list)]
-        scheduled = [value for schedule in schedules for _, value in schedule]
-        return any(self.reward_weights().values()) or any(scheduled)
-
-    def reward_rules(self) -> dict[str, Rule]:
-        """Return the rules of all rewards by name, also of the optional ones."""
-        return {**self.rules("reward"), **self.rules("optional")}
-
-    @classmethod
-    def rules(cls, kind: str) -> dict[str, Rule]:
-        """Return the rules of a kind by name.
-
-        Args:
-            kind: "reward", "metric", or "optional": the rewards used only if ``weights`` name them.
-        """
-        return {
-            name: rule
-            for name, rule in cls._all_rules().items()
-            if kind == ("optional" if rule.optional else rule.kind)
-        }
-
-    @classmethod
-    @cache
-    def _all_rules(cls) -> dict[str, Rule]:
-        return find_rules(cls)
 
 
 def check_names(task: type, base: type) -> None:
@@ -355,19 +235,14 @@ def check_names(task: type, base: type) -> None:
 
 def accept_headline(task: Any) -> None:
     """Accept ``headline``, the former name of ``primary_metric``, with a warning."""
-    own = vars(task)
-    old, new = own.get("headline"), own.get("primary_metric")
-    if not isinstance(old, str):
-        return
-    if new not in (None, old):
-        raise TypeError(
-            f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two names "
-            "for one setting: remove headline"
-        )
-    task.primary_metric = old
-    warnings.warn(
-        f"{task.__qualname__}.headline is now called primary_metric: rename it, because the next "
-        "version does not accept the old name",
-        FutureWarning,
-        stacklevel=3,
-    )
+    old, new = (vars(task).get(name) for name in ("headline", "primary_metric"))
+    if isinstance(old, str):
+        if new not in (None, old):
+            raise TypeError(
+                f"{task.__qualname__} has headline = {old!r} and primary_metric = {new!r}, two "
+                "names for one setting: remove headline"
+            )
+        task.primary_metric = old
+        text = f"{task.__qualname__}.headline is now called primary_metric: rename it, because the "
+        text += "next version does not accept the old name"
+        warnings.warn(text, FutureWarning, stacklevel=3)

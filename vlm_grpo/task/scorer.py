@@ -18,7 +18,7 @@ from pebble import ProcessExpired
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.registry import get_task_source, load_task_class
-from vlm_grpo.task.rewards import Outcome, add_batch_rules, call_batch_rule
+from vlm_grpo.task.rewards import Outcome, call_batch_rule
 from vlm_grpo.types import Batch, Candidate, Example, Score
 from vlm_grpo.utils.remote_calls import ValueCache
 from vlm_grpo.utils.timing import can_interrupt, time_limit
@@ -113,7 +113,7 @@ class RewardScorer:
             Candidate(score.answer, example, text, length, group)
             for score, (text, example, length), group in zip(scores, items, numbers, strict=True)
         ]
-        return add_batch_rules(task, scores, candidates, partial(self._apply_batch_rule, task))
+        return task.add_batch_rules(scores, candidates, partial(self._apply_batch_rule, task))
 
     def __enter__(self) -> RewardScorer:
         return self
@@ -210,13 +210,10 @@ class RewardScorer:
 
 
 def group_by_source(task: Task, examples: Sequence[Example]) -> list[tuple[str, Task, list[int]]]:
-    """Return each source's name and task, and the positions of its examples.
-
-    A task that is not a mixture has one source, named "".
-    """
+    """Return each source's name ("" if there is no mixture), its task, and its examples' places."""
     found: dict[str, tuple[str, Task, list[int]]] = {}
     for position, example in enumerate(examples):
-        name, own = task.part(example)
+        name, own = task.resolve(example)
         found.setdefault(name, (name, own, []))[2].append(position)
     return list(found.values())
 
@@ -229,12 +226,8 @@ def get_full_reward(task: Task) -> float:
 
 
 def get_gold_reward(task: Task, example: Example) -> float:
-    """Return the reward that the gold answer of an example must earn.
-
-    Raises:
-        UserError: the task's ``gold_reward`` failed.
-    """
-    _, own = task.part(example)
+    """Return the reward that the gold answer of an example must earn; ``gold_reward`` may fail."""
+    _, own = task.resolve(example)
     try:
         return get_full_reward(own) * own.gold_reward(example)
     except FAILURES as error:  # a user's method may raise anything
@@ -250,11 +243,8 @@ def measure_pass(task: Task, example: Example, score: Score) -> float:
     """Return the part of a completion's answer that is right, from 0 to 1: its primary metric.
 
     Where that is an error, or has another value, it is 1 for the full reward and 0 for less.
-
-    Raises:
-        UserError: as for ``get_gold_reward``.
     """
-    source, own = task.part(example)
+    source, own = task.resolve(example)
     name = f"{source}/{own.primary_metric}" if source else own.primary_metric
     values = {**score.rewards, **score.metrics}
     value = values.get(name) or 0.0

@@ -21,15 +21,7 @@ LabeledBoxes = Sequence[tuple[Box, str]]
 
 
 def iou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
-    """Compute the intersection over union of every pair of boxes with pycocotools.
-
-    Args:
-        predicted: P boxes.
-        gold: G boxes.
-
-    Returns:
-        (P, G) values in [0, 1].
-    """
+    """Compute the (predicted, gold) intersection over union of boxes by pycocotools."""
     if not predicted or not gold:
         return np.zeros((len(predicted), len(gold)))
     from pycocotools import mask
@@ -56,17 +48,10 @@ def giou(first: Box, second: Box) -> float:
 
 
 def giou_matrix(predicted: Boxes, gold: Boxes) -> np.ndarray:
-    """Compute the generalized IoU of every pair of boxes: IoU − (hull − union) / hull.
+    """Compute the (predicted, gold) generalized IoU: IoU − (hull − union) / hull, in (-1, 1].
 
     The hull is the smallest box that encloses both. Source: Rezatofighi et al. 2019, Generalized
     Intersection over Union, algorithm 1.
-
-    Args:
-        predicted: P boxes.
-        gold: G boxes.
-
-    Returns:
-        (P, G) values in (-1, 1].
     """
     if not predicted or not gold:
         return np.zeros((len(predicted), len(gold)))
@@ -104,14 +89,7 @@ def gaussian_overlap(place: Box, gold: Box, spread: float) -> float:
 
 
 def match(scores: np.ndarray) -> list[tuple[int, int]]:
-    """Compute the one-to-one assignment of rows to columns with the largest sum of scores.
-
-    Args:
-        scores: (rows, columns) values; larger is better.
-
-    Returns:
-        The assigned pairs (row, column).
-    """
+    """Compute the one-to-one assignment of rows to columns with the largest sum of scores."""
     from scipy.optimize import linear_sum_assignment
 
     rows, columns = linear_sum_assignment(scores, maximize=True)
@@ -121,10 +99,8 @@ def match(scores: np.ndarray) -> list[tuple[int, int]]:
 def matched_mean(scores: np.ndarray) -> float:
     """Divide the sum of scores of the best one-to-one matching by the larger of P and G.
 
-    Missing and extra answers cost the same. For two empty sets the result is 1.0.
-
-    Args:
-        scores: (P, G) score of each answer with each gold answer, in [0, 1].
+    Missing and extra answers cost the same; without any, the result is 1.0. ``scores`` are (P, G)
+    values in [0, 1], of each answer with each gold answer.
     """
     larger_count = max(scores.shape)
     if larger_count == 0:
@@ -133,14 +109,19 @@ def matched_mean(scores: np.ndarray) -> float:
 
 
 def f1(true_positives: int, predicted: int, gold: int) -> float:
-    """Compute the harmonic mean of precision and recall, 2TP / (P + G); 1.0 for two empty sets.
-
-    Args:
-        true_positives: number of predictions that match a gold item, TP.
-        predicted: number of predictions, P.
-        gold: number of gold items, G.
-    """
+    """Compute the harmonic mean of precision and recall, 2TP / (P + G); 1.0 for two empty sets."""
     return 2.0 * true_positives / (predicted + gold) if predicted + gold else 1.0
+
+
+def accuracy_by_gold(golds: Sequence[Any], hits: Sequence[bool]) -> dict[str, float]:
+    """Return the accuracy by gold answer (``exact_of_…``), and that of always giving the most
+    frequent one (``majority_baseline``); empty without gold answers."""
+    by_gold: dict[Any, list[bool]] = {}
+    for gold, hit in sorted(zip(golds, hits, strict=True), key=lambda pair: pair[0]):
+        by_gold.setdefault(gold, []).append(hit)
+    accuracies = {f"exact_of_{gold}": sum(own) / len(own) for gold, own in by_gold.items()}
+    most = max(map(len, by_gold.values()), default=0)
+    return {"majority_baseline": most / len(golds), **accuracies} if golds else {}
 
 
 def coco_average_precision(
@@ -148,16 +129,11 @@ def coco_average_precision(
     gold: Sequence[LabeledBoxes],
     crowds: Sequence[LabeledBoxes] = (),
 ) -> dict[str, float]:
-    """Compute COCO's average precision of boxes with pycocotools.
+    """Compute COCO's average precision of the labeled boxes of images with pycocotools.
 
     Models write no reliable confidence, so all detections have the same one and rank in the order
-    in which they are written. COCO counts the first 100 per image and class.
-
-    Args:
-        predicted: labeled boxes of each image.
-        gold: labeled gold boxes of each image.
-        crowds: labeled crowd regions of each image: a box that overlaps one is not an error. Empty:
-            no image has any.
+    in which they are written. COCO counts the first 100 per image and class. A box that overlaps
+    one of the ``crowds``, labeled regions of each image, is not an error.
 
     Returns:
         ``ap`` (the mean over IoU thresholds from 0.50 to 0.95), ``ap_50`` and ``ap_75``, in
@@ -236,16 +212,8 @@ def anls(predicted: str, gold: Sequence[str]) -> float:
     """Compute the average normalized Levenshtein similarity of one question.
 
     It is 1 − NL if NL, the edit distance divided by the longer length, is below 0.5, otherwise 0,
-    for the best of the accepted answers. Case and amount of white space are ignored.
-
-    Source: Biten et al. 2019, Scene Text Visual Question Answering, equation 1.
-
-    Args:
-        predicted: the predicted answer.
-        gold: the accepted answers, at least one.
-
-    Raises:
-        ValueError: ``gold`` is empty.
+    for the best of the accepted answers, of which there is at least one. Case and amount of white
+    space are ignored. Source: Biten et al. 2019, Scene Text Visual Question Answering, equation 1.
 
     >>> anls("EXIT", ["Exit sign", "exit"])
     1.0
@@ -260,10 +228,6 @@ def repeated_share(text: str, n: int = 6) -> float:
 
     A word is a run of letters and digits, or one character of a script without spaces. The
     default of six words is longer than the text that repeats between boxes in any grammar.
-
-    Args:
-        text: the text.
-        n: number of words per n-gram.
 
     >>> repeated_share("a b c d a b c d", n=4)
     0.2

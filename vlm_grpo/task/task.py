@@ -22,6 +22,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, Self, dataclass_transform
 
 from PIL import Image
@@ -32,13 +33,13 @@ from vlm_grpo.task.rewards import (
     FAILURES,
     Outcome,
     Rule,
-    RuleHolder,
     Schedule,
     accept_headline,
-    add_batch_rules,
     call_batch_rule,
     check_names,
     check_schedule,
+    find_rules,
+    get_scheduled,
     metric,
     reward,
     to_finite,
@@ -56,7 +57,7 @@ def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
-class Task(RuleHolder):
+class Task:
     """A visual task whose answers a rule can check.
 
     A subclass defines ``parse``, ``write`` and at least one ``@reward``; everything else has a
@@ -70,7 +71,7 @@ class Task(RuleHolder):
         frame, thinking_tags: coordinate frame of boxes and tags of thinking; set from the model.
         weights: reward weights by name, which override those in the code; 0 disables a reward. A
             weight may be a schedule: pairs of a progress and a weight.
-        progress: progress of the training, 0 to 1; set by ``at``.
+        progress: progress of the training, 0 to 1; set by ``with_progress``.
         length_budget: number of characters without a penalty of the ``length`` reward, at least 1.
         overlong_cache: number of tokens before the limit over which the ``overlong`` reward
             falls; required if ``weights`` name that reward.
@@ -127,12 +128,7 @@ class Task(RuleHolder):
         return example.question
 
     def parse(self, text: str, example: Example) -> Any | None:
-        """Return the answer in ``text`` or None; must not raise.
-
-        Args:
-            text: the completion without tags and thinking.
-            example: the example that it answers.
-        """
+        """Return the answer in a text without tags and thinking, or None; must not raise."""
         raise NotImplementedError
 
     def write(self, answer: Any, example: Example) -> str:
@@ -159,10 +155,8 @@ class Task(RuleHolder):
     ) -> dict[str, float]:
         """Return metrics by name that are not means over completions, such as average precision.
 
-        Args:
-            answers: result of ``read`` for each completion.
-            examples: the example of each completion; an example with several completions is
-                repeated.
+        ``answers`` are what ``read`` returns for each completion of ``examples``, of which one with
+        several completions is repeated.
         """
         return {}
 
@@ -202,11 +196,11 @@ class Task(RuleHolder):
         """Return a penalty in [−1, 0]: minus the share of word 6-grams that are repeated."""
         return 0.0 - repeated_share(text)
 
-    def at(self, progress: float) -> Self:
+    def with_progress(self, progress: float) -> Self:
         """Return a copy with another ``progress``, for rewards that depend on it."""
         return replace(self, progress=progress)
 
-    def part(self, example: Example) -> tuple[str, Task]:
+    def resolve(self, example: Example) -> tuple[str, Task]:
         """Return the name of the example's source and its task; ("", self) but in a mixture."""
         return "", self
 
@@ -275,7 +269,33 @@ class Task(RuleHolder):
         def apply(name: str, chosen: tuple[Candidate, ...]) -> list[Outcome]:
             return call_batch_rule(getattr(self, name), Batch(chosen), call)
 
-        return add_batch_rules(self, [score], candidates, apply)[0]
+        return self.add_batch_rules([score], candidates, apply)[0]
+
+    def add_batch_rules(
+        self,
+        scores: Sequence[Score],
+        candidates: Sequence[Candidate],
+        apply: Callable[[str, tuple[Candidate, ...]], list[Outcome]],
+    ) -> list[Score]:
+        """Add the values of the batch rules to the scores of completions.
+
+        ``apply`` returns the outcomes of the batch rule of a name for some of the candidates.
+        """
+        parsed = [index for index, score in enumerate(scores) if "parse" not in score.failures]
+        added = list(scores)
+        for name, rule in self.batch_rules().items():
+            judged = [
+                i for i in parsed if candidates[i].answer is not None or not rule.needs_answer
+            ]
+            found = apply(name, tuple(candidates[i] for i in judged)) if judged else []
+            outcomes = dict(zip(judged, found, strict=True))
+            for index in parsed:
+                score = added[index]
+                value, why = outcomes.get(index, (rule.without_answer, None))
+                values = {**score.rewards, **score.metrics, name: value}
+                failures = {**score.failures} if why is None else {**score.failures, name: why}
+                added[index] = self.combine(score.answer, values, failures)
+        return added
 
     def score_alone(
         self,
@@ -305,13 +325,7 @@ class Task(RuleHolder):
         arguments: tuple[Any | None, Example, str, int | None],
         call: Callable[..., Any] = _call_directly,
     ) -> float | None:
-        """Return the value of one reward or metric; raises whatever the rule raises.
-
-        Args:
-            name: name of the rule.
-            arguments: the answer, and ``example``, ``text`` and ``tokens`` as in ``score``.
-            call: as in ``score``.
-        """
+        """Return the value of one reward or metric; raises whatever the rule raises."""
         rule = self._all_rules()[name]
         if arguments[0] is None and rule.needs_answer:
             return rule.without_answer
@@ -338,6 +352,64 @@ class Task(RuleHolder):
         """Return the score of a completion whose parsing failed with the traceback ``failure``."""
         values = dict.fromkeys([*self.applicable_rules(tokens), *self.batch_rules()])
         return replace(self.combine(None, values, {"parse": failure}), total=None)
+
+    # The rewards and metrics, and which of them are in use.
+
+    @classmethod
+    @cache
+    def _all_rules(cls) -> dict[str, Rule]:
+        return find_rules(cls)
+
+    @classmethod
+    def rules(cls, kind: str) -> dict[str, Rule]:
+        """Return the rules of a kind by name.
+
+        Args:
+            kind: "reward", "metric", or "optional": the rewards used only if ``weights`` name them.
+        """
+        return {
+            name: rule
+            for name, rule in cls._all_rules().items()
+            if kind == ("optional" if rule.optional else rule.kind)
+        }
+
+    def reward_rules(self) -> dict[str, Rule]:
+        """Return the rules of all rewards by name, also of the optional ones."""
+        return {**self.rules("reward"), **self.rules("optional")}
+
+    def reward_weights(self) -> dict[str, float]:
+        """Return the weight of each reward in use at the ``progress``, by name."""
+        return {
+            name: get_scheduled(self.weights.get(name, rule.weight), self.progress)
+            for name, rule in self._all_rules().items()
+            if rule.kind == "reward" and (name in self.weights or not rule.optional)
+        }
+
+    def has_reward(self) -> bool:
+        """Return whether any reward has a weight at any time."""
+        schedules = [w for w in self.weights.values() if isinstance(w, list)]
+        scheduled = [value for schedule in schedules for _, value in schedule]
+        return any(self.reward_weights().values()) or any(scheduled)
+
+    def applicable_rules(self, tokens: int | None) -> list[str]:
+        """Return the names of the metrics and of the rewards in use, without the batch rules.
+
+        A completion whose number of tokens is None has no rule that takes it.
+        """
+        return [
+            name
+            for name, rule in self._rules_in_use().items()
+            if not rule.batch and not (rule.takes_tokens and tokens is None)
+        ]
+
+    def batch_rules(self) -> dict[str, Rule]:
+        """Return the batch metrics and the batch rewards in use, by name."""
+        return {name: rule for name, rule in self._rules_in_use().items() if rule.batch}
+
+    def _rules_in_use(self) -> dict[str, Rule]:
+        weights = self.reward_weights()
+        rules = self._all_rules().items()
+        return {name: rule for name, rule in rules if rule.kind == "metric" or name in weights}
 
 
 def write_prompt(task: Task, example: Example) -> str:

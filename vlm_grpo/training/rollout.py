@@ -165,7 +165,7 @@ class RolloutSampler:
     def _sample_step(self, step: int) -> Rollout:
         rollout, optim = self.settings.rollout, self.settings.optim
         wanted, first = optim.prompts_per_step, self.settings.supervised_steps
-        self.task = self.task.at((step - first) / (optim.max_steps - first))
+        self.task = self.task.with_progress((step - first) / (optim.max_steps - first))
         ahead = max(0, min(rollout.steps_ahead, optim.max_steps - 1 - step))
         groups = self._sample_round(lambda: self._begin_step(ahead, step))
         rounds = [tuple(groups)]

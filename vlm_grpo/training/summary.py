@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.config.notes import list_notes
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.requirements import list_notes
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
 from vlm_grpo.dist.sharding import full_shape
@@ -46,7 +46,7 @@ def describe_run(
     yield f"data       {sources}: {len(train):,} examples{chosen}; {len(held_out):,} held out"
     yield from _describe_mixture(settings, train, held_out)
     yield from _image_line(policy, task, train[:COUNTED_EXAMPLES])
-    start, end = (_describe_rewards(task.at(progress)) for progress in (0.0, 1.0))
+    start, end = (_describe_rewards(task.with_progress(progress)) for progress in (0.0, 1.0))
     yield f"rewards    {start}" + (f"; at the end {end}" if end != start else "")
     form = "one prompt pass per group" if policy.shared else "one prompt pass per completion"
     rollout, optim = settings.rollout, settings.optim
@@ -67,7 +67,7 @@ def describe_run(
             f"lr {start.lr:g}; then {then}"
         )
     yield f"reference  {_reference(settings.objective)}"
-    for note in list_notes(settings.objective, settings.updates_per_step):
+    for note in list_notes(settings):
         yield f"note       {note}"
     if settings.exceeds_embedded_model:
         yield (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from accelerate.utils import set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings, check_settings
+from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.data.run_data import load_run
 from vlm_grpo.dist.collectives import any_rank, fail_together
 from vlm_grpo.dist.launch import build_accelerator
@@ -40,25 +41,40 @@ from vlm_grpo.types import Example
 from vlm_grpo.utils.signals import StepInterrupted, StopRequest
 
 
-def train(settings: Settings) -> TrainResult:
+def train(
+    settings: Settings,
+    *,
+    task: TaskObject | Mapping[str, TaskObject] | None = None,
+    data: Rows | Mapping[str, Rows] | None = None,
+    held_out: Rows | Mapping[str, Rows] | None = None,
+) -> TrainResult:
     """Run or resume training with these settings.
 
     The settings, the task and the data are checked before the model is loaded.
+
+    Args:
+        settings: the settings; ``python`` stands for a task or data that are given here.
+        task: a task or its class, in place of the one of the settings; of a mixture, a mapping by
+            the names of its sources.
+        data, held_out: rows in place of ``data.train`` and ``data.eval``; of a mixture, mappings.
 
     Raises:
         UserError: something is wrong that the user can fix; the message says how.
         Stopped: the run was stopped by a signal or its time limit, and its state was saved.
     """
-    stop_request = StopRequest(check_settings(settings).checkpoint.max_hours)
+    objects = Objects(task, data, held_out)
+    settings = objects.name_in(check_settings(settings))
+    stop_request = StopRequest(settings.checkpoint.max_hours)
     disable_progress_bar()
     check_installed(settings.logging.trackers)
-    task, train_examples, held_out = load_run(settings)
+    run_task, train_examples, held_out_examples = load_run(settings, objects)
     accelerator = build_accelerator(settings)
     with watch_ranks(settings.ddp_timeout) as watch, lock_run(settings, accelerator):
-        checkpoint = find_checkpoint(settings, accelerator, train_examples)
+        checkpoint = find_checkpoint(settings, accelerator, train_examples, run_task)
         set_seed(settings.seed)
         policy = load_policy(settings, checkpoint)
-        trainer = Trainer(settings, policy, task, train_examples, held_out, accelerator)
+        examples = train_examples, held_out_examples
+        trainer = Trainer(settings, policy, run_task, *examples, accelerator)
         if checkpoint is not None:
             trainer.restore(checkpoint)
         state, stopwatch = lambda: trainer.state.describe(trainer.settings), policy.stopwatch

@@ -17,7 +17,7 @@ from torch import Tensor
 from traced_steps import TracedStep
 from transformers import CONFIG_MAPPING
 
-from vlm_grpo.config.policy import RolloutSettings
+from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine import decode, graphs
 from vlm_grpo.model.engine.graphs import (

@@ -13,7 +13,7 @@ from tiny_models import make_prompt, mixed_prompts, noise_example, sample_groups
 from transformers import CONFIG_MAPPING
 from varlen_kernel import use_plain_varlen
 
-from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.cached_keys import CachedKeys
 from vlm_grpo.model.engine.decode import SharedDecoder, _fit, _round_up

@@ -27,6 +27,7 @@ from tiny_models import FAMILIES
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.checkpoint import manager
 from vlm_grpo.training.checkpoint.manager import CheckpointManager, check_resumable, get_versions
 from vlm_grpo.training.checkpoint.store import read_metadata
@@ -145,7 +146,7 @@ def test_a_pixel_budget_as_version_0_1_0_wrote_it_is_resumed_and_another_is_refu
     policy = run.policy.model_copy(update={"max_video_pixels": 28 * 28})
     other = run.model_copy(update={"policy": policy})
     with pytest.raises(UserError, match=r"policy\.max_video_pixels"):
-        check_resumable(checkpoint, other, ())
+        check_resumable(checkpoint, other, (), load_task("counting"))
 
 
 @pytest.mark.parametrize("policy", [{}, LORA], ids=["full", "lora"])

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vlm_grpo.config.policy import RolloutSettings
+from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.errors import UserError
 
 DecodeStep = Callable[..., Tensor]

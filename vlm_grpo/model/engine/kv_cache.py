@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from vlm_grpo.config.policy import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.model.engine.attention import Layer, PrefillAttention
 from vlm_grpo.model.engine.cached_keys import CachedKeys
 from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens

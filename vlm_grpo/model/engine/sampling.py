@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from vlm_grpo.config.policy import RolloutSettings
+from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.model.families import Family
 from vlm_grpo.model.transfer import copy_to
 

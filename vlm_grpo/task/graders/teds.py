@@ -49,15 +49,9 @@ def teds(answer: Tree, gold: Tree, most_inline: int | None = None) -> float:
     number of nodes below the table. Source: Zhong et al. 2020, Image-based table recognition,
     equation 1.
 
-    In their script, N also counts tags within cells, so that a thousand empty ones in a wrong
-    table earn nearly 1. Trees that would take too long (``MAX_WORK``) earn 0, and no score is
-    below 0.
-
-    Args:
-        answer: the predicted table.
-        gold: the gold table.
-        most_inline: number of the answer's tags within cells that count at most; None: as many as
-            the gold table has.
+    In their script, N also counts tags within cells, so that a thousand empty ones in a wrong table
+    earn nearly 1; here at most ``most_inline`` count (None: as many as the gold table has). Trees
+    that would take too long (``MAX_WORK``) earn 0, and no score is below 0.
     """
     if answer == gold:
         return 1.0

@@ -17,6 +17,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import flatten, known_keys
 from vlm_grpo.data import load_run_task
 from vlm_grpo.errors import UserError, bullets
+from vlm_grpo.task import Task
 from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, VideoRef
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,11 @@ def flatten_settings(settings: Settings) -> dict[str, Any]:
 
 
 def check_same_settings(
-    saved: Mapping[str, Any], settings: Settings, within_step: bool, checkpoint: str
+    saved: Mapping[str, Any],
+    settings: Settings,
+    within_step: bool,
+    checkpoint: str,
+    task: Task | None = None,
 ) -> None:
     """Check that the settings of a run fit the checkpoint that it resumes from.
 
@@ -140,11 +145,12 @@ def check_same_settings(
         settings: settings of the resumed run.
         within_step: True if the checkpoint was written within a step.
         checkpoint: the checkpoint's name, for the message.
+        task: the run's task; None: that of the settings.
 
     Raises:
         UserError: settings differ that must not change; the message has both values of each.
     """
-    task = load_run_task(settings)
+    task = load_run_task(settings) if task is None else task
     free = (
         *MAY_CHANGE,
         *(f"task_options.{option}" for option in task.may_change),

@@ -20,6 +20,7 @@ from vlm_grpo.dist.sharding import Deferred, gather_full, local_shard
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import snapshot_on_host
+from vlm_grpo.task import Task
 from vlm_grpo.training.checkpoint.async_writer import AsyncWriter
 from vlm_grpo.training.checkpoint.compatibility import (
     check_same_data,
@@ -259,7 +260,7 @@ class CheckpointManager:
 
 
 def find_checkpoint(
-    settings: Settings, accelerator: Accelerator, examples: Sequence[Example]
+    settings: Settings, accelerator: Accelerator, examples: Sequence[Example], task: Task
 ) -> Path | None:
     """Return the checkpoint to resume from, or None for a new run. The main process selects it.
 
@@ -281,7 +282,7 @@ def find_checkpoint(
     if isinstance(checkpoint, UserError):
         raise checkpoint
     if checkpoint is not None:
-        check_resumable(checkpoint, settings, examples)
+        check_resumable(checkpoint, settings, examples, task)
     return checkpoint
 
 
@@ -298,7 +299,9 @@ def _check_no_run(folder: Path) -> None:
         )
 
 
-def check_resumable(checkpoint: Path, settings: Settings, examples: Sequence[Example]) -> None:
+def check_resumable(
+    checkpoint: Path, settings: Settings, examples: Sequence[Example], task: Task
+) -> None:
     """Check that a run can resume from a checkpoint, before the model is loaded.
 
     Raises:
@@ -306,7 +309,7 @@ def check_resumable(checkpoint: Path, settings: Settings, examples: Sequence[Exa
     """
     metadata = read_metadata(checkpoint)
     saved, name = metadata["settings"], checkpoint.name
-    check_same_settings(saved, settings, "open_step" in metadata, name)
+    check_same_settings(saved, settings, "open_step" in metadata, name, task)
     digests = read_tensors(checkpoint, "examples")["train"]
     check_same_data(digests, saved["data.train"], examples, settings, name)
     warn_about_versions(metadata["versions"], get_versions())

@@ -1,0 +1,308 @@
+"""Combinations of settings that are refused or noted, and the table that lists them."""
+
+from __future__ import annotations
+
+import re
+from types import NoneType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.optim import OptimSettings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.requirements import (
+    _COMPARISON,
+    _UNARY,
+    Requirement,
+    _read_table,
+    find_problems,
+    get_requirements,
+    list_notes,
+    require,
+)
+from vlm_grpo.config.rollout import VllmSettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.config.section import Frozen, get_blocks
+from vlm_grpo.errors import UserError
+
+URL = "http://127.0.0.1:8000"
+CPU = {"reference_device": "cpu"}
+ONLY = {"distillation": {"teacher": "a", "only": True}}
+OWN = ["rollout.sampler=vllm", "rollout.vllm.python=p"]
+K1 = {"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}
+PLAIN_KL = {"kl_in": "reward", "use_bias_correction_kl": False, "reference_refresh_every": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"num_iterations": 2, "delta": 1.1}, "delta above 1 \\+ epsilon_high"),
+        ({"loss": "my_loss"}, "must be FILE.py:NAME"),
+        ({"loss_type": "cispo"}, "set epsilon_high to 1 or more"),
+        ({"loss_type": "cispo", "epsilon_high": 0.2}, "set epsilon_high to 1 or more"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "one bound"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 6.0}, "one bound"),
+        ({"sapo_temperature_pos": 2.0}, "settings of sapo .* set loss_type=sapo"),
+        ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "settings of vespo .* loss_type=vespo"),
+        ({"loss_type": "sapo", "epsilon": 0.1}, "sapo has no clip bounds: remove epsilon"),
+        ({"loss_type": "luspo"}, "set importance_sampling_level=sequence"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "its own weight of a"),
+        ({"normalize_each_reward": True, "scale_rewards": "none"}, "ignored: remove it"),
+        (K1, "set use_bias_correction_kl=true"),
+        ({"beta": 0.1, **PLAIN_KL}, "remove it with kl_in=reward"),
+        ({"normalize_each_reward": True, "beta": 0.1, "kl_in": "reward"}, "set kl_in to loss"),
+        (CPU, "without a reference snapshot.*set beta above 0"),
+        ({**CPU, "beta": 0.1}, "without a reference snapshot.*reference_refresh_every above 1"),
+        ({"replay": {}, "beta": 0.1}, "replay needs beta=0"),
+        ({"advantage_estimator": "gae"}, "unknown: choose grpo, rloo, .* or FILE.py:NAME"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "batch"},
+            "would be ignored: remove them",
+        ),
+        ({"advantage_estimator": "my.py:f", "normalize_each_reward": True}, "remove them"),
+        ({"advantage_estimator": "my.py:f", "replay": {}}, "remove replay"),
+        ({"distillation": {"teacher": "a"}, "replay": {}}, "remove replay"),
+        ({"perception": {}}, "set its kl_coef \\(PAPO\\), or its top_share"),
+        ({"perception": {"kl_coef": 0.01}, "replay": {}}, "remove replay"),
+        ({"perception": {"top_share": 0.4}, **ONLY}, "perception would change: remove them, or"),
+        ({"top_entropy_quantile": 0.2, **ONLY}, "top_entropy_quantile would change"),
+        ({"advantage_clip": 2.0, **ONLY}, "advantage_clip would change"),
+        ({"top_entropy_quantile": 0.2, "replay": {}}, "remove replay"),
+        ({"reference_refresh_every": 0}, "at least 1"),
+        ({"reference_refresh_every": "sometimes"}, "never"),
+        ({"beta": float("nan")}, "beta"),
+        ({"learning_rate": 1e-6}, "learning_rate"),
+    ],
+)
+def test_an_invalid_objective_is_refused_with_its_remedy(fields: Any, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        ObjectiveSettings(**fields)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("rollout.top_p=0.9", "top_p.*sampler_correction"),
+        ("rollout.top_k=50", "top_k.*sampler_correction"),
+        ("rollout.min_p=0.1", "min_p.*sampler_correction"),
+        ("rollout.steps_ahead=1", "steps_ahead=1 needs rollout.sampler=vllm"),
+        ("rollout.max_resample=2", "max_resample has no effect without rollout.dynamic_sampling"),
+        ("rollout.min_new_tokens=9", "min_new_tokens=9 exceeds rollout.max_completion_length"),
+        ("rollout.stop=['']", "rollout.stop has an empty string"),
+        ("rollout.num_generations=1", "greater than or equal to 2"),
+        ("rollout.noise.strength=1000", "less than or equal to 999"),
+        ("rollout.noise.share=1.0", "less than 1"),
+        ("policy.lora.r=4 policy.freeze=[vision]", "policy.freeze has no effect with policy.lora"),
+        ("policy.lora.r=4 policy.master_weights=bfloat16", "master_weights has no effect with"),
+        ("policy.master_weights=bfloat16 policy.dtype=float32", "set policy.dtype=bfloat16"),
+        ("policy.lora.dropout=0.05", "policy.lora.dropout=0.05 must be 0: .*log-probs"),
+        ("policy.lora.target=[]", "policy.lora.target=.* names no module: use language, all"),
+        ("policy.lora.adapter=a policy.lora.init_lora_weights=olora", "remove one of them"),
+        ("policy.lora.use_dora=true policy.lora.init_lora_weights=pissa", "exclude each other: Do"),
+        ("policy.lora.r=3 policy.lora.init_lora_weights=orthogonal", "needs an even r"),
+        ("policy.quant_type=fp4", "policy.quant_type has no effect with policy.load_in=none"),
+        ("policy.load_in=8bit policy.double_quant=false", "double_quant has no effect"),
+        ("policy.load_in=4bit policy.quantized_parts=[]", "names no part"),
+        ("policy.freeze=[vision,projector,language]", "policy.freeze .* nothing is left to train"),
+        ("policy.min_pixels=9 policy.max_pixels=4", "min_pixels=9 exceeds max_pixels=4"),
+        ("optim.schedule=constant optim.warmup_steps=5", "warmup_steps has no effect with optim.s"),
+        ("optim.max_steps=5 optim.warmup_steps=9", "warmup_steps=9 exceeds optim.max_steps=5"),
+        ("optim.betas=[0.9,1.0]", r"optim.betas=\[0.9, 1.0\]: each must be in \[0, 1\)"),
+        ("optim.name=adafactor optim.eps=1e-6", "optim.eps has no effect .* default, 1e-08"),
+        ("optim.mini_batches=3", "optim.mini_batches=3 must divide optim.prompts_per_step"),
+        ("optim.min_lr=1e-7", "needs a min_lr above 0 and at most lr"),
+        ("optim.schedule=cosine_with_min_lr", "needs a min_lr above 0"),
+        ("data.eval=null evaluation.every=5", "evaluation.every has no effect without data.eval"),
+        ("data.eval=null checkpoint.keep_best=true", "keep_best needs data.eval"),
+        ("data.eval=null data.eval_limit=5", "eval_limit has no effect without data.eval"),
+        ("data.image_root=x", "image_root has no effect on embedded data"),
+        ("checkpoint.keep_best=true checkpoint.keep_last=0", "keep_best has no effect with keep_l"),
+        ("checkpoint.sharded=true checkpoint.asynchronous=true", "exclude each other"),
+        ("checkpoint.sharded=true policy.lora={}", "checkpoint.sharded has no effect on adapters"),
+        ("model_revision=main", "model_revision has no effect on the embedded model"),
+        ("objective.epsilon=0.3", "objective.epsilon has .*objective.num_iterations or optim.mini"),
+        ("objective.epsilon_high=0.28", "objective.epsilon_high has no effect"),
+        ("objective.delta=4.0", "objective.delta has no effect"),
+        ("logging.profile_steps=[9999]", "has step 9999, which is never run"),
+        ("evaluation.samples=4", "needs evaluation.temperature"),
+        ("evaluation.samples=4 evaluation.temperature=1 data.eval=null", "samples has no effect"),
+        ("rollout.noise={} objective.beta=0.1", "rollout.noise needs objective.beta=0"),
+        ("rollout.noise={} objective.replay={}", "rollout.noise needs .* no replay"),
+        ("warm_start.steps=0", "warm_start.steps must be at least 1"),
+        ("warm_start.lr=1e-4", "warm_start.steps has no value"),
+        ("warm_start.steps=all data.curriculum={}", "supervised.*set data.curriculum=null"),
+        ("warm_start.steps=all objective.replay={}", "supervised.*set objective.replay=null"),
+        ("warm_start.steps=some", "should be a whole number or be 'all'"),
+        ("warm_start.steps=300", "leaves no step after it of optim.max_steps=300.*vlm-grpo sft"),
+        ("warm_start.steps=290", "optim.warmup_steps=20 exceeds the 10 steps"),
+        ("warm_start.steps=5 warm_start.warmup_steps=6", "exceeds the 5 supervised steps"),
+        (
+            "warm_start.steps=5 warm_start.warmup_steps=1 warm_start.schedule=constant",
+            "warm_start.warmup_steps has no effect with warm_start.schedule=constant",
+        ),
+        ("rollout.sampler=vllm", "rollout.sampler=vllm needs servers: set either"),
+        (f"rollout.vllm.urls=[{URL}]", "rollout.vllm has no effect without rollout.sampler=vllm"),
+        ("rollout.cuda_graphs=false rollout.torch_compile=true", "cuda_graphs=false leave"),
+    ],
+)
+def test_settings_without_effect_are_refused(overrides: str, problem: str) -> None:
+    words = ["optim.max_steps=300", "optim.warmup_steps=20", *overrides.split()]
+    with pytest.raises(UserError, match=problem):
+        load_settings("counting", words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("rollout.torch_compile=true", "torch_compile=true compiles the steps that the policy"),
+        ("rollout.vllm.sleep_level=1 rollout.steps_ahead=1", "no effect with rollout.steps_ahead"),
+        ("rollout.vllm.weight_transfer=ipc rollout.steps_ahead=2", "use files, or one step"),
+        ("rollout.vllm.sleep_level=2 policy.lora.r=8", "sleep_level=2 drops the base weights"),
+        ("rollout.vllm.weight_transfer=ipc policy.lora.r=8", "no effect on adapters, which are"),
+        ("policy.lora.use_dora=true", "policy.lora.use_dora: vLLM does not load such adapters"),
+        ("policy.lora.r=8 policy.load_in=4bit", "the servers have the whole weights"),
+        ("objective.sampler_correction=none", "none leaves the gradient biased.*sequence_mask"),
+        ("objective.top_entropy_quantile=0.2", "which vLLM does not report"),
+    ],
+)
+def test_servers_and_other_settings_must_agree(overrides: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        load_settings("counting", [*OWN, *overrides.split()])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "set either rollout.vllm.python"),
+        ({"python": "python", "urls": [URL]}, "set either rollout.vllm.python"),
+        ({"urls": ["127.0.0.1:8000"]}, "must start with http"),
+        ({"urls": [URL, URL]}, "an address is listed twice"),
+        ({"urls": [URL], "arguments": ["--enforce-eager"]}, "vllm.arguments has no effect on runn"),
+        ({"urls": [URL], "sleep_level": 0}, "vllm.sleep_level has no effect on running servers"),
+        ({"urls": [URL], "weight_transfer": "ipc"}, "use nccl or files"),
+        ({"python": "python", "weight_transfer": "nccl"}, "use ipc or files"),
+    ],
+)
+def test_wrong_servers_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        VllmSettings(**values)
+
+
+def test_an_outside_sampler_is_corrected_for_unless_the_user_chooses_how() -> None:
+    assert load_settings("counting").objective.sampler_correction == "none"
+    assert load_settings("counting", OWN).objective.sampler_correction == "sequence_mask"
+    chosen = [*OWN, "objective.sampler_correction=token", "rollout.top_p=0.9"]
+    assert load_settings("counting", chosen).objective.sampler_correction == "token"
+    quantized = load_settings("counting", [*chosen, "policy.lora.r=8", "policy.load_in=4bit"])
+    assert quantized.policy.load_in == "4bit"
+
+
+def test_the_warmup_is_compared_with_the_steps_of_the_epochs() -> None:
+    settings = OptimSettings(num_train_epochs=3, prompts_per_step=4, warmup_steps=9)
+    with pytest.raises(UserError, match=r"warmup_steps=9 exceeds optim\.max_steps=8"):
+        settings.with_steps(10)
+    assert OptimSettings(num_train_epochs=3, warmup_steps=0.5).with_steps(10).max_steps == 2
+
+
+def test_the_ratio_is_not_1_with_replay_or_several_updates() -> None:
+    bounds = {"epsilon": 0.1, "epsilon_high": 0.28, "delta": 4.0}
+    for more in ({"replay": {}}, {"num_iterations": 2}):
+        assert not load_settings("counting", objective={**bounds, **more}).has_ratio_1
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({}, "a policy loss near 0 is normal"),
+        ({"beta": 0.04}, "beta=0.04 has no effect"),
+        ({"beta": 0.04, "kl_in": "reward", "num_iterations": 4}, "beta=0.04 has no effect"),
+        ({"kl_in": "reward", "reference_refresh_every": "never"}, "objective.kl_in is unused"),
+        (
+            {"beta": 0.04, "kl_in": "reward", "reference_refresh_every": 10},
+            "kl_estimator=k1 does",
+        ),
+        (
+            {"beta": 0.04, "kl_estimator": "k2", "reference_refresh_every": "never"},
+            "half the mean squared log-ratio",
+        ),
+        (
+            {"beta": 0.04, "use_bias_correction_kl": False, "num_iterations": 2},
+            "samples no longer come from the policy",
+        ),
+        ({"beta": 0.04, "use_bias_correction_kl": False}, "KL\\(reference ‖ policy\\)"),
+        ({"advantage_estimator": "rloo"}, "set scale_rewards=none"),
+        ({"loss_type": "bnpo"}, "equals dapo"),
+        ({"importance_sampling_level": "sequence"}, "equal token-level"),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "dapo", "num_iterations": 2},
+            "GSPO is loss_type=grpo",
+        ),
+        (
+            {"beta": 0.1, "importance_sampling_level": "sequence"},
+            "gradient is not exact",
+        ),
+        ({"beta": 0.1, "sampler_correction": "token"}, "weights only the policy loss"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "same gradient as dapo"),
+        ({"normalize_each_reward": True, "advantage_estimator": "rloo"}, "hence not unbiased"),
+        ({"sampler_correction_cap": 2.0}, "sampler_correction_cap is unused"),
+        ({"sampler_correction_floor": 0.5}, "sampler_correction_floor is unused"),
+    ],
+)
+def test_settings_that_are_unused_or_biased_are_noted(fields: Any, note: str) -> None:
+    settings = Settings(task="counting", data={"train": "embedded:counting"}, objective=fields)
+    assert re.search(note, "\n".join(list_notes(settings)))
+
+
+def test_a_sound_recipe_has_no_note() -> None:
+    sound = {"loss_type": "dapo", "num_iterations": 2, "epsilon_high": 0.28, "beta": 0.01}
+    objective = {**sound, "reference_refresh_every": "never"}
+    assert list_notes(load_settings("counting", objective=objective)) == []
+
+
+def list_classes(block: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    found = {block.__name__: block}
+    for field in block.model_fields.values():
+        for inner in get_blocks(field.annotation):
+            found |= list_classes(inner)
+    return found
+
+
+def has_key(block: type[BaseModel], key: str) -> bool:
+    """Return whether a key is a field of the block, or a property, or inside a mapping."""
+    name, _, rest = key.partition(".")
+    if name not in block.model_fields:
+        return hasattr(block, name) and not rest
+    inner = get_blocks(block.model_fields[name].annotation)
+    is_mapping = "dict" in str(block.model_fields[name].annotation)
+    return not rest or is_mapping or any(has_key(b, rest) for b in inner if b is not NoneType)
+
+
+def test_every_key_of_the_table_exists() -> None:
+    blocks = {**list_classes(Settings), "Notes": Settings}
+    blocks |= {"SourceSettings": type(load_settings("counting").data.get_sources("train")[0])}
+    for name, rows in _read_table().items():
+        for row in rows:
+            conditions = (row.when,) if isinstance(row.when, str) else row.when
+            keys = {*row.each.split(), *filter(None, [row.of])}
+            for clause in (clause for text in conditions for clause in text.split(" and ")):
+                match = _COMPARISON.fullmatch(clause) or _UNARY.fullmatch(clause)
+                assert match is not None, clause
+                keys |= {*(match[1] if match.re is _COMPARISON else match[3]).split("|")}
+            for key in keys:
+                assert has_key(blocks[name], key), (name, key)
+
+
+def test_a_method_adds_rows_once() -> None:
+    class MethodSettings(Frozen):
+        share: float = 0.5
+        parts: int = 0
+
+    row = Requirement("parts={parts} needs share", when="parts > 1 and share == 0")
+    require("MethodSettings", row)
+    require("MethodSettings", row)
+    assert get_requirements("MethodSettings") == (row,)
+    assert find_problems(MethodSettings(parts=2)) == []
+    with pytest.raises(UserError, match="parts=2 needs share"):
+        MethodSettings(parts=2, share=0.0)

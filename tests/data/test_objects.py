@@ -1,0 +1,236 @@
+"""Tasks and rows that are Python objects: how settings name them, and which objects are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from vlm_grpo.config.data import DataSettings
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.data import load_examples, load_run_task, load_split
+from vlm_grpo.data.objects import Objects
+from vlm_grpo.data.run_data import load_run
+from vlm_grpo.errors import UserError
+from vlm_grpo.task import Task, reward
+from vlm_grpo.task.coordinates import PERMILLE
+from vlm_grpo.tasks.counting import Counting
+from vlm_grpo.types import Example
+
+ROWS = [{"question": "How many?", "answer": number} for number in range(3)]
+
+
+class Parity(Task):
+    """Whether a number is even."""
+
+    primary_metric = "exact"
+    words: tuple[str, ...] = ("odd", "even")
+
+    def parse(self, text: str, example: Example) -> str | None:
+        return text if text in self.words else None
+
+    def write(self, answer: str, example: Example) -> str:
+        return answer
+
+    @reward()
+    def exact(self, answer: str, example: Example) -> float:
+        return float(answer == example.answer)
+
+
+def make_settings(train: Any = "python", **values: Any) -> Settings:
+    return Settings(**{"task": "python", "model": "embedded", "data": {"train": train}, **values})
+
+
+def test_a_task_object_is_named_with_its_options_and_used_as_it_is(tmp_path: Path) -> None:
+    # The library sets frame, progress and token_limit.
+    task = Parity(tags=True, words=("no", "yes"), frame=PERMILLE, progress=0.5, token_limit=9)
+    objects = Objects(task, ROWS)
+
+    named = objects.name_in(make_settings(task_options={"tags": False}))
+
+    assert named.task.endswith(":Parity")
+    assert named.task_options == {"tags": True, "words": ["no", "yes"]}
+    assert named.run_dir.name == "parity"
+    assert load_run_task(named, objects) is task
+    named.save(tmp_path / "config.yaml")
+    saved = load_settings(tmp_path / "config.yaml")
+    assert (saved.task_options, saved.data.train) == (named.task_options, "python")
+    assert load_run_task(named, Objects(Parity)) == Parity(tags=True, words=("no", "yes"))
+
+
+def test_the_options_of_a_task_object_are_checked_with_the_settings() -> None:
+    task = Counting(weights={"overlong": 1.0}, overlong_cache=9)
+    with pytest.raises(UserError, match="overlong_cache=9 exceeds"):
+        Objects(task).name_in(load_settings("counting", ["rollout.max_completion_length=8"]))
+
+
+def test_a_class_of_a_function_cannot_be_loaded_again() -> None:
+    class Local(Parity):
+        marker: Any = None
+
+    named = Objects(Local(marker=[object()])).name_in(make_settings())
+
+    assert (str(named.task)[:7], named.run_dir) == ("<class ", Path("runs/local"))
+    assert named.task_options == {"marker": ["<object object>"]}
+    for settings in (named, make_settings()):
+        with pytest.raises(UserError, match=r"^task=.*: give it, as train\(settings, task=…\)"):
+            load_run_task(settings)
+
+
+def test_objects_of_a_mixture_are_given_by_the_names_of_its_sources() -> None:
+    sources = [
+        {"source": "python", "name": "mine", "task": "python"},
+        {"source": "embedded:counting", "task": "counting", "limit": 1},
+    ]
+    objects = Objects({"mine": Counting(tags=True)}, {"mine": ROWS}, {"mine": ROWS[:1]})
+    data = {"train": sources, "eval": [{"source": "python", "name": "mine"}]}
+    settings = objects.name_in(Settings(model="embedded", data=data))
+
+    task, train, held_out = load_run(settings, objects)
+
+    assert settings.task_names == ("counting",)
+    first = settings.data.get_sources("train")[0]
+    assert (first.task, first.task_options) == ("counting", {"tags": True})
+    assert [example.source for example in train] == ["mine"] * 3 + ["counting"]
+    assert [example.id for example in held_out] == ["mine/row-1"]
+    assert task.prompt(train[0]).endswith("inside <answer> </answer>.")
+    with pytest.raises(UserError, match="task: there is no source other; the sources are mine, c"):
+        Objects({"other": Counting()}).name_in(settings)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        tuple(ROWS),
+        datasets.Dataset.from_list(ROWS),
+        [Example(str(row["answer"]), (), "How many?", row["answer"]) for row in ROWS],
+    ],
+    ids=["list", "tuple", "Dataset", "Examples"],
+)
+def test_rows_take_the_place_of_a_source(rows: Any) -> None:
+    objects = Objects(train=rows)
+    settings = objects.name_in(load_settings("counting", ["data.train_limit=2"]))
+
+    examples = load_split(settings, Counting(), "train", objects)
+
+    assert [example.answer for example in examples] == [0, 1]
+    assert settings.data.train == "python"
+    with pytest.raises(UserError, match=r"^data\.train=python: .* as train\(settings, data=rows\)"):
+        load_split(settings, Counting(), "train")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"task": Counting},
+            "task must be text, not .* give an object as an argument",
+        ),
+        ({"task": 3}, r"task=3 should be text: give an object as an argument"),
+        (
+            {"task_options": {"marker": object()}},
+            "options.marker must be text, .* the task its",
+        ),
+        ({"data": {"train": ROWS}}, r"data\.train=.* give rows as an argument, train\(settings, d"),
+        (
+            {"data": {"train": [Example("1", (), "?", 1)]}},
+            "data.train must be text, not Example: give rows",
+        ),
+        ({"data": {"train": {"hf": "lab/data"}}}, "names no dataset: write hf:NAME"),
+    ],
+)
+def test_objects_in_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_settings("counting", values)
+
+
+@pytest.mark.parametrize("text", ["hf:", "hf: lab/data"])
+def test_a_source_that_yaml_reads_as_a_mapping_is_explained(text: str) -> None:
+    with pytest.raises(UserError, match=r"data\.train=.* names no dataset: write hf:NAME"):
+        load_settings("counting", [f"data.train={text}"])
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (datasets.Dataset.from_list(ROWS).to_pandas(), r': give df\.to_dict\("records"\)'),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}), r'as ds\["train"\]'),
+        (datasets.Dataset.from_list(ROWS).to_iterable_dataset(), r"give list\(dataset\)"),
+        ((row for row in ROWS), r"give list\(rows\)"),
+        ({"question": ["?"], "answer": [1]}, r"or Dataset\.from_dict\(columns\)"),
+        (3, "a Dataset, or Examples, not int"),
+        (["a"], "a Dataset, or Examples, not list"),
+        (iter(ROWS), "not list_iterator"),
+    ],
+    ids=["DataFrame", "DatasetDict", "IterableDataset", "generator", "columns", "int", "text", "i"],
+)
+def test_other_objects_are_not_rows(source: Any, remedy: str) -> None:
+    for call in (
+        lambda: Objects(train=source).name_in(make_settings()),
+        lambda: load_examples(source, Counting()),
+    ):
+        with pytest.raises(UserError, match=f"should be a list of rows .*{remedy}"):
+            call()
+
+
+def test_other_objects_are_not_tasks() -> None:
+    wrong: Any = Example
+    with pytest.raises(UserError, match="task should be a subclass of Task or a task, not"):
+        Objects(wrong).name_in(make_settings())
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "pandas", "arrow"])
+def test_the_format_of_a_dataset_has_no_effect(name: str) -> None:
+    dataset = datasets.Dataset.from_list(ROWS).with_format(name)
+    examples = load_examples(dataset, Counting())
+    assert [(type(e.answer), e.answer) for e in examples] == [(int, 0), (int, 1), (int, 2)]
+
+
+def test_the_transform_of_a_dataset_is_applied() -> None:
+    dataset = datasets.Dataset.from_list(ROWS)
+    doubled = dataset.with_transform(
+        lambda rows: {**rows, "answer": [2 * a for a in rows["answer"]]}
+    )
+    assert [e.answer for e in load_examples(doubled, Counting())] == [0, 2, 4]
+
+
+def test_numpy_scalars_are_accepted_in_rows() -> None:
+    rows = [{"id": np.int64(7), "question": np.str_("?"), "answer": np.int64(3)}]
+    (example,) = load_examples(rows, Counting())
+    assert (example.id, example.question, example.answer) == ("7", "?", 3)
+    assert (type(example.question), type(example.answer)) == (str, int)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"id": 1}, "id must be non-empty text, not 1"),
+        ({"question": None}, "question must be text, not None"),
+        ({"images": ("ok.png",)}, "images must be a tuple of ImageRef: give rows .* instead"),
+        ({"images": (Image.new("RGB", (2, 2)),)}, "images must be a tuple of ImageRef"),
+        ({"images": None}, "images must be a tuple of ImageRef"),
+        ({"meta": None}, "meta must be a mapping, not None"),
+    ],
+)
+def test_an_example_with_a_wrong_field_is_a_bad_row(fields: Any, reason: str) -> None:
+    example = Example(**{"id": "a", "images": (), "question": "?", "answer": 1, **fields})
+    with pytest.raises(UserError, match=f"data.eval row 1: an Example's {reason}"):
+        load_examples([example], Counting())
+
+
+def test_bad_rows_in_memory_are_named() -> None:
+    rows: list[Any] = [*ROWS, {"question": "How many?"}, 5, {"question": "?", "answer": -1}]
+
+    with pytest.raises(UserError) as caught:
+        load_examples(rows, Counting(), DataSettings(train="python"), "train")
+
+    message = str(caught.value)
+    assert "data.train row 4: it has no answer" in message
+    assert "data.train row 5: it is not a mapping but int" in message
+    assert "data.train row 6: " in message

@@ -1,0 +1,168 @@
+"""What each setting needs of the others: the rows of ``requirements.yaml``, and those of methods.
+
+Settings check their rows when they are built; the reference of settings lists the same rows.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+_COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_COMPARISON = re.compile(r"(\S+) ([=!<>]=|[<>]) (\S+)")
+_UNARY = re.compile(r"(not )?(changed |given )?(\S+)")
+_CONSTANTS = {"null": None, "true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A combination of settings that is refused, or noted; ``requirements.yaml`` has the grammar.
+
+    Attributes:
+        say: what is wrong and the remedy; ``{key}`` is a setting's value.
+        when: the condition, or alternative conditions.
+        each: keys of which each that was changed is an ``{item}`` with a problem of its own.
+        of: key of a list whose items have a problem each.
+    """
+
+    say: str
+    when: str | tuple[str, ...] = ()
+    each: str = ""
+    of: str = ""
+
+    @property
+    def text(self) -> str:
+        """What is wrong and the remedy, with ``…`` for values."""
+        items = ", ".join(self.each.split()) or "…"
+        return re.sub(r"\{.*?\}", "…", self.say.replace("{item}", items))
+
+    def find(self, block: Any) -> Iterator[str]:
+        """Yield the problems of a block of settings."""
+        conditions = (self.when,) if isinstance(self.when, str) else self.when
+        if conditions and not any(_holds(condition, block) for condition in conditions):
+            return
+        values = _Values(block)
+        if self.of:
+            yield from (self.say.format_map(values | {"item": i}) for i in get(block, self.of))
+        elif self.each:
+            for key in self.each.split():
+                if _is_changed(block, key):
+                    yield self.say.format_map(
+                        values | {"item": key, "default": _get_field(block, key).default}
+                    )
+        else:
+            yield self.say.format_map(values)
+
+
+class _Values(dict[str, Any]):
+    """The values of a block, for the texts of its rows."""
+
+    def __init__(self, block: Any, **others: Any) -> None:
+        super().__init__(others)
+        self._block = block
+
+    def __or__(self, others: Any) -> _Values:
+        return _Values(self._block, **others)
+
+    def __missing__(self, key: str) -> Any:
+        value = getattr(self._block, key)
+        return list(value) if isinstance(value, tuple) else value
+
+
+@cache
+def _read_table() -> dict[str, list[Requirement]]:
+    text = (resources.files("vlm_grpo.config") / "requirements.yaml").read_text("utf-8")
+    table: dict[str, list[Requirement]] = {}
+    for block, rows in yaml.safe_load(text).items():
+        for row in rows:
+            when = row.pop("when", ())
+            when = tuple(when) if isinstance(when, list) else when
+            table.setdefault(block, []).append(Requirement(when=when, **row))
+    return table
+
+
+def require(block: str, *rows: Requirement) -> None:
+    """Add rows, as of a method, to those of a class of settings, given by its name."""
+    own = _read_table().setdefault(block, [])
+    own += [row for row in rows if row not in own]
+
+
+def get_requirements(block: str) -> tuple[Requirement, ...]:
+    """Return the rows of a class of settings by its name, or those of ``Notes``."""
+    return tuple(_read_table().get(block, ()))
+
+
+def find_problems(block: Any) -> list[str]:
+    """Return the messages of all rows that refuse a block of settings."""
+    rows = get_requirements(type(block).__name__)
+    return list(dict.fromkeys(problem for row in rows for problem in row.find(block)))
+
+
+def list_notes(settings: Any) -> list[str]:
+    """Return what is biased or has no effect in a run's settings, one sentence each."""
+    return [note for row in get_requirements("Notes") for note in row.find(settings)]
+
+
+def get(block: Any, key: str) -> Any:
+    """Return the value of a dotted key; None inside a block that is None."""
+    for name in key.split("."):
+        if isinstance(block, Mapping):
+            block = block.get(name)
+        elif block is not None:
+            block = getattr(block, name)
+    return block
+
+
+def _holds(condition: str, block: Any) -> bool:
+    return all(_holds_alone(clause, block) for clause in condition.split(" and "))
+
+
+def _holds_alone(clause: str, block: Any) -> bool:
+    if match := _COMPARISON.fullmatch(clause):
+        key, sign, text = match.groups()
+        value = get(block, key)
+        if sign in _COMPARE:
+            other = float(text) if text.isdigit() else get(block, text)
+            are_numbers = isinstance(value, int | float) and isinstance(other, int | float)
+            return are_numbers and _COMPARE[sign](value, other)
+        found = any(_is_same(value, word) for word in text.split("|"))
+        return found == (sign == "==")
+    match = _UNARY.fullmatch(clause)
+    if match is None:
+        raise ValueError(f"{clause!r} is no condition of settings")
+    negation, question, keys = match.groups()
+    test = {"changed ": _is_changed, "given ": _is_given, None: get}[question]
+    return any(test(block, key) for key in keys.split("|")) != bool(negation)
+
+
+def _is_same(value: Any, word: str) -> bool:
+    if word in _CONSTANTS:
+        return value is _CONSTANTS[word]
+    return value == (int(word) if word.isdigit() else word)
+
+
+def _split(block: Any, key: str) -> tuple[Any, str]:
+    parent, _, name = key.rpartition(".")
+    return (get(block, parent) if parent else block), name
+
+
+def _get_field(block: Any, key: str) -> Any:
+    owner, name = _split(block, key)
+    return type(owner).model_fields[name]
+
+
+def _is_changed(block: Any, key: str) -> bool:
+    owner, name = _split(block, key)
+    return owner is not None and getattr(owner, name) != _get_field(block, key).default
+
+
+def _is_given(block: Any, key: str) -> bool:
+    owner, name = _split(block, key)
+    return owner is not None and name in owner.model_fields_set

@@ -1,0 +1,153 @@
+"""Python objects that a program gives in place of the task and the data that settings name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic_core import to_jsonable_python
+
+from vlm_grpo.config.data import PYTHON, SourceSettings, Split, is_mixture
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.task import Task
+from vlm_grpo.task.names import get_options, get_task_name
+from vlm_grpo.types import Example
+
+_REMEDIES = {
+    "DataFrame": 'give df.to_dict("records")',
+    "IterableDataset": "give list(dataset)",
+    "generator": "give list(rows)",
+    "dict": 'give one split of a DatasetDict, as ds["train"], or Dataset.from_dict(columns)',
+    "DatasetDict": 'give one split, as ds["train"]',
+}
+"""Remedy by the name of a type that is not rows, whose library is not imported here."""
+
+
+class Rows(Protocol):
+    """Data in memory: mappings as in a ``.jsonl`` file, a ``datasets.Dataset``, or ``Example``s."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+TaskObject = Task | type[Task]
+
+
+@dataclass(frozen=True)
+class Objects:
+    """A task and data that are Python objects.
+
+    Attributes:
+        task: the task or its class; of a mixture, a mapping by the names of training sources.
+        train, eval: the training and the held-out rows; of a mixture, a mapping by the names of
+            sources.
+    """
+
+    task: TaskObject | Mapping[str, TaskObject] | None = None
+    train: Rows | Mapping[str, Rows] | None = None
+    eval: Rows | Mapping[str, Rows] | None = None
+
+    def get_task(self, label: str) -> TaskObject | None:
+        """Return the task of a source, by its name."""
+        return self.task.get(label) if isinstance(self.task, Mapping) else self.task
+
+    def get_rows(self, split: Split, label: str) -> Rows | None:
+        """Return the rows of a source, by its name."""
+        given = self.train if split == "train" else self.eval
+        return given.get(label) if isinstance(given, Mapping) else given
+
+    def name_in(self, settings: Settings) -> Settings:
+        """Return settings that name the objects, to be saved and to find them again.
+
+        A task object has its own options; a class has those of the settings.
+
+        Raises:
+            UserError: an object is of another type, or no source has its name.
+        """
+        changes: dict[str, Any] = {}
+        sources: dict[str, Any] = {}
+        for split, given in (("train", self.train), ("eval", self.eval)):
+            held = getattr(settings.data, split)
+            if isinstance(given, Mapping) and is_mixture(held):
+                self._check_labels(f"data.{split}", given, held)
+                sources[split] = tuple(self._name_rows(s, given) for s in held)
+            elif given is not None:
+                check_rows(f"data.{split}", given)
+                sources[split] = PYTHON
+        if isinstance(self.task, Mapping):
+            held = sources.get("train", settings.data.train)
+            held = held if is_mixture(held) else ()
+            self._check_labels("task", self.task, held)
+            sources["train"] = tuple(
+                source.model_copy(update=name_task(self.task[source.label], source.task_options))
+                if source.label in self.task
+                else source
+                for source in held
+            )
+        elif self.task is not None:
+            changes |= name_task(self.task, settings.task_options)
+        if sources:
+            changes["data"] = settings.data.model_copy(update=sources)
+        given_values = {name: getattr(settings, name) for name in settings.model_fields_set}
+        return Settings(**{**given_values, **changes}) if changes else settings
+
+    @staticmethod
+    def _check_labels(key: str, given: Mapping[str, Any], sources: Any) -> None:
+        labels = [source.label for source in sources]
+        for label in given:
+            if label not in labels:
+                names = ", ".join(labels) or "none: data.train is one source"
+                raise UserError(f"{key}: there is no source {label}; the sources are {names}")
+
+    @staticmethod
+    def _name_rows(source: SourceSettings, given: Mapping[str, Rows]) -> SourceSettings:
+        if source.label not in given:
+            return source
+        check_rows(f"data source {source.label}", given[source.label])
+        return source.model_copy(update={"source": PYTHON, "name": source.label})
+
+
+NO_OBJECTS = Objects()
+
+
+def check_rows(name: str, rows: object) -> None:
+    """Check that an object is rows; only the first row is looked at.
+
+    Raises:
+        UserError: it is of another type; the message has the remedy.
+    """
+    if not isinstance(rows, str | Mapping):
+        try:
+            if len(rows) == 0 or hasattr(rows, "cast_column"):  # type: ignore[arg-type]
+                return
+            if isinstance(next(iter(rows)), Mapping | Example):  # type: ignore[call-overload]
+                return
+        except (TypeError, StopIteration):
+            pass
+    kind = type(rows).__name__
+    remedy = f": {_REMEDIES[kind]}" if kind in _REMEDIES else ""
+    raise UserError(
+        f"{name} should be a list of rows (mappings), a Dataset, or Examples, not {kind}{remedy}"
+    )
+
+
+def _describe(value: object) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def name_task(task: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings ``task`` and ``task_options`` of an object, equal in every process.
+
+    Raises:
+        UserError: it is no task.
+    """
+    if isinstance(task, type) and issubclass(task, Task):
+        return {"task": get_task_name(task), "task_options": dict(options)}
+    if not isinstance(task, Task):
+        raise UserError(f"task should be a subclass of Task or a task, not {task!r}")
+    own = to_jsonable_python(get_options(task), fallback=_describe)
+    return {"task": get_task_name(type(task)), "task_options": own}
