@@ -8,20 +8,14 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
-from vlm_grpo.data_scripts.rows import to_choice
+from vlm_grpo.data_scripts.readers import to_choice
 
 
 @converter(tasks=("choice",), splits={"val": 1_901})
 def convert(request: Request) -> Rows:
     """Yield one row per question."""
-    columns = ("idx", "question", "sub_task", "image_1", "choices", "answer")
-    for row in read_table(request.source, request.split, columns):
-        found = (get_image_bytes(row.get(f"image_{number}")) for number in range(1, 5))
+    for row in request.read_table("idx", "question", "sub_task", "image_1", "choices", "answer"):
+        found = (row.get(f"image_{number}") for number in range(1, 5))
         images = tuple(image for image in found if image is not None)
         answer = to_choice(row["choices"], row["answer"])
         yield ConvertedRow(row["idx"], images, row["question"], answer, {"task": row["sub_task"]})
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

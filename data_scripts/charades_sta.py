@@ -33,7 +33,3 @@ def convert(request: Request) -> Rows:
         question = sentence.strip().removesuffix(".")
         interval, meta = [float(start), float(end)], {"video_id": video}
         yield ConvertedRow(name, (), question, interval, meta, (f"{video}.mp4",))
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, get_image_bytes, read_json, read_table
-from vlm_grpo.data_scripts.rows import list_texts
+from vlm_grpo.data_scripts.readers import list_texts, read_json
 
 _TYPES = ("human", "augmented")
 
@@ -18,19 +17,14 @@ def convert(request: Request) -> Rows:
     """Yield one row per question with its type."""
     if request.path.is_dir() and not any(request.path.glob("**/*.parquet")):
         for kind in _TYPES:
-            path = find_file(request.source, f"**/{request.split}_{kind}.json")
+            path = request.find_file(f"**/{request.split}_{kind}.json")
             for number, row in enumerate(read_json(path)):
                 image = f"{request.split}/png/{row['imgname']}"
                 name = f"{request.split}-{kind}-{number}"
                 yield ConvertedRow(name, (image,), row["query"], row["label"], {"type": kind})
         return
-    columns = ("image", "query", "label", "human_or_machine")
-    for number, row in enumerate(read_table(request.source, request.split, columns)):
+    for number, row in enumerate(request.read_table("image", "query", "label", "human_or_machine")):
         meta = {"type": _TYPES[row["human_or_machine"]]}
-        images = (get_image_bytes(row["image"]),)
+        images = (row["image"],)
         name = f"{request.split}-{number}"
         yield ConvertedRow(name, images, row["query"], list_texts(row["label"]), meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -8,29 +8,21 @@ question, how many items there are, for every scene.
 
 from __future__ import annotations
 
-from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_json
+from vlm_grpo.data_scripts.converter import (
+    ConvertedRow,
+    RawRecord,
+    RefusedRow,
+    Request,
+    Rows,
+    converter,
+)
+from vlm_grpo.data_scripts.readers import read_json
 
 _SPLITS = {
     "val": {"questions": 149_991, "scenes": 15_000},
     "train": {"questions": 699_989, "scenes": 70_000},
 }
 _SCENE_QUESTION = "How many items are there in the image?"
-
-
-@converter(tasks=("counting",), splits=_SPLITS)
-def convert(request: Request) -> Rows:
-    """Yield one row per counting question, or per scene."""
-    path = find_file(request.source, f"**/*_{request.split}_questions.json")
-    content = read_json(path)
-    if "scenes" in content:
-        for scene in content["scenes"]:
-            name = f"{request.split}-{scene['image_index']}"
-            image = scene["image_filename"]
-            yield ConvertedRow(name, (image,), _SCENE_QUESTION, len(scene["objects"]))
-    else:
-        for row in content["questions"]:
-            yield convert_question(row, request.split)
 
 
 def convert_question(row: RawRecord, split: str) -> ConvertedRow | RefusedRow:
@@ -45,5 +37,16 @@ def convert_question(row: RawRecord, split: str) -> ConvertedRow | RefusedRow:
     return ConvertedRow(name, (row["image_filename"],), row["question"], int(answer), meta)
 
 
-if __name__ == "__main__":
-    raise SystemExit(convert.main())
+@converter(tasks=("counting",), splits=_SPLITS)
+def convert(request: Request) -> Rows:
+    """Yield one row per counting question, or per scene."""
+    path = request.find_file(f"**/*_{request.split}_questions.json")
+    content = read_json(path)
+    if "scenes" in content:
+        for scene in content["scenes"]:
+            name = f"{request.split}-{scene['image_index']}"
+            image = scene["image_filename"]
+            yield ConvertedRow(name, (image,), _SCENE_QUESTION, len(scene["objects"]))
+    else:
+        for row in content["questions"]:
+            yield convert_question(row, request.split)

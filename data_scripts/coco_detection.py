@@ -11,7 +11,7 @@ them, and meta.crowds counts them.
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_coco, refuse_incomplete
+from vlm_grpo.data_scripts.readers import group_regions, label_regions, read_coco, refuse_incomplete
 
 _IMAGES = {
     "instances_val2017.json": 5_000,
@@ -27,26 +27,22 @@ _CATEGORIES = 80
 def convert(request: Request) -> Rows:
     """Yield one row per image, including images without objects."""
     patterns = (f"**/instances_{request.split}*.json", f"{request.split}/_annotations.coco.json")
-    path = find_file(request.source, *patterns)
+    path = request.find_file(*patterns)
     coco = read_coco(path)
     if len(coco.categories) == _CATEGORIES and path.name in _IMAGES:
         yield from refuse_incomplete(path.name, len(coco.images), _IMAGES[path.name])
-    question = ", ".join(coco.categories.values())
-    for image, regions in coco.group_by_image().items():
+    question = ", ".join(category["name"] for category in coco.categories.values())
+    for image, regions in group_regions(coco).items():
         objects = [a for a in regions if not a.get("iscrowd")]
         crowd = [a for a in regions if a.get("iscrowd") and min(a["bbox"][2:]) > 0]
         yield ConvertedRow(
             id=f"{request.split}-{image}",
             images=(coco.images[image]["file_name"],),
             question=question,
-            answer=coco.to_answer(objects),
+            answer=label_regions(coco, objects),
             meta={
                 "image_id": image,
                 "crowds": len(regions) - len(objects),
-                "crowd": coco.to_answer(crowd) if crowd else None,
+                "crowd": label_regions(coco, crowd) if crowd else None,
             },
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -12,22 +12,21 @@ import hashlib
 import heapq
 import io
 import json
+import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vlm_grpo.config.data import PILLOW_WARNS_AT, VideoSettings
-from vlm_grpo.data.images import ImageReader
-from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
-from vlm_grpo.data.videos import VideoReader
-from vlm_grpo.data_scripts.readers import Request
-from vlm_grpo.data_scripts.rows import ConvertedRow, Image, RefusedRow, Rows
-from vlm_grpo.data_scripts.summary import ExpectedCounts, Summary, select_counts
+from vlm_grpo.config.data import PILLOW_WARNS_AT
+from vlm_grpo.data.images import MediaReader
+from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
@@ -37,6 +36,220 @@ from vlm_grpo.utils.jsonl import read_complete_rows
 BOX_TOLERANCE = 1.0
 """Pixels by which a box may extend beyond its image. Annotations are rounded, and no official
 evaluation drops such boxes."""
+_LISTED_ROWS = 1000
+"""Number of refused rows that the summary file lists; all are counted."""
+
+ExpectedCounts = Mapping[str, int]
+"""Number of rows by the name of what has it: the split, one of several datasets, or a file."""
+RawRecord = dict[str, Any]
+"""One row, annotation or entry in the form of its source."""
+Image = str | bytes | None
+"""A path relative to the image folder, encoded image bytes, or None if the source has no image."""
+
+
+@dataclass(frozen=True)
+class ConvertedRow:
+    """One row of the output.
+
+    Attributes:
+        id: unique within the output.
+        images: the images.
+        question: as in ``Example``.
+        answer: in the task's form; boxes are xyxy in pixels.
+        meta: fields to group scores by, and other fields worth keeping.
+        videos: paths of its videos in the image folder.
+    """
+
+    id: str
+    images: tuple[Image, ...]
+    question: str
+    answer: Any
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    videos: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RefusedRow:
+    """A row of the source that is not converted.
+
+    Attributes:
+        id: identifies the row.
+        reason: category of the problem; the summary counts rows by it.
+        detail: details of this row's problem.
+        kind: "lost": it should have been converted; "excluded": the converter leaves out such
+            rows by definition; "source": it stands for a defect of the source, and is no row.
+    """
+
+    id: str
+    reason: str
+    detail: str = ""
+    kind: Literal["lost", "excluded", "source"] = "lost"
+
+
+Rows = Iterator[ConvertedRow | RefusedRow]
+"""A converter's rows, one for each row of the source."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The source that a converter reads.
+
+    A file that is missing, truncated or malformed raises ``UserError`` with its name.
+
+    Attributes:
+        source: a path, or ``hf:NAME[:SPLIT[:CONFIG]]``.
+        images: the folder that the rows' image paths are relative to.
+        split: one of the converter's splits.
+        task: name of the task that the rows are converted for.
+    """
+
+    source: str
+    images: Path
+    split: str
+    task: str
+
+    @property
+    def path(self) -> Path:
+        """The source as a path, with ``~`` replaced by the home folder."""
+        try:
+            return Path(os.path.expanduser(self.source))
+        except RuntimeError as error:
+            raise UserError(f"{self.source}: {error}") from error
+
+    def find_file(self, *patterns: str) -> Path:
+        """Return the source if it is a file, else the only match of the first glob with matches."""
+        path = self.path
+        if path.is_file():
+            return path
+        for pattern in patterns:
+            found = sorted(path.glob(pattern))
+            if len(found) > 1:
+                names = ", ".join(str(name) for name in found[:5])
+                raise UserError(
+                    f"{self.source} holds several {pattern} ({names}): pass one as --source"
+                )
+            if found:
+                return found[0]
+        raise UserError(f"{self.source} is not a file and holds no {' or '.join(patterns)}")
+
+    def list_files(self, pattern: str) -> list[Path]:
+        """Return the files of the split, in the folder of its name if the source has one."""
+        folder = self.path / self.split
+        files = sorted((folder if folder.is_dir() else self.path).glob(pattern))
+        if not files:
+            raise UserError(f"{self.source} holds no {pattern} of split {self.split}")
+        return files
+
+    def read_table(self, *columns: str) -> Iterator[RawRecord]:
+        """Yield the rows of a table, images as encoded bytes; None: the cell has none.
+
+        The source is ``hf:…``, a folder saved by ``datasets``, a ``.parquet`` file, or a folder
+        with parquet files whose names begin with the split. The rows must have the columns.
+        """
+        for row in self._read_table():
+            missing = [column for column in columns if column not in row.values]
+            if missing:
+                found = ", ".join(row.values)
+                raise UserError(
+                    f"{row.location} has no column {', '.join(missing)}; it has {found}"
+                )
+            yield {name: _get_bytes(value) for name, value in row.values.items()}
+
+    def _read_table(self) -> Iterator[Row]:
+        from vlm_grpo.data.hub import read_hub, read_parquet  # slow to import
+
+        path = self.path
+        parts = [path] if path.is_file() else sorted(path.glob(f"**/{self.split}[-._]*parquet"))
+        if not parts:
+            name, _, rest = self.source.removeprefix("hf:").partition(":")
+            yield from read_hub(f"{name}:{rest or self.split}", "eval")
+        elif path.is_dir():
+            _check_all_parts(parts)
+        for part in parts:
+            yield from read_parquet(part)
+
+
+def _get_bytes(value: Any) -> Any:
+    """Return the bytes of an image, or of each in a list; any other value as it is."""
+    if isinstance(value, list):
+        return [_get_bytes(item) for item in value]
+    is_image = isinstance(value, Mapping) and "bytes" in value and {*value} <= {"bytes", "path"}
+    return value["bytes"] if is_image else value
+
+
+def _check_all_parts(parts: Sequence[Path]) -> None:
+    """Raise ``UserError`` if a part of a table is missing, by names like ``a-00001-of-00003``."""
+    found: dict[tuple[Path, str, int], int] = {}
+    for part in parts:
+        if name := re.fullmatch(r"(.*)-\d+-of-(\d+)\.parquet", part.name):
+            table = (part.parent, name[1], int(name[2]))
+            found[table] = found.get(table, 0) + 1
+    for (folder, name, total), count in found.items():
+        if count < total:
+            raise UserError(f"{folder} has {count} of the {total} parts of {name}: add the others")
+
+
+@dataclass
+class Summary:
+    """Counts of the rows read and written, and of the refused rows by kind and by reason."""
+
+    read: int = 0
+    written: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    refused: list[RefusedRow] = field(default_factory=list)
+
+    def refuse(self, row: RefusedRow) -> None:
+        self.kinds[row.kind] += 1
+        self.reasons[row.reason] += 1
+        if len(self.refused) < _LISTED_ROWS:
+            self.refused.append(row)
+
+    def format_lines(self) -> Iterator[str]:
+        """Yield the counts, then each reason with its first row, for printing."""
+        excluded, lost = self.kinds["excluded"], self.kinds["lost"]
+        not_sampled = self.read - self.written - excluded - lost
+        counts = [f"rows read {self.read:,}", f"written {self.written:,}"]
+        counts += [f"left out {excluded:,}"] if excluded else []
+        counts += [f"refused {lost:,}"]
+        counts += [f"not sampled {not_sampled:,}"] if not_sampled else []
+        yield ", ".join(counts)
+        for reason, count in self.reasons.most_common():
+            rows = [row for row in self.refused if row.reason == reason][:1]
+            first = [f" (first: {': '.join(filter(None, (r.id, r.detail)))})" for r in rows]
+            yield f"  {count:,} × {reason}{''.join(first)}"
+
+    def find_shortfall(self, expected: ExpectedCounts) -> str | None:
+        """Return what the output lacks, or None if it is complete.
+
+        Args:
+            expected: published numbers of source rows, one of which the source must have; empty:
+                its number is not known, and only its own rows must not be lost.
+        """
+        lost = self.kinds["lost"]
+        is_whole = not self.kinds["source"] and (not expected or self.read in expected.values())
+        if is_whole and not lost:
+            return None
+        counts = " or ".join(f"{count:,} ({name})" for name, count in expected.items())
+        numbers = f"expected {counts or 'every row'}, found {self.read:,}, dropped {lost:,}"
+        return "\n".join([f"rows are missing: {numbers}", *self.format_lines()])
+
+
+def select_counts(counts: int | ExpectedCounts | None, split: str, source: Path) -> ExpectedCounts:
+    """Return the published numbers of rows that a source may have; none if it is not published.
+
+    Args:
+        counts: the split's number of rows; several by the dataset's name; or by the names of
+            published ``.json`` and ``.jsonl`` files, which say nothing of other files.
+        split: the split.
+        source: the source, a file or a folder that contains it.
+    """
+    if isinstance(counts, int):
+        return {split: counts}
+    named = dict(counts or {})
+    files = [name for name in named if name.endswith((".json", ".jsonl"))]
+    found = [name for name in files if source.name == name or any(source.rglob(name))]
+    return {name: named[name] for name in named if name not in files or name in found}
 
 
 @dataclass(frozen=True)
@@ -100,13 +313,18 @@ def converter(
 ) -> Callable[[Callable[[Request], Rows]], Converter]:
     """Turn a function that reads a dataset into its converter, with its module's docstring.
 
+    The function is the last one of its module: under ``python -m``, its command line runs here.
+
     Args:
-        tasks: as for ``Converter``.
-        splits: as for ``Converter``.
+        tasks, splits: as for ``Converter``.
     """
 
     def build(read: Callable[[Request], Rows]) -> Converter:
-        return Converter(read.__globals__["__doc__"] or "", read, tasks, splits)
+        module = read.__globals__
+        built = Converter(module["__doc__"] or "", read, tasks, splits)
+        if module["__name__"] == "__main__":
+            raise SystemExit(built.main())
+        return built
 
     return build
 
@@ -154,11 +372,7 @@ class _Conversion:
         print(f"wrote {self.out}; image paths are relative to {self.request.images}")
 
     def _check_rows(self) -> str | None:
-        """Return what the output lacks if that is allowed.
-
-        Raises:
-            UserError: the output has no rows, or lacks rows and ``--allow-partial`` is not given.
-        """
+        """Return what the output lacks if ``--allow-partial`` allows that."""
         request, lines = self.request, "\n".join(self.summary.format_lines())
         if not self.summary.written:
             raise UserError(f"no row of {request.source} can be converted\n{lines}")
@@ -191,12 +405,9 @@ class _Conversion:
         return ids
 
     def _valid_rows(self, task: Task, done: set[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield the id and line of each row to write, in the source's order.
-
-        A row that an interrupted run has written has an empty line. In a terminal, a progress bar
-        is shown.
-        """
-        reader = VideoReader(self.request.images, PILLOW_WARNS_AT, VideoSettings())
+        """Yield the id and line of each row to write, in the source's order; the line of a row that
+        an interrupted run has written is empty."""
+        reader = MediaReader(self.request.images, PILLOW_WARNS_AT)
         console = Console(stderr=True)
         columns = (TextColumn("rows"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -212,7 +423,7 @@ class _Conversion:
                 yield from self._sample(converted, task, reader)
 
     def _sample(
-        self, converted: Iterator[ConvertedRow], task: Task, reader: ImageReader
+        self, converted: Iterator[ConvertedRow], task: Task, reader: MediaReader
     ) -> Iterator[tuple[str, bytes]]:
         """Yield ``limit`` rows chosen by a hash of seed and id, independent of the source's order.
 
@@ -253,7 +464,7 @@ class _Conversion:
                 f"({type(error).__name__}: {error})"
             ) from error
 
-    def _validate(self, item: ConvertedRow, task: Task, reader: ImageReader) -> bytes | None:
+    def _validate(self, item: ConvertedRow, task: Task, reader: MediaReader) -> bytes | None:
         """Return the row as a JSON line, or None if the loader would refuse it."""
         if None in item.images:
             self.summary.refuse(RefusedRow(item.id, "its image is missing in the source"))
@@ -284,7 +495,7 @@ class _Conversion:
             return None
         return line
 
-    def _store_image(self, image: Image, reader: ImageReader) -> str:
+    def _store_image(self, image: Image, reader: MediaReader) -> str:
         """Return the image's path; write embedded bytes to a file named by their hash."""
         root = self.request.images
         if isinstance(image, str):
@@ -340,13 +551,6 @@ class _Conversion:
             "reasons": dict(summary.reasons),
             "refused": [vars(row) for row in summary.refused],
         }
-
-
-def parse_foreign_answer(value: Any, task: str) -> Any | None:
-    """Convert a foreign answer to the task's form, or return None if it cannot be read as one."""
-    types = {"grounding": dict, "detection": dict, "counting": int, "ocr": (str, list)}
-    candidates = get_answer_candidates(value)
-    return next((answer for answer in candidates if isinstance(answer, types[task])), None)
 
 
 def _extends_beyond(box: Sequence[float], size: tuple[int, int]) -> bool:

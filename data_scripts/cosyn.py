@@ -8,7 +8,6 @@ graphic, math, music, nutrition or table as the kind; or the folder of one kind.
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
 from vlm_grpo.tasks.numeric import clean
 
 
@@ -16,9 +15,8 @@ from vlm_grpo.tasks.numeric import clean
 def convert(request: Request) -> Rows:
     """Yield one row per question; meta.type is the kind of figure. Answers that are no number and
     no short text are left out."""
-    columns = ("id", "image", "qa_pairs")
-    for row in read_table(request.source, request.split, columns):
-        image, pairs = get_image_bytes(row["image"]), row["qa_pairs"]
+    for row in request.read_table("id", "image", "qa_pairs"):
+        image, pairs = row["image"], row["qa_pairs"]
         meta = {"type": (row.get("metadata") or {}).get("figure_type")}
         texts = zip(pairs["question"], pairs["answer"], strict=True)
         for number, (question, answer) in enumerate(texts):
@@ -28,7 +26,3 @@ def convert(request: Request) -> Rows:
                 yield RefusedRow(name, reason, f"{answer!r:.80}", kind="excluded")
             else:
                 yield ConvertedRow(name, (image,), question, answer, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
-from vlm_grpo.data_scripts.rows import to_choice
+from vlm_grpo.data_scripts.readers import to_choice
 
 _META = ("type", "task", "source")
 
@@ -18,14 +17,9 @@ _META = ("type", "task", "source")
 )
 def convert(request: Request) -> Rows:
     """Yield one row per question."""
-    columns = ("idx", "image", "question", "choices", "answer", *_META)
-    for row in read_table(request.source, request.split, columns):
-        name, image = f"cv-bench-{row['type']}-{row['idx']}", get_image_bytes(row["image"])
+    for row in request.read_table("idx", "image", "question", "choices", "answer", *_META):
+        name, image = f"cv-bench-{row['type']}-{row['idx']}", row["image"]
         answer = to_choice(row["choices"], row["answer"])
         yield ConvertedRow(
             name, (image,), row["question"], answer, {key: row[key] for key in _META}
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -9,9 +9,8 @@ the folder that holds the images; for the table, a folder to write them into.
 
 from __future__ import annotations
 
-from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import read_data, read_rows
-from vlm_grpo.data_scripts.rows import RawRecord, accept_texts
+from vlm_grpo.data_scripts.converter import RawRecord, Request, Rows, converter
+from vlm_grpo.data_scripts.readers import accept_texts, read_data, read_rows
 
 _COLUMNS = ("questionId", "question", "answers")
 
@@ -21,6 +20,11 @@ _SPLITS = {
 }
 
 
+def _locate(row: RawRecord) -> str | None:
+    """Return the image's path, under the name that DocVQA or that InfographicVQA gives it."""
+    return row.get("image_local_name", row.get("image"))
+
+
 @converter(tasks=("ocr",), splits=_SPLITS)
 def convert(request: Request) -> Rows:
     """Yield one row per question; questions without answers are refused."""
@@ -28,12 +32,3 @@ def convert(request: Request) -> Rows:
         kinds = row.get("question_types", row.get("answer_type"))
         meta = {"type": "/".join(kinds) if kinds else None, "document": row.get("docId")}
         yield accept_texts(str(row["questionId"]), image, row, meta)
-
-
-def _locate(row: RawRecord) -> str | None:
-    """Return the image's path, under the name that DocVQA or that InfographicVQA gives it."""
-    return row.get("image_local_name", row.get("image"))
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

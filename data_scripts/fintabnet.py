@@ -13,18 +13,13 @@ from itertools import chain
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
 from vlm_grpo.data_scripts.pubtabnet import build_row
-from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
 
 
 @converter(tasks=("table",), splits={"test": None, "val": None, "train": None})
 def convert(request: Request) -> Rows:
     """Yield one row per table; meta.type is complex if a cell has a span."""
-    rows = read_table(request.source, request.split, ("image", "html", "cells"))
+    rows = request.read_table("image", "html", "cells")
     for number, row in enumerate(rows):
         cells = [*chain.from_iterable(row["cells"])]  # lists of cells
-        image = get_image_bytes(row["image"])
+        image = row["image"]
         yield build_row(f"{request.split}-{number}", image, row["html"], cells)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -15,13 +15,27 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from vlm_grpo.data_scripts.converter import RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import enclosing_box, read_text, refuse_incomplete
-from vlm_grpo.data_scripts.rows import locate_phrase
+from vlm_grpo.data_scripts.readers import enclosing_box, locate_phrase, read_text, refuse_incomplete
 from vlm_grpo.errors import UserError
 
 _IMAGES = {"val": 1_000, "test": 1_000, "train": 29_783}
 """Number of images of each split; the number of their phrases is not published."""
 _PHRASE = re.compile(r"\[/EN#(\d+)/(\S+) ([^\]]*)\]")
+
+
+def _read_boxes(path: Path) -> dict[str, list[list[int]]]:
+    """Return the xyxy boxes of each entity; a box may belong to several entities."""
+    try:
+        root = ElementTree.fromstring(read_text(path))
+    except ElementTree.ParseError as error:
+        raise UserError(f"{path} is corrupt or truncated: {error}") from error
+    boxes: dict[str, list[list[int]]] = {}
+    for element in root.iter("object"):
+        if (box := element.find("bndbox")) is not None:
+            edges = [int(box.findtext(edge, "")) for edge in ("xmin", "ymin", "xmax", "ymax")]
+            for name in element.iter("name"):
+                boxes.setdefault(name.text or "", []).append(edges)
+    return boxes
 
 
 @converter(tasks=("grounding",), splits=dict.fromkeys(_IMAGES))
@@ -41,22 +55,3 @@ def convert(request: Request) -> Rows:
                 box = enclosing_box(boxes[entity])
                 meta = {"kind": kinds.partition("/")[0], "boxes": boxes[entity]}
                 yield locate_phrase(name, f"{image}.jpg", phrase, box, meta)
-
-
-def _read_boxes(path: Path) -> dict[str, list[list[int]]]:
-    """Return the xyxy boxes of each entity; a box may belong to several entities."""
-    try:
-        root = ElementTree.fromstring(read_text(path))
-    except ElementTree.ParseError as error:
-        raise UserError(f"{path} is corrupt or truncated: {error}") from error
-    boxes: dict[str, list[list[int]]] = {}
-    for element in root.iter("object"):
-        if (box := element.find("bndbox")) is not None:
-            edges = [int(box.findtext(edge, "")) for edge in ("xmin", "ymin", "xmax", "ymax")]
-            for name in element.iter("name"):
-                boxes.setdefault(name.text or "", []).append(edges)
-    return boxes
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -21,7 +21,3 @@ def convert(request: Request) -> Rows:
         question = f"How many {kind} are there in the image?"
         count = len(annotations[image]["points"])
         yield ConvertedRow(f"{request.split}-{image}", (image,), question, count, {"kind": kind})
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

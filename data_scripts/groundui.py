@@ -23,7 +23,3 @@ def convert(request: Request) -> Rows:
         meta = {"platform": row["platform"], "source": row["source"]}
         answer = {"boxes": [row["bbox"]]}
         yield ConvertedRow(f"groundui-{number}", (image,), row["instruction"], answer, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_text
+from vlm_grpo.data_scripts.readers import read_text
 from vlm_grpo.errors import UserError
 
 _LINE = re.compile(r'([^\s,]+),\s*"(.*)"\s*')
@@ -19,7 +19,7 @@ _FILES = {"test": "*Test_Task3_GT.txt", "train": "gt.txt"}
 @converter(tasks=("ocr",), splits={"test": 2_077, "train": 4_468})
 def convert(request: Request) -> Rows:
     """Yield one row per word."""
-    path = find_file(request.source, _FILES[request.split])
+    path = request.find_file(_FILES[request.split])
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
@@ -28,7 +28,3 @@ def convert(request: Request) -> Rows:
         image, word = match[1], match[2].replace('\\"', '"')
         question = "What is the text in the image?"
         yield ConvertedRow(f"{request.split}-{image}", (image,), question, [word])
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -11,21 +11,9 @@ from typing import Any
 from scipy.io import loadmat
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file
 from vlm_grpo.errors import UserError
 
 _QUESTION = "What is the word in the image?"
-
-
-@converter(tasks=("ocr",), splits={"test": 3_000, "train": 2_000})
-def convert(request: Request) -> Rows:
-    """Yield one row per word; the lexicons are not used."""
-    for entry in _read_entries(
-        find_file(request.source, f"{request.split}data.mat"), request.split
-    ):
-        name = str(entry["ImgName"])
-        # MATLAB reads some words as numbers.
-        yield ConvertedRow(f"iiit5k-{name}", (name,), _QUESTION, [str(entry["GroundTruth"])])
 
 
 def _read_entries(path: Path, split: str) -> Any:
@@ -35,5 +23,10 @@ def _read_entries(path: Path, split: str) -> Any:
         raise UserError(f"{path} is corrupt, truncated or not a file of IIIT5K: {error}") from error
 
 
-if __name__ == "__main__":
-    raise SystemExit(convert.main())
+@converter(tasks=("ocr",), splits={"test": 3_000, "train": 2_000})
+def convert(request: Request) -> Rows:
+    """Yield one row per word; the lexicons are not used."""
+    for entry in _read_entries(request.find_file(f"{request.split}data.mat"), request.split):
+        name = str(entry["ImgName"])
+        # MATLAB reads some words as numbers.
+        yield ConvertedRow(f"iiit5k-{name}", (name,), _QUESTION, [str(entry["GroundTruth"])])

@@ -16,13 +16,7 @@ from PIL import Image, ImageDraw
 from pydantic import Field
 
 from vlm_grpo.data_scripts.make_shapes import COLORS, SIDE
-from vlm_grpo.data_scripts.synthetic import (
-    BACKGROUND_GRAYS,
-    Generator,
-    World,
-    hold_image,
-    is_held_out,
-)
+from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image, is_held_out
 from vlm_grpo.types import Example
 
 Question = Literal["value", "difference", "highest"]
@@ -80,9 +74,7 @@ class Charts(World):
     def paint(self, bars: dict[str, int], rng: random.Random) -> Image.Image:
         """Paint bars of random widths, so that few charts are equal, from left to right; a unit has
         the same height in every chart of a world."""
-        gray = rng.randint(*BACKGROUND_GRAYS)
-        image = Image.new("RGB", (SIDE, SIDE), (gray, gray, gray))
-        self.draw_clutter(image, gray, rng)
+        image, gray = self.draw_background((SIDE, SIDE), rng)
         pen = ImageDraw.Draw(image)
         unit, width = (SIDE - 8) // self.top, (SIDE - 8) // self.bars
         floor = SIDE - 3

@@ -15,12 +15,7 @@ from PIL import Image
 from pydantic import Field
 
 from vlm_grpo.data_scripts.make_shapes import COLORS, draw_mask, list_similar, sample_pair
-from vlm_grpo.data_scripts.synthetic import (
-    BACKGROUND_GRAYS,
-    Generator,
-    World,
-    hold_image,
-)
+from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image
 from vlm_grpo.types import Example, VideoRef
 
 FRAMES = 4
@@ -50,9 +45,8 @@ class Clips(World):
         shown = [(kind, color), *rng.sample(similar, self.distractors)]
         places = rng.sample(QUADRANTS, len(shown))
         intervals = [rng.choice(INTERVALS) for _ in shown]
-        gray, size = rng.randint(*BACKGROUND_GRAYS), SIDE // 2
-        background = Image.new("RGB", (SIDE, SIDE), (gray,) * 3)
-        self.draw_clutter(background, gray, rng)
+        background, gray = self.draw_background((SIDE, SIDE), rng)
+        size = SIDE // 2
         frames = []
         for number in range(FRAMES):
             frame = background.copy()

@@ -14,12 +14,7 @@ from PIL import Image, ImageDraw
 from pydantic import Field
 
 from vlm_grpo.data_scripts.make_shapes import COLORS, SIDE, draw_mask, list_similar, sample_pair
-from vlm_grpo.data_scripts.synthetic import (
-    BACKGROUND_GRAYS,
-    Generator,
-    World,
-    hold_image,
-)
+from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image
 from vlm_grpo.types import Example
 
 TITLE = 9
@@ -53,9 +48,7 @@ class Screens(World):
         count = rng.randint((self.distractors + 1) // 2, self.distractors)
         cells = self._list_cells()
         icons = [target, *similar][: min(1 + count, len(cells))]
-        gray = rng.randint(*BACKGROUND_GRAYS)
-        screen = Image.new("RGB", (SIDE, SIDE), (gray,) * 3)
-        self.draw_clutter(screen, gray, rng)
+        screen, gray = self.draw_background((SIDE, SIDE), rng)
         _draw_window(screen, gray)
         boxes = []
         for (kind, color), cell in zip(icons, rng.sample(cells, len(icons)), strict=True):
@@ -77,15 +70,9 @@ class Screens(World):
     def _list_cells(self) -> list[Box]:
         """Return the cells of the window below its title bar."""
         width, height = (SIDE - 2) // self.columns, (SIDE - 3 - TITLE) // self.rows
-        return [
-            (
-                1 + x * width,
-                TITLE + 2 + y * height,
-                1 + (x + 1) * width,
-                TITLE + 2 + (y + 1) * height,
-            )
-            for x, y in product(range(self.columns), range(self.rows))
-        ]
+        corners = product(range(self.columns), range(self.rows))
+        starts = ((1 + x * width, TITLE + 2 + y * height) for x, y in corners)
+        return [(x, y, x + width, y + height) for x, y in starts]
 
 
 def _draw_window(screen: Image.Image, gray: int) -> None:

@@ -288,13 +288,9 @@ def _draw_scene(
     rng: random.Random,
     squares: Sequence[Square] = (),
 ) -> tuple[Image.Image, list[Shape]]:
-    """Draw one shape for each (kind, color); a dial of 0 takes no random number.
+    """Draw one shape for each (kind, color), at the squares or at random ones that do not overlap.
 
-    Args:
-        colored: kinds and colors, in the order of the returned shapes.
-        world: sizes of the shapes, and what makes the scene harder.
-        rng: source of every random choice.
-        squares: places of the shapes; none: random ones that do not overlap.
+    A dial of 0 takes no random number.
     """
     shade = rng.randint(*BACKGROUND_GRAYS)
     squares = squares or _sample_squares(len(colored), world, rng)

@@ -16,13 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 
 from vlm_grpo.data_scripts.make_words import DIGITS, LETTERS
-from vlm_grpo.data_scripts.synthetic import (
-    BACKGROUND_GRAYS,
-    Generator,
-    World,
-    hold_image,
-    is_held_out,
-)
+from vlm_grpo.data_scripts.synthetic import Generator, World, hold_image, is_held_out
 from vlm_grpo.types import Example
 
 CELL = (56, 28)
@@ -68,10 +62,8 @@ class Tables(World):
 
     def paint(self, rows: list[list[str]], rng: random.Random) -> Image.Image:
         """Paint a table whose cells have one size."""
-        gray = rng.randint(*BACKGROUND_GRAYS)
         width, height = CELL
-        image = Image.new("RGB", (self.columns * width, self.rows * height), (gray,) * 3)
-        self.draw_clutter(image, gray, rng)
+        image, gray = self.draw_background((self.columns * width, self.rows * height), rng)
         pen = ImageDraw.Draw(image)
         color = self.fade([rng.randint(215, 255)] * 3, gray)
         font = ImageFont.load_default(POINTS)

@@ -7,20 +7,15 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json_rows
-from vlm_grpo.data_scripts.rows import pose_problem
+from vlm_grpo.data_scripts.readers import pose_problem, read_json_rows
 
 
 @converter(tasks=("math",), splits={"testmini": 3_940, "text_only": 788})
 def convert(request: Request) -> Rows:
     """Yield one row per problem and version, asked as in the authors' prompt with its answer."""
     name = f"testmini_{request.split}" if request.split == "text_only" else request.split
-    for row in read_json_rows(find_file(request.source, f"**/{name}.json")):
+    for row in read_json_rows(request.find_file(f"**/{name}.json")):
         meta = {"version": row["problem_version"], "type": row["question_type"]}
         meta |= {name: row["metadata"][name] for name in ("subject", "subfield")}
         images = (row["image"],) if row["image"] else ()
         yield pose_problem(row["sample_index"], images, row["query_wo"], row["answer"], meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import get_image_bytes, read_json, read_table
-from vlm_grpo.data_scripts.rows import RawRecord
+from vlm_grpo.data_scripts.converter import ConvertedRow, RawRecord, Request, Rows, converter
+from vlm_grpo.data_scripts.readers import read_json
 
 _HINTS = {
     "text": "and provide the correct option letter, e.g., A, B, C, D",
@@ -21,22 +20,6 @@ _HINTS = {
     "[1.2, 1.3, 1.4]",
 }
 _COLUMNS = ("pid", "question", "answer", "choices", "answer_type", "precision", "unit", "metadata")
-
-
-@converter(tasks=("numeric",), splits={"testmini": 1_000})
-def convert(request: Request) -> Rows:
-    """Yield one row per question; the gold answer of a choice is its text."""
-    if request.source.endswith(".json"):
-        rows = [(row, row["image"]) for row in read_json(request.path).values()]
-    else:
-        columns = (*_COLUMNS, "decoded_image")
-        table = read_table(request.source, request.split, columns)
-        rows = ((row, get_image_bytes(row["decoded_image"])) for row in table)
-    for row, image in rows:
-        meta = {name: row[name] for name in ("choices", "answer_type", "precision")}
-        more = ("task", "category", "source")
-        meta |= {name: row["metadata"].get(name) for name in more}
-        yield ConvertedRow(str(row["pid"]), (image,), _write_query(row), row["answer"], meta)
 
 
 def _write_query(row: RawRecord) -> str:
@@ -52,5 +35,17 @@ def _write_query(row: RawRecord) -> str:
     return "\n".join(lines).strip()
 
 
-if __name__ == "__main__":
-    raise SystemExit(convert.main())
+@converter(tasks=("numeric",), splits={"testmini": 1_000})
+def convert(request: Request) -> Rows:
+    """Yield one row per question; the gold answer of a choice is its text."""
+    if request.source.endswith(".json"):
+        rows = [(row, row["image"]) for row in read_json(request.path).values()]
+    else:
+        columns = (*_COLUMNS, "decoded_image")
+        table = request.read_table(*columns)
+        rows = ((row, row["decoded_image"]) for row in table)
+    for row, image in rows:
+        meta = {name: row[name] for name in ("choices", "answer_type", "precision")}
+        more = ("task", "category", "source")
+        meta |= {name: row["metadata"].get(name) for name in more}
+        yield ConvertedRow(str(row["pid"]), (image,), _write_query(row), row["answer"], meta)

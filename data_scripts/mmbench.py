@@ -14,10 +14,9 @@ import csv
 import sys
 from string import ascii_uppercase
 
-from vlm_grpo.data.text_tables import read_csv
+from vlm_grpo.data.files import read_csv
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file
-from vlm_grpo.data_scripts.rows import to_choice
+from vlm_grpo.data_scripts.readers import to_choice
 from vlm_grpo.errors import UserError
 
 _CIRCLE = 1_000_000
@@ -26,7 +25,7 @@ _CIRCLE = 1_000_000
 @converter(tasks=("choice",), splits={"dev": None})
 def convert(request: Request) -> Rows:
     """Yield one row per line of the file, also for the rotations of a question."""
-    path = find_file(request.source)
+    path = request.find_file()
     csv.field_size_limit(sys.maxsize)  # a cell holds an image
     images: dict[str, bytes] = {}
     for line in read_csv(path):
@@ -46,7 +45,3 @@ def convert(request: Request) -> Rows:
             continue
         answer = to_choice(options, row["answer"])
         yield ConvertedRow(index, (images[image],), question, answer, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

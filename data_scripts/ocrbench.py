@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import read_rows
-from vlm_grpo.data_scripts.rows import list_texts
+from vlm_grpo.data_scripts.readers import list_texts, read_rows
 
 _FIELDS = ("answers", "dataset_name", "type")
 _COLUMNS = ("answer", "dataset", "question_type")
@@ -26,7 +25,3 @@ def convert(request: Request) -> Rows:
         meta = {"dataset_name": dataset, "type": kind}
         texts = list_texts(answers)
         yield ConvertedRow(f"ocrbench-{name}", (image,), row["question"], texts, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from vlm_grpo.benchmarks.metrics import OCRBENCH_V2
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import read_rows
-from vlm_grpo.data_scripts.rows import list_texts
+from vlm_grpo.data_scripts.readers import list_texts, read_rows
 
 _COLUMNS = ("id", "dataset_name", "question", "type", "answers")
 
@@ -35,7 +34,3 @@ def convert(request: Request) -> Rows:
             "eval": None if rule in ("", "None") else rule,
         }
         yield ConvertedRow(name, (image,), row["question"], list_texts(row["answers"]), meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

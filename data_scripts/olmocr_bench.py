@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import list_split_files, read_json_rows
+from vlm_grpo.data_scripts.readers import read_json_rows
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.graders.page_tests import TYPES
 from vlm_grpo.task.graders.tables import import_extra
@@ -22,34 +22,6 @@ from vlm_grpo.task.graders.tables import import_extra
 LONGEST_SIDE = 1288
 """Longest side of a page's image in pixels, as in olmOCR since version 0.2."""
 _LEFT_OUT = ("pdf", "page", "url", "checked")
-
-
-@converter(tasks=("document",), splits={"test": {"olmOCR-Bench": 1_403}, "train": None})
-def convert(request: Request) -> Rows:
-    """Yield one row per page; the category of a test is the name of its file. Tests of other types,
-    format and footnote, which the benchmark does not have, are left out."""
-    pages: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for file in list_split_files(request.source, request.split, "*.jsonl"):
-        for row in read_json_rows(file):
-            test = {k: v for k, v in row.items() if k not in _LEFT_OUT and v is not None}
-            tests = pages.setdefault((row["pdf"], row["page"]), [])
-            if row["type"] in TYPES:
-                tests.append(test | {"category": file.stem})
-    has_baseline = {
-        pdf for (pdf, _), tests in pages.items() for t in tests if t["type"] == "baseline"
-    }
-    for pdf in dict.fromkeys(pdf for pdf, _ in pages):
-        if pdf not in has_baseline:
-            first = pages.setdefault((pdf, 1), [])
-            first.append({"type": "baseline", "category": "baseline"})
-    for (pdf, page), tests in pages.items():
-        name = f"{pdf}-{page}"
-        if not tests:
-            yield RefusedRow(name, "it has no test of the benchmark's types", kind="excluded")
-            continue
-        image = render_page(request.path / "pdfs" / pdf, page)
-        meta = {"category": tests[0]["category"]}
-        yield ConvertedRow(name, (image,), "Read this page.", {"tests": tests}, meta)
 
 
 def render_page(path: Path, page: int) -> bytes | None:
@@ -70,5 +42,29 @@ def render_page(path: Path, page: int) -> bytes | None:
         raise UserError(f"{path} cannot be rendered: {error}") from error
 
 
-if __name__ == "__main__":
-    raise SystemExit(convert.main())
+@converter(tasks=("document",), splits={"test": {"olmOCR-Bench": 1_403}, "train": None})
+def convert(request: Request) -> Rows:
+    """Yield one row per page; the category of a test is the name of its file. Tests of other types,
+    format and footnote, which the benchmark does not have, are left out."""
+    pages: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for file in request.list_files("*.jsonl"):
+        for row in read_json_rows(file):
+            test = {k: v for k, v in row.items() if k not in _LEFT_OUT and v is not None}
+            tests = pages.setdefault((row["pdf"], row["page"]), [])
+            if row["type"] in TYPES:
+                tests.append(test | {"category": file.stem})
+    has_baseline = {
+        pdf for (pdf, _), tests in pages.items() for t in tests if t["type"] == "baseline"
+    }
+    for pdf in dict.fromkeys(pdf for pdf, _ in pages):
+        if pdf not in has_baseline:
+            first = pages.setdefault((pdf, 1), [])
+            first.append({"type": "baseline", "category": "baseline"})
+    for (pdf, page), tests in pages.items():
+        name = f"{pdf}-{page}"
+        if not tests:
+            yield RefusedRow(name, "it has no test of the benchmark's types", kind="excluded")
+            continue
+        image = render_page(request.path / "pdfs" / pdf, page)
+        meta = {"category": tests[0]["category"]}
+        yield ConvertedRow(name, (image,), "Read this page.", {"tests": tests}, meta)

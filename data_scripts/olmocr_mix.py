@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.olmocr_bench import render_page
-from vlm_grpo.data_scripts.readers import parse_json, read_table
+from vlm_grpo.data_scripts.readers import parse_json
 
 
 @converter(tasks=("document",), splits={"eval": None, "train": None})
 def convert(request: Request) -> Rows:
     """Yield one row per page; pages without text and pages that are not upright are left out."""
     folder = request.path if request.path.is_dir() else request.path.parent
-    for row in read_table(request.source, request.split, ()):
+    for row in request.read_table():
         name = row.get("id") or row["__index_level_0__"]
         page = parse_json(row["response"], request.path) if "response" in row else row
         text = (page["natural_text"] or "").strip()
@@ -30,7 +30,3 @@ def convert(request: Request) -> Rows:
         image = render_page(folder / "pdf_tarballs" / "extracted" / f"{name}.pdf", 1)
         meta = {"language": page["primary_language"]}
         yield ConvertedRow(name, (image,), "Read this page.", {"text": text}, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

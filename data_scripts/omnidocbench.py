@@ -9,9 +9,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json
-from vlm_grpo.data_scripts.rows import RawRecord
+from vlm_grpo.data_scripts.converter import (
+    ConvertedRow,
+    RawRecord,
+    RefusedRow,
+    Request,
+    Rows,
+    converter,
+)
+from vlm_grpo.data_scripts.readers import read_json
 
 _KEPT = {
     *("text_block", "title", "table", "equation_isolated", "equation_caption", "reference"),
@@ -22,20 +28,6 @@ _KEPT = {
 # The annotation writes some tabs as \t or /t, which the script removes.
 _TAB = re.compile(r"[\\/]t(?![A-Za-z])")
 _ATTRIBUTES = ("data_source", "language", "layout", "subset")
-
-
-@converter(tasks=("document",), splits={"test": None})
-def convert(request: Request) -> Rows:
-    """Yield one row per page; pages without text are left out."""
-    for row in read_json(find_file(request.source, "OmniDocBench*.json")):
-        page = row["page_info"]
-        name, attributes = page["image_path"], page.get("page_attribute") or {}
-        text = build_markdown(row)
-        if not text:
-            yield RefusedRow(name, "the page has no text", kind="excluded")
-            continue
-        meta = {key: attributes[key] for key in _ATTRIBUTES if key in attributes}
-        yield ConvertedRow(name, (name,), "Read this page.", {"text": text}, meta)
 
 
 def build_markdown(page: RawRecord) -> str:
@@ -75,5 +67,15 @@ def _find_parts(relations: list[RawRecord]) -> dict[int, int]:
     return {name: group[0] for name, group in groups.items()}
 
 
-if __name__ == "__main__":
-    raise SystemExit(convert.main())
+@converter(tasks=("document",), splits={"test": None})
+def convert(request: Request) -> Rows:
+    """Yield one row per page; pages without text are left out."""
+    for row in read_json(request.find_file("OmniDocBench*.json")):
+        page = row["page_info"]
+        name, attributes = page["image_path"], page.get("page_attribute") or {}
+        text = build_markdown(row)
+        if not text:
+            yield RefusedRow(name, "the page has no text", kind="excluded")
+            continue
+        meta = {key: attributes[key] for key in _ATTRIBUTES if key in attributes}
+        yield ConvertedRow(name, (name,), "Read this page.", {"text": text}, meta)

@@ -10,16 +10,16 @@ left out. Instructions are names of elements from accessibility trees and HTML.
 from __future__ import annotations
 
 from vlm_grpo.config.data import PILLOW_WARNS_AT
-from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json_rows
+from vlm_grpo.data_scripts.readers import read_json_rows
 
 
 @converter(tasks=("gui", "grounding"), splits={"train": None})
 def convert(request: Request) -> Rows:
     """Yield one row per element; a row of the file has one, or a list of elements."""
-    reader = ImageReader(request.images, PILLOW_WARNS_AT)
-    for number, row in enumerate(read_json_rows(find_file(request.source)), start=1):
+    reader = MediaReader(request.images, PILLOW_WARNS_AT)
+    for number, row in enumerate(read_json_rows(request.find_file()), start=1):
         image, elements = row["img_filename"], row.get("elements", [row])
         try:
             width, height = reader.read(image, image).size
@@ -36,7 +36,3 @@ def convert(request: Request) -> Rows:
             meta = {"ui_type": element["data_type"]} if "data_type" in element else {}
             question = element["instruction"]
             yield ConvertedRow(name, (image,), question, {"boxes": [box]}, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -9,7 +9,7 @@ landmark and logo list none; their questions name all categories of the subset. 
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_coco
+from vlm_grpo.data_scripts.readers import group_regions, label_regions, read_coco
 
 _IMAGES = {
     "celebrity.json": 2_244,
@@ -27,19 +27,16 @@ _IMAGES = {
 @converter(tasks=("detection",), splits={"test": _IMAGES})
 def convert(request: Request) -> Rows:
     """Yield one row per image; the question names present and absent labels."""
-    path = find_file(request.source)
+    path = request.find_file()
     coco = read_coco(path)
-    for number, regions in coco.group_by_image().items():
+    categories = [category["name"] for category in coco.categories.values()]
+    for number, regions in group_regions(coco).items():
         image = coco.images[number]
         labels = image.get("text", []) + image.get("neg_text", [])
         yield ConvertedRow(
             id=f"{path.stem}-{number}",
             images=(image["file_name"],),
-            question=", ".join(labels or coco.categories.values()),
-            answer=coco.to_answer(regions),
+            question=", ".join(labels or categories),
+            answer=label_regions(coco, regions),
             meta={"part": path.stem, "image_id": number},
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -12,22 +12,20 @@ too.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import get_image_bytes, read_table
-
-_TABLE_SPLITS = {"val": "validation"}
 
 
 @converter(tasks=("counting",), splits={"test": 540, "val": 540, "train": 36_916})
 def convert(request: Request) -> Rows:
     """Yield one row per image and label."""
     files = {path.stem: path for path in request.images.glob("*") if path.is_file()}
-    split = _TABLE_SPLITS.get(request.split, request.split)
-    columns = ("image_sha256", "count", "label")
-    for number, row in enumerate(read_table(request.source, split, columns)):
+    split = {"val": "validation"}.get(request.split, request.split)
+    table = replace(request, split=split).read_table("image_sha256", "count", "label")
+    for number, row in enumerate(table):
         name, digest = f"{request.split}-{number}", row["image_sha256"]
-        image: str | bytes | None = get_image_bytes(row.get("image"))
+        image: str | bytes | None = row.get("image")
         if image is None and digest in files:
             image = files[digest].name
             if hashlib.sha256(files[digest].read_bytes()).hexdigest() != digest:
@@ -35,7 +33,3 @@ def convert(request: Request) -> Rows:
                 continue
         question = f"How many {row['label']} are there in the image?"
         yield ConvertedRow(name, (image,), question, row["count"], {"label": row["label"]})
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -9,20 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json_rows
-from vlm_grpo.data_scripts.rows import Image, RawRecord
-
-
-@converter(tasks=("table",), splits={"val": 9_115, "train": 500_777, "test": None})
-def convert(request: Request) -> Rows:
-    """Yield one row per table of the split; meta.type is complex if a cell has a span."""
-    for row in read_json_rows(find_file(request.source, "PubTabNet*.jsonl", "*.jsonl")):
-        if row["split"] != request.split:
-            continue
-        tokens, cells = row["html"]["structure"]["tokens"], row["html"]["cells"]
-        name = row["filename"]
-        yield build_row(name, f"{request.split}/{name}", tokens, cells)
+from vlm_grpo.data_scripts.converter import (
+    ConvertedRow,
+    Image,
+    RawRecord,
+    RefusedRow,
+    Request,
+    Rows,
+    converter,
+)
+from vlm_grpo.data_scripts.readers import read_json_rows
 
 
 def build_row(
@@ -44,5 +40,12 @@ def _escape(token: str) -> str:
     return {"<": "&lt;", ">": "&gt;", "&": "&amp;"}.get(token, token)
 
 
-if __name__ == "__main__":
-    raise SystemExit(convert.main())
+@converter(tasks=("table",), splits={"val": 9_115, "train": 500_777, "test": None})
+def convert(request: Request) -> Rows:
+    """Yield one row per table of the split; meta.type is complex if a cell has a span."""
+    for row in read_json_rows(request.find_file("PubTabNet*.jsonl", "*.jsonl")):
+        if row["split"] != request.split:
+            continue
+        tokens, cells = row["html"]["structure"]["tokens"], row["html"]["cells"]
+        name = row["filename"]
+        yield build_row(name, f"{request.split}/{name}", tokens, cells)

@@ -32,7 +32,3 @@ def convert(request: Request) -> Rows:
             yield RefusedRow(name, "its answer is not an integer", f"{solution!r:.80}")
             continue
         yield ConvertedRow(name, (image,), question, counts[0])
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -1,4 +1,4 @@
-"""Readers of published formats: JSON, JSON Lines, pickles, tables and COCO annotations.
+"""Readers of published formats (JSON, JSON Lines, pickles, tables, COCO), and common rows.
 
 A file that is missing, truncated or malformed raises ``UserError`` with the file's name.
 """
@@ -6,70 +6,19 @@ A file that is missing, truncated or malformed raises ``UserError`` with the fil
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, NoReturn
 
+from vlm_grpo.data.detection import Coco, parse_coco
 from vlm_grpo.data.jsonl import read_jsonl
-from vlm_grpo.data_scripts.rows import Image, RawRecord, RefusedRow
+from vlm_grpo.data.rows import get_answer_candidates
+from vlm_grpo.data_scripts.converter import ConvertedRow, Image, RawRecord, RefusedRow, Request
 from vlm_grpo.errors import UserError
-
-
-def expand_path(source: str) -> Path:
-    """Return a source as a path, with ``~`` replaced by the home folder."""
-    try:
-        return Path(os.path.expanduser(source))
-    except RuntimeError as error:
-        raise UserError(f"{source}: {error}") from error
-
-
-@dataclass(frozen=True)
-class Request:
-    """The source that a converter reads.
-
-    Attributes:
-        source: a path, or the name of a table as ``read_table`` accepts it.
-        images: the folder that the rows' image paths are relative to.
-        split: one of the converter's splits.
-        task: name of the task that the rows are converted for.
-    """
-
-    source: str
-    images: Path
-    split: str
-    task: str
-
-    @property
-    def path(self) -> Path:
-        """The source as a path."""
-        return expand_path(self.source)
-
-
-def find_file(source: str, *patterns: str) -> Path:
-    """Return the source if it is a file, else the only match of the first pattern that matches.
-
-    Args:
-        source: a file, or a folder to search.
-        patterns: globs relative to the folder, in order of preference.
-
-    Raises:
-        UserError: no file matches, or a pattern matches several.
-    """
-    path = expand_path(source)
-    if path.is_file():
-        return path
-    for pattern in patterns:
-        found = sorted(path.glob(pattern))
-        if len(found) > 1:
-            names = ", ".join(str(name) for name in found[:5])
-            raise UserError(f"{source} holds several {pattern} ({names}): pass one as --source")
-        if found:
-            return found[0]
-    raise UserError(f"{source} is not a file and holds no {' or '.join(patterns)}")
+from vlm_grpo.tasks.math import read_answer
 
 
 def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
@@ -80,19 +29,6 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is corrupt: it is not {encoding} text ({error.reason})") from error
-
-
-def list_split_files(source: str, split: str, pattern: str) -> list[Path]:
-    """Return the files of a split, in the folder of its name if the source has one.
-
-    Raises:
-        UserError: there are none.
-    """
-    folder = expand_path(source)
-    files = sorted((folder / split if (folder / split).is_dir() else folder).glob(pattern))
-    if not files:
-        raise UserError(f"{source} holds no {pattern} of split {split}")
-    return files
 
 
 def read_json(path: Path) -> Any:
@@ -145,8 +81,8 @@ def read_rows(
             yield row, locate(row)
     else:
         split = {"val": "validation"}.get(request.split, request.split)
-        for row in read_table(request.source, split, ("image", *columns)):
-            yield row, get_image_bytes(row["image"])
+        for row in replace(request, split=split).read_table("image", *columns):
+            yield row, row["image"]
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -173,113 +109,28 @@ def read_pickle(path: Path) -> Any:
         ) from error
 
 
-def read_table(source: str, split: str, columns: Sequence[str]) -> Iterator[RawRecord]:
-    """Yield the rows of a table with an image column, images as encoded bytes.
-
-    Args:
-        source: ``hf:NAME[:SPLIT[:CONFIG]]``, a folder saved by ``datasets``, a ``.parquet`` file,
-            or a folder with parquet files whose names begin with the split.
-        split: the split to read if ``source`` does not name one.
-        columns: columns that the rows must have.
-    """
-    for row in _table_rows(source, split):
-        missing = [column for column in columns if column not in row.values]
-        if missing:
-            raise UserError(
-                f"{row.location} has no column {', '.join(missing)}; it has {', '.join(row.values)}"
-            )
-        yield dict(row.values)
-
-
-def _table_rows(source: str, split: str) -> Iterator[Any]:
-    path = expand_path(source)
-    parts = [path] if path.is_file() else sorted(path.glob(f"**/{split}[-._]*parquet"))
-    if parts:
-        if path.is_dir():
-            _check_all_parts(parts)
-        from vlm_grpo.data.hub import read_parquet  # slow to import
-
-        for part in parts:
-            yield from read_parquet(part)
-        return
-    name, _, rest = source.removeprefix("hf:").partition(":")
-    from vlm_grpo.data.hub import read_hub  # slow to import
-
-    yield from read_hub(f"{name}:{rest or split}", "eval")
-
-
-def _check_all_parts(parts: Sequence[Path]) -> None:
-    """Raise ``UserError`` if a part of a table is missing, by names like ``a-00001-of-00003``."""
-    found: dict[tuple[Path, str, int], int] = {}
-    for part in parts:
-        if name := re.fullmatch(r"(.*)-\d+-of-(\d+)\.parquet", part.name):
-            table = (part.parent, name[1], int(name[2]))
-            found[table] = found.get(table, 0) + 1
-    for (folder, name, total), count in found.items():
-        if count < total:
-            raise UserError(f"{folder} has {count} of the {total} parts of {name}: add the others")
-
-
-def get_image_bytes(value: Any) -> bytes | None:
-    """Return the encoded image in a table's image column, or None if the cell is empty."""
-    value = value.get("bytes") if isinstance(value, Mapping) else value
-    return value if isinstance(value, bytes) else None
-
-
-@dataclass(frozen=True)
-class CocoAnnotations:
-    """The content of a COCO annotation file; images and categories are indexed by id.
-
-    Attributes:
-        images: image entries, with ``file_name``.
-        annotations: annotation entries, with ``bbox`` as xywh in pixels; their ids may repeat.
-        categories: category names.
-    """
-
-    images: Mapping[int, RawRecord]
-    annotations: Sequence[RawRecord]
-    categories: Mapping[int, str]
-
-    def group_by_image(self) -> dict[int, list[RawRecord]]:
-        """Return the annotations of every image, an empty list for an image without any."""
-        groups: dict[int, list[RawRecord]] = {image: [] for image in self.images}
-        for annotation in self.annotations:
-            groups[annotation["image_id"]].append(annotation)
-        return groups
-
-    def to_answer(self, regions: Sequence[RawRecord]) -> dict[str, list]:
-        """Return the boxes and labels of some annotations."""
-        return {
-            "boxes": [xywh_to_xyxy(region["bbox"]) for region in regions],
-            "labels": [self.categories[region["category_id"]] for region in regions],
-        }
-
-
-def read_coco(path: Path) -> CocoAnnotations:
-    """Read a COCO annotation file."""
+def read_coco(path: Path) -> Coco:
+    """Read a COCO annotation file of boxes."""
     content = read_json(path)
-    missing = [n for n in ("images", "annotations", "categories") if n not in content]
-    if missing:
+    if missing := [n for n in ("images", "annotations", "categories") if n not in content]:
         raise UserError(f"{path} is not a COCO annotation file: it has no {', '.join(missing)}")
-    return CocoAnnotations(
-        images=index_by_id(content["images"], path),
-        annotations=content["annotations"],
-        categories={category["id"]: category["name"] for category in content["categories"]},
-    )
+    return parse_coco(path, content)
 
 
-def index_by_id(entries: Sequence[RawRecord], path: Path) -> dict[int, RawRecord]:
-    """Return a file's entries by id.
+def group_regions(coco: Coco) -> dict[int, list[RawRecord]]:
+    """Return the annotations of every image, an empty list for an image without any."""
+    groups: dict[int, list[RawRecord]] = {image: [] for image in coco.images}
+    for annotation in coco.annotations:
+        groups[annotation["image_id"]].append(annotation)
+    return groups
 
-    Raises:
-        UserError: entries share an id, so that all but one would be lost.
-    """
-    indexed = {entry["id"]: entry for entry in entries}
-    if len(indexed) < len(entries):
-        raise UserError(
-            f"{path} is corrupt: {len(entries):,} entries have only {len(indexed):,} different ids"
-        )
-    return indexed
+
+def label_regions(coco: Coco, regions: Sequence[RawRecord]) -> dict[str, list]:
+    """Return the boxes and labels of some annotations, as an answer."""
+    return {
+        "boxes": [xywh_to_xyxy(region["bbox"]) for region in regions],
+        "labels": [coco.categories[region["category_id"]]["name"] for region in regions],
+    }
 
 
 def refuse_incomplete(name: str, found: int, expected: int) -> Iterator[RefusedRow]:
@@ -307,3 +158,55 @@ def enclosing_box(boxes: Sequence[Sequence[float]]) -> list[float]:
     """
     left, top, right, bottom = zip(*boxes, strict=True)
     return [min(left), min(top), max(right), max(bottom)]
+
+
+def locate_phrase(
+    name: str, image: Image, phrase: str, box: list[float], meta: Mapping[str, Any]
+) -> ConvertedRow:
+    """Build the row of a phrase that refers to one box."""
+    return ConvertedRow(name, (image,), phrase, {"boxes": [box], "labels": [phrase]}, meta)
+
+
+def accept_texts(
+    name: str, image: Image, row: RawRecord, meta: Mapping[str, Any]
+) -> ConvertedRow | RefusedRow:
+    """Build the row of a question with several accepted answers, the empty ones left out."""
+    answers = [answer for answer in row.get("answers") or [] if answer.strip()]
+    if not answers:
+        return RefusedRow(name, "it has no answers")
+    return ConvertedRow(name, (image,), row["question"], answers, meta)
+
+
+def pose_problem(
+    name: str, images: Sequence[Image], question: str, answer: str, meta: Mapping[str, Any]
+) -> ConvertedRow | RefusedRow:
+    """Build the row of a problem for the task ``math``; a gold answer of several parts is left out.
+
+    ``<image>``, which marks the place of the image in the question, is removed.
+    """
+    if read_answer(answer) is None:
+        reason = "its answer is not one formula"
+        return RefusedRow(name, reason, f"{answer!r:.80}", kind="excluded")
+    return ConvertedRow(name, tuple(images), question.replace("<image>", "").strip(), answer, meta)
+
+
+def list_texts(answers: Any) -> list[str]:
+    """Return one answer, or a list of them, as texts."""
+    return [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+
+
+def to_choice(options: Sequence[Any], letter: str) -> dict[str, Any]:
+    """Return the answer for the task choice to a question whose right option has a letter.
+
+    >>> to_choice(["cat", "dog"], "(B)")
+    {'options': ['cat', 'dog'], 'answer': 'dog'}
+    """
+    texts = [str(option) for option in options]
+    return {"options": texts, "answer": texts[ascii_uppercase.index(letter.strip("() "))]}
+
+
+def parse_foreign_answer(value: Any, task: str) -> Any | None:
+    """Convert a foreign answer to the task's form, or return None if it cannot be read as one."""
+    types = {"grounding": dict, "detection": dict, "counting": int, "ocr": (str, list)}
+    candidates = get_answer_candidates(value)
+    return next((answer for answer in candidates if isinstance(answer, types[task])), None)

@@ -11,25 +11,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vlm_grpo.data_scripts.converter import RefusedRow, Request, Rows, converter
+from vlm_grpo.data_scripts.converter import RawRecord, RefusedRow, Request, Rows, converter
 from vlm_grpo.data_scripts.readers import (
     enclosing_box,
-    list_split_files,
+    locate_phrase,
     parse_json,
     read_text,
     refuse_incomplete,
 )
-from vlm_grpo.data_scripts.rows import RawRecord, locate_phrase
 from vlm_grpo.errors import UserError
 
 _IMAGES = {"val": 200, "test": 779, "train": 239}
 """Number of images of each split; an image has one or several questions."""
 
 
+def _read_polygons(path: Path) -> RawRecord:
+    try:
+        text = read_text(path)
+    except UserError:  # some of the published files are in Windows' encoding
+        text = read_text(path, "cp1252")
+    return parse_json(text, path)
+
+
 @converter(tasks=("grounding",), splits=dict.fromkeys(_IMAGES))
 def convert(request: Request) -> Rows:
     """Yield one row per question of each image."""
-    files = list_split_files(request.source, request.split, "*.json")
+    files = request.list_files("*.json")
     yield from refuse_incomplete(str(files[0].parent), len(files), _IMAGES[request.split])
     for path in files:
         content = _read_polygons(path)
@@ -42,15 +49,3 @@ def convert(request: Request) -> Rows:
         for i, question in enumerate(content["text"]):
             meta = {"kind": "sentence" if content["is_sentence"] else "phrase"}
             yield locate_phrase(f"{request.split}-{path.stem}-{i}", image, question, box, meta)
-
-
-def _read_polygons(path: Path) -> RawRecord:
-    try:
-        text = read_text(path)
-    except UserError:  # some of the published files are in Windows' encoding
-        text = read_text(path, "cp1252")
-    return parse_json(text, path)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

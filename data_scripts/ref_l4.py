@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_table, xywh_to_xyxy
-from vlm_grpo.data_scripts.rows import locate_phrase
+from vlm_grpo.data_scripts.readers import locate_phrase, xywh_to_xyxy
 
 _COLUMNS = ("id", "caption", "bbox", "file_name")
 
@@ -18,12 +19,8 @@ def convert(request: Request) -> Rows:
     """Yield one row per expression; published numbers are for val and test together."""
     parts = ("val", "test") if request.split == "all" else (request.split,)
     for part in parts:
-        path = find_file(request.source, f"ref-l4-{part}.parquet")
-        for row in read_table(str(path), part, _COLUMNS):
+        path = request.find_file(f"ref-l4-{part}.parquet")
+        for row in replace(request, source=str(path), split=part).read_table(*_COLUMNS):
             name, box = f"{part}-{row['id']}", xywh_to_xyxy(row["bbox"])
             meta = {"split": part, "category": row.get("ori_category_id")}
             yield locate_phrase(name, row["file_name"], row["caption"], box, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -7,17 +7,11 @@ RefCOCO and RefCOCO+ have the splits val, testA and testB; RefCOCOg has val and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from vlm_grpo.data_scripts.converter import RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import (
-    find_file,
-    index_by_id,
-    read_coco,
-    read_pickle,
-    xywh_to_xyxy,
-)
-from vlm_grpo.data_scripts.rows import RawRecord, locate_phrase
+from vlm_grpo.data_scripts.converter import RawRecord, RefusedRow, Request, Rows, converter
+from vlm_grpo.data_scripts.readers import locate_phrase, read_coco, read_pickle, xywh_to_xyxy
 from vlm_grpo.errors import UserError
 
 # In order of preference: results are published on these splits; Google's has no test set.
@@ -42,12 +36,19 @@ _SPLITS = {
 }
 
 
+def _is_in_split(ref: RawRecord, split: str) -> bool:
+    """Return whether refer.py assigns a region to a split: "testAB" belongs to testA and testB."""
+    if split in ("testA", "testB"):
+        return "test" in ref["split"] and split[-1] in ref["split"]
+    return ref["split"] == split
+
+
 @converter(tasks=("grounding",), splits=_SPLITS)
 def convert(request: Request) -> Rows:
     """Yield one row per sentence; the sentences of a region are separate questions."""
-    pickle = find_file(request.source, *_PICKLES)
-    coco = read_coco(find_file(str(pickle.parent / "instances.json"), "instances.json"))
-    annotations = index_by_id(coco.annotations, pickle.parent / "instances.json")
+    pickle = request.find_file(*_PICKLES)
+    coco = read_coco(replace(request, source=str(pickle.parent)).find_file("instances.json"))
+    annotations = {entry["id"]: entry for entry in coco.annotations}
     refs = [ref for ref in read_pickle(pickle) if _is_in_split(ref, request.split)]
     if not refs:
         raise UserError(f"{pickle} has no regions of split {request.split}")
@@ -63,20 +64,9 @@ def convert(request: Request) -> Rows:
             meta = {
                 "dataset": Path(pickle).resolve().parent.name,
                 "split": ref["split"],
-                "category": coco.categories[ref["category_id"]],
+                "category": coco.categories[ref["category_id"]]["name"],
                 "ref_id": ref["ref_id"],
                 "image_id": ref["image_id"],
             }
             box = xywh_to_xyxy(annotation["bbox"])
             yield locate_phrase(name, image, sentence["sent"], box, meta)
-
-
-def _is_in_split(ref: RawRecord, split: str) -> bool:
-    """Return whether refer.py assigns a region to a split: "testAB" belongs to testA and testB."""
-    if split in ("testA", "testB"):
-        return "test" in ref["split"] and split[-1] in ref["split"]
-    return ref["split"] == split
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

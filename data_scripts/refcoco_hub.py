@@ -13,37 +13,17 @@ from __future__ import annotations
 import json
 from pathlib import PurePosixPath
 
-from vlm_grpo.data_scripts.converter import RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import get_image_bytes, read_table, xywh_to_xyxy
-from vlm_grpo.data_scripts.rows import RawRecord, locate_phrase
+from vlm_grpo.data_scripts.converter import RawRecord, RefusedRow, Request, Rows, converter
+from vlm_grpo.data_scripts.readers import locate_phrase, xywh_to_xyxy
 from vlm_grpo.errors import UserError
 
 _ROUNDING = 0.5
 """Largest difference in pixels between jxu124's box and the original annotation."""
 
 
-@converter(
-    tasks=("grounding",),
-    # A table's rows have several expressions each, whose number is not published.
-    splits=dict.fromkeys(("val", "validation", "test", "testA", "testB", "train")),
-)
-def convert(request: Request) -> Rows:
-    """Yield one row per expression."""
-    for number, row in enumerate(read_table(request.source, request.split, ("bbox",))):
-        if "raw_anns" in row:
-            yield from _convert_jxu124(row, request.split)
-        elif "question_id" in row and "answer" in row:
-            yield from _convert_lmms_lab(row, f"{request.split}-{number}")
-        else:
-            raise UserError(
-                f"{request.source} is neither lmms-lab's nor jxu124's RefCOCO: "
-                f"its columns are {', '.join(row)}"
-            )
-
-
 def _convert_lmms_lab(row: RawRecord, name: str) -> Rows:
     for i, expression in enumerate(row["answer"]):
-        image, box = get_image_bytes(row["image"]), xywh_to_xyxy(row["bbox"])
+        image, box = row["image"], xywh_to_xyxy(row["bbox"])
         meta = {"file_name": row.get("file_name"), "question_id": row["question_id"]}
         yield locate_phrase(f"{name}-{i}", image, expression, box, meta)
 
@@ -62,5 +42,20 @@ def _convert_jxu124(row: RawRecord, split: str) -> Rows:
         yield locate_phrase(name, image, sentence["sent"], annotated_box, meta)
 
 
-if __name__ == "__main__":
-    raise SystemExit(convert.main())
+@converter(
+    tasks=("grounding",),
+    # A table's rows have several expressions each, whose number is not published.
+    splits=dict.fromkeys(("val", "validation", "test", "testA", "testB", "train")),
+)
+def convert(request: Request) -> Rows:
+    """Yield one row per expression."""
+    for number, row in enumerate(request.read_table("bbox")):
+        if "raw_anns" in row:
+            yield from _convert_jxu124(row, request.split)
+        elif "question_id" in row and "answer" in row:
+            yield from _convert_lmms_lab(row, f"{request.split}-{number}")
+        else:
+            raise UserError(
+                f"{request.source} is neither lmms-lab's nor jxu124's RefCOCO: "
+                f"its columns are {', '.join(row)}"
+            )

@@ -10,7 +10,7 @@ The boxes of the first two are x, y, width, height, those of ScreenSpot-Pro x1, 
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import list_split_files, read_json_rows, xywh_to_xyxy
+from vlm_grpo.data_scripts.readers import read_json_rows, xywh_to_xyxy
 
 _COUNTS = {"ScreenSpot and ScreenSpot-v2": 1_272, "ScreenSpot-Pro": 1_581}
 _META = ("platform", "application", "group", "ui_type")
@@ -19,7 +19,7 @@ _META = ("platform", "application", "group", "ui_type")
 @converter(tasks=("gui", "grounding"), splits={"test": _COUNTS})
 def convert(request: Request) -> Rows:
     """Yield one row per instruction, of all files of the folder."""
-    for file in list_split_files(request.source, request.split, "*.json"):
+    for file in request.list_files("*.json"):
         for number, row in enumerate(read_json_rows(file)):
             if "ui_type" in row:
                 name, box = row["id"], row["bbox"]
@@ -31,7 +31,3 @@ def convert(request: Request) -> Rows:
                 meta["source"] = row["data_source"]
             question, image = row["instruction"], row["img_filename"]
             yield ConvertedRow(name, (image,), question, {"boxes": [box]}, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import list_split_files, read_json
+from vlm_grpo.data_scripts.readers import read_json
 
 _QUESTIONS = {
     "company": "What is the name of the company on the receipt?",
@@ -22,7 +22,7 @@ _SPLITS = {"test": 4 * 347, "train": 4 * 626}  # four questions about each recei
 @converter(tasks=("ocr",), splits=_SPLITS)
 def convert(request: Request) -> Rows:
     """Yield one row per field and receipt; fields without a value are excluded."""
-    for path in list_split_files(request.source, request.split, "entities/*.txt"):
+    for path in request.list_files("entities/*.txt"):
         entities = read_json(path)
         for field, question in _QUESTIONS.items():
             name = f"{request.split}-{path.stem}-{field}"
@@ -31,7 +31,3 @@ def convert(request: Request) -> Rows:
                 continue
             images = (f"img/{path.stem}.jpg",)
             yield ConvertedRow(name, images, question, [entities[field]], {"field": field})
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

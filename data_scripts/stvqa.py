@@ -7,17 +7,12 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json
-from vlm_grpo.data_scripts.rows import accept_texts
+from vlm_grpo.data_scripts.readers import accept_texts, read_json
 
 
 @converter(tasks=("ocr",), splits={"train": None})
 def convert(request: Request) -> Rows:
     """Yield one row per question; questions without answers are refused."""
-    for row in read_json(find_file(request.source, f"{request.split}_task_3.json"))["data"]:
+    for row in read_json(request.find_file(f"{request.split}_task_3.json"))["data"]:
         meta = {"dataset": row.get("dataset")}
         yield accept_texts(str(row["question_id"]), row["file_path"], row, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

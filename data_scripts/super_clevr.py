@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from vlm_grpo.data_scripts.clevr import convert_question
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json
+from vlm_grpo.data_scripts.readers import read_json
 
 _IMAGES = {"train": range(20_000), "val": range(20_000, 25_000), "test": range(25_000, 30_000)}
 """Indices of each split's images; one file has the questions about all of them."""
@@ -19,12 +19,8 @@ _IMAGES = {"train": range(20_000), "val": range(20_000, 25_000), "test": range(2
 @converter(tasks=("counting",), splits=dict.fromkeys(_IMAGES))
 def convert(request: Request) -> Rows:
     """Yield one row per question about an image of the split; leave out all but counts."""
-    path = find_file(request.source, "superCLEVR_questions_30k.json", "superCLEVR_questions*.json")
+    path = request.find_file("superCLEVR_questions_30k.json", "superCLEVR_questions*.json")
     images = _IMAGES[request.split]
     for row in read_json(path)["questions"]:
         if row["image_index"] in images:
             yield convert_question(row, request.split)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -70,6 +70,13 @@ class World(Frozen):
         """Return a color at this contrast to a gray background."""
         return tuple(round(gray + self.contrast * (value - gray)) for value in color)
 
+    def draw_background(self, size: tuple[int, int], rng: random.Random) -> tuple[Image.Image, int]:
+        """Draw a gray image with the strokes, and return it with its gray."""
+        gray = rng.randint(*BACKGROUND_GRAYS)
+        image = Image.new("RGB", size, (gray,) * 3)
+        self.draw_clutter(image, gray, rng)
+        return image, gray
+
     def draw_clutter(self, image: Image.Image, gray: int, rng: random.Random) -> None:
         """Draw the strokes, a little darker or lighter than the background."""
         pen = ImageDraw.Draw(image)
@@ -111,14 +118,11 @@ class Generator:
         return (*self.draw, *self.worlds)
 
     def __call__(self, task: str, count: int, seed: int = 0, split: str = "train") -> list[Example]:
-        """Draw examples in memory.
+        """Draw examples of one of ``kinds``, where a world may be followed by its dials.
 
-        Args:
-            task: one of ``kinds``; a world may be followed by its dials.
-            count: number of examples, at least 1.
-            seed: the same seed gives the same examples on every machine.
-            split: name of the split; two splits of one seed are independent draws. A world's
-                "eval" asks about held-out compositions, any other split about the rest.
+        The same seed gives the same examples on every machine. Two splits of one seed are
+        independent draws; a world's "eval" asks about held-out compositions, any other split about
+        the rest.
 
         Raises:
             ValueError: the task is unknown or the count is below 1.
@@ -189,18 +193,10 @@ def hold_image(image: Image.Image, name: str) -> ImageRef:
 
 
 def write_examples(examples: Iterable[Example], out: Path, file_name: str) -> Path:
-    """Write examples as canonical JSONL with their images, all or nothing.
-
-    Args:
-        examples: examples whose images contain their encoded bytes.
-        out: the folder to create; it is also the rows' ``image_root``.
-        file_name: name of the JSONL file in ``out``.
-
-    Returns:
-        The path of the JSONL file.
+    """Write examples as canonical JSONL with their images, all or nothing; return its path.
 
     Raises:
-        UserError: ``out`` is a file, or a folder that is not empty.
+        UserError: ``out``, also the rows' ``image_root``, is a file or a folder that is not empty.
     """
     with create_whole_folder(out) as temporary:
         (temporary / "images").mkdir()

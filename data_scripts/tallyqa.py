@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import ConvertedRow, Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json
+from vlm_grpo.data_scripts.readers import read_json
 
 
 @converter(tasks=("counting",), splits={"test": 38_589, "train": 249_318})
 def convert(request: Request) -> Rows:
     """Yield one row per question; meta.kind is simple, complex or unknown."""
-    for row in read_json(find_file(request.source, f"{request.split}.json")):
+    for row in read_json(request.find_file(f"{request.split}.json")):
         simple = row.get("issimple")
         kind = "unknown" if simple is None else "simple" if simple else "complex"
         yield ConvertedRow(
@@ -23,7 +23,3 @@ def convert(request: Request) -> Rows:
             answer=int(row["answer"]),
             meta={"kind": kind, "data_source": row.get("data_source")},
         )
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

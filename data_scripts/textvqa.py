@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_data, read_rows
-from vlm_grpo.data_scripts.rows import accept_texts
+from vlm_grpo.data_scripts.readers import accept_texts, read_data, read_rows
 
 _COLUMNS = ("question_id", "image_id", "question", "answers")
 
@@ -20,14 +19,10 @@ _COLUMNS = ("question_id", "image_id", "question", "answers")
 def convert(request: Request) -> Rows:
     """Yield one row per question with all ten answers, which VQA accuracy needs."""
     if any(request.path.glob("TextVQA_*.json")):
-        path = find_file(request.source, f"TextVQA_*_{request.split}.json")
+        path = request.find_file(f"TextVQA_*_{request.split}.json")
         request = replace(request, source=str(path))
     rows = read_rows(request, _COLUMNS, lambda row: f"{row['image_id']}.jpg", read_data)
     for row, image in rows:
         # An empty answer is not a valid gold answer. meta.answers still counts it for the accuracy.
         meta = {"image_id": row["image_id"], "answers": len(row.get("answers") or [])}
         yield accept_texts(str(row["question_id"]), image, row, meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -76,11 +76,9 @@ CHAT_TEMPLATE = (
 
 
 def build_processor(texts: Iterable[str], vocabulary: int = 480) -> Qwen2_5_VLProcessor:
-    """Build a processor whose byte-level BPE is trained on ``texts``.
+    """Build a processor whose byte-level BPE is trained on prompts and answers in its format.
 
-    Args:
-        texts: prompts and answers in the model's format.
-        vocabulary: largest vocabulary size: 256 bytes, the special tokens and the merges.
+    The vocabulary has the 256 bytes, the special tokens and the merges.
     """
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.Sequence(

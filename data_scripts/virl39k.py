@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import read_table
-from vlm_grpo.data_scripts.rows import pose_problem
+from vlm_grpo.data_scripts.readers import pose_problem
 
 _COLUMNS = ("qid", "question", "answer", "image", "category", "source")
 
@@ -16,12 +15,8 @@ _COLUMNS = ("qid", "question", "answer", "image", "category", "source")
 @converter(tasks=("math",), splits={"train": 38_870})
 def convert(request: Request) -> Rows:
     """Yield one row per problem, with the shares that two models solved, to filter by."""
-    for row in read_table(request.source, request.split, _COLUMNS):
+    for row in request.read_table(*_COLUMNS):
         rates = {name: row[name] for name in row if name.startswith("PassRate")}
         meta = {"category": row["category"], "source": row["source"], **rates}
         images = row["image"] if isinstance(row["image"], list) else [row["image"]]
         yield pose_problem(str(row["qid"]), images, row["question"], row["answer"], meta)
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

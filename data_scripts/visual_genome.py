@@ -8,8 +8,7 @@ Many of its boxes extend beyond their image: without --allow-partial, nothing is
 from __future__ import annotations
 
 from vlm_grpo.data_scripts.converter import Request, Rows, converter
-from vlm_grpo.data_scripts.readers import find_file, read_json, xywh_to_xyxy
-from vlm_grpo.data_scripts.rows import locate_phrase
+from vlm_grpo.data_scripts.readers import locate_phrase, read_json, xywh_to_xyxy
 
 _FOLDERS = ("VG_100K", "VG_100K_2")
 
@@ -17,14 +16,10 @@ _FOLDERS = ("VG_100K", "VG_100K_2")
 @converter(tasks=("grounding",), splits={"train": 5_408_689})
 def convert(request: Request) -> Rows:
     """Yield one row per region."""
-    for entry in read_json(find_file(request.source, "region_descriptions.json")):
+    for entry in read_json(request.find_file("region_descriptions.json")):
         paths = [f"{folder}/{entry['id']}.jpg" for folder in _FOLDERS]
         image = next((path for path in paths if (request.images / path).is_file()), paths[0])
         for region in entry["regions"]:
             box = xywh_to_xyxy([region[side] for side in ("x", "y", "width", "height")])
             name, phrase = f"{request.split}-{region['region_id']}", region["phrase"].strip()
             yield locate_phrase(name, image, phrase, box, {"image_id": entry["id"]})
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

@@ -13,13 +13,13 @@ from typing import Any
 from vlm_grpo.data.messages import read_chat
 from vlm_grpo.data_scripts.converter import (
     ConvertedRow,
+    RawRecord,
     RefusedRow,
     Request,
     Rows,
     converter,
-    parse_foreign_answer,
 )
-from vlm_grpo.data_scripts.readers import RawRecord, find_file, read_json_rows
+from vlm_grpo.data_scripts.readers import parse_foreign_answer, read_json_rows
 
 _FILES = {
     "refcoco_train.jsonl": 120_624,
@@ -32,13 +32,19 @@ _FILES = {
 }
 
 
+def _build_turns(row: RawRecord) -> list[dict[str, Any]]:
+    """Return a row of the evaluation files as a conversation."""
+    question = row.get("normal_caption", row["problem"])
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": row["solution"]}]
+
+
 @converter(
     tasks=("grounding", "counting", "ocr", "detection"),
     splits=dict.fromkeys(("train", "val", "test"), _FILES),
 )
 def convert(request: Request) -> Rows:
     """Yield the file's rows; a row without an id gets its number."""
-    for number, row in enumerate(read_json_rows(find_file(request.source)), start=1):
+    for number, row in enumerate(read_json_rows(request.find_file()), start=1):
         name = f"{request.split}-{row.get('id', number)}"
         images = row.get("image", row.get("images", []))
         images = images if isinstance(images, list) else [images]
@@ -57,13 +63,3 @@ def convert(request: Request) -> Rows:
             answer=answer,
             meta={k: row[k] for k in ("dataset_name", "accu_reward_method") if k in row},
         )
-
-
-def _build_turns(row: RawRecord) -> list[dict[str, Any]]:
-    """Return a row of the evaluation files as a conversation."""
-    question = row.get("normal_caption", row["problem"])
-    return [{"from": "human", "value": question}, {"from": "gpt", "value": row["solution"]}]
-
-
-if __name__ == "__main__":
-    raise SystemExit(convert.main())

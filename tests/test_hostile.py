@@ -118,20 +118,30 @@ def test_the_script_of_a_dataset_is_not_run(tmp_path: Path, marker: Path) -> Non
 # Calls in the toolkit's code.
 
 # A worker process unpickles the task from its parent process, and a process the examples that it
-# wrote to a file without a name, which no other can open.
+# wrote to a file without a name, which no other can open. The reader of published pickles finds no
+# class (tests/data_scripts/test_refcoco.py).
 ALLOWED = {
     ("vlm_grpo/task/scorer.py", "pickle.loads"),
-    ("vlm_grpo/data/store.py", "pickle.loads"),
+    ("vlm_grpo/data/store.py", "pickle.Unpickler"),
+    ("data_scripts/readers.py", "pickle.Unpickler"),
 }
-REFUSED = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"} | {
-    f"{module}.{name}" for module in ("pickle", "torch", "marshal") for name in ("load", "loads")
-}
+REFUSED = (
+    {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
+    | {"pickle.Unpickler"}
+    | {
+        f"{module}.{name}"
+        for module in ("pickle", "torch", "marshal")
+        for name in ("load", "loads")
+    }
+)
 
 
 def find_calls(path: Path) -> set[str]:
-    """Return the names that a file calls and the unsafe options that it passes."""
+    """Return the names that a file calls or derives from, and the unsafe options that it passes."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            found |= set(map(ast.unparse, node.bases))
         if isinstance(node, ast.Call):
             found.add(ast.unparse(node.func))
             for keyword in node.keywords:

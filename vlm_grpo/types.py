@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Literal
 from PIL import Image
 
 from vlm_grpo.media.image_decode import decode_image
-from vlm_grpo.media.image_mask import PatchMask
-from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.media.image_noise import DiffusionNoise, PatchMask
 from vlm_grpo.media.stored_bytes import FileSlice, TableCell
 from vlm_grpo.media.video_decode import build_strip, decode_frames, fit_strip
 from vlm_grpo.utils.chat import Turn

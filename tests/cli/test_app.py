@@ -24,7 +24,7 @@ def test_help_shows_examples(capsys):
     status, out, _ = run(capsys, "--help")
 
     assert status == 0
-    for word in ("train", "evaluate", "validate", "score", "tasks", "vlm-grpo train quickstart"):
+    for word in ("train", "evaluate", "check", "score", "tasks", "vlm-grpo train quickstart"):
         assert word in out
 
 
@@ -40,9 +40,8 @@ def test_help_shows_examples(capsys):
         "doctor",
         "settings",
         "new-task",
-        "validate",
+        "check",
         "score",
-        "data check",
     ],
 )
 def test_the_help_of_each_command_shows_an_example(capsys, command):

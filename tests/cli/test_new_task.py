@@ -13,7 +13,7 @@ def test_the_next_commands_are_printed(capsys, tmp_path):
     status, out, _ = run(capsys, "new-task", "clock", "--out", tmp_path)
 
     assert status == 0
-    assert f"vlm-grpo validate {tmp_path / 'clock.py'} --data" in out
+    assert f"vlm-grpo check {tmp_path / 'clock.py'} --data" in out
     command = out.partition("vlm-grpo train ")[2].replace("\\\n", " ")
     recipe, *overrides = shlex.split(command)
     settings = load_settings(recipe, overrides)  # nothing is missing in it

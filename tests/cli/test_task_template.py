@@ -34,7 +34,7 @@ def test_the_task_is_sound_on_two_rows(tmp_path: Path, capsys: pytest.CaptureFix
     file, _ = write_task("sky", tmp_path)
     rows = [{"id": a, "question": "Which color?", "answer": a} for a in ("Blue", "gray")]
     data = write_jsonl(tmp_path / "data.jsonl", *rows)
-    status, out, err = run(capsys, "validate", file, "--data", data)
+    status, out, err = run(capsys, "check", file, "--data", data)
     assert status == 0, err
     assert "Sky is sound on this data" in out
 

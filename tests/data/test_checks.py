@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from dataset_files import encode_image, photo, write_files
+from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data.checks import (
-    Measures,
-    Overlap,
+    DataReport,
+    Measure,
     check_source,
-    find_overlap,
-    format_overlap,
-    format_report,
+    describe_overlap,
     warn_about_shared_images,
 )
+from vlm_grpo.data.duplicates import find_duplicates, hash_image, measure_difference
+from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, ImageRef, VideoRef
@@ -42,105 +45,66 @@ def folder(tmp_path: Path) -> Path:
     return write_files(tmp_path, files)
 
 
+def check(path: Path, task: str = "counting", measure: Measure | None = None) -> DataReport:
+    """Check a source, without building prompts if there is no ``measure``."""
+    data = DataSettings(train=str(path))
+    return check_source(str(path), load_task(task), data, measure or (lambda *_: (None, [])))
+
+
 def test_a_report_lists_every_kind_of_problem(folder):
     images = ("a.png", "copy.jpg", "b.png", "truncated.png", "gone.png")
-    write_files(
-        folder, {"train.jsonl": [*rows(*images), {"id": "x", "question": "?", "answer": "many"}]}
-    )
-    report = check_source(str(folder / "train.jsonl"), load_task("counting"))
+    bad = {"id": "x", "question": "?", "answer": "many"}
+    write_files(folder, {"train.jsonl": [*rows(*images), bad], "empty.jsonl": []})
+    report = check(folder / "train.jsonl")
     assert len(report.examples) == 4
-    assert [line.partition(": ")[2] for line in report.bad_rows] == [
+    assert [line.partition(": ")[2] for line in report.problems["bad rows"]] == [
         f"image gone.png is missing in {folder}",
         "the answer 'many' must be an integer of at least 0",
     ]
-    assert len(report.unreadable_images) == 1, "the header is intact, the pixels are not"
-    assert "truncated.png" in report.unreadable_images[0]
+    # The header is intact, the pixels are not.
+    (line,) = report.problems["unreadable images"]
+    assert line.startswith(f"{folder / 'train.jsonl'}:4: example r3: image truncated.png cannot be")
     assert [[Path(name).name for name in group] for group in report.duplicates] == [
         ["a.png", "copy.jpg"]
     ]
     assert not report.passed
-    text = "\n".join(format_report(report))
+    text = "\n".join(report.describe(lambda image: image.size[0] // 28))
     assert "bad rows                     2" in text
     assert "1: 100.0%" in text
+    assert "not checked without --model" in text
+    # Images of 160 pixels.
+    assert "image tokens per example     5 to 5, median 5" in text
+    assert not check(folder / "empty.jsonl").passed
 
 
 def test_boxes_outside_their_image_are_reported(folder):
     inside, outside = {"boxes": [[0, 0, 160.5, 120]]}, {"boxes": [[100, 20, 170, 40]]}
-    write_files(folder, {"t.jsonl": rows("a.png", answer=inside)})
-    assert check_source(str(folder / "t.jsonl"), load_task("grounding")).passed
-    write_files(folder, {"t.jsonl": rows("a.png", answer=outside)})
-    report = check_source(str(folder / "t.jsonl"), load_task("grounding"))
-    assert report.boxes_outside == ["r0: [100.0, 20.0, 170.0, 40.0] in 160x120"]
-    assert any("boxes per row                1: 1" in line for line in format_report(report))
-
-
-def test_text_answers_are_described():
-    report = check_source("embedded:ocr", load_task("ocr"))
-    assert report.passed
-    text = "\n".join(format_report(report))
-    assert "characters per answer" in text
-    assert "most frequent" in text
-
-
-def test_image_tokens_are_counted():
-    data = DataSettings(train="embedded:counting", eval="embedded:counting", eval_limit=4)
-    report = check_source(
-        "embedded:counting",
-        load_task("counting"),
-        data,
-        Measures(lambda image: image.size[0] // 28),
-    )
-    assert list(report.image_tokens) == [3] * 4  # scenes are 84 pixels wide
-
-
-def check_both(folder: Path) -> Overlap:
-    task = load_task("counting")
-    return find_overlap(
-        *(check_source(str(folder / f"{n}.jsonl"), task) for n in ("train", "test"))
-    )
+    write_files(folder, {"in.jsonl": rows("a.png", answer=inside)})
+    assert check(folder / "in.jsonl", "grounding").passed
+    write_files(folder, {"out.jsonl": rows("a.png", answer=outside)})
+    report = check(folder / "out.jsonl", "grounding")
+    found = report.problems["boxes outside their image"]
+    assert found == ["r0: [100.0, 20.0, 170.0, 40.0] in 160x120"]
+    assert any("boxes per row                1: 1" in line for line in report.describe())
+    assert not report.passed
 
 
 def test_images_and_ids_in_both_sources_are_reported(folder):
     write_files(folder, {"train.jsonl": rows("a.png", "b.png"), "test.jsonl": rows("copy.jpg")})
-    overlap = check_both(folder)
-    assert [(Path(a).name, Path(b).name) for a, b, _ in overlap.images] == [("a.png", "copy.jpg")]
-    text = "\n".join(format_overlap(overlap))
+    text = "\n".join(describe_overlap(check(folder / "train.jsonl"), check(folder / "test.jsonl")))
     assert "1 IMAGES" in text
     assert f"{folder / 'copy.jpg'} is {folder / 'a.png'} (0.0% of the pixels differ)" in text
     assert "1 IDS ARE IN BOTH: r0" in text
     assert "has seen test data" in text
 
 
-def test_sources_without_shared_images_are_reported_as_such(folder):
-    write_files(
-        folder, {"train.jsonl": rows("a.png"), "test.jsonl": [{**rows("b.png")[0], "id": "t"}]}
-    )
-    overlap = check_both(folder)
-    (line,) = format_overlap(overlap)
-    assert "have no image and no id in common" in line
-    assert not overlap.found
-
-
-def test_ids_alone_are_an_overlap_unless_they_number_the_rows(folder):
-    write_files(folder, {"train.jsonl": rows("a.png"), "test.jsonl": rows("b.png")})
-    assert check_both(folder).found
-    for name, image in (("train", "a.png"), ("test", "b.png")):
-        (row,) = rows(image)
-        del row["id"]
-        write_files(folder, {f"{name}.jsonl": [row]})
-    assert not check_both(folder).found
-
-
-def test_an_empty_source_does_not_pass(folder):
-    write_files(folder, {"train.jsonl": []})
-    assert not check_source(str(folder / "train.jsonl"), load_task("counting")).passed
-
-
-def test_an_unreadable_image_is_reported_with_its_row(folder):
-    write_files(folder, {"train.jsonl": rows("a.png", "truncated.png")})
-    report = check_source(str(folder / "train.jsonl"), load_task("counting"))
-    (line,) = report.unreadable_images
-    assert line.startswith(f"{folder / 'train.jsonl'}:2: example r1: image truncated.png cannot be")
+def test_ids_that_number_the_rows_are_no_overlap(folder):
+    (row,) = rows("b.png")
+    del row["id"]
+    (other,) = rows("a.png")
+    del other["id"]
+    write_files(folder, {"train.jsonl": [row], "test.jsonl": [other]})
+    assert describe_overlap(check(folder / "train.jsonl"), check(folder / "test.jsonl")) == []
 
 
 def test_prompts_that_cannot_be_built_are_problems(folder):
@@ -148,22 +112,24 @@ def test_prompts_that_cannot_be_built_are_problems(folder):
         return [10 * len(e.images) for e in examples[1:]], [f"{examples[0].id} is bad"]
 
     write_files(folder, {"train.jsonl": rows("a.png", "b.png", "truncated.png", "copy.jpg")})
-    source, task = str(folder / "train.jsonl"), load_task("counting")
-    report = check_source(source, task, measures=Measures(measure_prompts=measure))
-    assert (report.prompt_tokens, report.bad_prompts) == ([10, 10], ["r0 is bad"])
-    assert "tokens per prompt            10 to 10" in "\n".join(format_report(report))
-    assert "not checked without --model" in "\n".join(format_report(check_source(source, task)))
+    report = check(folder / "train.jsonl", measure=measure)
+    assert report.problems["prompts that cannot be built"] == ["r0 is bad"]
+    assert "tokens per prompt            10 to 10" in "\n".join(report.describe())
 
 
-def test_answers_that_are_lists_of_numbers_are_no_texts(folder: Path) -> None:
+def test_text_answers_are_described_and_lists_of_numbers_are_no_texts(folder: Path) -> None:
+    write_files(folder, {"t.jsonl": rows("a.png", "b.png", answer="cat")})
+    text = "\n".join(check(folder / "t.jsonl", "ocr").describe())
+    assert "characters per answer        3 to 3" in text
+    assert "most frequent                'cat' 2" in text
     source = {"t.jsonl": [{**rows("a.png")[0], "images": [], "videos": ["clip"], "answer": [0, 1]}]}
     (folder / "clip").mkdir()
     for number in range(8):
         (folder / "clip" / f"{number}.png").write_bytes(encode_image(photo(0)))
     write_files(folder, source)
-    report = check_source(str(folder / "t.jsonl"), load_task("temporal"))
+    report = check(folder / "t.jsonl", "temporal")
     assert report.passed
-    assert not any("characters" in line for line in report.answers)
+    assert not any("characters" in line for line in report.statistics)
 
 
 def test_clips_of_frames_are_compared_without_reading_them(
@@ -200,3 +166,42 @@ def test_held_out_images_in_the_training_data_are_warned_about(
         "2 of 3 held-out examples show an image that is also trained on (first: 5, 6)"
         in caplog.text
     )
+
+
+def test_reencoded_and_resized_images_are_duplicates():
+    first = photo(0)
+    jpeg = Image.open(io.BytesIO(encode_image(first, "JPEG", quality=70)))
+    smaller = first.resize((80, 60), Image.Resampling.LANCZOS)
+    pictures = [first, photo(1), jpeg, photo(2), smaller]
+    assert find_duplicates([hash_image(picture) for picture in pictures]) == [[0, 2, 4]]
+
+
+def test_different_photographs_and_scenes_are_not_duplicates():
+    scenes = [row.images[0].load() for row in make_shapes.draw_examples("counting", 300, seed=5)]
+    hashes = [hash_image(picture) for picture in [*map(photo, range(300)), *scenes]]
+    assert find_duplicates(hashes) == []
+
+
+def test_images_that_differ_in_one_small_object_are_not_duplicates():
+    scene = Image.new("RGB", (84, 84), "white")
+    red, blue = scene.copy(), scene.copy()
+    red.paste("red", (30, 30, 44, 44))
+    blue.paste("blue", (30, 30, 44, 44))
+    assert find_duplicates([hash_image(picture) for picture in (scene, red, blue)]) == []
+
+
+def texture(seed: int) -> Image.Image:
+    """Return a photograph under one of two patterns of small tiles with the same mean."""
+    tiles = np.indices((120, 160)).sum(0) // 5 % 2 * 160 - 80  # 80 above or below the mean
+    pixels = np.asarray(photo(0), np.int16) // 4 + 96
+    return Image.fromarray((pixels + (tiles * (-1) ** seed)[..., None]).astype(np.uint8))
+
+
+def test_images_with_equal_thumbnails_and_different_pixels_are_not_duplicates():
+    first, second, copy = hash_image(texture(0)), hash_image(texture(1)), hash_image(texture(0))
+    difference = first.thumbnail.astype(int) - second.thumbnail
+    assert np.abs(difference).mean() < 3.0  # the hash alone calls them duplicates
+    assert set(first.bands) & set(second.bands)
+    assert find_duplicates([first, second, copy]) == [[0, 2]]
+    assert measure_difference(first, second) > 0.5
+    assert measure_difference(first, copy) == 0.0

@@ -14,7 +14,7 @@ from video_files import make_video
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.coco import CAPTION_QUESTION
+from vlm_grpo.data.detection import CAPTION_QUESTION
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
 

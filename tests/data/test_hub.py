@@ -1,4 +1,4 @@
-"""Datasets from a local folder, as ``datasets`` reads them."""
+"""Tables: Parquet files and what ``datasets`` reads from a local folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import datasets
 import pytest
-from dataset_files import get_load_error
+from dataset_files import get_load_error, png, write_table
 from PIL import Image
 
 from vlm_grpo.config.data import DataSettings
@@ -91,3 +91,49 @@ def test_an_image_path_is_relative_to_the_dataset_folder(tmp_path: Path):
 
     message = get_load_error(f"hf:{tmp_path / 'saved'}")
     assert f"image a.png is missing in {tmp_path / 'saved'}" in message
+
+
+def test_a_table_with_image_bytes_and_other_column_names_is_read(tmp_path: Path):
+    image, problem, solution = "image", "problem", "solution"
+    path = write_table(
+        tmp_path / "rows.parquet",
+        [
+            {
+                image: {"bytes": png(8, 6), "path": "x.png"},
+                problem: "How many?",
+                solution: "<answer> 3 </answer>",
+                "level": 1,
+            },
+            {
+                image: {"bytes": png(4, 5), "path": None},
+                problem: "And here?",
+                solution: "4",
+                "level": 2,
+            },
+        ],
+    )
+
+    first, second = load_examples(str(path), COUNTING)
+
+    assert (first.id, first.answer, first.meta) == ("row-1", 3, {"level": 1})
+    assert (first.images[0].size, second.images[0].size) == ((8, 6), (4, 5))
+    assert second.images[0].load().size == (4, 5)
+
+
+def test_a_broken_file_is_named(tmp_path: Path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1 and then nothing")
+
+    assert f"data file {path} cannot be read" in get_load_error(str(path))
+
+
+def test_a_bad_row_after_the_first_batch_is_named_by_its_number(tmp_path: Path):
+    rows = [{"question": "How many?", "answer": n if n != 99 else -1} for n in range(130)]
+    path = write_table(tmp_path / "rows.parquet", rows)
+
+    message = get_load_error(str(path))
+
+    assert "1 bad row (good rows: 129)" in message
+    assert f"{path} row 100: the answer -1 must be" in message
+    examples = load_examples(str(path), COUNTING, DataSettings(train=str(path), on_bad_row="skip"))
+    assert [examples[99].id, examples[99].name] == ["row-101", f"{path} row 101: example row-101"]

@@ -1,4 +1,4 @@
-"""Images of a dataset: every form of reference, and the reason why each bad one is refused."""
+"""Images and clips of a dataset: every form of reference, and why each bad one is refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import pytest
 from dataset_files import check_bad_row, encode_image, get_load_error, make_row, png, write_rows
 from dataset_files import png_with_claimed_size as claimed_size
 from PIL import ExifTags, Image, ImageOps
+from video_files import level, make_video
 
-from vlm_grpo.config.data import DataSettings
+from vlm_grpo.config.data import DataSettings, VideoSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data.images import Clip, MediaReader
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example, VideoRef
 
 COUNTING = load_task("counting")
 
@@ -35,14 +37,14 @@ COUNTING = load_task("counting")
     ids=["path", "bytes", "bytes and path", "bytes without path", "path in a table", "Pillow"],
 )
 def test_an_image_is_read_from_every_form_of_reference(folder: Path, value: Any, name: str):
-    reference = ImageReader(folder, max_pixels=48).read(value, "row 1")
+    reference = MediaReader(folder, max_pixels=48).read(value, "row 1")
 
     assert (reference.name, reference.size, reference.resized_size) == (name, (8, 6), (8, 6))
     assert reference.load().getpixel((7, 5)) == (200, 10, 10)
 
 
 def test_each_file_is_opened_once(folder: Path):
-    reader = ImageReader(folder, max_pixels=48)
+    reader = MediaReader(folder, max_pixels=48)
     first = reader.read("a.png", "row 1")
     with pytest.raises(ValueError, match=r"b\.png is missing"):
         reader.read("b.png", "row 2")
@@ -91,24 +93,13 @@ def test_a_row_with_a_bad_image_is_named_with_file_line_and_reason(
     check_bad_row(folder, bad, reason)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\x00" * 500, b"hello, I am text\n", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9\n"],
-    ids=["empty", "zeros", "text", "postscript"],
-)
-def test_a_file_that_is_no_image_is_named(folder: Path, content: bytes):
-    (folder / "b.png").write_bytes(content)
-    with pytest.raises(ValueError, match=r"image b\.png cannot be read: .*corrupt or of a format"):
-        ImageReader(folder, 10**6).read("b.png", "row 1")
-
-
 def test_a_rotated_image_has_one_size_in_every_form(tmp_path: Path):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     data = encode_image(Image.new("RGB", (8, 6)), "JPEG", exif=exif)
     (tmp_path / "a.jpg").write_bytes(data)
     image = Image.open(io.BytesIO(data))
-    reader = ImageReader(tmp_path, 100)
+    reader = MediaReader(tmp_path, 100)
 
     for value in ("a.jpg", data, image, image.copy(), ImageOps.exif_transpose(image)):
         assert reader.read(value, "row 1").size == (6, 8)
@@ -117,16 +108,16 @@ def test_a_rotated_image_has_one_size_in_every_form(tmp_path: Path):
 def test_a_pil_image_is_read_as_its_file_is():
     image = Image.new("CMYK", (8, 6), (0, 255, 255, 0))
 
-    assert ImageReader(None, 100).read(image, "row 1").load().getpixel((0, 0)) == (255, 0, 0)
+    assert MediaReader(None, 100).read(image, "row 1").load().getpixel((0, 0)) == (255, 0, 0)
     with pytest.raises(ValueError, match="image row 1 cannot be read: it has 32 bits per channel"):
-        ImageReader(None, 100).read(Image.new("F", (8, 6)), "row 1")
+        MediaReader(None, 100).read(Image.new("F", (8, 6)), "row 1")
 
 
 def test_a_pil_image_over_the_limit_is_refused_before_it_is_encoded(monkeypatch):
-    monkeypatch.setattr("vlm_grpo.data.images._encode", lambda *_: pytest.fail("it was encoded"))
+    monkeypatch.setattr("vlm_grpo.data.images.encode_png", lambda *_: pytest.fail("it was encoded"))
 
     with pytest.raises(ValueError, match="image row 1 has 20x6 pixels, more than"):
-        ImageReader(None, 100).read(Image.new("RGB", (20, 6)), "row 1")
+        MediaReader(None, 100).read(Image.new("RGB", (20, 6)), "row 1")
 
 
 def test_a_pil_image_without_pixels_is_a_bad_row():
@@ -157,7 +148,7 @@ def test_a_pil_image_without_pixels_is_a_bad_row():
 )
 def test_the_type_of_what_is_not_an_image_is_named(value: Any, name: str):
     with pytest.raises(ValueError, match="an image must be") as caught:
-        ImageReader(None, 100).read(value, "row 1")
+        MediaReader(None, 100).read(value, "row 1")
 
     problem = f"an image must be a path, encoded bytes or a PIL image, not {name}"
     assert str(caught.value) == problem
@@ -165,14 +156,14 @@ def test_the_type_of_what_is_not_an_image_is_named(value: Any, name: str):
 
 def test_a_path_without_a_root_names_the_setting():
     with pytest.raises(ValueError, match=r"image a\.png is a path: set data\.image_root"):
-        ImageReader(None, 10**6).read("a.png", "row 1")
+        MediaReader(None, 10**6).read("a.png", "row 1")
 
 
 def test_a_root_that_is_a_symlink_loop_is_a_missing_image(tmp_path: Path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     with pytest.raises(ValueError, match=r"image a\.png (is missing|cannot be read)"):
-        ImageReader(loop, 10**6).read("a.png", "row 1")
+        MediaReader(loop, 10**6).read("a.png", "row 1")
 
 
 def test_the_pixel_limit_is_a_setting(folder: Path):
@@ -189,3 +180,171 @@ def test_a_truncated_image_passes_loading_and_is_named_when_decoded(folder: Path
 
     with pytest.raises(ValueError, match=r"image a\.png cannot be read"):
         example.images[0].load()
+
+
+@pytest.fixture
+def clips(tmp_path: Path) -> Path:
+    (tmp_path / "a.mp4").write_bytes(make_video())
+    (tmp_path / "still.mp4").write_bytes(make_video(count=1))
+    (tmp_path / "cut.mp4").write_bytes(make_video()[:300])
+    (tmp_path / "a.txt").write_text("no video")
+    (tmp_path / "frames").mkdir()
+    for number in range(5):
+        pixels = Image.new("RGB", (8, 6), (10 * number,) * 3)
+        pixels.save(tmp_path / "frames" / f"{number}.png")
+    (tmp_path / "other.png").write_bytes(png(9, 6))
+    return tmp_path
+
+
+def read(folder: Path, value: Any, **settings: Any) -> VideoRef:
+    reader = MediaReader(folder, 10_000, VideoSettings(**settings))
+    clip = reader.read(Clip(value), "row 1 video")
+    assert isinstance(clip, VideoRef)
+    return clip
+
+
+FRAMES = [f"frames/{number}.png" for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "times", "seconds", "levels"),
+    [
+        # 2 seconds at 10 fps: from the first frame to the last one, at least four.
+        ("a.mp4", {}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
+        ("a.mp4", {"fps": 3}, (0, 0.4, 0.8, 1.1, 1.5, 1.9), 2.0, [0, 4, 8, 11, 15, 19]),
+        ("a.mp4", {"fps": 30, "max_frames": 2}, (0, 1.9), 2.0, [0, 19]),
+        ({"bytes": make_video(), "path": None}, {}, (0, 0.6, 1.3, 1.9), 2.0, [0, 6, 13, 19]),
+        ("frames", {}, (0, 0.5, 1, 1.5, 2), 2.5, [0, 1, 2, 3, 4]),
+        (FRAMES, {"max_frames": 3}, (0, 1, 2), 2.5, [0, 2, 4]),
+        ({"frames": FRAMES[:3], "fps": 1}, {}, (0, 1, 2), 3.0, [0, 1, 2]),
+        ({"frames": FRAMES[:3], "times": [1, 2.5, 5]}, {}, (1, 2.5, 5), 7.0, [0, 1, 2]),
+    ],
+)
+def test_a_clip_is_read_from_every_form_of_reference(
+    clips: Path, value: Any, settings: Any, times: Any, seconds: float, levels: list[int]
+) -> None:
+    clip = read(clips, value, **settings)
+    assert clip.times == pytest.approx(times)
+    assert clip.seconds == pytest.approx(seconds)
+    assert [level(frame) for frame in clip.load_frames()] == levels
+    assert clip.load().size == clip.picture_size == (clip.size[0] * len(levels), clip.size[1])
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "reason"),
+    [
+        ("b.mp4", {}, r"video b\.mp4 is missing in"),
+        ("../b.mp4", {}, r"video \.\./b\.mp4 is missing in|outside the image folder"),
+        ("https://x/b.mp4", {}, "is a URL: download it"),
+        ("cut.mp4", {}, r"video cut\.mp4 cannot be read: it is corrupt or no video"),
+        ("a.txt", {}, r"video a\.txt cannot be read: it is corrupt or no video"),
+        ("still.mp4", {}, "has one frame: give it as an image"),
+        ("a.mp4", {"max_seconds": 1.5}, "has 2 seconds, more than data.video.max_seconds=1.5"),
+        ({"frames": FRAMES, "fps": 0.01}, {"max_seconds": 99}, "has 500 seconds, more than"),
+        (make_video(size=(160, 90)), {}, "160x90 pixels, more than data.max_image_pixels=10000"),
+        (FRAMES[:1], {}, "has 1 frames; it must have at least 2"),
+        ([*FRAMES, "other.png"], {}, r"frames of unequal sizes, such as other\.png"),
+        ([*FRAMES, "gone.png"], {}, r"image gone\.png is missing"),
+        ({"frames": FRAMES, "times": [0, 1]}, {}, "an ascending time in seconds for each frame"),
+        ({"frames": FRAMES, "times": [0, 1, 1, 2, 3]}, {}, "an ascending time in seconds"),
+        ({"frames": FRAMES, "times": [0, 1, float("nan"), 2, 3]}, {}, "an ascending time in sec"),
+        ({"frames": FRAMES[:2], "times": [float("nan"), 1]}, {}, "an ascending time in seconds"),
+        ({"frames": FRAMES, "fps": 0}, {}, "a positive number as fps, not 0"),
+        ({"frames": FRAMES, "times": "01234"}, {}, "an ascending time in seconds"),
+        ({"frames": FRAMES, "fps": -2}, {}, "a positive number as fps, not -2"),
+        ({"frames": 3}, {}, "a list of frames or an object with frames, not int"),
+        (3, {}, "a list of frames or an object with frames, not int"),
+        ("other.png", {}, r"video other\.png"),
+    ],
+)
+def test_bad_clips_are_refused(clips: Path, value: Any, settings: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read(clips, value, **settings)
+
+
+def test_frames_of_a_folder_are_sorted_by_their_numbers(clips: Path) -> None:
+    for number in range(5, 12):
+        (clips / "frames" / f"{number}.png").write_bytes(png(8, 6))
+    clip = read(clips, "frames")
+    assert [int(Path(frame.name).stem) for frame in clip.frames] == list(range(12))
+
+
+def test_each_clip_is_opened_once(clips: Path) -> None:
+    reader = MediaReader(clips, 10_000, VideoSettings())
+    first = reader.read(Clip("a.mp4"), "row 1")
+    (clips / "a.mp4").unlink()
+    assert reader.read(Clip("a.mp4"), "row 2") is first
+    with pytest.raises(ValueError, match=r"video a\.mp4 cannot be read"):
+        first.load()
+
+
+def test_a_file_read_as_a_clip_is_no_image(clips: Path) -> None:
+    reader = MediaReader(clips, 10_000, VideoSettings())
+    reader.read(Clip("a.mp4"), "row 1")
+    with pytest.raises(ValueError, match=r"image a\.mp4 cannot be read"):
+        reader.read("a.mp4", "row 2")
+
+
+def load(folder: Path, *rows: dict[str, Any]) -> list[Example]:
+    return [*load_examples(write_rows(folder, *rows), COUNTING)]
+
+
+def describe(example: Example) -> tuple[str, list[str]]:
+    texts = [turn.text for turn in example.history] + [example.question]
+    return " | ".join(texts), [image.name.rpartition("/")[2] for image in example.images]
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "names"),
+    [
+        ({"question": "?", "videos": ["a.mp4"]}, "?", ["a.mp4"]),
+        ({"question": "?", "video": "a.mp4", "image": "other.png"}, "?", ["other.png", "a.mp4"]),
+        (
+            {"question": "<video>, <image>?", "videos": ["a.mp4"], "images": ["other.png"]},
+            "<image>, <image>?",
+            ["a.mp4", "other.png"],
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": "In <video>, is <image>?"}],
+                "videos": ["frames"],
+                "images": ["other.png"],
+            },
+            "In <image>, is <image>?",
+            ["frames", "other.png"],
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "video", "video": FRAMES, "fps": 1.0},
+                            {"type": "text", "text": "How many?"},
+                        ],
+                    }
+                ]
+            },
+            "How many?",
+            ["rows.jsonl:1 image 1"],
+        ),
+    ],
+)
+def test_clips_stand_in_the_order_of_their_places(
+    clips: Path, row: dict[str, Any], text: str, names: list[str]
+) -> None:
+    (example,) = load(clips, {"answer": 3, **row})  # through a store on disk
+    assert describe(example) == (text, names)
+    kinds = [image.kind for image in example.images]
+    assert kinds.count("video") == 1
+    clip = example.images[kinds.index("video")]
+    assert clip.load().width == clip.picture_size[0]
+
+
+def test_bad_rows_name_their_problem_and_settings_apply(clips: Path) -> None:
+    source = write_rows(clips, {"question": "?", "answer": 1, "videos": ["a.mp4"]})
+    data = DataSettings(train=source, video=VideoSettings(max_seconds=1))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: video a\.mp4 has 2 seconds"):
+        load_examples(source, COUNTING, data)
+    with pytest.raises(UserError, match="it has 2 <video> in its turns and 1 videos"):
+        load(clips, {"question": "<video><video>?", "answer": 1, "videos": ["a.mp4"]})

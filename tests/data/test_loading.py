@@ -58,12 +58,6 @@ def test_embedded_data_of_another_task_is_refused():
     assert "embedded:counting has no dials" in get_load_error("embedded:counting:hard")
 
 
-def test_embedded_data_of_more_examples_than_memory_holds_are_refused():
-    settings = DataSettings(train="embedded:counting", train_limit=10**20)
-    with pytest.raises(UserError, match="embedded:counting has at most 1,000,000 examples, not 1"):
-        load_examples("embedded:counting", COUNTING, settings, "train")
-
-
 def test_a_folder_of_an_unknown_user_is_a_missing_file():
     message = get_load_error("~no-such-user/rows.jsonl")
     assert message == "there is no data file ~no-such-user/rows.jsonl"

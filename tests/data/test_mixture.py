@@ -89,13 +89,6 @@ def test_completions_are_scored_by_their_own_tasks(mixed: Mixed) -> None:
     assert all(name.startswith("read/") for name in (*scores[0].rewards, *scores[0].metrics))
 
 
-def test_a_run_with_one_source_has_a_plain_task(tmp_path: Path) -> None:
-    settings = Settings(task="counting", data={"train": "embedded:counting", "train_limit": 3})
-    task = load_run_task(settings)
-    assert type(task).__name__ == "Counting"
-    assert {example.source for example in load_split(settings, task, "train")} == {""}
-
-
 def test_a_source_without_a_task_has_that_of_the_run_with_its_options() -> None:
     sources = [{"source": "embedded:counting", "task_options": {"thinking": True}}]
     task = load_run_task(

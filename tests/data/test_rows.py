@@ -9,9 +9,8 @@ import pytest
 from dataset_files import check_bad_row, get_load_error, make_row, write_rows
 from PIL import Image
 
-from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.rows import Row, get_answer_candidates, to_example
 from vlm_grpo.task.registry import load_task
 
@@ -38,15 +37,6 @@ def test_a_row_without_an_id_gets_its_number(folder: Path):
     assert [e.id for e in load_examples(source, COUNTING)] == ["a", "row-2", "row-3"]
 
 
-def test_a_row_may_have_several_images(folder: Path):
-    source = write_rows(folder, make_row(images=["inside/a.png", "outside.png"]))
-
-    data = DataSettings(train=source, image_root=folder.parent)
-    (example,) = load_examples(source, COUNTING, data)
-
-    assert [image.name for image in example.images] == ["inside/a.png", "outside.png"]
-
-
 def test_vlm_r1_grounding_rows_are_converted(folder: Path):
     question = (
         "<image>Please provide the bounding box coordinate of the region this sentence "
@@ -62,18 +52,9 @@ def test_vlm_r1_grounding_rows_are_converted(folder: Path):
     assert example.meta == {"size": 3}
 
 
-def test_vlm_r1_counting_rows_may_have_several_images_and_text_answers(folder: Path):
-    turns = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "12"}]
-    source = write_rows(folder, {"image": ["a.png", "a.png"], "conversations": turns})
-
-    (example,) = load_examples(source, COUNTING)
-
-    assert (example.id, example.answer, len(example.images)) == ("row-1", 12, 2)
-
-
 def test_columns_with_other_names_are_mapped(folder: Path):
     values = {"uid": "x", "ask": "How many?", "n": 3, "png": "a.png"}
-    reader = ImageReader(folder, max_pixels=100)
+    reader = MediaReader(folder, max_pixels=100)
     columns: Any = {"id": "uid", "question": "ask", "answer": "n", "images": "png"}
 
     example = to_example(Row("row 1", 1, values), columns, reader, COUNTING)
@@ -152,7 +133,7 @@ IMAGE_FILES = {"bytes": b"PNG", "path": None}
 )
 def test_a_misnamed_image_column_is_named_with_the_remedy(column: str, value: Any):
     values = {"question": "How many?", "answer": 3, column: value}
-    reader = ImageReader(None, 100)
+    reader = MediaReader(None, 100)
 
     with pytest.raises(
         ValueError, match=rf"column {column} .* rename it to images, set data\.colu"
@@ -164,7 +145,7 @@ def test_a_misnamed_image_column_is_named_with_the_remedy(column: str, value: An
 def test_other_columns_of_a_row_without_images_are_meta():
     values = {"question": "?", "answer": 3, "image_id": 7, "source": "a book", "tags": [], "n": 1}
 
-    example = to_example(Row("row 1", 1, values), {}, ImageReader(None, 100), COUNTING)
+    example = to_example(Row("row 1", 1, values), {}, MediaReader(None, 100), COUNTING)
 
     assert dict(example.meta) == {"image_id": 7, "source": "a book", "tags": [], "n": 1}
 
@@ -175,7 +156,7 @@ def test_a_row_without_text_keys_is_a_bad_row():
     with pytest.raises(
         ValueError, match=r"it has no question; it has 1, None: set data\.columns\.question=…"
     ):
-        to_example(Row("row 1", 1, values), {}, ImageReader(None, 100), COUNTING)
+        to_example(Row("row 1", 1, values), {}, MediaReader(None, 100), COUNTING)
 
 
 def test_a_check_that_raises_another_error_makes_a_bad_row(folder: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -46,6 +47,10 @@ def test_the_guide_tells_how_to_run_every_converter(name):
 def test_help_lists_the_common_arguments(name, capsys):
     converter = importlib.import_module(f"vlm_grpo.data_scripts.{name}").convert
     assert isinstance(converter, Converter)
+    # Under python -m, the command line starts where the last function is defined.
+    last = ast.parse((FOLDER / f"{name}.py").read_text("utf-8")).body[-1]
+    assert isinstance(last, ast.FunctionDef)
+    assert last.name == "convert"
     with pytest.raises(SystemExit, match="0"):
         converter.main(["--help"])
     output = capsys.readouterr().out

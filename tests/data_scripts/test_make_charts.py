@@ -10,11 +10,8 @@ import pytest
 from PIL import Image
 
 from vlm_grpo.data_scripts.make_charts import COLORS, SIDE, Charts, draw_examples
-from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example
-
-LEVELS = tuple(Charts.levels)
 
 
 def read_bars(example: Example, world: Charts) -> dict[str, int]:
@@ -66,20 +63,3 @@ def test_the_evaluation_asks_about_other_compositions(kind: str) -> None:
     assert held_out
     assert not train & held_out
     assert {color for color, _ in held_out} <= {color for color, _ in train}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_chart_depends_on_its_number_alone(level: str) -> None:
-    few, many = (draw_examples(f"charts:{level}", count, 5) for count in (2, 4))
-    assert few == many[:2]
-    assert draw_examples(f"charts:{level}", 2, 6) != few
-
-
-def test_a_wrong_dial_is_one_message() -> None:
-    with pytest.raises(UserError, match=r"Levels: easy, medium, hard; dials: .*questions"):
-        draw_examples("charts:easy,bars=9", 1)
-
-
-def test_the_command_line_draws_charts_by_default(tmp_path) -> None:
-    assert draw_examples.main(["--count", "2", "--out", str(tmp_path / "charts")]) == 0
-    assert len((tmp_path / "charts/charts.jsonl").read_text().splitlines()) == 2

@@ -66,8 +66,3 @@ def test_every_distractor_shares_the_color_or_the_kind():
         color, kind = read_question(row)
         others = row.meta["elements"][1:]
         assert all((e["color"] == color) != (e["kind"] == kind) for e in others)
-
-
-def test_the_command_writes_screens(tmp_path):
-    assert draw_examples.main(["--count", "2", "--out", str(tmp_path / "new")]) == 0
-    assert len((tmp_path / "new" / "screens.jsonl").read_text().splitlines()) == 2

@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from vlm_grpo.data_scripts.make_tables import CELL, DIGITS, LETTERS, Tables, draw_examples
-from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 
 
@@ -54,13 +53,3 @@ def test_every_cell_has_its_text_inside() -> None:
                 assert cell[2:-2, 2:-1].any()
                 assert not cell[:2].any()
                 assert not cell[:, -1].any()
-
-
-def test_a_wrong_dial_is_one_message() -> None:
-    with pytest.raises(UserError, match=r"Levels: easy, medium, hard; dials: .*longest"):
-        draw_examples("tables:easy,columns=9", 1)
-
-
-def test_the_command_line_draws_tables_by_default(tmp_path) -> None:
-    assert draw_examples.main(["--count", "2", "--out", str(tmp_path / "tables")]) == 0
-    assert len((tmp_path / "tables/tables.jsonl").read_text().splitlines()) == 2

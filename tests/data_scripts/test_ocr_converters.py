@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pytest
 from dataset_files import png, write_files, write_table
 from scipy.io import savemat
 
@@ -109,17 +108,6 @@ def test_stvqa_file(convert, tmp_path):
     assert result.rows[0]["meta"] == {"dataset": "coco-text"}
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [("ocrbench", "OCRBench.json"), ("textvqa", "TextVQA_0.5.1_val.json"), ("docvqa", "v.json")],
-)
-def test_a_truncated_file_is_one_message_and_no_output(convert_with_error, tmp_path, name, file):
-    write_files(tmp_path, {file: '{"data": [{"question": "Wh'})
-    message = convert_with_error(name, tmp_path / file, tmp_path / "images")
-    assert f"{file} is corrupt or truncated" in message
-    assert message.count("\n") == 1
-
-
 def test_ocrbench_v2_keeps_the_types_it_can_score(convert, tmp_path):
     rows = [
         make_ocrbench_row(0, ["CENTRE"], type="text recognition en"),
@@ -153,13 +141,6 @@ def test_iiit5k_file(convert, tmp_path):
     }
 
 
-def test_a_truncated_iiit5k_file_is_an_error(convert_with_error, tmp_path):
-    write_files(tmp_path, {"testdata.mat": b"MATLAB 5.0 MAT-file"})
-    assert "testdata.mat is corrupt, truncated or not a file of IIIT5K" in convert_with_error(
-        "iiit5k", tmp_path, tmp_path
-    )
-
-
 def test_icdar2015_lines_with_quotes(convert, tmp_path):
     text = '\ufeffword_1.png, "Genaxis Theatre"\r\nword_2.png, "say \\"no, thanks\\""\r\n'
     write_files(tmp_path, {"gt.txt": text, "word_1.png": png(), "word_2.png": png()})
@@ -188,8 +169,3 @@ def test_sroie_has_one_question_per_field(convert, tmp_path):
         "test-X001-total": ["9.00"],
     }
     assert result.reasons == {"the receipt has no address": 1}
-
-
-def test_a_truncated_sroie_file_is_an_error(convert_with_error, tmp_path):
-    write_files(tmp_path, {"entities/X001.txt": '{"company": "TAN', "img/X001.jpg": png()})
-    assert "X001.txt is corrupt or truncated" in convert_with_error("sroie", tmp_path, tmp_path)

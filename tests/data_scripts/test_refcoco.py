@@ -106,14 +106,6 @@ def test_a_truncated_pickle_is_one_message(convert_with_error, folder, train2014
     assert message.count("\n") == 1
 
 
-def test_a_truncated_instances_file_is_an_error(convert_with_error, folder, train2014):
-    content = (folder / "instances.json").read_text()
-    write_files(folder, {"instances.json": content[: len(content) // 2]})
-    assert "instances.json is corrupt or truncated" in convert_with_error(
-        "refcoco", folder, train2014
-    )
-
-
 def test_a_split_without_regions_is_an_error(convert_with_error, folder, train2014):
     assert "no regions of split test" in convert_with_error(
         "refcoco", folder, train2014, split="test"
@@ -169,11 +161,3 @@ def test_an_unknown_table_is_an_error(convert_with_error, tmp_path):
     source = write_table(tmp_path / "val.parquet", [{"bbox": [1, 2, 3, 4], "text": "x"}])
     message = convert_with_error("refcoco_hub", source, tmp_path / "images")
     assert "neither lmms-lab's nor jxu124's RefCOCO: its columns are bbox, text" in message
-
-
-def test_a_truncated_table_is_an_error(convert_with_error, tmp_path):
-    source = write_table(tmp_path / "val.parquet", [LMMS])
-    source.write_bytes(source.read_bytes()[:-20])
-    assert "val.parquet cannot be read" in convert_with_error(
-        "refcoco_hub", source, tmp_path / "images"
-    )

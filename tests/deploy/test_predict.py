@@ -17,7 +17,7 @@ from video_files import level, make_video
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.videos import Clip
+from vlm_grpo.data.images import Clip
 from vlm_grpo.deploy.predict import Prediction, Predictor, predict
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate_policy

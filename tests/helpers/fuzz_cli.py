@@ -129,12 +129,12 @@ COMMANDS: dict[str, list[tuple[str | Callable[[random.Random], str], ...]]] = {
                ("--dtype", one_of("float32", "bfloat16", "int8")), ("--adapter",)],
     "doctor": [(model,), ("--image", image), ("--dtype", one_of("float32", "bfloat16", "x"))],
     "new-task": [(one_of("read_clock", "a b", "1x", "class"),), ("--out", new)],
-    "validate": [(task,), ("--data", data), ("--image-root", images), ("tags={}", one_of("true"))],
+    "check": [(task,), ("--data", data), ("--image-root", images), ("tags={}", one_of("true")),
+              ("--against", data), ("--token-side", number), ("--limit", number),
+              ("--preview", new), ("--data-only",)],
     "score": [(task,), ("--data", data), ("--predictions", outputs), ("--image-root", images),
               ("--format", one_of("predictions", "vlm_r1", "r1_v", "lmms_eval")), ("--json",),
               ("--frame", one_of("original", "permille", "resized")), ("--no-tags",)],
-    "data check": [(data,), ("--task", task), ("--against", data), ("--image-root", images),
-                   ("--token-side", number), ("--limit", number)],
     "tasks": [],
 }  # fmt: skip
 """Arguments by command; the first two are given almost always, the others sometimes."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.stream import Stream, build_stream
+from vlm_grpo.data.stream import ExampleStream, build_stream
 from vlm_grpo.types import Example
 
 EXAMPLES = [Example(str(number), (), "?", number) for number in range(20)]
 
 
-def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> Stream:
+def build_mixture(counts: dict[str, int], seed: int = 0, **data: Any) -> ExampleStream:
     sources = [{"source": f"{name}.jsonl", "task": "counting", "name": name} for name in counts]
     weights = data.pop("weights", {})
     for source in sources:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data.images import MediaReader
 from vlm_grpo.media.image_decode import FORMATS, decode_image, read_size
 
 # 3 x 2: red, green, blue over black, white, yellow.
@@ -141,7 +141,7 @@ def test_a_damaged_file_decodes_or_is_named(kind: str) -> None:
         if rng.random() < 0.3:
             data = data[: rng.randrange(len(data))]
         try:
-            reference = ImageReader(None, 10**6).read(bytes(data), "damaged")
+            reference = MediaReader(None, 10**6).read(bytes(data), "damaged")
             assert reference.load().size == reference.size
         except ValueError as error:
             assert str(error).startswith("image damaged ")  # noqa: PT017 (only some files fail)

@@ -18,13 +18,12 @@ from judge_server import Reply, run_judge
 from PIL import Image
 from small_runs import assert_same_run, read_metrics, save_tiny_model, small_run
 
-from vlm_grpo.cli.validation import validate_task
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.config.prompt import PromptSettings
+from vlm_grpo.data import load_examples
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.task.soundness import check_task
 from vlm_grpo.tasks.counting import Counting
 from vlm_grpo.tasks.judged import Judged, read_verdict
 from vlm_grpo.training.trainer import train
@@ -251,8 +250,8 @@ def test_validate_asks_the_judge_about_few_rows(tmp_path: Path) -> None:
         return Reply(f"Score: {9 if read_answer(text) == reference[1] else 0}")
 
     with run_judge(respond) as server:
-        settings = DataSettings(train=str(data))
-        lines = list(validate_task(load(server.address), str(data), settings, PromptSettings()))
+        task = load(server.address)
+        lines = list(check_task(task, load_examples(str(data), task)))
     assert "judge scores batches: checked on the first 20 examples" in lines
     assert "gold answers earn 0.900 of the full reward, at least 0.900" in lines
     assert "in a group of 4 equal completions, the gold answer earns 0.900" in lines

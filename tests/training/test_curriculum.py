@@ -10,12 +10,12 @@ import pytest
 from streams import EXAMPLES, build_mixture
 
 from vlm_grpo.config.data import CurriculumSettings
-from vlm_grpo.data.stream import ExampleStream, Stream, StreamCursor
+from vlm_grpo.data.stream import ExampleStream, StreamCursor
 from vlm_grpo.training.curriculum import Curriculum
 from vlm_grpo.types import Example
 
 
-def make_curriculum(stream: Stream, rows: int, **settings: Any) -> Curriculum:
+def make_curriculum(stream: ExampleStream, rows: int, **settings: Any) -> Curriculum:
     return Curriculum(stream, rows, CurriculumSettings(**settings), seed=0)
 
 

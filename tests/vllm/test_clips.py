@@ -16,7 +16,7 @@ from vllm_runs import make_settings
 
 from vlm_grpo.config.data import VideoSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.videos import Clip, VideoReader
+from vlm_grpo.data.images import Clip, MediaReader
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.serve.chat import ChatClient, Endpoint, build_messages, encode_clip
@@ -88,7 +88,7 @@ def test_a_chat_on_a_file_has_our_prompt_but_for_two_tokens(
 ) -> None:
     """vLLM chooses the same frames and times, and keeps a start and an end around the clip."""
     (tmp_path / "a.mp4").write_bytes(make_video(count=90, size=(128, 64), fps=30))
-    clip = VideoReader(tmp_path, 10**6, VideoSettings()).read(Clip("a.mp4"), "a")
+    clip = MediaReader(tmp_path, 10**6, VideoSettings()).read(Clip("a.mp4"), "a")
     assert isinstance(clip, VideoRef)
     prompts = sampler.policy.prompts
     prompt = make_prompt(sampler.policy, Example("a", (clip,), "What?", 0))

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from vlm_grpo.cli import data
+from vlm_grpo.cli.check import check
 from vlm_grpo.cli.common import SettingsCommand
 from vlm_grpo.cli.difficulty import difficulty
 from vlm_grpo.cli.doctor import doctor
@@ -36,7 +36,6 @@ from vlm_grpo.cli.score import score
 from vlm_grpo.cli.serve import serve
 from vlm_grpo.cli.settings import settings, tasks
 from vlm_grpo.cli.train import sft, train
-from vlm_grpo.cli.validate import validate
 from vlm_grpo.errors import UserError
 from vlm_grpo.utils.openmp import spin_between_kernels
 
@@ -47,7 +46,7 @@ app = typer.Typer(
     vlm-grpo train quickstart                      a first run, on any machine, in minutes
     vlm-grpo tasks                                 the tasks and recipes that are installed
     vlm-grpo settings                              the settings of a run, and what they do
-    vlm-grpo validate my_task.py --data d.jsonl    check a task and its data, without a model
+    vlm-grpo check my_task.py --data d.jsonl       check a task and its data, without a model
 
     The --help of a command has examples. --debug, anywhere, shows the traceback of an error.
     """,
@@ -57,11 +56,16 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(data.app, name="data")
 for command in (train, sft, sample, difficulty, evaluate, predict, serve, plan):
     app.command(cls=SettingsCommand)(command)
-for command in (report, export, doctor, tasks, settings, new_task, validate, score):
+for command in (report, export, doctor, tasks, settings, new_task, check, score):
     app.command()(command)
+
+MOVED = {
+    "validate": "vlm-grpo check TASK --data DATA",
+    "data": "vlm-grpo check TASK --data DATA, which draws rows with --preview FILE",
+}
+"""The command that replaces each earlier one."""
 
 
 @app.callback(invoke_without_command=True)
@@ -159,6 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # PEFT imports it, and it then advises to install a package for a kernel that is not used here.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
+        name = next((word for word in words if not word.startswith("-")), "")
+        if name in MOVED:
+            raise UserError(f"vlm-grpo {name} has become {MOVED[name]}")
         _build_program()(args=[word for word in words if word != "--debug"], prog_name="vlm-grpo")
     except Exception as error:
         message = explain(error)

@@ -100,29 +100,14 @@ MaxPixels = Annotated[
 
 
 def load_prompts(
-    model: str | None,
-    max_pixels: int | None,
-    data: DataSettings,
-    prompt: PromptSettings | None = None,
-) -> PromptBuilder | None:
-    """Load the builder of a model's prompts, without its weights; None without a model."""
-    return None if model is None else load_model_prompts(model, max_pixels, data, prompt)
-
-
-def load_model_prompts(
-    model: str,
-    max_pixels: int | None,
-    data: DataSettings,
-    prompt: PromptSettings | None = None,
+    model: str, max_pixels: int | None, data: DataSettings, prompt: PromptSettings
 ) -> PromptBuilder:
     """Load the builder of a model's prompts, without its weights."""
     from vlm_grpo.config.policy import PolicySettings
-    from vlm_grpo.config.prompt import PromptSettings
     from vlm_grpo.config.run import Settings
     from vlm_grpo.model.prompts import load_prompt_builder
 
     policy = PolicySettings(max_pixels=max_pixels)
-    prompt = prompt or PromptSettings()
     settings = Settings(task="any", model=model, data=data, policy=policy, prompt=prompt)
     return load_prompt_builder(settings)
 

@@ -37,7 +37,7 @@ def new_task(
     file, test = write_task(name, out)
     typer.echo(f"wrote {file} and {test}; next:")
     typer.echo(f"  python -m pytest {test}")
-    typer.echo(f"  vlm-grpo validate {file} --data YOUR.jsonl")
+    typer.echo(f"  vlm-grpo check {file} --data YOUR.jsonl")
     typer.echo(f"  vlm-grpo train {file} model={EXAMPLE_MODEL} \\")
     typer.echo("      data.train=YOUR.jsonl data.eval=HELD_OUT.jsonl \\")
     typer.echo("      policy.lora.r=64 optim.lr=1e-5")

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from vlm_grpo.config.data import DataSettings
+from vlm_grpo.config.data import DataSettings, Split
 from vlm_grpo.data.duplicates import ImageHash, find_duplicates, hash_image, measure_difference
 from vlm_grpo.data.loading import read_examples
-from vlm_grpo.data.splits import Split
 from vlm_grpo.errors import bullets
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import gold_boxes
@@ -29,6 +28,10 @@ _END_BYTES = 4096
 _MAX_LISTED = 10
 """Problems listed under each heading of a report."""
 
+Measure = Callable[[Sequence[Example], Task], tuple[list[int] | None, list[str]]]
+"""Returns the numbers of tokens of examples' prompts (None: unknown), and the problems of those
+that cannot be built."""
+
 
 @dataclass(frozen=True)
 class DataReport:
@@ -37,164 +40,132 @@ class DataReport:
     Attributes:
         source: the source's name.
         examples: the good rows.
-        bad_rows: location and problem of each bad row.
-        unreadable_images: images that cannot be decoded, each with the reason.
-        boxes_outside: boxes that extend beyond their image, each with its row's id.
+        problems: the problems of each kind, by its name; a kind without any was checked.
+        skips_bad_rows: bad rows are no failure, as training skips them.
         duplicates: groups of names of images that show the same picture.
-        answers: lines of statistics on the gold answers.
-        image_tokens: number of image tokens of each example; empty without a token counter.
-        prompt_tokens: number of tokens of each prompt that could be built; None: not checked.
-        bad_prompts: problems of the others.
+        statistics: lines on the gold answers and the prompts.
         hashes: the hash of every image that can be decoded, by the image's name.
     """
 
     source: str
     examples: Sequence[Example]
-    bad_rows: Sequence[str]
-    unreadable_images: Sequence[str]
-    boxes_outside: Sequence[str]
+    problems: dict[str, list[str]]
+    skips_bad_rows: bool
     duplicates: Sequence[Sequence[str]]
-    answers: Sequence[str]
-    image_tokens: Sequence[int] = ()
-    prompt_tokens: Sequence[int] | None = None
-    bad_prompts: Sequence[str] = ()
-    hashes: dict[str, ImageHash] = field(default_factory=dict, repr=False)
+    statistics: Sequence[str]
+    hashes: dict[str, ImageHash] = field(repr=False)
 
     @property
     def passed(self) -> bool:
-        """Return whether nothing is wrong; duplicates within a source are allowed."""
-        return bool(self.examples) and not any(problems for _, problems in self.problems)
+        """Whether there are examples and no problems; duplicates within a source are allowed."""
+        skipped = {"bad rows"} if self.skips_bad_rows else set()
+        found = {name for name, problems in self.problems.items() if problems}
+        return bool(self.examples) and found <= skipped
 
-    @property
-    def problems(self) -> list[tuple[str, Sequence[str]]]:
-        """The problems of each kind, with their name."""
-        kinds = [
-            ("bad rows", self.bad_rows),
-            ("unreadable images", self.unreadable_images),
-            ("boxes outside their image", self.boxes_outside),
-        ]
-        if self.prompt_tokens is not None:
-            kinds.append(("prompts that cannot be built", self.bad_prompts))
-        return kinds
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """What two sources have in common.
-
-    Attributes:
-        first, second: the sources' names.
-        images: names of images that show the same picture, one of each source, and the share of
-            pixels that differ. Every such image of the second source appears once.
-        ids: ids of examples of both, without ids that only number the rows of a source.
-    """
-
-    first: str
-    second: str
-    images: Sequence[tuple[str, str, float]]
-    ids: Sequence[str]
-
-    @property
-    def found(self) -> bool:
-        """Return whether they have anything in common."""
-        return bool(self.images or self.ids)
-
-
-class Measures(NamedTuple):
-    """How to count tokens.
-
-    Attributes:
-        count_tokens: returns the number of tokens of an image or a clip.
-        measure_prompts: returns the numbers of tokens of the prompts of some examples, and the
-            problems of those that cannot be built.
-    """
-
-    count_tokens: Callable[[ImageRef], int] | None = None
-    measure_prompts: Callable[[Sequence[Example], Task], tuple[list[int], list[str]]] | None = None
+    def describe(self, count_tokens: Callable[[ImageRef], int] | None = None) -> Iterator[str]:
+        """Yield the lines that the command line prints, with the images' numbers of tokens."""
+        good_rows, readable = len(self.examples), len(self.hashes)
+        yield f"{self.source}: {good_rows} good rows, {readable} readable images"
+        for name, problems in self.problems.items():
+            yield f"  {name:<28} {len(problems)}"
+            if problems:
+                yield bullets(problems, _MAX_LISTED)
+        images = sum(map(len, self.duplicates))
+        yield f"  {'duplicate images':<28} {images} in {len(self.duplicates)} groups"
+        for group in self.duplicates[:_MAX_LISTED]:
+            yield f"  - {', '.join(group[:5])}{' …' if len(group) > 5 else ''}"
+        yield from (f"  {line}" for line in self.statistics)
+        if count_tokens is not None and self.examples:
+            tokens = [sum(map(count_tokens, example.images)) for example in self.examples]
+            yield f"  {_describe_spread('image tokens per example', tokens)}"
 
 
 def check_source(
-    source: str,
-    task: Task,
-    data: DataSettings | None = None,
-    measures: Measures | None = None,
-    split: Split = "eval",
+    source: str, task: Task, data: DataSettings, measure: Measure, split: Split = "eval"
 ) -> DataReport:
-    """Check every row and decode every image of a source.
+    """Check every row, decode every image and measure every prompt of a source.
 
     Args:
         source: as for ``load_examples``.
         task: the task that checks the form of each answer.
-        data: image root and limits.
-        measures: how to count tokens; None: they are not counted.
+        data: image root, limits and the treatment of bad rows.
+        measure: builds the prompts of the rows whose images are readable.
         split: selects the limit, and the split of a source that has several.
 
     Raises:
         UserError: the source cannot be read at all.
     """
-    data = DataSettings(train=source) if data is None else data
-    count_tokens, measure_prompts = measures or Measures()
     examples, bad_rows = read_examples(source, task, data, split)
-    images = {
-        _get_name(image): (image, example) for example in examples for image in example.images
-    }
     hashes: dict[str, ImageHash] = {}
     unreadable: dict[str, str] = {}
-    for name, (image, example) in images.items():
+    for name, (image, example) in {
+        _get_name(i): (i, e) for e in examples for i in e.images
+    }.items():
         try:
             hashes[name] = hash_image(image.load(), image.load)
         except ValueError as error:
             unreadable[name] = f"{example.name}: {error}"
     readable = [e for e in examples if not any(_get_name(i) in unreadable for i in e.images)]
-    lengths, bad_prompts = (
-        (None, []) if measure_prompts is None else measure_prompts(readable, task)
-    )
+    lengths, bad_prompts = measure(readable, task)
     names = list(hashes)
-    groups = find_duplicates(list(hashes.values()))
+    problems = {
+        "bad rows": bad_rows,
+        "unreadable images": list(unreadable.values()),
+        "boxes outside their image": [
+            line for e in examples for line in _find_boxes_outside(e, task)
+        ],
+        "prompts that cannot be built": bad_prompts,
+    }
+    unchecked = "not checked without --model: control tokens in the text, the chat template, the "
+    prompts = unchecked + "lengths of the prompts"
+    if lengths is not None:
+        prompts = _describe_spread("tokens per prompt", lengths)
     return DataReport(
         source=source,
         examples=examples,
-        bad_rows=bad_rows,
-        unreadable_images=list(unreadable.values()),
-        boxes_outside=[line for e in examples for line in _find_boxes_outside(e, task)],
-        duplicates=[[names[i] for i in group] for group in groups],
-        answers=list(_describe_answers(examples)),
-        image_tokens=[]
-        if count_tokens is None
-        else [sum(map(count_tokens, e.images)) for e in examples],
-        prompt_tokens=lengths,
-        bad_prompts=bad_prompts,
+        problems=problems,
+        skips_bad_rows=data.on_bad_row == "skip",
+        duplicates=[[names[i] for i in group] for group in find_duplicates(list(hashes.values()))],
+        statistics=[*_describe_answers(examples), prompts],
         hashes=hashes,
     )
 
 
-def find_overlap(first: DataReport, second: DataReport) -> Overlap:
-    """Return the images and ids that two sources have in common."""
-    names = [*first.hashes, *second.hashes]
-    hashes = [*first.hashes.values(), *second.hashes.values()]
+def describe_overlap(first: DataReport, second: DataReport) -> list[str]:
+    """Return lines on the images and ids that two sources have in common; none if there are none.
+
+    Every image of the second source that shows a picture of the first is named once. Ids that
+    only number the rows of a source do not count.
+    """
+    hashes = [*first.hashes.items(), *second.hashes.items()]
     images = []
-    for group in find_duplicates(hashes):
-        in_first = [i for i in group if i < len(first.hashes)]
-        if in_first:
-            match = in_first[0]
-            images += [
-                (names[match], names[i], measure_difference(hashes[match], hashes[i]))
-                for i in group
-                if i >= len(first.hashes)
-            ]
-    ids = {example.id for example in first.examples} & {example.id for example in second.examples}
-    return Overlap(
-        first.source,
-        second.source,
-        images,
-        sorted(name for name in ids if not re.fullmatch(r"row-\d+", name)),
-    )
+    for group in find_duplicates([image for _, image in hashes]):
+        if group[0] < len(first.hashes):
+            name, image = hashes[group[0]]
+            for copy, other in (hashes[i] for i in group if i >= len(first.hashes)):
+                changed = measure_difference(image, other)
+                images.append(f"{copy} is {name} ({changed:.1%} of the pixels differ)")
+    shared = {example.id for example in first.examples} & {
+        example.id for example in second.examples
+    }
+    ids = sorted(name for name in shared if not re.fullmatch(r"row-\d+", name))
+    if not images and not ids:
+        return []
+    lines = ["!" * 78]
+    if images:
+        lines.append(f"{len(images)} IMAGES of {second.source} ARE ALSO IN {first.source}:")
+        lines.append(bullets(images, _MAX_LISTED))
+    if ids:
+        lines.append(f"{len(ids)} IDS ARE IN BOTH: {', '.join(ids[:_MAX_LISTED])}")
+    return [
+        *lines, "A model trained on one and evaluated on the other has seen test data.", "!" * 78
+    ]  # fmt: skip
 
 
 def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Example]) -> None:
     """Log how many held-out examples show an image of the training data, if any.
 
-    Images are compared by path and encoded bytes, without decoding them; ``vlm-grpo data check
+    Images are compared by path and encoded bytes, without decoding them; ``vlm-grpo check
     --against`` also finds re-encoded and resized duplicates.
     """
     trained = {_get_identity(image) for example in train for image in example.images}
@@ -227,56 +198,10 @@ def _get_identity(image: ImageRef) -> Path | bytes:
     return hashlib.blake2b(b"".join([size.to_bytes(8), *ends]), digest_size=16).digest()
 
 
-def format_report(report: DataReport) -> Iterator[str]:
-    """Yield the lines that the command line prints for one source."""
-    good_rows, readable = len(report.examples), len(report.hashes)
-    yield f"{report.source}: {good_rows} good rows, {readable} readable images"
-    for name, problems in report.problems:
-        yield f"  {name:<28} {len(problems)}"
-        if problems:
-            yield bullets(problems, _MAX_LISTED)
-    images = sum(len(group) for group in report.duplicates)
-    yield f"  {'duplicate images':<28} {images} in {len(report.duplicates)} groups"
-    for group in report.duplicates[:_MAX_LISTED]:
-        yield f"  - {', '.join(group[:5])}{' …' if len(group) > 5 else ''}"
-    for line in report.answers:
-        yield f"  {line}"
-    if report.image_tokens:
-        low, median, high = np.percentile(report.image_tokens, (0, 50, 100))
-        yield f"  {'image tokens per example':<28} {low:.0f} to {high:.0f}, median {median:.0f}"
-    yield f"  {describe_lengths(report.prompt_tokens)}"
-
-
-def describe_lengths(lengths: Sequence[int] | None) -> str:
-    """Return a line on the prompts' numbers of tokens; None: they were not counted."""
-    if lengths is None:
-        return (
-            "not checked without --model: control tokens in the text, the chat template, the "
-            "lengths of the prompts"
-        )
-    low, median, high = np.percentile(lengths or [0], (0, 50, 100))
-    return f"{'tokens per prompt':<28} {low:.0f} to {high:.0f}, median {median:.0f}"
-
-
-def format_overlap(overlap: Overlap) -> Iterator[str]:
-    """Yield the lines that the command line prints about images and ids in both sources."""
-    if not overlap.found:
-        yield f"{overlap.first} and {overlap.second} have no image and no id in common"
-        return
-    yield "!" * 78
-    if overlap.images:
-        yield f"{len(overlap.images)} IMAGES of {overlap.second} ARE ALSO IN {overlap.first}:"
-        yield bullets(
-            [
-                f"{in_second} is {in_first} ({changed:.1%} of the pixels differ)"
-                for in_first, in_second, changed in overlap.images
-            ],
-            _MAX_LISTED,
-        )
-    if overlap.ids:
-        yield f"{len(overlap.ids)} IDS ARE IN BOTH: {', '.join(overlap.ids[:_MAX_LISTED])}"
-    yield "A model trained on one and evaluated on the other has seen test data."
-    yield "!" * 78
+def _describe_spread(name: str, numbers: Sequence[int]) -> str:
+    """Return a line with the least, the largest and the median of some numbers."""
+    low, median, high = np.percentile(numbers or [0], (0, 50, 100))
+    return f"{name:<28} {low:.0f} to {high:.0f}, median {median:.0f}"
 
 
 def _get_name(image: ImageRef) -> str:
@@ -284,7 +209,6 @@ def _get_name(image: ImageRef) -> str:
 
 
 def _find_boxes_outside(example: Example, task: Task) -> Iterator[str]:
-    """Yield a line for each gold box that extends beyond its image."""
     answer: Any = example.answer
     if not (isinstance(answer, dict) and "boxes" in answer and example.images):
         return
@@ -314,16 +238,9 @@ def _describe_answers(examples: Sequence[Example]) -> Iterator[str]:
             low, median, high = np.percentile(sides, (5, 50, 95))
             spread = f"5 %: {low:.0f}, median {median:.0f}, 95 %: {high:.0f}"
             yield f"{'box side in pixels':<28} {spread}"
-    texts = [a if isinstance(a := e.answer, str) else a[0] for e in examples if _is_text(e.answer)]
+    given = [[e.answer] if isinstance(e.answer, str) else e.answer for e in examples]
+    texts = [a[0] for a in given if isinstance(a, list | tuple) and a and isinstance(a[0], str)]
     if texts:
-        low, median, high = np.percentile([len(text) for text in texts], (0, 50, 100))
-        yield f"{'characters per answer':<28} {low:.0f} to {high:.0f}, median {median:.0f}"
-        common = ", ".join(
-            f"{text[:20]!r} {times}" for text, times in Counter(texts).most_common(5)
-        )
-        yield f"{'most frequent':<28} {common}"
-
-
-def _is_text(answer: Any) -> bool:
-    texts = [answer] if isinstance(answer, str) else answer
-    return isinstance(texts, list | tuple) and bool(texts) and isinstance(texts[0], str)
+        yield _describe_spread("characters per answer", list(map(len, texts)))
+        common = Counter(texts).most_common(5)
+        yield f"{'most frequent':<28} " + ", ".join(f"{t[:20]!r} {times}" for t, times in common)

@@ -1,7 +1,7 @@
 """The formats of data sources: how each is recognized, and the reader of its rows.
 
-A format is one entry of ``FORMATS``. Training, ``validate``, ``data check`` and ``data preview``
-read every source through ``open_source``.
+A format is one entry of ``FORMATS``. Training and ``check`` read every source
+through ``open_source``.
 """
 
 from __future__ import annotations
@@ -11,27 +11,42 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from vlm_grpo.config.data import PYTHON
-from vlm_grpo.data.coco import find_coco_file, list_coco_folders, read_json
-from vlm_grpo.data.image_folder import find_metadata, has_classes, read_classes, read_metadata
+from vlm_grpo.config.data import PYTHON, Split
+from vlm_grpo.data.detection import (
+    SPLIT_NAMES,
+    find_coco_file,
+    is_voc,
+    is_yolo,
+    list_coco_folders,
+    list_voc_folders,
+    list_yolo_folders,
+    read_json_source,
+    read_voc,
+    read_yolo,
+)
+from vlm_grpo.data.files import (
+    find_metadata,
+    list_classes,
+    read_classes,
+    read_csv,
+    read_metadata,
+    read_tar,
+)
 from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data.rows import Row, select_valid
-from vlm_grpo.data.splits import Split, enter_split
-from vlm_grpo.data.text_tables import read_csv
-from vlm_grpo.data.voc import is_voc, list_voc_folders, read_voc
-from vlm_grpo.data.webdataset import read_tar
-from vlm_grpo.data.yolo import is_yolo, list_yolo_folders, read_yolo
 from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
+_EMBEDDED_MODULES = ("charts", "clips", "screens", "shapes", "tables", "words")
 _EMBEDDED_SEED = 1
 """Differs from the seed of the examples on which the embedded model was trained."""
 _EMBEDDED_SIZES: dict[Split, int] = {"train": 4096, "eval": 500}
@@ -60,6 +75,12 @@ class Format:
     list_folders: Callable[[Path], Sequence[Path]] = lambda path: [path.parent]
 
 
+def _only_path(
+    read: Callable[[Path], Iterable[Row]],
+) -> Callable[[Path, Task, Split], Iterable[Row]]:
+    return lambda path, task, split: read(path)
+
+
 def _has_suffix(*suffixes: str) -> Callable[[Path], bool]:
     return lambda path: path.suffix.lower() in suffixes and not path.is_dir()
 
@@ -68,7 +89,7 @@ def _is_folder(test: Callable[[Path], Any]) -> Callable[[Path], bool]:
     return lambda path: path.is_dir() and bool(test(path))
 
 
-def _read_parquet(path: Path, task: Task, split: Split) -> Iterable[Row]:
+def _read_parquet(path: Path) -> Iterable[Row]:
     from vlm_grpo.data.hub import read_parquet  # slow to import
 
     return read_parquet(path)
@@ -99,20 +120,20 @@ def _itself(path: Path) -> Sequence[Path]:
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(".jsonl", _has_suffix(".jsonl"), lambda path, task, split: read_jsonl(path)),
-    Format(".json (an array, or COCO)", _has_suffix(".json"), read_json, list_coco_folders),
-    Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), lambda path, task, split: read_csv(path)),
-    Format(".parquet", _has_suffix(".parquet"), _read_parquet),
-    Format(".tar (WebDataset)", _has_suffix(".tar"), lambda path, task, split: read_tar(path)),
+    Format(".jsonl", _has_suffix(".jsonl"), _only_path(read_jsonl)),
+    Format(".json (an array, or COCO)", _has_suffix(".json"), read_json_source, list_coco_folders),
+    Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _only_path(read_csv)),
+    Format(".parquet", _has_suffix(".parquet"), _only_path(_read_parquet)),
+    Format(".tar (WebDataset)", _has_suffix(".tar"), _only_path(read_tar)),
     Format("data.yaml of YOLO", _has_suffix(".yaml", ".yml"), read_yolo, list_yolo_folders),
     Format(".xml of Pascal VOC", _has_suffix(".xml"), read_voc, list_voc_folders),
     Format("a folder of save_to_disk", _is_folder(_is_saved), _read_saved, _itself),
-    Format("a folder of COCO", _is_folder(find_coco_file), read_json, list_coco_folders),
+    Format("a folder of COCO", _is_folder(find_coco_file), read_json_source, list_coco_folders),
     Format("of YOLO", _is_folder(is_yolo), read_yolo, list_yolo_folders),
     Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_voc_folders),
     Format("of images and metadata", _is_folder(find_metadata), read_metadata, _itself),
     Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
-    Format("of a subfolder per class", _is_folder(has_classes), read_classes, _itself),
+    Format("of a subfolder per class", _is_folder(list_classes), read_classes, _itself),
 )
 """All formats; the first that fits a path reads it."""
 
@@ -166,9 +187,17 @@ def open_source(source: str | Rows, task: Task, limit: int | None, split: Split)
         name = source.removeprefix("hf:")
         folder = Path(name.partition(":")[0])
         return OpenSource(read_hub(name, split), [folder] if folder.is_dir() else [])
-    paths = [enter_split(path, split) for path in _expand(source)]
+    paths = [_enter_split(path, split) for path in _expand(source)]
     folders = chain.from_iterable(_find_format(path).list_folders(path) for path in paths)
     return OpenSource(_read_all(paths, task, split), list(dict.fromkeys(folders)))
+
+
+def _enter_split(path: Path, split: Split) -> Path:
+    """Return a folder's subfolder of the split, or the path itself if it has none."""
+    if not (path / "train").is_dir():
+        return path
+    found = (path / name for name in SPLIT_NAMES[split])
+    return next((folder for folder in found if folder.is_dir()), path)
 
 
 def _expand(source: str) -> list[Path]:
@@ -246,21 +275,10 @@ def _to_python(value: Any) -> Any:
 
 def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> Iterator[Row]:
     """Generate the examples of an embedded dataset; the two splits share no random stream."""
-    from vlm_grpo.data_scripts import (
-        make_charts,
-        make_clips,
-        make_screens,
-        make_shapes,
-        make_tables,
-        make_words,
-    )
-
     task_name = source.removeprefix("embedded:")
     kind, _, _ = task_name.partition(":")
-    modules = make_charts, make_clips, make_screens, make_shapes, make_tables, make_words
-    generators = {
-        known: module.draw_examples for module in modules for known in module.draw_examples.kinds
-    }
+    modules = [import_module(f"vlm_grpo.data_scripts.make_{name}") for name in _EMBEDDED_MODULES]
+    generators = {k: module.draw_examples for module in modules for k in module.draw_examples.kinds}
     if kind not in generators:
         raise UserError(
             f"there is no embedded dataset {kind!r}{nearest(kind, generators)}: "

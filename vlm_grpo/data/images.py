@@ -1,4 +1,4 @@
-"""Locating and measuring the images of a dataset without decoding their pixels."""
+"""Locating and measuring the images and clips of a dataset without decoding them."""
 
 from __future__ import annotations
 
@@ -8,48 +8,81 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import numpy as np
 from PIL import Image
+from qwen_vl_utils.vision_process import smart_nframes
 
-from vlm_grpo.media.image_decode import decode_image, read_size
-from vlm_grpo.types import FileSlice, ImageRef
+from vlm_grpo.config.data import VideoSettings
+from vlm_grpo.media.image_decode import decode_image, encode_png, read_size
+from vlm_grpo.media.video_decode import read_shape
+from vlm_grpo.types import FileSlice, ImageRef, VideoRef
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """Suffixes by which files and columns of images are recognized."""
+VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".flv", ".ogv"),
+    *(".asf", ".wmv"),
+)
+"""Suffixes by which files and columns of clips are recognized."""
+_MIN_FRAMES = 4
+"""Frames of a short video file, as in qwen-vl-utils."""
 _MAX_CACHED = 10_000
 """Number of images and clips whose headers are kept for other rows of the same ones."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
-class ImageReader:
-    """A reader of the images in a dataset's rows, which opens each file once.
+@dataclass(frozen=True)
+class Clip:
+    """A clip of a row, not yet read.
+
+    Attributes:
+        value: a path or the bytes of a video file, the path of a folder of frames, a list of
+            frames, or ``{"frames": […], "fps": …}`` or ``{"frames": […], "times": […]}``.
+    """
+
+    value: Any
+
+
+class MediaReader:
+    """A reader of the images and clips in a dataset's rows, which opens each file once.
 
     Attributes:
         roots: folders that contain all images and that paths are relative to; the first that has
             an image is used. Without any, paths are refused.
-        max_pixels: largest number of pixels in an image.
+        max_pixels: largest number of pixels in an image or a frame.
+        video: which frames of clips are taken, and the limit on their length.
     """
 
-    def __init__(self, roots: Path | Sequence[Path] | None, max_pixels: int) -> None:
+    def __init__(
+        self,
+        roots: Path | Sequence[Path] | None,
+        max_pixels: int,
+        video: VideoSettings | None = None,
+    ) -> None:
         folders = [roots] if isinstance(roots, Path) else roots or ()
         # Unlike resolve, realpath raises nothing for a symlink loop.
         self.roots = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
         self.max_pixels = max_pixels
+        self.video = video or VideoSettings()
         self._cache: dict[tuple[str, str], ImageRef | str] = {}
 
     def read(self, value: Any, name: str) -> ImageRef:
-        """Return a reference to an image after reading its header.
+        """Return a reference to an image or clip after reading its header.
 
         Args:
-            value: a path, the encoded image's bytes, ``{"bytes": …, "path": …}`` as in a table's
-                image column, a ``data:`` URL, or a Pillow image.
-            name: name for messages of an image without a path.
+            value: a ``Clip``, or an image: a path, the encoded image's bytes, ``{"bytes": …,
+                "path": …}`` as in a table's image column, a ``data:`` URL, or a Pillow image.
+            name: name for messages of what has no path.
 
         Raises:
-            ValueError: the image is missing, unreadable, too large, or outside the root.
+            ValueError: it is missing, unreadable, too large or too long, or outside the folders.
         """
+        if isinstance(value, Clip):
+            return self._read_clip(value.value, name)
         if isinstance(value, Mapping):
             data, path = value.get("bytes"), value.get("path")
             if isinstance(data, bytes):
@@ -62,13 +95,19 @@ class ImageReader:
         if isinstance(value, Path):
             value = str(value)
         if isinstance(value, Image.Image):
-            self.check_pixels(value.size, name)
-            return self._from_bytes(_encode(value, name), name)
+            self._check_pixels(value.size, name)
+            try:  # the pixels that its file would be decoded to
+                return self._from_bytes(encode_png(decode_image(value)), name)
+            except ValueError as error:
+                raise ValueError(
+                    f"image {name} cannot be read: {error}; a PIL image must be complete and still "
+                    "open"
+                ) from error
         if not isinstance(value, str) or not value:
             raise ValueError(
                 f"an image must be a path, encoded bytes or a PIL image, not {_describe(value)}"
             )
-        return self._read_once("image", value, self._from_path)
+        return self._read_once("image", value, self._read_image_file)
 
     def _read_once(self, kind: str, path: str, read: Callable[[str], ImageRef]) -> ImageRef:
         """Return what ``read`` returns, or raise what it raised, for the first row of a path."""
@@ -89,12 +128,17 @@ class ImageReader:
         size = self._measure(io.BytesIO(data if isinstance(data, bytes) else data.read()), name)
         return ImageRef(name=name, size=size, resized_size=size, data=data)
 
-    def locate(self, name: str, kind: Literal["image", "video"]) -> Path:
-        """Return the file of an image or video, or the folder of a video's frames, by its path.
+    def _read_image_file(self, name: str) -> ImageRef:
+        path = self._locate(name, "image")
+        try:
+            with path.open("rb") as file:
+                size = self._measure(file, name)
+        except OSError as error:
+            raise ValueError(f"image {name} cannot be read: {error}") from error
+        return ImageRef(name=name, size=size, resized_size=size, path=path)
 
-        Raises:
-            ValueError: it is missing or outside the folders, or there are no folders.
-        """
+    def _locate(self, name: str, kind: Literal["image", "video"]) -> Path:
+        """Return the file of an image or video, or the folder of a video's frames, by its path."""
         if _URL.match(name):
             raise ValueError(f"{kind} {name} is a URL: download it and give its path")
         if "\x00" in name:
@@ -108,21 +152,8 @@ class ImageReader:
         except (OSError, RuntimeError) as error:  # RuntimeError: a symlink loop
             raise ValueError(f"{kind} {name} cannot be read: {error}") from error
 
-    def _from_path(self, name: str) -> ImageRef:
-        path = self.locate(name, "image")
-        try:
-            with path.open("rb") as file:
-                size = self._measure(file, name)
-        except OSError as error:
-            raise ValueError(f"image {name} cannot be read: {error}") from error
-        return ImageRef(name=name, size=size, resized_size=size, path=path)
-
     def _find(self, name: str, kind: Literal["image", "video"]) -> Path:
-        """Return the file in the first folder that has it.
-
-        Raises:
-            ValueError: none has it.
-        """
+        """Return the file in the first folder that has it."""
         tried, outside, folders = [], [], []
         for root in self.roots:
             path = (root / name).resolve()
@@ -148,18 +179,88 @@ class ImageReader:
             with warnings.catch_warnings():
                 # max_pixels is the limit, not the one that Pillow warns about.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                width, height = read_size(file)
+                size = read_size(file)
         except ValueError as error:
             raise ValueError(f"image {name} cannot be read: {error}") from error
-        self.check_pixels((width, height), name)
-        return width, height
+        self._check_pixels(size, name)
+        return size
 
-    def check_pixels(self, size: tuple[int, int], name: str) -> None:
-        """Raise ``ValueError`` if an image or a video's frame of a size has too many pixels."""
+    def _check_pixels(self, size: tuple[int, int], name: str) -> None:
         if size[0] * size[1] > self.max_pixels:
             raise ValueError(
                 f"image {name} has {size[0]}x{size[1]} pixels, more than "
                 f"data.max_image_pixels={self.max_pixels}"
+            )
+
+    def _read_clip(self, value: Any, name: str) -> ImageRef:
+        if isinstance(value, Mapping) and "frames" not in value:
+            value = value.get("bytes") or value.get("path") or value.get("video")
+        if isinstance(value, str | Path) and str(value):
+            return self._read_once("video", str(value), self._read_video_path)
+        if isinstance(value, bytes | FileSlice):
+            return self._read_video(value, name)
+        given = value if isinstance(value, Mapping) else {"frames": value}
+        if not isinstance(given["frames"], list | tuple):
+            raise ValueError(
+                "a video must be a path, encoded bytes, a list of frames or an object with "
+                f"frames, not {type(given['frames']).__name__}"
+            )
+        return self._read_frames(given, name)
+
+    def _read_video_path(self, name: str) -> VideoRef:
+        path = self._locate(name, "video")
+        if path.is_file():
+            return self._read_video(path, name)
+        try:
+            files = [file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
+        except OSError as error:
+            raise ValueError(f"video {name} cannot be read: {error}") from error
+        frames = [str(file) for file in sorted(files, key=_get_place)]
+        return self._read_frames({"frames": frames}, name)
+
+    def _read_video(self, source: Path | bytes | FileSlice, name: str) -> VideoRef:
+        path = source if isinstance(source, Path) else None
+        data = None if isinstance(source, Path) else source
+        try:
+            content = data.read() if isinstance(data, FileSlice) else data
+            shape = read_shape(path or io.BytesIO(content or b""))
+        except ValueError as error:
+            raise ValueError(f"video {name} cannot be read: {error}") from error
+        self._check_pixels(shape.size, name)
+        seconds, limits = shape.count / shape.fps, self.video
+        self._check_length(seconds, name)
+        options = {
+            "fps": min(limits.fps, shape.fps),
+            "min_frames": min(_MIN_FRAMES, limits.max_frames),
+            "max_frames": limits.max_frames,
+        }
+        if shape.count < 2:
+            raise ValueError(f"video {name} has one frame: give it as an image")
+        count = smart_nframes(options, shape.count, shape.fps)
+        chosen = np.linspace(0, shape.count - 1, count).round()
+        times = tuple(float(frame) / shape.fps for frame in chosen)
+        return VideoRef(name, shape.size, shape.size, path, data, times=times, seconds=seconds)
+
+    def _read_frames(self, given: Mapping[str, Any], name: str) -> VideoRef:
+        values = given["frames"]
+        frames = [self.read(v, f"{name} frame {i}") for i, v in enumerate(values, 1)]
+        if len(frames) < 2:
+            raise ValueError(f"video {name} has {len(frames)} frames; it must have at least 2")
+        if other := next((f for f in frames if f.size != frames[0].size), None):
+            raise ValueError(f"video {name} has frames of unequal sizes, such as {other.name}")
+        times, seconds = _read_times(given, len(frames), self.video.fps, name)
+        self._check_length(seconds, name)
+        count = min(len(frames), self.video.max_frames)
+        chosen = np.linspace(0, len(frames) - 1, count).round().astype(int)
+        size, kept = frames[0].size, tuple(frames[i] for i in chosen)
+        times = tuple(times[i] for i in chosen)
+        return VideoRef(name, size, size, times=times, seconds=seconds, frames=kept)
+
+    def _check_length(self, seconds: float, name: str) -> None:
+        if seconds > self.video.max_seconds:
+            raise ValueError(
+                f"video {name} has {seconds:.0f} seconds, more than "
+                f"data.video.max_seconds={self.video.max_seconds:g}"
             )
 
 
@@ -171,21 +272,31 @@ def _decode_data_url(url: str) -> bytes:
         raise ValueError(f"image {url[:40]}… is no data:image/…;base64,… URL: {error}") from error
 
 
-def _encode(image: Image.Image, name: str) -> bytes:
-    """Return a Pillow image as a PNG with the pixels that its file would be decoded to."""
-    buffer = io.BytesIO()
-    try:
-        decode_image(image).save(buffer, format="PNG")
-    except ValueError as error:
-        raise ValueError(
-            f"image {name} cannot be read: {error}; a PIL image must be complete and still open"
-        ) from error
-    return buffer.getvalue()
-
-
 def _describe(value: Any) -> str:
     """Return a value's type for a message; its repr may have dozens of lines."""
     if value is None or isinstance(value, str):
         return repr(value)
     name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     return f"{name}: use Image.fromarray" if name == "numpy.ndarray" else name
+
+
+def _get_place(file: Path) -> tuple[Any, ...]:
+    """Return the key by which frames are sorted: "2.jpg" comes before "10.jpg"."""
+    parts = re.split(r"([0-9]+)", file.name)  # texts and numbers in turn
+    return (*(int(part) if index % 2 else part for index, part in enumerate(parts)), file.name)
+
+
+def _read_times(
+    given: Mapping[str, Any], count: int, fps: float, name: str
+) -> tuple[Sequence[float], float]:
+    """Return the times of a clip's frames and its length, in seconds."""
+    times = given.get("times")
+    if times is None:
+        fps = fps if given.get("fps") is None else given["fps"]
+        if not isinstance(fps, int | float) or not 0 < fps < 1e4:
+            raise ValueError(f"video {name} must have a positive number as fps, not {fps!r}")
+        return [index / fps for index in range(count)], count / fps
+    numbers = isinstance(times, Sequence) and all(isinstance(t, int | float) for t in times)
+    if not numbers or len(times) != count or not (times[0] >= 0 and np.all(np.diff(times) > 0)):
+        raise ValueError(f"video {name} must have an ascending time in seconds for each frame")
+    return times, times[-1] + (times[-1] - times[0]) / (count - 1)

@@ -1,11 +1,11 @@
-"""Reading JSON Lines, one object per line, with limits on the length and nesting of a line."""
+"""Reading JSON and JSON Lines, with limits on the length and nesting of a line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
@@ -31,19 +31,38 @@ def read_jsonl(path: Path) -> Iterator[Row]:
             number += 1
             location = f"{path}:{number}"
             if len(line) > MAX_LINE_BYTES:
-                _skip_line(file)
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
                 problem = f"the line is longer than {MAX_LINE_BYTES} bytes"
                 yield Row(location, number, problem=problem)
             elif line.strip():
-                yield _parse_row(line, location, number)
+                try:
+                    yield Row(location, number, parse_object(line), strict=True)
+                except ValueError as error:
+                    yield Row(location, number, problem=str(error))
 
 
-def _parse_row(line: bytes, location: str, number: int) -> Row:
+def read_rows(path: Path, values: Sequence[Any]) -> Iterator[Row]:
+    """Yield a row for each item of a JSON file's array."""
+    for number, value in enumerate(values, start=1):
+        location = f"{path} row {number}"
+        if isinstance(value, dict):
+            yield Row(location, number, value, strict=True)
+        else:
+            problem = f"it must be a JSON object, not a {type(value).__name__}"
+            yield Row(location, number, problem=problem)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file; raise a UserError if it cannot be read."""
     try:
-        values = parse_object(line)
+        return parse_json(path.read_bytes(), "it")
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        return Row(location, number, problem=str(error))
-    return Row(location, number, values, strict=True)
+        raise UserError(
+            f"file {path}: {error}; a file with one object per line needs the suffix .jsonl"
+        ) from error
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
@@ -76,29 +95,16 @@ def parse_json(data: bytes, what: str) -> Any:
         raise ValueError(f"{what} is not JSON: {error.msg} at {place}") from error
     except ValueError as error:  # a refused constant, or a number with thousands of digits
         raise ValueError(f"{what} is not JSON: {error}") from error
-    if _depth(value) > MAX_DEPTH:
-        raise ValueError(f"{what} is nested deeper than {MAX_DEPTH}")
-    return value
-
-
-def _depth(value: Any) -> int:
-    """Count the levels of nesting, without recursion."""
-    level, depth = [value], 0
-    while level and depth <= MAX_DEPTH + 1:
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner.extend(item.values())
-            elif isinstance(item, list):
-                inner.extend(item)
-        level, depth = inner, depth + 1
-    return depth - 1
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):  # without recursion
+        lists = [item for item in level if isinstance(item, list)]
+        level = [item for inner in lists for item in inner] + [
+            item for inner in level if isinstance(inner, dict) for item in inner.values()
+        ]
+        if not level:
+            return value
+    raise ValueError(f"{what} is nested deeper than {MAX_DEPTH}")
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"it contains {name}")
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (rest := file.readline(MAX_LINE_BYTES)) and not rest.endswith(b"\n"):
-        pass

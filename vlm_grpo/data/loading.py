@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings, Split, VideoSettings
+from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings, Split
 from vlm_grpo.data.formats import open_source
+from vlm_grpo.data.images import MediaReader
 from vlm_grpo.data.objects import Rows, check_rows
 from vlm_grpo.data.rows import Row, to_example
 from vlm_grpo.data.store import ExampleStore
-from vlm_grpo.data.videos import VideoReader
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
@@ -54,7 +54,7 @@ def load_source(
     label: str = "",
     rows: Rows | None = None,
 ) -> Sequence[Example]:
-    """Load all examples of a source with settings of its own; as ``load_examples`` otherwise.
+    """Load all examples of a source with settings of its own; otherwise like ``load_examples``.
 
     Args:
         source: the source.
@@ -65,18 +65,17 @@ def load_source(
         rows: the rows of a source that is a Python object.
     """
     examples, problems = _read_source(source, task, data, split, label, rows)
-    name = str(source.source)
+    name, count = str(source.source), len(problems)
+    bad = "1 bad row" if count == 1 else f"{count} bad rows"
     if problems and (data.on_bad_row == "error" or not examples):
         remedy = "fix them; training can skip them with data.on_bad_row=skip"
         raise UserError(
-            f"{name} has {_count_bad_rows(problems)} (good rows: {len(examples)}):\n"
+            f"{name} has {bad} (good rows: {len(examples)}):\n"
             f"{bullets(problems, _MAX_LISTED)}\n{remedy if examples else 'fix them'}"
         )
     if problems:
-        logger.warning(
-            "%s: skipped %s, kept %d:\n%s",
-            name, _count_bad_rows(problems), len(examples), bullets(problems, 5),
-        )  # fmt: skip
+        listed = bullets(problems, 5)
+        logger.warning("%s: skipped %s, kept %d:\n%s", name, bad, len(examples), listed)
     if not examples:
         raise UserError(f"{name} has no examples")
     return examples
@@ -85,10 +84,9 @@ def load_source(
 def read_examples(
     source: str | Path | Rows, task: Task, data: DataSettings, split: Split = "eval"
 ) -> tuple[Sequence[Example], list[str]]:
-    """Read a source; return its good rows as examples, and one problem for each bad row.
+    """Return the good rows of a source as examples, and one problem for each bad row.
 
-    Arguments and errors are those of ``load_examples``, but bad rows and an empty source are not
-    an error.
+    It is like ``load_examples``, but bad rows and an empty source are not an error.
     """
     own, rows = _split_source(source)
     return _read_source(data.complete(own, split), task, data, split, given=rows)
@@ -115,7 +113,7 @@ def _read_source(
     rows, folders, is_memory = open_source(name, task, limit, split)
     if source.image_root is not None:
         folders = [source.image_root, *folders]
-    images = VideoReader(folders, data.max_image_pixels, data.video or VideoSettings())
+    reader = MediaReader(folders, data.max_image_pixels, data.video)
     task_column = columns.pop("task", None)
     examples = [] if is_memory else ExampleStore()
     problems: list[str] = []
@@ -129,14 +127,13 @@ def _read_source(
                 row = replace(row, question=source.default_question)
             if task_column is not None:
                 name, row_task, row = _pop_task(row, task_column, task)
-            example = to_example(row, columns, images, row_task)
+            example = to_example(row, columns, reader, row_task)
+            first = first_with_id.setdefault(example.id, len(examples))
+            if first < len(examples):
+                where = examples[first].location or f"example {first + 1}"
+                raise ValueError(f"id {example.id!r} is a duplicate of {where}")
         except ValueError as error:
             problems.append(f"{row.location}: {error}")
-            continue
-        first = first_with_id.setdefault(example.id, len(examples))
-        if first < len(examples):
-            where = examples[first].location or f"example {first + 1}"
-            problems.append(f"{row.location}: id {example.id!r} is a duplicate of {where}")
             continue
         if label:
             name = f"{label}/{name}" if name else label
@@ -148,11 +145,7 @@ def _read_source(
 
 
 def _pop_task(row: Row, column: str, task: Task) -> tuple[str, Task, Row]:
-    """Return the name of the task that a row names, that task, and the row without the name.
-
-    Raises:
-        ValueError: the row names no task, or one that the source's ``tasks`` do not have.
-    """
+    """Return the name of the task that a row names, that task, and the row without the name."""
     if row.problem is not None:
         raise ValueError(row.problem)
     values = dict(row.values)
@@ -160,7 +153,3 @@ def _pop_task(row: Row, column: str, task: Task) -> tuple[str, Task, Row]:
         raise ValueError(f"its column {column} must name its task")
     name, part = task.resolve(Example("", (), "", None, source=name))
     return name, part, replace(row, values=values)
-
-
-def _count_bad_rows(problems: Sequence[str]) -> str:
-    return "1 bad row" if len(problems) == 1 else f"{len(problems)} bad rows"

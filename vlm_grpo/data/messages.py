@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlm_grpo.data.videos import Clip
+from vlm_grpo.data.images import Clip
 from vlm_grpo.utils.chat import IMAGE, VIDEO, Role, Turn
 
 _ROLES: dict[str, Role] = {

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from PIL import Image
-
 from vlm_grpo.config.data import SourceSettings, Split, is_mixture
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.loading import load_source
@@ -17,7 +15,19 @@ from vlm_grpo.task import Task
 from vlm_grpo.task.names import SET_BY_LIBRARY
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.rewards import Rule
-from vlm_grpo.types import Example, ImageRef
+from vlm_grpo.types import Example
+
+
+def _forward(name: str) -> Any:
+    """Return a method that calls that of the task of its example, which is among its arguments."""
+
+    def call(self: Mixed, *args: Any, **options: Any) -> Any:
+        given = (*args, *options.values())
+        example = next(value for value in given if isinstance(value, Example))
+        return getattr(self.resolve(example)[1], name)(*args, **options)
+
+    call.__name__ = name
+    return call
 
 
 class Mixed(Task):
@@ -49,44 +59,10 @@ class Mixed(Task):
             raise ValueError(f"its source {example.source!r} is none of {', '.join(self.members)}")
         return example.source, self.members[example.source]
 
-    def _of(self, example: Example) -> Task:
-        return self.resolve(example)[1]
-
-    def question(self, example: Example) -> str:
-        return self._of(example).question(example)
-
-    def prompt(self, example: Example) -> str:
-        return self._of(example).prompt(example)
-
-    def instructions(self, example: Example) -> str:
-        return self._of(example).instructions(example)
-
-    def parse(self, text: str, example: Example) -> Any | None:
-        return self._of(example).parse(text, example)
-
-    def read(self, text: str, example: Example) -> Any | None:
-        return self._of(example).read(text, example)
-
-    def write(self, answer: Any, example: Example) -> str:
-        return self._of(example).write(answer, example)
-
-    def check(self, example: Example) -> None:
-        self._of(example).check(example)
-
-    def draw(self, image: Image.Image, answer: Any, example: Example, color: str) -> Image.Image:
-        return self._of(example).draw(image, answer, example, color)
-
-    def target_image(self, example: Example) -> ImageRef:
-        return self._of(example).target_image(example)
-
-    def gold(self, example: Example) -> str:
-        return self._of(example).gold(example)
-
-    def gold_reward(self, example: Example) -> float:
-        return self._of(example).gold_reward(example)
-
-    def gold_answer(self, example: Example) -> Any:
-        return self._of(example).gold_answer(example)
+    question, prompt, instructions = map(_forward, ("question", "prompt", "instructions"))
+    parse, read, write, check = map(_forward, ("parse", "read", "write", "check"))
+    draw, target_image = map(_forward, ("draw", "target_image"))
+    gold, gold_reward, gold_answer = map(_forward, ("gold", "gold_reward", "gold_answer"))
 
     def reward_weights(self) -> dict[str, float]:
         return self._join({name: task.reward_weights() for name, task in self.members.items()})

@@ -11,26 +11,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 from PIL import Image
 
 from vlm_grpo.config.data import Column
-from vlm_grpo.data.images import IMAGE_SUFFIXES, ImageReader
+from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.messages import Chat, read_chat, read_question
-from vlm_grpo.data.videos import VIDEO_SUFFIXES, Clip
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
 from vlm_grpo.types import Example, ImageRef, TableCell
 from vlm_grpo.utils.chat import Turn, place_images
 
 _NAMES: dict[Column, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "prompt"),
     "id": ("id",),
     "images": ("images", "image"),
     "videos": ("videos", "video"),
     "question": ("question", "problem"),
     "answer": ("answer", "solution"),
-    "messages": ("messages", "conversations", "prompt"),
 }
 """Column names of each field, the canonical one first."""
 
@@ -38,7 +37,6 @@ _MEDIA: dict[Column, tuple[str, ...]] = {"images": IMAGE_SUFFIXES, "videos": VID
 """Suffixes of the files in a column of each kind."""
 _SIMILAR = 0.8
 """Similarity from which a column's name counts as a misspelling ("imgae", but not "image_id")."""
-_NO_COLUMN = object()
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,13 @@ class Row:
     question: str | None = None
 
 
-def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, task: Task) -> Example:
+def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, task: Task) -> Example:
     """Convert a row to an example and check it.
 
     Args:
         row: the row.
         columns: the row's column of each field that is not named as in the canonical form.
-        images: the reader of the row's images; a ``VideoReader`` also reads its clips.
+        images: the reader of the row's images and clips.
         task: the task that checks the form of the answer.
 
     Raises:
@@ -87,44 +85,45 @@ def to_example(row: Row, columns: Mapping[Column, str], images: ImageReader, tas
         _check_fields(row.example)
         return select_valid([row.example], task)
     values = dict(row.values)
-    messages = _pop_messages(values, columns)
-    default = ... if messages is None else _NO_COLUMN
-    fallback = ... if row.question is None else row.question
-    question = _pop(values, "question", columns, fallback) if messages is None else ""
-    answer = _pop(values, "answer", columns, default)
-    example_id = _get_id(_pop(values, "id", columns, default=None), row)
-    row_images = _pop_media(values, "images", columns)
-    row_videos = _pop_media(values, "videos", columns) or ()
-    if not isinstance(question, str):
-        raise ValueError(f"question must be text, not {_short(question)}")
-    beside = (*(row_images or ()), *map(Clip, row_videos))
-    chat = Chat((Turn("user", question),), beside, None)
-    if messages is None and row_videos:
-        chat = read_question(question, beside)
-        question = chat.turns[0].text
-    if messages is not None:
+    fields = _pop_fields(values, columns)
+    beside = (*_to_list(fields.get("images")), *map(Clip, _to_list(fields.get("videos"))))
+    has_chat = fields.get("messages") is not None
+    if has_chat:
         if values.get("audios"):
             raise ValueError("it has audios, which are not supported")
-        chat = read_chat(messages, beside, values.pop("system", None))
-        question = chat.turns[-1].text.strip()
-        answer = chat.answer if answer is _NO_COLUMN else answer
+        chat = read_chat(fields["messages"], beside, values.pop("system", None))
+        question, answer = chat.turns[-1].text.strip(), fields.get("answer", chat.answer)
         if answer is None:
             raise ValueError("it has no answer: a last turn of the assistant, or a column answer")
-    if row_images is None and not chat.images:
+    else:
+        if row.question is not None:
+            fields.setdefault("question", row.question)
+        for name in ("question", "answer"):
+            if name not in fields:
+                _refuse_missing(name, _NAMES[name][0], row.values)
+        question, answer = fields["question"], fields["answer"]
+        if not isinstance(question, str):
+            raise ValueError(f"question must be text, not {_short(question)}")
+        chat = Chat((Turn("user", question),), beside, None)
+        if any(isinstance(value, Clip) for value in beside):
+            chat = read_question(question, beside)
+            question = chat.turns[0].text
+    if "images" not in fields and not chat.images:
         _refuse_misnamed_images(values)
     refs = _read_images(row, columns, chat.images, images)
     meta = values.pop("meta", None) or {}
     if not isinstance(meta, Mapping):
         raise ValueError(f"meta must be an object, not {_short(meta)}")
-    is_canonical = row.strict and messages is None and not columns
+    is_canonical = row.strict and not has_chat and not columns
     candidates = [answer] if is_canonical else get_answer_candidates(answer)
     meta = {**values, **meta}
-    example = Example(example_id, refs, question, None, meta, row.location, chat.turns[:-1])
+    name = _get_id(fields.get("id"), row)
+    example = Example(name, refs, question, None, meta, row.location, chat.turns[:-1])
     return select_valid([replace(example, answer=answer) for answer in candidates], task)
 
 
 def _read_images(
-    row: Row, columns: Mapping[Column, str], values: Sequence[Any], images: ImageReader
+    row: Row, columns: Mapping[Column, str], values: Sequence[Any], images: MediaReader
 ) -> tuple[ImageRef, ...]:
     """Return references to the images and clips of a row."""
     column = columns.get("images") or next((n for n in _NAMES["images"] if n in row.values), "")
@@ -139,7 +138,7 @@ def _read_images(
     return refs
 
 
-def _read_image(row: Row, column: str, position: int, value: Any, images: ImageReader) -> ImageRef:
+def _read_image(row: Row, column: str, position: int, value: Any, images: MediaReader) -> ImageRef:
     """Return a reference to an image of a row; one to its cell if it is in the row's column."""
     ref = images.read(value, f"{row.location} image {position + 1}")
     if row.cells is None or ref.data is None:
@@ -199,47 +198,43 @@ def get_answer_candidates(value: Any) -> list[Any]:
     return candidates
 
 
-def _pop_messages(values: dict[str, Any], columns: Mapping[Column, str]) -> Any | None:
-    """Remove a row's chat and return it; None if the row has none."""
-    if "messages" in columns:
-        return _pop(values, "messages", columns)
-    found = {name: values[name] for name in _NAMES["messages"] if values.get(name) is not None}
-    if not isinstance(found.get("prompt", []), list):
-        del found["prompt"]  # TRL's name of a chat; elsewhere it is a text
-    if len(found) > 1:
-        raise ValueError(f"it has {' and '.join(found)}: keep one of them")
-    return values.pop(next(iter(found))) if found else None
+def _pop_fields(values: dict[str, Any], columns: Mapping[Column, str]) -> dict[Column, Any]:
+    """Remove the fields of a row from its values and return those that it has.
+
+    The chat comes first: the question of a row with a chat is another column.
+    """
+    fields: dict[Column, Any] = {}
+    every = dict(values)
+    for name, names in _NAMES.items():
+        if name == "question" and fields.get("messages") is not None:
+            continue
+        present = [candidate for candidate in names if candidate in values]
+        if name in columns:
+            present = [columns[name]]
+            if columns[name] not in values:
+                _refuse_missing(name, columns[name], every)
+        elif name == "messages":  # TRL's prompt is a chat; elsewhere it is a text
+            present = [n for n in present if values[n] is not None]
+            present = [n for n in present if n != "prompt" or isinstance(values[n], list)]
+        if len(present) > 1:
+            raise ValueError(f"it has {' and '.join(present)}: keep one of them")
+        if present:
+            fields[name] = values.pop(present[0])
+    return fields
 
 
-def _pop_media(
-    values: dict[str, Any], name: Literal["images", "videos"], columns: Mapping[Column, str]
-) -> Sequence[Any] | None:
-    """Remove a row's images or videos and return them; None if it has no column of them."""
-    images = _pop(values, name, columns, default=_NO_COLUMN)
-    if images is _NO_COLUMN:
-        return None
-    if isinstance(images, (str, bytes, Mapping)) or not isinstance(images, Sequence):
-        return () if images is None else (images,)
-    return images
+def _refuse_missing(field: Column, column: str, values: Mapping[str, Any]) -> NoReturn:
+    found = list(map(str, values))
+    raise ValueError(
+        f"it has no {column}{nearest(column, found)}; it has "
+        + (f"{', '.join(found)}: set data.columns.{field}=…" if found else "no columns")
+    )
 
 
-def _pop(
-    values: dict[str, Any], name: Column, columns: Mapping[Column, str], default: Any = ...
-) -> Any:
-    """Remove a field from a row's values and return it."""
-    names = (columns[name],) if name in columns else _NAMES[name]
-    present = [candidate for candidate in names if candidate in values]
-    if len(present) > 1:
-        raise ValueError(f"it has {' and '.join(present)}: keep one of them")
-    if present:
-        return values.pop(present[0])
-    if default is ... or name in columns:
-        found = list(map(str, values))
-        raise ValueError(
-            f"it has no {names[0]}{nearest(names[0], found)}; it has "
-            + (f"{', '.join(found)}: set data.columns.{name}=…" if found else "no columns")
-        )
-    return default
+def _to_list(media: Any) -> Sequence[Any]:
+    if isinstance(media, (str, bytes, Mapping)) or not isinstance(media, Sequence):
+        return () if media is None else (media,)
+    return media
 
 
 def _refuse_misnamed_images(values: Mapping[str, Any]) -> None:

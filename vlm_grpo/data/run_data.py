@@ -1,28 +1,31 @@
-"""The examples of a run, and the task that scores the held-out ones."""
+"""The examples of a run and the task that scores the held-out ones; filters and splits."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from vlm_grpo.benchmarks.definition import load_benchmark
-from vlm_grpo.config.data import SourceSettings
+from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings
+from vlm_grpo.config.filter import Filter, check_number
 from vlm_grpo.config.run import MIXED, Settings
 from vlm_grpo.data.checks import warn_about_shared_images
-from vlm_grpo.data.filtering import filter_examples
-from vlm_grpo.data.image_split import split_by_image
 from vlm_grpo.data.mixture import Mixed, load_members, load_run_task, load_split
 from vlm_grpo.data.objects import NO_OBJECTS, Objects
-from vlm_grpo.data.splits import stands_for_both
-from vlm_grpo.errors import UserError
+from vlm_grpo.data.store import SelectedExamples
+from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.task.names import SET_BY_LIBRARY, get_options, get_task_name
 from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example, VideoRef
+from vlm_grpo.utils.jsonl import read_complete_rows
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ def load_data(
     if data.eval is not None:
         held_out = load_split(settings, get_held_out_task(settings, task), "eval", objects)
         if any(
-            source.source == other.source and not stands_for_both(source.source)
+            source.source == other.source and not _stands_for_both(source.source)
             for source in data.get_sources("train")
             for other in data.get_sources("eval")
         ):
@@ -80,6 +83,13 @@ def load_data(
 
 def _has_video(example: Example) -> bool:
     return any(isinstance(image, VideoRef) for image in example.images)
+
+
+def _stands_for_both(source: object) -> bool:
+    """Return whether the name of a source stands for both its training and its held-out part."""
+    is_named = source == PYTHON or str(source).startswith(("embedded:", "hf:"))
+    path = Path(str(source))
+    return is_named or path.suffix in (".yaml", ".yml") or path.is_dir()
 
 
 def get_held_out_task(settings: Settings, task: Task) -> Task:
@@ -144,3 +154,136 @@ def build_scorer(settings: Settings, rank: int) -> RewardScorer:
     rollout = settings.rollout
     cache = settings.run_dir / "reward_cache" / f"rank-{rank}.jsonl"
     return RewardScorer(rollout.reward_timeout, rollout.reward_workers, cache)
+
+
+def filter_examples(
+    examples: Sequence[Example], data: DataSettings
+) -> tuple[Sequence[Example], str | None]:
+    """Return the examples that ``data.filter`` accepts, and a line with their number.
+
+    A column is that of ``data.difficulty`` for the example's id, or else that of its row.
+
+    Raises:
+        UserError: the file cannot be read, an example has no number, or none is accepted.
+    """
+    if data.filter is None:
+        return examples, None
+    chosen = Filter(data.filter)
+    known = {} if data.difficulty is None else _read_difficulty(data.difficulty)
+    kept, problems = [], []
+    for index, example in enumerate(examples):
+        values = {**example.meta, **known.get(example.id, {})}
+        missing = [name for name in chosen.names if not check_number(values.get(name))]
+        problems += (f"{example.name} has no number {name}" for name in missing)
+        if not missing and chosen.accepts(values):
+            kept.append(index)
+    if problems:
+        where = "its rows" if data.difficulty is None else f"{data.difficulty} or its rows"
+        raise UserError(
+            f"data.filter={data.filter!r} needs numbers in {where}:\n{bullets(problems, 5)}\n"
+            "vlm-grpo difficulty RECIPE --out FILE writes pass_rate by id, for data.difficulty=FILE"
+        )
+    if not kept:
+        raise UserError(
+            f"data.filter={data.filter!r} accepts none of the {len(examples)} training examples; "
+            f"they have {_describe_range(examples, known, chosen.names)}"
+        )
+    line = f"data.filter={data.filter!r} keeps {len(kept):,} of {len(examples):,} training examples"
+    return SelectedExamples(examples, kept), line
+
+
+def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return the rows of a file of ``vlm-grpo difficulty`` by id."""
+    rows: dict[str, Mapping[str, Any]] = {}
+    try:
+        for number, row in enumerate(read_complete_rows(path), start=1):
+            if not isinstance(name := row.get("id"), str):
+                raise UserError(f"{path}:{number} has no id: give a file of vlm-grpo difficulty")
+            rows[name] = row
+    except OSError as error:
+        raise UserError(f"data.difficulty={path} cannot be read: {error.strerror}") from error
+    return rows
+
+
+def _describe_range(
+    examples: Sequence[Example], known: Mapping[str, Mapping[str, Any]], names: Sequence[str]
+) -> str:
+    def describe() -> Iterator[str]:
+        for name in names:
+            values = [{**e.meta, **known.get(e.id, {})}[name] for e in examples]
+            yield f"{name} from {min(values):g} to {max(values):g}"
+
+    return ", ".join(describe())
+
+
+def split_by_image(
+    examples: Sequence[Example], share: float, seed: int
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Hold out a share of the examples; examples with an image in common stay together.
+
+    Whole sets of examples are held out, in the order of a hash of their images and the seed, until
+    the share is reached. The order of the rows and the folder of the images do not matter.
+
+    Args:
+        examples: the examples.
+        share: share to hold out, between 0 and 1.
+        seed: seed of the hash.
+
+    Returns:
+        The training and the held-out examples, each in the order of ``examples``.
+
+    Raises:
+        UserError: all examples would be on one side.
+    """
+    sets = _join_by_image(examples)
+    digests = {_hash(min(keys), seed): members for keys, members in sets}
+    held_out: set[int] = set()
+    for _, members in sorted(digests.items()):
+        if len(held_out) >= max(1, round(share * len(examples))):
+            break
+        held_out.update(members)
+    if len(held_out) in (0, len(examples)):
+        raise UserError(
+            f"data.eval_share={share:g} cannot split the {len(examples)} training examples, which "
+            f"have {len(sets)} separate sets of images: give data.eval"
+        )
+    kept = (index for index in range(len(examples)) if index not in held_out)
+    return SelectedExamples(examples, kept), SelectedExamples(examples, sorted(held_out))
+
+
+def _join_by_image(examples: Sequence[Example]) -> list[tuple[list[str], list[int]]]:
+    """Return the sets of examples that images connect: their images' keys, and their positions."""
+    parents: dict[str, str] = {}
+
+    def find(key: str) -> str:
+        parents.setdefault(key, key)
+        while parents[key] != key:
+            parents[key] = key = parents[parents[key]]
+        return key
+
+    keys = [list(_get_keys(example)) for example in examples]
+    for own in keys:
+        for key in own:
+            parents[find(key)] = find(own[0])
+    members: dict[str, list[int]] = defaultdict(list)
+    for position, own in enumerate(keys):
+        members[find(own[0])].append(position)
+    known: dict[str, list[str]] = defaultdict(list)
+    for key in parents:
+        known[find(key)].append(key)
+    return [(known[root], positions) for root, positions in members.items()]
+
+
+def _get_keys(example: Example) -> Iterator[str]:
+    """Yield a key per image, equal for equal images; of a text alone, one of its question."""
+    if not example.images:
+        yield f"text {example.question}"
+    for image in example.images:
+        if image.path is not None:
+            yield f"file {image.name}"
+        else:
+            yield f"data {hashlib.blake2b(image.read_bytes()).hexdigest()}"
+
+
+def _hash(key: str, seed: int) -> bytes:
+    return hashlib.blake2b(f"{seed} {key}".encode(errors="backslashreplace")).digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import tempfile
@@ -10,13 +11,12 @@ from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, overload
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.types import Example, ImageRef, TableCell, VideoRef
-from vlm_grpo.utils.chat import Turn
+from vlm_grpo.types import Example, TableCell
 
 _BUFFER_BYTES = 2**20
 """Number of bytes that are written at once."""
@@ -40,6 +40,35 @@ class _Examples(Sequence[Example]):
         """Return the example of a number, from 0."""
 
 
+class _Pickler(pickle.Pickler):
+    """A pickler that leaves the cells of tables where they are."""
+
+    def __init__(self, file: io.BytesIO, tables: list[Any]) -> None:
+        super().__init__(file, protocol=5)
+        self._tables = tables
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, TableCell):
+            return None
+        number = next((n for n, t in enumerate(self._tables) if t is obj.table), None)
+        if number is None:
+            number = len(self._tables)
+            self._tables.append(obj.table)
+        return number, obj.row, obj.column, obj.item
+
+
+class _Unpickler(pickle.Unpickler):
+    """The reader of what ``_Pickler`` writes."""
+
+    def __init__(self, file: io.BytesIO, tables: list[Any]) -> None:
+        super().__init__(file)
+        self._tables = tables
+
+    def persistent_load(self, pid: Any) -> TableCell:
+        number, *place = pid
+        return TableCell(self._tables[number], *place)
+
+
 class ExampleStore(_Examples):
     """Checked examples in a temporary file without a name, which disappears with the process.
 
@@ -57,12 +86,10 @@ class ExampleStore(_Examples):
 
     def append(self, example: Example) -> None:
         """Add an example; errors are those of ``flush``."""
-        images = [self._pack_image(image) for image in example.images]
-        turns = [(turn.role, turn.text) for turn in example.history]
-        fields = example.question, example.answer, dict(example.meta), example.location
-        data = pickle.dumps((example.id, images, fields, turns, example.source), protocol=5)
-        self._buffer += data
-        self._ends.append(self._ends[-1] + len(data))
+        file = io.BytesIO()
+        _Pickler(file, self._tables).dump(replace(example, meta=dict(example.meta)))
+        self._buffer += file.getbuffer()
+        self._ends.append(self._ends[-1] + file.tell())
         if len(self._buffer) >= _BUFFER_BYTES:
             self.flush()
 
@@ -89,43 +116,8 @@ class ExampleStore(_Examples):
         if self._buffer:
             self.flush()
         # pread, because threads read at once and forked processes share the file's position.
-        name, images, fields, turns, source = pickle.loads(os.pread(self._file, end - start, start))
-        references = tuple(self._unpack_image(*image) for image in images)
-        history = tuple(Turn(*turn) for turn in turns)
-        question, answer, meta, location = fields
-        return Example(name, references, question, answer, meta, location, history, source)
-
-    def _pack_image(self, image: ImageRef) -> tuple[Any, ...]:
-        kept = image.name, image.size, image.path and str(image.path), self._pack(image.data)
-        if not isinstance(image, VideoRef):
-            return kept
-        frames = [self._pack_image(frame) for frame in image.frames]
-        return *kept, image.times, image.seconds, frames
-
-    def _unpack_image(
-        self, name: str, size: tuple[int, int], path: str | None, data: Any, *clip: Any
-    ) -> ImageRef:
-        common = name, size, size, Path(path) if path else None, self._unpack(data)
-        if not clip:
-            return ImageRef(*common)
-        times, seconds, frames = clip
-        references = tuple(self._unpack_image(*frame) for frame in frames)
-        return VideoRef(*common, times=times, seconds=seconds, frames=references)
-
-    def _pack(self, data: Any) -> Any:
-        if not isinstance(data, TableCell):
-            return data
-        number = next((n for n, t in enumerate(self._tables) if t is data.table), None)
-        if number is None:
-            number = len(self._tables)
-            self._tables.append(data.table)
-        return number, data.row, data.column, data.item
-
-    def _unpack(self, data: Any) -> Any:
-        if not isinstance(data, tuple):
-            return data
-        number, *place = data
-        return TableCell(self._tables[number], *place)
+        data = os.pread(self._file, end - start, start)
+        return _Unpickler(io.BytesIO(data), self._tables).load()
 
 
 class SelectedExamples(_Examples):

@@ -14,18 +14,8 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.types import Example
 
 _BLOCK = 4096
-"""Number of positions of a mixture that are assigned to streams at once."""
+"""Number of positions of a mixture that are assigned to sources at once."""
 _GOLDEN_RATIO = (1 + 5**0.5) / 2
-
-
-class Stream(Protocol):
-    """An endless stream of training examples, a pure function of the index."""
-
-    def __getitem__(self, index: int, /) -> Example: ...
-
-    def locate(self, index: int, /) -> tuple[int, int]:
-        """Return the number of the index's source, and its row among the training examples."""
-        ...
 
 
 class Choice(Protocol):
@@ -43,94 +33,77 @@ class Choice(Protocol):
 
 
 class ExampleStream:
-    """An endless stream that contains every example once per epoch, in a new order.
+    """An endless stream that contains every example of a source once per epoch, in a new order.
 
     The stream is a pure function of the index: a resumed run needs only that integer to continue
-    exactly where it stopped, and ranks agree without communication.
+    exactly where it stopped, and ranks agree without communication. Several sources are mixed in
+    fixed shares, as evenly as possible: the source of position i is that in whose part of [0, 1)
+    the fractional part of i times the golden ratio falls, so that every stretch of the stream has
+    close to the right shares.
 
     Args:
         examples: the training examples, at least one.
         seed: seed of the shuffling.
-        rows: the examples to use; None: all.
+        sources: the rows of each source; None: all examples are of one.
+        shares: share of each source; they sum to 1.
     """
 
     def __init__(
         self,
         examples: Sequence[Example],
-        seed: int | Sequence[int],
-        rows: Sequence[int] | None = None,
+        seed: int,
+        sources: Sequence[Sequence[int]] | None = None,
+        shares: Sequence[float] = (1.0,),
     ) -> None:
         self.examples, self.seed = examples, seed
-        self.rows = range(len(examples)) if rows is None else rows
-        self._order = lru_cache(maxsize=2)(self._shuffle)
+        self._sources = [range(len(examples))] if sources is None else sources
+        self._bounds = np.cumsum(shares)[:-1]
+        self._order = lru_cache(maxsize=2 * len(self._sources))(self._shuffle)
+        self._block = lru_cache(maxsize=4)(self._assign)
+        self._counts = [np.zeros(len(self._sources), int)]
 
     def __getitem__(self, index: int) -> Example:
         """Return the example at position ``index``, counted from the start of the run."""
         return self.examples[self.locate(index)[1]]
 
     def locate(self, index: int) -> tuple[int, int]:
-        epoch, position = divmod(index, len(self.rows))
-        return 0, self.rows[self._order(epoch)[position]]
+        """Return the number of the index's source, and its row among the training examples."""
+        source, place = (0, index) if len(self._sources) == 1 else self._find_source(index)
+        rows = self._sources[source]
+        epoch, position = divmod(place, len(rows))
+        return source, rows[self._order(source, epoch)[position]]
 
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        entropy = [*np.atleast_1d(self.seed), epoch]
-        return np.random.default_rng(entropy).permutation(len(self.rows))
-
-
-class MixedStream:
-    """An endless stream that mixes several streams in fixed shares, as evenly as possible.
-
-    The stream of position i is that in whose part of [0, 1) the fractional part of i times the
-    golden ratio falls, so that every stretch of the stream has close to the right shares. Like
-    ``ExampleStream``, it is a pure function of the index.
-
-    Args:
-        streams: the streams, of the same examples.
-        shares: share of each; they sum to 1.
-    """
-
-    def __init__(self, streams: Sequence[ExampleStream], shares: Sequence[float]) -> None:
-        self.streams = streams
-        self._bounds = np.cumsum(shares)[:-1]
-        self._block = lru_cache(maxsize=4)(self._assign)
-        self._counts = [np.zeros(len(streams), int)]
-
-    def __getitem__(self, index: int) -> Example:
-        """Return the example at position ``index``, counted from the start of the run."""
-        return self.streams[0].examples[self.locate(index)[1]]
-
-    def locate(self, index: int) -> tuple[int, int]:
+    def _find_source(self, index: int) -> tuple[int, int]:
+        """Return the source of an index, and its number among the indices of this source."""
         block, position = divmod(index, _BLOCK)
         while len(self._counts) <= block:
             own = self._block(len(self._counts) - 1)
-            self._counts.append(self._counts[-1] + np.bincount(own, minlength=len(self.streams)))
+            self._counts.append(self._counts[-1] + np.bincount(own, minlength=len(self._sources)))
         own = self._block(block)
-        stream = int(own[position])
-        earlier = self._counts[block][stream] + np.count_nonzero(own[:position] == stream)
-        return stream, self.streams[stream].locate(int(earlier))[1]
+        source = int(own[position])
+        return source, int(self._counts[block][source] + np.sum(own[:position] == source))
+
+    def _shuffle(self, source: int, epoch: int) -> np.ndarray:
+        seeds = [self.seed, epoch] if len(self._sources) == 1 else [self.seed, source, epoch]
+        return np.random.default_rng(seeds).permutation(len(self._sources[source]))
 
     def _assign(self, block: int) -> np.ndarray:
-        """Return the stream of each position of a block."""
+        """Return the source of each position of a block."""
         positions = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=float)
         return np.searchsorted(self._bounds, positions * _GOLDEN_RATIO % 1, side="right")
 
 
-def build_stream(examples: Sequence[Example], settings: Settings) -> Stream:
+def build_stream(examples: Sequence[Example], settings: Settings) -> ExampleStream:
     """Build the stream of a run's training examples, which mixes the sources of a mixture."""
-    if not settings.is_mixture:
-        return ExampleStream(examples, settings.seed)
     parts: dict[str, array[int]] = {}
-    for index, example in enumerate(examples):
-        # Of rows that name their task, the source is "SOURCE/TASK".
-        parts.setdefault(example.source.partition("/")[0], array("Q")).append(index)
-    if len(parts) == 1:
+    if settings.is_mixture:
+        for index, example in enumerate(examples):
+            # Of rows that name their task, the source is "SOURCE/TASK".
+            parts.setdefault(example.source.partition("/")[0], array("Q")).append(index)
+    if len(parts) < 2:
         return ExampleStream(examples, settings.seed)
     shares = compute_shares({name: len(own) for name, own in parts.items()}, settings.data)
-    streams = [
-        ExampleStream(examples, [settings.seed, number], own)
-        for number, own in enumerate(parts.values())
-    ]
-    return MixedStream(streams, list(shares.values()))
+    return ExampleStream(examples, settings.seed, list(parts.values()), list(shares.values()))
 
 
 def compute_shares(counts: Mapping[str, int], data: DataSettings) -> dict[str, float]:

@@ -11,14 +11,13 @@ from typing import Any
 from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
-from vlm_grpo.config.data import DataSettings, VideoSettings
+from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
-from vlm_grpo.data.images import ImageReader
+from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
 from vlm_grpo.data.messages import read_question
 from vlm_grpo.data.mixture import Mixed
-from vlm_grpo.data.videos import VIDEO_SUFFIXES, Clip, VideoReader
 from vlm_grpo.deploy.resolve import NO_TASK, resolve_model, resolve_unknown
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import EvaluatedModel
@@ -199,7 +198,7 @@ def read_image(image: ImageInput, max_pixels: int) -> ImageRef:
     name = str(image) if isinstance(image, str | Path) else "of the question"
     try:
         data = Path(image).read_bytes() if isinstance(image, str | Path) else image
-        return ImageReader(None, max_pixels).read(data, name)
+        return MediaReader(None, max_pixels).read(data, name)
     except OSError as error:
         raise UserError(f"image {name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -220,7 +219,7 @@ def _read(value: Any, data: DataSettings) -> ImageRef:
     if not isinstance(value, Clip):
         return read_image(value, data.max_image_pixels)
     roots = Path.cwd(), Path(Path.cwd().anchor)
-    reader = VideoReader(roots, data.max_image_pixels, data.video or VideoSettings())
+    reader = MediaReader(roots, data.max_image_pixels, data.video)
     try:
         return reader.read(value, "of the question")
     except ValueError as error:

@@ -97,16 +97,11 @@ def _convert_to_rgb(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(background, foreground).convert("RGB")
 
 
-def encode_image(image: Image.Image, kind: str, **options: int) -> bytes:
-    """Return an image as the bytes of a file; ``options`` are those of Pillow's writer."""
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def encode_png(image: Image.Image, **options: int) -> bytes:
     """Return an image as the bytes of a PNG; ``options`` are those of Pillow's writer."""
-    return encode_image(image, "PNG", **options)
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return file.getvalue()
 
 
 def encode_data_url(image: Image.Image, **options: int) -> str:

@@ -1,4 +1,4 @@
-"""Gaussian noise on images, as the forward process of a diffusion model adds it."""
+"""Gaussian noise on images, as the forward process of a diffusion model adds it, and masks."""
 
 from __future__ import annotations
 
@@ -34,3 +34,29 @@ class DiffusionNoise:
         kept = float(np.prod(1 - (1e-5 + (0.5e-2 - 1e-5) / (1 + np.exp(-places)))))
         values = values * kept**0.5 + noise * (1 - kept) ** 0.5
         return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class PatchMask:
+    """A mask that makes some square patches of an image black, each independently.
+
+    Attributes:
+        ratio: probability of a patch to be black.
+        size: side of a patch, in pixels; patches at the right and lower edge may be cut.
+        seed: numbers, at least 0, that determine which patches are black.
+    """
+
+    ratio: float
+    size: int
+    seed: tuple[int, ...]
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        """Return an image of the same mode and size with black patches."""
+        shape = [-(-side // self.size) for side in (image.height, image.width)]
+        is_black = np.random.default_rng(self.seed).random(shape) < self.ratio
+        mask = Image.fromarray(is_black).resize(
+            (shape[1] * self.size, shape[0] * self.size), Image.Resampling.NEAREST
+        )
+        masked = image.copy()
+        masked.paste(0, mask=mask.crop((0, 0, *image.size)))
+        return masked

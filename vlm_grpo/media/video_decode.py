@@ -140,12 +140,8 @@ def _decode_frames(
 def _read_frames(container: Any, stream: Any, get_needed: Callable[[], float]) -> Iterator[Any]:
     """Yield the frames in their order, without groups of frames that nobody needs.
 
-    Args:
-        container, stream: the video.
-        get_needed: returns the time before which only the last frame is needed, in seconds.
-
-    Raises:
-        ValueError: a group does not begin with its key frame: what follows may not be exact.
+    ``get_needed`` returns the time before which only the last frame is needed, in seconds. A group
+    that does not begin with its key frame raises ``ValueError``: what follows may not be exact.
     """
     unit, is_indexed = float(stream.time_base), container.format.name in _INDEXED
     group: list[Any] = []  # packets that are not decoded yet

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vlm_grpo.config.data import CurriculumSettings
-from vlm_grpo.data.stream import Stream
+from vlm_grpo.data.stream import ExampleStream
 
 Observation = tuple[int, float, int]
 """An index of the stream, the sum of its completions' pass values (0 to 1), and their number."""
@@ -36,7 +36,9 @@ class Curriculum:
         pool: number of candidates per prompt.
     """
 
-    def __init__(self, stream: Stream, rows: int, settings: CurriculumSettings, seed: int) -> None:
+    def __init__(
+        self, stream: ExampleStream, rows: int, settings: CurriculumSettings, seed: int
+    ) -> None:
         self.stream, self.settings, self.seed = stream, settings, seed
         self.posterior, self.pool = np.ones((rows, 2)), settings.pool
 

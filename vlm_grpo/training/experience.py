@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from vlm_grpo.config.methods import ReplaySettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.stream import Stream
+from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import measure_pass
@@ -84,7 +84,7 @@ class Experience:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ExampleStream,
         rows: int,
         settings: Settings,
         load: Callable[[Sequence[int]], list[Prompt]],

@@ -15,7 +15,7 @@ import torch
 from pebble import ProcessExpired
 from torch import Tensor
 
-from vlm_grpo.data.stream import Stream
+from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.image_noise import DiffusionNoise
 from vlm_grpo.model.policy import Policy
@@ -60,7 +60,7 @@ class PromptLoader:
         self,
         policy: Policy,
         task: Task,
-        stream: Stream,
+        stream: ExampleStream,
         skip_unreadable: bool,
         workers: int = 0,
     ) -> None:

@@ -7,20 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-from vlm_grpo.config.data import DataSettings
-from vlm_grpo.config.prompt import PromptSettings
-from vlm_grpo.data import load_examples
-from vlm_grpo.data.checks import describe_lengths
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.scorer import REWARD_TIMEOUT, RewardScorer, get_full_reward
-from vlm_grpo.types import Example, ImageRef, Score
+from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.timing import can_interrupt, time_limit
-
-if TYPE_CHECKING:
-    from vlm_grpo.model.prompts import PromptBuilder
 
 _ROUNDING = 1e-6
 """Tolerance for floating-point rounding in a reward between 0 and 1."""
@@ -58,41 +50,14 @@ class Exploit:
     bound: float = 0.0
 
 
-def validate_task(
-    task: Task,
-    source: str,
-    data: DataSettings,
-    prompt: PromptSettings,
-    builder: PromptBuilder | None = None,
-) -> Iterator[str]:
-    """Check a task on its data, and yield the lines of a report.
-
-    Args:
-        task: the task with its options.
-        source: the examples, as for ``load_examples``.
-        data: image root and limits.
-        prompt: writes the text of every prompt.
-        builder: builds every prompt as training does; None: only the images are decoded.
+def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
+    """Check a task on examples, and yield the lines of a report.
 
     Raises:
-        UserError: rows, images or prompts are bad, gold answers earn less than the full reward, an
-            exploit earns more than its bound, or the parser raises or is slow. The message lists
-            all problems of the first check that failed.
+        UserError: gold answers earn less than the full reward, an exploit earns more than its
+            bound, or the parser raises or is slow. The message lists all problems of the first
+            check that failed.
     """
-    examples = load_examples(source, task, data)
-    if builder is None:
-        _raise("images that cannot be decoded", _find_undecodable(examples))
-        _raise("prompts that cannot be written", _find_unwritable(task, examples, prompt))
-        lengths = None
-    else:
-        task = builder.adapt(task)
-        lengths, problems = builder.measure(examples, task)
-        _raise("prompts that cannot be built", problems)
-        examples = [builder.with_resized_sizes(example) for example in examples]
-    images = {image.name for example in examples for image in example.images}
-    yield f"{source}: {len(examples)} examples with {len(images)} images, all well-formed"
-    yield describe_lengths(lengths)
-
     written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
     wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
     _raise("gold answers for which write returns no text", wrong)
@@ -110,7 +75,12 @@ def validate_task(
     _raise("gold answers that do not earn the full reward", bad)
     yield f"gold answers earn {fmean(shares):.3f} of the full reward, at least {min(shares):.3f}"
     if batch_rules:
-        yield _check_group(task, golds[0], examples[0], full)
+        same, copies = [golds[0]] * _GROUP_SIZE, [examples[0]] * _GROUP_SIZE
+        group = _reward_shares(same, copies, _score(task, same, copies, [0] * _GROUP_SIZE), full)
+        yield (
+            f"in a group of {_GROUP_SIZE} equal completions, the gold answer earns "
+            f"{fmean(group):.3f}"
+        )
 
     yield from _check_exploits(task, rows, examples, full)
     _raise("texts that the parser cannot handle", _find_parser_problems(task, examples[0]))
@@ -124,13 +94,8 @@ def validate_task(
 
 
 def build_exploits(task: Task, example: Example, other: Example) -> list[Exploit]:
-    """Build the known exploits of rewards that apply to any task.
-
-    Args:
-        task: the task, whose options decide whether answers need tags.
-        example: the example whose gold answer the exploits use.
-        other: an example with another gold answer, for hedging.
-    """
+    """Build the known exploits of rewards that apply to any task, from the gold answer of an
+    example; ``other`` has another gold answer, for hedging."""
     gold = task.write(task.gold_answer(example), example)
     hedge = task.write(task.gold_answer(other), example)
 
@@ -188,14 +153,6 @@ def _reward_shares(
                 f"{text[:60]!r}:\n{trace}"
             )
     return [(score.total or 0.0) / full for score in scores]
-
-
-def _check_group(task: Task, text: str, example: Example, full: float) -> str:
-    """Score a group of equal completions, and report what each of them earns."""
-    texts, examples = [text] * _GROUP_SIZE, [example] * _GROUP_SIZE
-    scores = _score(task, texts, examples, groups=[0] * _GROUP_SIZE)
-    earned = fmean(_reward_shares(texts, examples, scores, full))
-    return f"in a group of {_GROUP_SIZE} equal completions, the gold answer earns {earned:.3f}"
 
 
 def _find_bad_golds(
@@ -272,29 +229,6 @@ def _find_parser_problems(task: Task, example: Example) -> list[str]:
             times.append(time.perf_counter() - start)
         if times and min(times) > _PARSE_SECONDS:
             problems.append(f"{name}: it took {1000 * min(times):.0f} ms, more than 50 ms")
-    return problems
-
-
-def _find_undecodable(examples: Sequence[Example]) -> list[str]:
-    problems = []
-    seen: set[ImageRef] = set()
-    for example in examples:
-        for image in {*example.images} - seen:
-            seen.add(image)
-            try:
-                image.load()
-            except ValueError as error:
-                problems.append(f"{example.name}: {error}")
-    return problems
-
-
-def _find_unwritable(task: Task, examples: Sequence[Example], prompt: PromptSettings) -> list[str]:
-    problems = []
-    for example in examples:
-        try:
-            prompt.write_chat(example, task)
-        except ValueError as error:
-            problems.append(f"{example.name}: {error}")
     return problems
 
 

@@ -1,0 +1,267 @@
+"""``vlm-grpo check``: sound tasks and data pass, and each way of being unsound is named.
+
+tests/data/test_checks.py covers the checks of the data.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import fails, run
+from dataset_files import encode_image, make_row, write_files
+from PIL import Image
+from published_formats import write_format
+
+from vlm_grpo.cli.common import load_prompts
+from vlm_grpo.cli.preview import build_preview
+from vlm_grpo.config.data import DataSettings
+from vlm_grpo.config.prompt import PromptSettings
+from vlm_grpo.data import load_examples
+from vlm_grpo.media.image_decode import decode_image
+from vlm_grpo.task import soundness
+from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.soundness import build_exploits
+from vlm_grpo.types import Example
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["counting"],
+        ["ocr"],
+        ["counting", "tags=true"],
+        ["grounding", "tags=true", "thinking=true"],
+        ["grounding", "several=true", "absent=true"],
+        ["ocr", "tags=true", "weights.format=0.1", "weights.length=0.1"],
+        ["pointing", "--data", "embedded:grounding"],
+        ["detection", "--data", "embedded:grounding"],
+    ],
+    ids=" ".join,
+)
+def test_the_built_in_tasks_are_sound_on_embedded_data(capsys, arguments):
+    status, out, err = run(capsys, "check", *arguments)
+
+    assert (status, err) == (0, "")
+    assert "gold answers earn 1.000 of the full reward" in out
+    assert "an empty text earns at most 0.000" in out
+    assert "is sound on this data" in out
+
+
+def test_settings_of_the_prompt_stand_among_the_options(capsys):
+    good = "prompt.template='{{ question }} {{ instruction }}'"
+    status, out, _ = run(capsys, "check", "counting", good, "prompt.system=Count.")
+    assert (status, "Counting is sound on this data" in out) == (0, True)
+    message = fails(capsys, "check", "counting", "prompt.template={{ quest }}")
+    assert (
+        'prompt.template="{{ quest }}" line 1 has the unknown name quest (did you mean question?)'
+        in message
+    )
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "embedded"]])
+def test_the_prompt_of_every_row_is_written(capsys, model):
+    bad = """prompt.template="{{ question }}{% if id.endswith('7') %}{{ meta.hint }}{% endif %}\""""
+    status, out, _ = run(capsys, "check", "counting", bad, *model)
+    assert status == 2
+    assert "prompts that cannot be built 50\n" in out  # of 500 rows
+    assert "prompt.template: UndefinedError: 'dict object' has no attribute 'hint'" in out
+
+
+# Above the limit, on long texts only.
+SLOW = "time.sleep(0.06 * (len(text) > 1000)); return text if len(text) == 1 else None"
+
+
+@pytest.mark.parametrize(
+    ("methods", "messages"),
+    [
+        (
+            {"parse": "return None"},
+            [
+                "2 gold answers that do not earn the full reward",
+                "a: 'a' holds no answer and earns right 0.000",
+            ],
+        ),
+        (
+            {"parse": "return text", "right": "return float(example.answer in answer)"},
+            ["two answers with or between earns 1.000, above 0.5, on a: 'a or b'"],
+        ),
+        ({"right": "return 1 / 0"}, ["right failed on example 'a'", "ZeroDivisionError"]),
+        (
+            {"parse": "text.encode('utf-8'); return text if len(text) == 1 else None"},
+            ["half a surrogate pair: it raised UnicodeEncodeError"],
+        ),
+        ({"parse": SLOW}, ["100,000 letters: it took"]),
+        ({"write": "return 1.0"}, ["2 gold answers for which write returns no text:\n  - a: 1.0"]),
+    ],
+)
+def test_an_unsound_task_is_named(capsys, write_letters, letters_data, methods, messages):
+    status, _, error = run(capsys, "check", write_letters(**methods), "--data", letters_data)
+
+    assert status == 2
+    assert [message for message in messages if message not in error] == []
+
+
+def test_a_reward_that_hangs_is_named(capsys, counting_data, write_letters, monkeypatch):
+    monkeypatch.setattr(soundness, "REWARD_TIMEOUT", 0.1)
+    task = write_letters("return text", "time.sleep(60)", "return str(answer)")
+    status, _, message = run(capsys, "check", task, "--data", counting_data)
+
+    assert status == 2
+    assert "right failed on example 'r3'" in message
+    assert "longer than its limit of 0.1 s" in message
+
+
+def test_arguments_that_fit_nothing_are_refused(capsys, write_letters, tmp_path: Path):
+    assert "give its data by --data" in fails(capsys, "check", write_letters())
+    assert "there is no task file nope.py" in fails(capsys, "check", "nope.py")
+    for option in ("--token-side", "--max-pixels", "--limit"):
+        assert option in fails(capsys, "check", "counting", option, "0")
+    assert "--split test: give train or eval" in fails(capsys, "check", "ocr", "--split", "test")
+    message = fails(capsys, "check", "counting", "--preview", "a.pdf")
+    assert "--preview a.pdf: give a file with the suffix .html or .png" in message
+    path = tmp_path / "no" / "rows.png"
+    status, _, error = run(capsys, "check", "counting", "--limit", "1", "--preview", path)
+    assert status == 2
+    assert f"--preview {path} cannot be written: No such" in error
+
+
+def test_prompts_are_built_for_a_model(capsys, write_letters, letters_data):
+    given = ["check", write_letters(), "--data", letters_data]
+
+    status, out, _ = run(capsys, *given)
+    assert status == 0
+    assert "not checked without --model: control tokens" in out
+    assert "Letters is sound on this data" in out
+    status, out, _ = run(capsys, *given, "--model", "embedded")
+    assert status == 0
+    assert "tokens per prompt" in out
+    given += ["instruction=End with <|im_end|>", "--model", "embedded"]
+    status, out, error = run(capsys, *given)
+    assert (status, error) == (2, "error: the data are not sound: see above\n")
+    assert "prompts that cannot be built 2\n" in out
+    assert f"{letters_data}:1: example a: its prompt has the text <|im_end|>" in out
+
+
+def test_data_with_one_gold_answer_have_no_second_answer_to_hedge_with():
+    example = Example("a", (), "?", 3)
+    names = {exploit.name for exploit in build_exploits(load_task("counting"), example, example)}
+
+    assert not any("two answers" in name for name in names)
+
+
+def test_exploits_with_tags_include_untagged_and_repeated_answers():
+    first, second = Example("a", (), "?", 3), Example("b", (), "?", 5)
+    exploits = build_exploits(load_task("counting", tags=True), first, second)
+
+    texts = {exploit.name: exploit.text for exploit in exploits}
+    assert texts["the answer without tags"] == "3"
+    assert texts["two tagged answers"] == "<answer>5</answer><answer>3</answer>"
+    assert texts["an unclosed tag"] == "<answer>3"
+
+
+def test_the_limit_bounds_the_rows_and_images_that_are_checked(capsys, tmp_path: Path):
+    # 84 x 84 pixels are 3 x 3 tokens of 28 pixels.
+    status, out, err = run(capsys, "check", "counting", "--limit", "3", "--token-side", "28")
+    assert (status, err) == (0, "")
+    assert "3 good rows" in out
+    assert "image tokens per example     9 to 9" in out
+    rows = [make_row(images=[]), make_row(id="b", images=["gone.png"])]
+    source = write_files(tmp_path, {"train.jsonl": rows}) / "train.jsonl"
+    given = ["check", "counting", "--data", source]
+    assert run(capsys, *given, "--limit", "1")[0] == 0
+    assert run(capsys, *given)[0] == 2
+    assert run(capsys, *given, "data.on_bad_row=skip")[0] == 0
+
+
+def test_tokens_of_a_clip_are_bounded_by_its_own_budget(capsys, tmp_path: Path):
+    frame = encode_image(Image.new("RGB", (560, 560)), "JPEG")
+    row = {"question": "?", "answer": 1, "videos": [{"frames": ["a.jpg"] * 32}]}
+    write_files(tmp_path, {"a.jpg": frame, "train.jsonl": [row]})
+    given = ["counting", "--data", tmp_path / "train.jsonl", "--token-side", "28"]
+
+    # 3584 tokens of 28 pixels over 32 frames are 112 for each, 10 x 10 in a square, for two frames.
+    assert "1600 to 1600" in run(capsys, "check", *given)[1]
+
+
+def test_images_and_ids_that_two_sources_share_exit_with_status_2(capsys, tmp_path: Path):
+    colors = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    image = Image.fromarray(colors).resize((160, 120), Image.Resampling.BICUBIC)
+    rows = {
+        "train.jsonl": [make_row()],
+        "image.jsonl": [make_row(id="t", images=["copy.jpg"])],
+        "id.jsonl": [make_row(images=[])],
+        "other.jsonl": [make_row(id="t", images=[])],
+    }
+    images = {"a.png": encode_image(image), "copy.jpg": encode_image(image, "JPEG", quality=80)}
+    write_files(tmp_path, rows | images)
+    given = ["check", "counting", "--data-only", "--data", tmp_path / "train.jsonl"]
+
+    for name, line, expected in (
+        ("image", "1 IMAGES of", 2),
+        ("id", f"1 IDS ARE IN BOTH: {make_row()['id']}", 2),
+        ("other", "have no image and no id in common", 0),
+    ):
+        status, out, _ = run(capsys, *given, "--against", tmp_path / f"{name}.jsonl")
+        assert (status, line in out) == (expected, True), name
+        assert "gold answers" not in out
+
+
+@pytest.mark.parametrize("suffix", [".html", ".png"])
+def test_rows_are_shown_as_the_model_gets_them(capsys, tmp_path: Path, suffix: str):
+    source, out = write_format(tmp_path, "coco", {"b.png": None}), tmp_path / f"rows{suffix}"
+    given = ["several=true", "--data", source, "--rows", "2", "--preview", out]
+    status, text, err = run(capsys, "check", "grounding", *given)
+
+    assert (status, err) == (2, "error: the data are not sound: see above\n")
+    assert f"bad rows                     1\n  - {source}: image 2: image b.png is missing" in text
+    assert f"{source}: image 1: example 7-2" in text
+    assert "image a.png: 64x48, seen as 56x56, 4 tokens" in text
+    assert "<|vision_start|><|image_pad|><|vision_end|>Locate every book." in text
+    # Boxes at 20, 8 and 40, 8 of 64x48, in pixels of 56x56: 20 * 56 / 64 = 17.5, 8 * 56 / 48 = 9.3.
+    assert '[{"bbox_2d": [18, 9, 32, 23]}, {"bbox_2d": [35, 9, 49, 24]}]' in text
+    assert f"2 rows drawn in {out}" in text
+    if suffix == ".html":
+        page = out.read_text()
+        assert page.count("data:image/png;base64,") == 2
+        assert "&lt;|vision_start|&gt;" in page
+    else:
+        assert decode_image(out).width >= 56
+
+
+def test_a_preview_is_the_prompt_of_training_and_draws_the_gold_answer(tmp_path: Path):
+    source = write_format(tmp_path, "coco")
+    data = DataSettings(train=source)
+    prompts = load_prompts("embedded", None, data, PromptSettings())
+    task = prompts.adapt(load_task("grounding", several=True))
+    _, example, _ = load_examples(source, task, data, "train")
+    preview = build_preview(example, task, prompts)
+
+    expected = prompts.build(prompts.with_resized_sizes(example), task)
+    assert (preview.prompt.text, preview.prompt.token_ids) == (expected.text, expected.token_ids)
+    (picture,) = preview.pictures
+    assert picture.size == example.with_resized_sizes([(56, 56)]).images[0].resized_size
+    # The image is red without green; the lines of the two boxes have green, blurred by the resize.
+    rows, columns = np.nonzero(np.array(picture)[:, :, 1] > 60)
+    assert (columns.min(), columns.max()) == pytest.approx((17.5, 49), abs=1.5)
+    assert (rows.min(), rows.max()) == pytest.approx((9.3, 23.9), abs=1.5)
+
+
+def test_settings_of_the_data_are_written_among_the_options(capsys, tmp_path: Path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("ask,number\nHow many?,3\n")
+    words = ["data.columns.question=ask", "data.columns.answer=number", "prompt.system=Count!"]
+    given = [*words, "--data", rows, "--preview", tmp_path / "rows.html"]
+    status, text, err = run(capsys, "check", "counting", *given)
+    assert (status, err) == (0, "")
+    assert "Count!" in text
+    assert "gold answer 3, which a model should write as:\n    3" in text
+
+
+@pytest.mark.parametrize("words", [["validate", "counting"], ["data", "check", "rows.jsonl"]])
+def test_the_earlier_commands_name_this_one(capsys, words):
+    message = fails(capsys, *words)
+    assert message.startswith(
+        f"error: vlm-grpo {words[0]} has become vlm-grpo check TASK --data DATA"
+    )

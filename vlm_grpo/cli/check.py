@@ -1,0 +1,184 @@
+"""``vlm-grpo check``: check a task and its data, and draw rows, without a model's weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlm_grpo.cli.common import (
+    ImageRoot,
+    MaxPixels,
+    ModelName,
+    TaskName,
+    load_prompts,
+    parse_data_options,
+)
+from vlm_grpo.errors import UserError
+
+if TYPE_CHECKING:
+    from vlm_grpo.config.data import DataSettings
+    from vlm_grpo.data.checks import Measure
+    from vlm_grpo.types import ImageRef
+
+_QWEN_MAX_PIXELS = 12_845_056
+"""Default pixel budget of Qwen2-VL and Qwen2.5-VL."""
+
+
+def check(
+    task: TaskName,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="OPTION=VALUE",
+            help="Options of the task, and settings: tags=true, data.columns.answer=label.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Examples: a file or folder, hf:NAME[:SPLIT[:CONFIG]] or embedded:NAME; default: "
+            "the embedded data of the task's name."
+        ),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="Part of a source that has several: train or eval.")
+    ] = "eval",
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Number of rows to check; default: all.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Another source, which must share no image and no id with --data."),
+    ] = None,
+    image_root: ImageRoot = None,
+    against_root: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the images of --against; default: that of --data."),
+    ] = None,
+    model: ModelName = None,
+    max_pixels: MaxPixels = None,
+    token_side: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Count image tokens without a model: pixels per side of an image token, 28 for "
+            "Qwen2(.5)-VL, 32 for Qwen3-VL.",
+        ),
+    ] = None,
+    preview: Annotated[
+        Path | None,
+        typer.Option(
+            help="Page (.html) or picture (.png) to draw the first rows in, as the model (default: "
+            "embedded) gets them: prompt, image tokens, gold answer."
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows in --preview.")] = 4,
+    data_only: Annotated[
+        bool, typer.Option("--data-only", help="Do not score gold answers and exploits.")
+    ] = False,
+) -> None:
+    """Check a task and its data without a model, or with a model's processor.
+
+    First the data: bad rows, unreadable images, boxes outside the image, prompts that cannot be
+    written, duplicates, and images and ids that --against shares. With --model, every prompt is
+    built as in training, and must fit into the context. If the data are sound, then the task: every
+    gold answer must earn the full reward, an empty text 0, and known exploits of a reward no more
+    than their bound. Settings of the prompt and of the data are written among the options.
+
+    \b
+    vlm-grpo check counting
+    vlm-grpo check my_task.py tags=true --data train.jsonl --against test.jsonl
+    vlm-grpo check grounding --data train.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct
+    vlm-grpo check ocr data.columns.answer=label --data train.parquet --preview rows.html --limit 4
+    vlm-grpo check counting 'prompt.template={{ question }} Count twice.'
+
+    Exits with status 2 if something is wrong, or if --data and --against share an image or an id.
+    """
+    from vlm_grpo.data.checks import DataReport, check_source, describe_overlap
+    from vlm_grpo.task.registry import load_task
+    from vlm_grpo.task.soundness import check_task
+
+    if split not in ("train", "eval"):
+        raise UserError(f"--split {split}: give train or eval")
+    if preview is not None and preview.suffix not in (".html", ".png"):
+        raise UserError(f"--preview {preview}: give a file with the suffix .html or .png")
+    source = data or f"embedded:{task}"
+    limits = {f"{split}_limit": limit}
+    values, prompt, settings = parse_data_options(options, source, image_root=image_root, **limits)
+    loaded = load_task(task, **values)
+    if data is None and task not in ("counting", "grounding", "ocr"):
+        raise UserError(f"task {task} has no embedded data: give its data by --data")
+    builder = None if model is None else load_prompts(model, max_pixels, settings, prompt)
+    if builder is not None:
+        loaded = builder.adapt(loaded)
+    measure = _build_writer(prompt) if builder is None else builder.measure
+    count = None if token_side is None else _build_token_counter(token_side, max_pixels)
+
+    def report_on(name: str, settings: DataSettings) -> DataReport:
+        report = check_source(name, loaded, settings, measure, split)
+        typer.echo("\n".join(report.describe(count)))
+        return report
+
+    report = report_on(source, settings)
+    passed = report.passed
+    if against is not None:
+        root = against_root or image_root
+        other = report_on(
+            against, parse_data_options(options, against, image_root=root, **limits)[2]
+        )
+        overlap = describe_overlap(report, other)
+        apart = f"{source} and {against} have no image and no id in common"
+        typer.echo("\n".join(overlap) or apart)
+        passed = passed and other.passed and not overlap
+    if preview is not None:
+        from vlm_grpo.cli.preview import preview_rows
+
+        shown = builder or load_prompts("embedded", max_pixels, settings, prompt)
+        for line in preview_rows(preview, report.examples[:rows], shown.adapt(loaded), shown):
+            typer.echo(line)
+    if not passed:
+        raise UserError("the data are not sound: see above")
+    if not data_only:
+        examples = report.examples
+        if builder is not None:
+            examples = [builder.with_resized_sizes(example) for example in examples]
+        for line in check_task(loaded, examples):
+            typer.echo(line)
+
+
+def _build_writer(prompt: Any) -> Measure:
+    """Build a function that writes every prompt as text, without a model."""
+
+    def write(examples: Any, task: Any) -> tuple[None, list[str]]:
+        problems = []
+        for example in examples:
+            try:
+                prompt.write_chat(example, task)
+            except ValueError as error:
+                problems.append(f"{example.name}: {error}")
+        return None, problems
+
+    return write
+
+
+def _build_token_counter(side: int, max_pixels: int | None) -> Callable[[ImageRef], int]:
+    """Build a function that counts an image's or a clip's tokens under Qwen-VL's resize."""
+    most = max_pixels or _QWEN_MAX_PIXELS
+    from qwen_vl_utils.vision_process import smart_resize
+
+    from vlm_grpo.config.policy import PolicySettings
+
+    of_clip = PolicySettings.model_fields["max_video_pixels"].default
+
+    def count(image: ImageRef) -> int:
+        (width, height), frames = image.size, max(1, image.num_frames)
+        smallest = 4 * side * side
+        share = min(most, of_clip // frames) if image.num_frames else most
+        rows, columns = smart_resize(height, width, side, smallest, max(share, smallest))
+        return rows * columns // (side * side) * math.ceil(frames / 2)
+
+    return count
