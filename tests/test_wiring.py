@@ -25,6 +25,7 @@ from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task import Task, reward
 from vlm_grpo.training import update as update_module
+from vlm_grpo.training.methods.distillation import Distillation
 from vlm_grpo.training.objective import LossOutput, TokenBatch
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example, Group
@@ -112,8 +113,9 @@ def make_trainer(settings: Settings, **weights: float) -> Trainer:
     policy = load_policy(settings)
     policy.model.double()
     trainer = Trainer(settings, policy, Letters(weights=weights), EXAMPLES)
-    if trainer.updater.teacher is not None:
-        trainer.updater.teacher.model.double()
+    for method in trainer.updater.methods:
+        if isinstance(method, Distillation):
+            method.teacher.model.double()
     return trainer
 
 

@@ -135,7 +135,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("training/update.py", "is_last = updates.count ==", "is_last = updates.count <="),
     ("training/update.py", "and updates.skipped < updates.count", ""),
     ("training/update.py", "settings.optim.max_grad_norm or math.inf", "math.inf"),
-    ("training/update.py", "objective, self.surrogate)", "objective)"),
+    ("training/update.py", "self.surrogate, find", "None, find"),
     ("training/objective/losses.py", ".sigmoid() * 4", ".sigmoid() * 2"),
     (
         "training/objective/losses.py",

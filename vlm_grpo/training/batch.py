@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,11 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.transfer import copy_to
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.training.methods import find_methods
 from vlm_grpo.training.objective import StepTotals, TokenBatch, completion_weights, needs_update
 from vlm_grpo.types import Completion, Group, Prompt
+
+_TOKEN_FIELDS = {field.name for field in fields(TokenBatch)}
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,11 @@ class Rollout:
 
 @dataclass(frozen=True)
 class StepScores:
-    """What passes other than the update's tell of a step's n completions.
+    """Scores of a step's n completions from extra passes.
 
     Attributes:
         values: (T,) values of the tokens of each completion, by the name of their field in
-            ``TokenBatch``: ``reference_logprobs``, ``teacher_logprobs``,
-            ``masked_logprobs``, ``token_advantages``, ``token_factors``.
+            ``TokenBatch``, or the name in its ``scores``.
         penalties: (T,) KL penalties of the tokens of each completion, to subtract from the
             rewards; None if there are none.
         old: (T,) log-probs under the policy by completion, if they were computed for the penalties
@@ -217,16 +219,18 @@ def build_token_batch(
         old: (T,) log-probs before the first update by completion; None if they are the policy's.
     """
     device, dtype = scores.logprobs.device, scores.logprobs.dtype
-    fields = {} if old is None else {"old_logprobs": _flatten(old, micro.rows, device)}
-    fields |= {name: values for name, values in inputs.items() if name != "weights"}
+    found = {} if old is None else {"old_logprobs": _flatten(old, micro.rows, device)}
+    found |= {name: values for name, values in inputs.items() if name != "weights"}
+    extra = {name: found.pop(name).to(dtype) for name in found.keys() - _TOKEN_FIELDS}
     return TokenBatch(
+        scores=extra,
         logprobs=scores.logprobs,
         entropies=scores.entropies,
         is_top=scores.is_top,
         weights={name: values.to(dtype) for name, values in inputs["weights"].items()},
         **{
             name: values.to(dtype) if values.is_floating_point() else values
-            for name, values in fields.items()
+            for name, values in found.items()
         },
     )
 
@@ -297,10 +301,11 @@ def pack_step(
     if rollout.is_supervised:
         weights = {"cross_entropy": torch.ones(len(completions)) / max(totals.active_tokens, 1)}
     else:
-        weights = completion_weights(lengths, active, totals, settings.objective)
-    if "perception" in weights:
-        has_image = [bool(group.prompt.example.images) for group in groups for _ in group.scores]
-        weights["perception"] = weights["perception"] * torch.tensor(has_image, dtype=torch.float64)
+        weights = completion_weights(lengths, active, totals, settings.objective, find_methods())
+    for name in weights.keys() & find_methods().keys():
+        covers = find_methods()[name].covers
+        covered = [covers(group) for group in groups for _ in group.scores]
+        weights[name] = weights[name] * torch.tensor(covered, dtype=torch.float64)
     signal = advantages
     if by_token := values.get("token_advantages"):
         signal = torch.stack([by_token[row].abs().max() for row in range(len(completions))])

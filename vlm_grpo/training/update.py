@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,21 +30,18 @@ from vlm_grpo.training.batch import (
     build_slices,
     build_token_batch,
     by_completion,
-    copy_to_host,
     score_slices,
     send_inputs,
 )
 from vlm_grpo.training.memory import TokenBudget, is_out_of_memory
+from vlm_grpo.training.methods import Method, ScoredStep, find_methods, load_methods
 from vlm_grpo.training.objective import (
-    KL_ESTIMATORS,
     MetricAccumulator,
     Surrogate,
     compute_loss,
     load_surrogate,
 )
 from vlm_grpo.training.reference import Reference
-from vlm_grpo.training.teacher import load_teacher
-from vlm_grpo.training.token_factors import find_token_factors, mask_images
 
 
 @dataclass
@@ -102,7 +100,7 @@ class Updater:
         budget: maximum number of tokens per micro-batch.
         offload: opens a context that moves the activations saved inside to the host.
         surrogate: the user's loss; None: that of the settings' loss type.
-        teacher: the teacher of distillation, all of it on every rank; None: there is none.
+        methods: the optional methods that the settings use.
     """
 
     policy: Policy
@@ -113,7 +111,7 @@ class Updater:
     budget: TokenBudget
     offload: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     surrogate: Surrogate | None = None
-    teacher: Policy | None = None
+    methods: tuple[Method, ...] = ()
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -125,7 +123,7 @@ class Updater:
     def begin_step(self, rollout: Rollout) -> None:
         """Refresh the reference if it is due.
 
-        The first rollout after a warm start begins as a new run does: with the weights of now as
+        The first rollout after a warm start starts like a new run: with the current weights as
         the reference, and without a state of the optimizer.
         """
         if rollout.is_supervised:
@@ -140,44 +138,33 @@ class Updater:
 
     def score_step(self, rollout: Rollout) -> StepScores:
         """Score the completions in the passes that the settings need besides the update's."""
-        objective, groups = self.settings.objective, rollout.groups
         if rollout.is_supervised:
             return StepScores()
-        count = sum(len(group.completions) for group in groups)
-        slices = build_slices(groups, [True] * count)
-        values, penalties, old = {}, None, {}
-        if objective.needs_reference:
-            with self.policy.stopwatch("reference"):
-                reference = values["reference_logprobs"] = self.reference_logprobs(slices)
-                if objective.kl_in == "reward":
-                    with self.strategy.gathered():
-                        old = self.logprobs(slices)
-                    estimate = KL_ESTIMATORS[objective.kl_estimator]
-                    ours, theirs = copy_to_host(old), copy_to_host(reference)
-                    penalties = [
-                        objective.beta * estimate(ours[row], theirs[row]) for row in range(count)
-                    ]
-        if self.teacher is not None:
-            with self.policy.stopwatch("teacher"):
-                limit = self.budget.limit
-                values["teacher_logprobs"] = score_slices(self.teacher, slices, limit)
-                self.teacher.clear_image_features()
-        if objective.perception is not None:
-            with self.policy.stopwatch("perception"):
-                values["masked_logprobs"] = self._score_masked(slices, rollout)
-        factors = find_token_factors(rollout, values.get("masked_logprobs", {}), objective)
-        if factors is not None:
-            values["token_factors"] = factors
-        kept = old if self.settings.optim.mini_batches > 1 else {}
-        return StepScores(values, penalties, kept)
+        count = sum(len(group.completions) for group in rollout.groups)
+        step = ScoredStep(rollout, build_slices(rollout.groups, [True] * count), self)
+        values: dict[str, Mapping[int, Tensor]] = {}
+        for method in self.methods:
+            with self.policy.stopwatch(method.phase):
+                values |= method.score(step)
+        found = [method.weigh_tokens(rollout, values) for method in self.methods]
+        given = [factors for factors in found if factors is not None]
+        if given:
+            values["token_factors"] = {
+                row: functools.reduce(torch.mul, (factors[row] for factors in given))
+                for row in range(count)
+            }
+        kept = step.known_logprobs if self.settings.optim.mini_batches > 1 else {}
+        return StepScores(values, step.penalties, kept)
 
-    def _score_masked(self, slices: Sequence[GroupSlice], rollout: Rollout) -> dict[int, Tensor]:
-        """Score the completions behind masked images; those without images count as unchanged."""
-        completions = [c for group in rollout.groups for c in group.completions]
-        sampled = {row: torch.tensor(c.logprobs) for row, c in enumerate(completions)}
-        behind = mask_images(slices, self.policy.prompts, self.settings, rollout.step)
+    @property
+    def max_tokens(self) -> int:
+        """Maximum number of tokens per pass."""
+        return self.budget.limit
+
+    def policy_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
+        """Return the (T,) log-probs under the policy by completion. All ranks must call it."""
         with self.strategy.gathered():
-            return sampled | self.logprobs(behind)
+            return self.logprobs(slices)
 
     def reference_logprobs(self, slices: Sequence[GroupSlice]) -> dict[int, Tensor]:
         """Return the (T,) log-probs under the reference policy by completion."""
@@ -304,7 +291,7 @@ class Updater:
             old |= {row: logprobs for row, logprobs in now.items() if row not in batch.replayed}
         has_ratio = bool(updates.count or batch.replayed)
         tokens = build_token_batch(micro, scores, inputs, old if has_ratio else None)
-        output = compute_loss(tokens, objective, self.surrogate)
+        output = compute_loss(tokens, objective, self.surrogate, find_methods())
         output.loss.backward()
         return output.loss.detach(), output.metrics
 
@@ -327,7 +314,7 @@ def build_updater(policy: Policy, settings: Settings, accelerator: Accelerator) 
         TokenBudget(settings.optim.max_tokens_per_batch, "optim.max_tokens_per_batch"),
         offload,
         load_surrogate(settings.objective),
-        load_teacher(settings, policy),
+        load_methods(settings, policy),
     )
 
 

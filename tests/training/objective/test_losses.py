@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.training.methods import find_methods
 from vlm_grpo.training.objective import (
     StepTotals,
     TokenBatch,
@@ -359,15 +360,15 @@ def test_the_terms_of_other_models_and_images(fields: Any, values: str, formula:
     assert step.old_logprobs is not None
     other = step.logprobs.detach() - torch.linspace(-0.5, 0.5, len(step.logprobs)).double()
     settings = ObjectiveSettings(**fields)
-    batch = replace(step, **{values: other})
+    batch = replace(step, scores={values: other})
     totals = count_totals(step)
-    found = policy_loss(batch, totals, settings).loss
+    found = policy_loss(batch, totals, settings, methods=find_methods()).loss
     plain = settings.model_copy(update={"distillation": None, "perception": None})
     rest = 0.0 if settings.distillation else policy_loss(step, totals, plain).loss
     expected = formula(step.logprobs, step.old_logprobs, other) * step.active_tokens
     torch.testing.assert_close(found - rest, expected.sum() / totals.active_tokens)
     with pytest.raises(ValueError, match=f"needs {values} in the batch"):
-        policy_loss(step, totals, settings)
+        policy_loss(step, totals, settings, methods=find_methods())
 
 
 def test_factors_weigh_the_policy_loss_alone() -> None:

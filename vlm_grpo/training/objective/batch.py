@@ -23,8 +23,6 @@ class TokenBatch:
             None in the first update, where they equal ``logprobs``.
         reference_logprobs: log-probs under the reference policy, without gradient; None if no
             separate reference is kept.
-        teacher_logprobs: log-probs under the teacher; None if there is none.
-        masked_logprobs: log-probs behind masked images, without gradient; None: there are none.
         token_factors: factor of each token's weight in the policy loss; None: 1.
         sampler_logprobs: log-probs under the sampler's distribution, from the rollout.
         noisy: True for a completion sampled behind other images, whose sampler log-probs are not
@@ -34,8 +32,9 @@ class TokenBatch:
         active: False for a completion that is masked out (truncated); None: all are active.
         is_top: whether each token is the policy's likeliest; None: unknown.
         token_advantages: advantage of each token; None: that of its completion.
-        weights: weight of each token in each term of the loss, by the term's name in ``TERMS``,
+        weights: weight of each token in each term of the loss, by the term's name,
             with the normalizer of the step included.
+        scores: what methods scored of each token, by name, without gradient.
     """
 
     logprobs: Float[Tensor, " M"]
@@ -44,8 +43,6 @@ class TokenBatch:
     lengths: Int[Tensor, " N"]
     old_logprobs: Float[Tensor, " M"] | None = None
     reference_logprobs: Float[Tensor, " M"] | None = None
-    teacher_logprobs: Float[Tensor, " M"] | None = None
-    masked_logprobs: Float[Tensor, " M"] | None = None
     token_factors: Float[Tensor, " M"] | None = None
     sampler_logprobs: Float[Tensor, " M"] | None = None
     noisy: Bool[Tensor, " n"] | None = None
@@ -54,6 +51,7 @@ class TokenBatch:
     is_top: Bool[Tensor, " M"] | None = None
     token_advantages: Float[Tensor, " M"] | None = None
     weights: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
+    scores: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:

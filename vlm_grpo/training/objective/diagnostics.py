@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.batch import TokenBatch
-from vlm_grpo.training.objective.kl import image_dependency, k3
+from vlm_grpo.training.objective.kl import k3
 
 Number = Tensor | float | int
 T = TypeVar("T")
@@ -147,11 +147,6 @@ def loss_metrics(
         means["entropy"] = (batch.entropies, active)
     if reference is not None:
         means["kl"] = (k3(logprobs, reference) * (logprobs - old).exp(), active)
-    if batch.teacher_logprobs is not None:
-        to_teacher = k3(logprobs, batch.teacher_logprobs) * (logprobs - old).exp()
-        means["distillation/kl"] = (to_teacher, active)
-    if batch.masked_logprobs is not None:
-        means["perception/kl"] = (image_dependency(logprobs, batch.masked_logprobs), active)
     for name, clipped in _find_clipped(batch, ratio, settings).items():
         means[name] = (clipped.to(active.dtype), _clip_weights(batch, settings))
     if batch.sampler_logprobs is not None:

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +22,7 @@ from torch import Tensor
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
 from vlm_grpo.training.objective.diagnostics import MetricAccumulator, loss_metrics
-from vlm_grpo.training.objective.kl import KL_ESTIMATORS, image_dependency
+from vlm_grpo.training.objective.kl import KL_ESTIMATORS
 
 Surrogate = Callable[[Float[Tensor, " M"], TokenBatch, ObjectiveSettings], Float[Tensor, " M"]]
 """Maps the importance ratios of M tokens, the batch, with its ``old_logprobs``, and the settings to
@@ -78,8 +80,38 @@ class LossInputs:
         return get_reference_logprobs(self.batch, self.old, self.settings)
 
 
+class Shares(NamedTuple):
+    """What weights of the tokens of n completions are made from.
+
+    Attributes:
+        policy: (n,) weight of each completion's tokens in the policy loss.
+        kept: (n,) 1.0 for a completion that counts, 0.0 for a masked one.
+        tokens: number of active tokens in the step; ``kept / tokens`` gives a mean over them.
+    """
+
+    policy: Tensor
+    kept: Tensor
+    tokens: int
+
+
+@runtime_checkable
+class LossMethod(Protocol):
+    """A method's part of the loss; ``vlm_grpo.training.methods.Method`` documents the hooks."""
+
+    def add_weights(
+        self, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
+    ) -> None: ...
+
+    def term(self, inputs: LossInputs) -> Tensor: ...
+
+    def metrics(self, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]: ...
+
+
 def compute_loss(
-    batch: TokenBatch, settings: ObjectiveSettings, surrogate: Surrogate | None = None
+    batch: TokenBatch,
+    settings: ObjectiveSettings,
+    surrogate: Surrogate | None = None,
+    methods: Mapping[str, LossMethod] = MappingProxyType({}),
 ) -> LossOutput:
     """Compute the sum over terms and tokens of the term's value times the token's weight in it.
 
@@ -90,22 +122,36 @@ def compute_loss(
         batch: the tokens of a micro-batch, with their weights in each term.
         settings: settings of the objective.
         surrogate: computes the policy loss of each token; None: that of ``loss_type``.
+        methods: the optional methods by name, with the terms of the loss that are not in ``TERMS``.
 
     Raises:
         ValueError: a term needs log-probs or entropies that the batch lacks.
     """
     surrogate = surrogate or SURROGATES.get(settings.loss_type, clipped_loss)
     inputs = LossInputs(batch, settings, surrogate)
-    parts = [(TERMS[name](inputs) * weights).sum() for name, weights in batch.weights.items()]
+    terms = {name: TERMS.get(name) or methods[name].term for name in batch.weights}
+    parts = [(terms[name](inputs) * weights).sum() for name, weights in batch.weights.items()]
     metrics = MetricAccumulator()
     if "cross_entropy" not in batch.weights:
         metrics = loss_metrics(
             batch, inputs.old, inputs.reference, inputs.ratio, inputs.correction, settings
         )
+        metrics = metrics + _method_metrics(inputs, methods)
     if batch.is_top is not None:
         right = batch.is_top.sum(), len(batch.is_top)
         metrics = metrics + MetricAccumulator({"mean_token_accuracy": right})
     return LossOutput(torch.stack(parts).sum(), metrics)
+
+
+@torch.no_grad()
+def _method_metrics(inputs: LossInputs, methods: Mapping[str, LossMethod]) -> MetricAccumulator:
+    means = {}
+    for method in methods.values() if len(inputs.batch.logprobs) else ():
+        means |= method.metrics(inputs.batch, inputs.old)
+    if not means:
+        return MetricAccumulator()
+    active = inputs.batch.active_tokens
+    return MetricAccumulator({n: ((v * active).sum(), active.sum()) for n, v in means.items()})
 
 
 def policy_loss(
@@ -113,6 +159,7 @@ def policy_loss(
     totals: StepTotals,
     settings: ObjectiveSettings,
     surrogate: Surrogate | None = None,
+    methods: Mapping[str, LossMethod] = MappingProxyType({}),
 ) -> LossOutput:
     """Compute the loss of a micro-batch with the weights that the settings give its tokens.
 
@@ -120,14 +167,14 @@ def policy_loss(
         batch: the tokens of a micro-batch, without weights.
         totals: the normalizers of its step.
         settings: settings of the objective.
-        surrogate: as in ``compute_loss``.
+        surrogate, methods: as in ``compute_loss``.
 
     Raises:
         ValueError: as in ``compute_loss``.
     """
-    weights = completion_weights(batch.lengths, batch.active, totals, settings)
+    weights = completion_weights(batch.lengths, batch.active, totals, settings, methods)
     spread = {name: values.to(batch.logprobs)[batch.completion] for name, values in weights.items()}
-    return compute_loss(replace(batch, weights=spread), settings, surrogate)
+    return compute_loss(replace(batch, weights=spread), settings, surrogate, methods)
 
 
 def policy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
@@ -157,29 +204,6 @@ def entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     return inputs.batch.entropies
 
 
-def distillation_term(inputs: LossInputs) -> Float[Tensor, " M"]:
-    """Compute ρ·(log π_old − log π_teacher) of each token, whose gradient is through ρ alone.
-
-    At ρ = 1 the expected gradient is that of the reverse KL(policy ‖ teacher) of each token, given
-    the tokens before it: log π_old − log π_teacher is a reward of the token itself (Lu and Thinking
-    Machines Lab, "On-Policy Distillation", 2025; Gu et al., MiniLLM, arXiv:2306.08543).
-    """
-    teacher = inputs.batch.teacher_logprobs
-    if teacher is None:
-        raise ValueError("distillation needs teacher_logprobs in the batch")
-    values = (inputs.batch.logprobs - inputs.old).exp() * (inputs.old - teacher)
-    return values if inputs.correction is None else values * inputs.correction
-
-
-def perception_term(inputs: LossInputs) -> Float[Tensor, " M"]:
-    """Return the dependency of each token on the image, whose gradient is that of the policy behind
-    the image (PAPO, arXiv:2507.06448, eq. 4; the masked side has none, as in the authors' code)."""
-    masked = inputs.batch.masked_logprobs
-    if masked is None:
-        raise ValueError("perception needs masked_logprobs in the batch")
-    return image_dependency(inputs.batch.logprobs, masked)
-
-
 def cross_entropy_term(inputs: LossInputs) -> Float[Tensor, " M"]:
     """Return −log π of each target token."""
     return -inputs.batch.logprobs
@@ -189,11 +213,10 @@ TERMS: Mapping[str, Callable[[LossInputs], Float[Tensor, " M"]]] = {
     "policy": policy_term,
     "kl": kl_term,
     "entropy": entropy_term,
-    "distillation": distillation_term,
-    "perception": perception_term,
     "cross_entropy": cross_entropy_term,
 }
-"""The terms of the loss: each computes one value per token, before weighting."""
+"""The terms of the loss besides those of the methods: each computes one value per token, before
+weighting."""
 
 
 def clipped_loss(
@@ -279,20 +302,22 @@ def completion_weights(
     active: Bool[Tensor, " n"] | None,
     totals: StepTotals,
     settings: ObjectiveSettings,
+    methods: Mapping[str, LossMethod] = MappingProxyType({}),
 ) -> dict[str, Float[Tensor, " n"]]:
     """Compute the weight of each token of n completions in each term of the loss.
 
     ``policy``: for grpo and sapo 1 / (completions × the completion's length) (arXiv:2402.03300,
     eq. 3); dr_grpo 1 / (completions × max_completion_length) (arXiv:2503.20783); luspo
     1 / completions (arXiv:2602.05261); dapo, bnpo, cispo and vespo 1 / active tokens of the step
-    (arXiv:2503.14476, eq. 8). ``kl`` and ``perception``: β and −kl_coef times that. ``entropy`` and
-    ``distillation``: −entropy_coef and coef / active tokens. All are 0 for masked completions.
+    (arXiv:2503.14476, eq. 8). ``kl``: β times that. ``entropy``: −entropy_coef / active tokens.
+    The methods add the weights of their terms. All are 0 for masked completions.
 
     Args:
         lengths: number of tokens of each completion.
         active: False for a completion that is masked out; None: all are active.
         totals: the normalizers of the step.
         settings: settings of the objective.
+        methods: the optional methods by name.
     """
     kept = torch.ones_like(lengths) if active is None else active
     kept = kept.double()  # exact for any precision of the log-probs
@@ -305,14 +330,13 @@ def completion_weights(
         policy = kept / (completions * totals.max_completion_length)
     else:
         policy = kept / tokens
-    distillation = settings.distillation
-    weights = {} if distillation is not None and distillation.only else {"policy": policy}
-    if distillation is not None:
-        weights["distillation"] = distillation.coef * kept / tokens
+    weights = {"policy": policy}
     if settings.beta > 0 and settings.kl_in == "loss":
         weights["kl"] = settings.beta * policy
-    if settings.perception is not None and settings.perception.kl_coef:
-        weights["perception"] = -settings.perception.kl_coef * policy
+    for method in methods.values():
+        method.add_weights(weights, Shares(policy, kept, tokens), settings)
+    # A fixed order of the terms gives equal sums bit for bit.
+    weights = {name: weights[name] for name in sorted(weights, key=lambda n: (n != "policy", n))}
     if settings.entropy_coef:
         weights["entropy"] = -settings.entropy_coef * kept / tokens
     return weights

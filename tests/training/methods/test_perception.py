@@ -14,9 +14,10 @@ from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from vlm_grpo.config.methods import PerceptionSettings
-from vlm_grpo.training import token_factors as factors_module
+from vlm_grpo.training.methods import entropy, perception
+from vlm_grpo.training.methods.entropy import select_high_entropy
+from vlm_grpo.training.methods.perception import weigh_by_dependency
 from vlm_grpo.training.objective import image_dependency
-from vlm_grpo.training.token_factors import select_high_entropy, weigh_by_dependency
 from vlm_grpo.types import Completion
 
 LENGTHS = (5, 1, 3, 10)
@@ -65,7 +66,7 @@ def test_factors_are_scaled_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     sampled, masked = draw_logprobs(0), draw_logprobs(1)
     alone = weigh_by_dependency(sampled, dict(enumerate(masked)), settings)
     means = [image_dependency(a, b).mean().item() for a, b in zip(sampled, masked, strict=True)]
-    monkeypatch.setattr(factors_module, "gather_object", lambda own: [*means[:2], *own])
+    monkeypatch.setattr(perception, "gather_object", lambda own: [*means[:2], *own])
     second = weigh_by_dependency(sampled[2:], dict(enumerate(masked[2:])), settings)
     for row in (0, 1):
         torch.testing.assert_close(second[row], alone[row + 2])
@@ -89,7 +90,7 @@ def test_the_tokens_of_highest_entropy_are_those_of_trl(monkeypatch: pytest.Monk
     assert (select_high_entropy(without, 0.3)[3] == 1).all()
     # The quantile is that of all ranks.
     others = [value for e in entropies[:2] for value in e]
-    monkeypatch.setattr(factors_module, "gather_object", lambda own: [*others, *own])
+    monkeypatch.setattr(entropy, "gather_object", lambda own: [*others, *own])
     assert select_high_entropy(completions[2:], 0.3)[1].tolist() == found[3].tolist()
 
 

@@ -1,4 +1,4 @@
-"""Factors of tokens in the policy loss, by their entropy and by their dependency on the image.
+"""The dependency of tokens on the image: a term of the loss, and factors of the policy loss.
 
 PAPO (arXiv:2507.06448) raises the KL of the policy to itself behind masked images; VPPO
 (arXiv:2510.09285) trains the tokens and completions most that depend on their images most. Both
@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from vlm_grpo.config.methods import PerceptionSettings
@@ -23,9 +23,66 @@ from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.media.image_noise import PatchMask
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.prompts import PromptBuilder
-from vlm_grpo.training.batch import Rollout, copy_to_host, is_masked
-from vlm_grpo.training.objective import image_dependency
-from vlm_grpo.types import Completion
+from vlm_grpo.training.batch import Rollout, copy_to_host
+from vlm_grpo.training.methods import Method, ScoredStep, Scores
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.kl import image_dependency
+from vlm_grpo.training.objective.losses import LossInputs, Shares
+from vlm_grpo.types import Group
+
+
+class Perception(Method):
+    """The KL of the policy to itself behind masked images, and weights of tokens by it."""
+
+    name = phase = "perception"
+
+    @classmethod
+    def is_used(cls, objective: ObjectiveSettings) -> bool:
+        return objective.perception is not None
+
+    def score(self, step: ScoredStep) -> Scores:
+        """Score the completions behind masked images; without images they count as unchanged."""
+        completions = [c for group in step.rollout.groups for c in group.completions]
+        sampled = {row: torch.tensor(c.logprobs) for row, c in enumerate(completions)}
+        prompts = step.scorer.policy.prompts
+        behind = mask_images(step.slices, prompts, self.settings, step.rollout.step)
+        return {"masked_logprobs": sampled | step.scorer.policy_logprobs(behind)}
+
+    def weigh_tokens(self, rollout: Rollout, scores: Scores) -> Mapping[int, Tensor] | None:
+        settings = self.settings.objective.perception
+        if settings is None or not settings.weighs_tokens:
+            return None
+        pairs = [(group, c) for group in rollout.groups for c in group.completions]
+        sampled = [torch.tensor(completion.logprobs) for _, completion in pairs]
+        masked = scores["masked_logprobs"]
+        behind = {row: masked[row] for row, (group, _) in enumerate(pairs) if self.covers(group)}
+        return weigh_by_dependency(sampled, behind, settings)
+
+    @classmethod
+    def add_weights(
+        cls, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
+    ) -> None:
+        if objective.perception is not None and objective.perception.kl_coef:
+            weights["perception"] = -objective.perception.kl_coef * shares.policy
+
+    @classmethod
+    def covers(cls, group: Group) -> bool:
+        return bool(group.prompt.example.images)
+
+    @classmethod
+    def term(cls, inputs: LossInputs) -> Float[Tensor, " M"]:
+        """Return the dependency of each token on the image, whose gradient is that of the policy
+        conditioned on the image (PAPO, arXiv:2507.06448, eq. 4; the masked side has none, as in the
+        authors' code)."""
+        masked = inputs.batch.scores.get("masked_logprobs")
+        if masked is None:
+            raise ValueError("perception needs masked_logprobs in the batch")
+        return image_dependency(inputs.batch.logprobs, masked)
+
+    @classmethod
+    def metrics(cls, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
+        masked = batch.scores.get("masked_logprobs")
+        return {} if masked is None else {"perception/kl": image_dependency(batch.logprobs, masked)}
 
 
 def mask_images(
@@ -49,58 +106,6 @@ def mask_images(
             prompt = prompts.encode_text(example.with_noise(mask), piece.prompt.text)
             masked.append(replace(piece, prompt=prompt))
     return masked
-
-
-def find_token_factors(
-    rollout: Rollout, masked: Mapping[int, Tensor], objective: ObjectiveSettings
-) -> dict[int, Tensor] | None:
-    """Return the (T,) factors of the tokens' policy losses by completion; None if all are 1.
-
-    All ranks must call it.
-
-    Args:
-        rollout: this rank's completions.
-        masked: log-probs behind masked images by completion.
-        objective: settings of the objective.
-    """
-    perception, selects = objective.perception, objective.top_entropy_quantile < 1
-    weighs = perception is not None and perception.weighs_tokens
-    if not weighs and not selects:
-        return None
-    pairs = [(group, c) for group in rollout.groups for c in group.completions]
-    found = [torch.ones(len(c.token_ids)) for _, c in pairs]
-    if perception is not None and weighs:
-        sampled = [torch.tensor(completion.logprobs) for _, completion in pairs]
-        has_image = [bool(group.prompt.example.images) for group, _ in pairs]
-        behind = {row: masked[row] for row, has in enumerate(has_image) if has}
-        weights = weigh_by_dependency(sampled, behind, perception)
-        found = [factor * weights[row] for row, factor in enumerate(found)]
-    if selects:
-        active = [replace(c, entropies=()) if is_masked(c, objective) else c for _, c in pairs]
-        kept = select_high_entropy(active, objective.top_entropy_quantile)
-        found = [factor * kept[row] for row, factor in enumerate(found)]
-    return dict(enumerate(found))
-
-
-def select_high_entropy(completions: Sequence[Completion], share: float) -> dict[int, Tensor]:
-    """Return the (T,) factors of the tokens by completion: 1 for the share of the tokens of the
-    step with the highest entropy, 0 for the others (arXiv:2506.01939, section 5).
-
-    The threshold is the quantile 1 − share over all ranks, as in TRL. All ranks must call it.
-
-    Args:
-        completions: the completions, with the entropy of each token when it was sampled; those
-            without are left out, and have factors of 1.
-        share: share of the tokens, above 0 and below 1.
-    """
-    every = gather_object([value for c in completions for value in c.entropies])
-    threshold = float(np.quantile(every, 1 - share)) if every else 0.0
-    return {
-        row: (torch.tensor(completion.entropies) >= threshold).float()
-        if completion.entropies
-        else torch.ones(len(completion.token_ids))
-        for row, completion in enumerate(completions)
-    }
 
 
 def weigh_by_dependency(

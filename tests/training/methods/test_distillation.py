@@ -17,8 +17,9 @@ from vlm_grpo.model.policy import load_policy
 from vlm_grpo.planning.planner import plan
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.batch import by_completion, score_slices
+from vlm_grpo.training.methods import find_methods, load_methods
+from vlm_grpo.training.methods.distillation import load_teacher
 from vlm_grpo.training.objective import StepTotals, TokenBatch, policy_loss
-from vlm_grpo.training.teacher import load_teacher
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
@@ -35,9 +36,10 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
             completion=torch.tensor([0]),
             advantages=torch.ones(1, dtype=torch.float64),
             lengths=torch.tensor([1]),
-            teacher_logprobs=other[token : token + 1],
+            scores={"teacher_logprobs": other[token : token + 1]},
         )
-        loss = loss + probability * policy_loss(batch, StepTotals(1, 1, 1), settings).loss
+        one = policy_loss(batch, StepTotals(1, 1, 1), settings, methods=find_methods())
+        loss = loss + probability * one.loss
     logprobs = logits.log_softmax(-1)
     kl = 0.5 * (logprobs.exp() * (logprobs - other)).sum()
     (found,), (expected,) = torch.autograd.grad(loss, logits), torch.autograd.grad(kl, logits)
@@ -64,7 +66,6 @@ def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> No
         load_policy(load_settings("counting", [f"model={teacher}"])),
     )
     found = load_teacher(settings, policy)
-    assert found is not None
     assert not found.trainable_parameters()
     task = policy.prompts.adapt(load_task("counting"))
     prompt = policy.build_prompt(noise_example("a", [(56, 28)], seed=1), task)
@@ -77,7 +78,7 @@ def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> No
     counters = found.counters
     assert counters.encoder_passes == 1
     assert counters.update_tokens == len(prompt.token_ids) + 2 + 0 + 1
-    assert load_teacher(load_settings("counting"), policy) is None
+    assert load_methods(load_settings("counting"), policy) == ()
 
 
 def test_a_teacher_that_reads_other_images_or_tokens_is_refused(tmp_path: Path) -> None:

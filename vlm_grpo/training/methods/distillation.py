@@ -1,0 +1,104 @@
+"""On-policy distillation: a second model, the teacher, scores the policy's completions."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+
+from vlm_grpo.config.objective import ObjectiveSettings
+from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.model.policy import Policy, load_policy
+from vlm_grpo.training.batch import score_slices
+from vlm_grpo.training.methods import Method, ScoredStep, Scores
+from vlm_grpo.training.objective.batch import TokenBatch
+from vlm_grpo.training.objective.kl import k3
+from vlm_grpo.training.objective.losses import LossInputs, Shares
+
+_IMAGE_SETTINGS = (
+    *("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"),
+    *("do_normalize", "do_rescale", "rescale_factor"),
+)
+"""What the teacher's image processor must share with the policy's, which prepares the images."""
+
+
+class Distillation(Method):
+    """The reverse KL of the policy to a teacher, on the policy's completions."""
+
+    name, phase = "distillation", "teacher"
+
+    def __init__(self, settings: Settings, policy: Policy) -> None:
+        super().__init__(settings, policy)
+        self.teacher = load_teacher(settings, policy)
+
+    @classmethod
+    def is_used(cls, objective: ObjectiveSettings) -> bool:
+        return objective.distillation is not None
+
+    def score(self, step: ScoredStep) -> Scores:
+        logprobs = score_slices(self.teacher, step.slices, step.scorer.max_tokens)
+        self.teacher.clear_image_features()
+        return {"teacher_logprobs": logprobs}
+
+    @classmethod
+    def add_weights(
+        cls, weights: dict[str, Tensor], shares: Shares, objective: ObjectiveSettings
+    ) -> None:
+        if (settings := objective.distillation) is not None:
+            if settings.only:
+                del weights["policy"]
+            weights["distillation"] = settings.coef * shares.kept / shares.tokens
+
+    @classmethod
+    def term(cls, inputs: LossInputs) -> Float[Tensor, " M"]:
+        """Compute ρ·(log π_old − log π_teacher) of each token, whose gradient is through ρ alone.
+
+        At ρ = 1 the expected gradient is that of the reverse KL(policy ‖ teacher) of each token,
+        given the tokens before it: log π_old − log π_teacher is a reward of the token itself (Lu
+        and Thinking Machines Lab, "On-Policy Distillation", 2025; Gu et al., MiniLLM,
+        arXiv:2306.08543).
+        """
+        teacher = inputs.batch.scores.get("teacher_logprobs")
+        if teacher is None:
+            raise ValueError("distillation needs teacher_logprobs in the batch")
+        values = (inputs.batch.logprobs - inputs.old).exp() * (inputs.old - teacher)
+        return values if inputs.correction is None else values * inputs.correction
+
+    @classmethod
+    def metrics(cls, batch: TokenBatch, old: Tensor) -> dict[str, Tensor]:
+        teacher = batch.scores.get("teacher_logprobs")
+        if teacher is None:
+            return {}
+        return {"distillation/kl": k3(batch.logprobs, teacher) * (batch.logprobs - old).exp()}
+
+
+def load_teacher(settings: Settings, policy: Policy) -> Policy:
+    """Load the teacher that the settings name, frozen, on the policy's device.
+
+    Raises:
+        UserError: it cannot be loaded, or reads other tokens or images than the policy.
+    """
+    assert settings.objective.distillation is not None
+    name, own = settings.objective.distillation.teacher, settings.policy
+    same = {key: getattr(own, key) for key in ("dtype", "engine", "trust_remote_code")}
+    changed = {"model": name, "model_revision": None, "policy": PolicySettings(**same)}
+    teacher = load_policy(settings.model_copy(update=changed), training=False)
+    for what, is_equal in (
+        ("family", type(teacher.family) is type(policy.family)),
+        ("vocabulary", teacher.tokenizer.get_vocab() == policy.tokenizer.get_vocab()),
+        ("preparation of images", _describe_images(teacher) == _describe_images(policy)),
+    ):
+        if not is_equal:
+            raise UserError(
+                f"objective.distillation.teacher={name}: its {what} is not that of model "
+                f"{settings.model}, so it cannot score the policy's tokens: choose a model of the "
+                "same family"
+            )
+    teacher.model.to(policy.device).eval().requires_grad_(False)
+    return teacher
+
+
+def _describe_images(policy: Policy) -> list[object]:
+    processor = policy.processor.image_processor
+    return [getattr(processor, name, None) for name in _IMAGE_SETTINGS]
