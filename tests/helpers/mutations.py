@@ -29,6 +29,7 @@ TARGETS = {
     "training/reference.py": (0.5, "training/test_reference.py test_wiring.py"),
     "training/targets.py": (0.4, "training/test_targets.py training/test_targets_trl.py"),
     "training/nonfinite.py": (0.4, "training/test_nonfinite.py"),
+    "training/methods/kl.py": (0.5, "test_wiring.py"),
     "training/objective/advantages.py": (
         0.2,
         "training/objective/test_advantages.py training/objective/test_trl.py",
@@ -168,7 +169,7 @@ WRITTEN: list[tuple[str, str, str]] = [
     ("dist/optimizer.py", "else rate(step - first)", "else rate(step)"),
     ("dist/optimizer.py", "supervised(step) if settings.is_supervised(step) else ", ""),
     ("training/update.py", "self.reference.in_place(), ", ""),
-    ("training/update.py", "objective.beta * estimate(", "estimate("),
+    ("training/methods/kl.py", "objective.beta * estimate(", "estimate("),
     ("training/batch.py", "return objective.mask_truncated_completions and", "return False and"),
     ("training/batch.py", "int(sums[1])", "int(lengths.sum())"),
     ("training/batch.py", "[k and p == part for", "[k for"),
