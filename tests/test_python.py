@@ -282,16 +282,15 @@ def test_settings_and_arguments_of_another_type_are_refused(tmp_path: Path) -> N
         plan(load_settings("counting"), memory)
 
 
-def test_export_names_a_wrong_dtype_or_step_and_takes_a_step_as_text(
-    result: TrainResult, tmp_path: Path
-) -> None:
+def test_export_names_a_wrong_dtype_or_step(result: TrainResult, tmp_path: Path) -> None:
     wrong: Any = "fp99"
     with pytest.raises(UserError, match="dtype is 'fp99'; it must be float32 or bfloat16"):
         export(result.run_dir, tmp_path / "out", dtype=wrong)
-    with pytest.raises(UserError, match="step is 'fp99'; it must be a number of steps, or"):
+    with pytest.raises(UserError, match="step after @ is 'fp99'; it must be a number"):
+        export(f"{result.run_dir}@fp99", tmp_path / "out")
+    with pytest.raises(UserError, match=r"the step belongs to the name of the run: write .*@fp99"):
         export(result.run_dir, tmp_path / "out", step=wrong)
-    text: Any = "4"
-    assert export(result.run_dir, tmp_path / "out", step=text) == tmp_path / "out"
+    assert export(f"{result.run_dir}@4", tmp_path / "out") == tmp_path / "out"
 
 
 def test_training_without_a_weighted_reward_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from commands import fails, run
 from pydantic import ValidationError
 
-from vlm_grpo.cli.app import explain
+from vlm_grpo.cli.app import MOVED, app, explain
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import FRAMES
@@ -24,7 +24,7 @@ def test_help_shows_examples(capsys):
     status, out, _ = run(capsys, "--help")
 
     assert status == 0
-    for word in ("train", "evaluate", "check", "score", "tasks", "vlm-grpo train quickstart"):
+    for word in ("train", "evaluate", "check", "sample", "tasks", "vlm-grpo train quickstart"):
         assert word in out
 
 
@@ -41,7 +41,7 @@ def test_help_shows_examples(capsys):
         "settings",
         "new-task",
         "check",
-        "score",
+        "sample",
     ],
 )
 def test_the_help_of_each_command_shows_an_example(capsys, command):
@@ -157,6 +157,12 @@ def test_settings_built_in_python_are_explained_like_those_of_a_recipe():
 
 
 def test_the_help_lists_every_frame(capsys: pytest.CaptureFixture[str]):
-    _, out, _ = run(capsys, "score", "--help")
+    _, out, _ = run(capsys, "evaluate", "--help")
     words = out.replace(",", " ").replace(".", " ").split()
     assert {*FRAMES} <= {*words}
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_an_old_command_names_the_new_one(capsys, old, new):
+    assert f"vlm-grpo {old} has become {new}" in fails(capsys, old, "--help")
+    assert new.split()[1] in {getattr(c.callback, "__name__", "") for c in app.registered_commands}

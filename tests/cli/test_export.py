@@ -9,8 +9,7 @@ from commands import fails
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "last"], "step is 'last'; it must be a number of steps, or \"best\""),
-        (["--step", "-1"], "step is '-1'; it must be a number of steps, or \"best\""),
+        (["--step", "best"], "write embedded@best"),
         (["--dtype", "int8"], "dtype is 'int8'; it must be float32 or bfloat16"),
         ([], "there are no trained weights to export"),
         (["--dry-run"], "--public and --dry-run have no effect without --push NAME"),

@@ -12,7 +12,7 @@ from fuzz_files import RUNS, write_files, write_mutants
 
 from vlm_grpo.cli.app import app
 
-FAST = ("report", "settings", "new-task", "check", "score", "tasks")
+FAST = ("report", "settings", "new-task", "check", "evaluate  ", "tasks")
 """The commands that load no model."""
 
 

@@ -1,4 +1,4 @@
-"""``vlm-grpo sample`` and ``vlm-grpo difficulty`` on the embedded model, and what they refuse."""
+"""``vlm-grpo sample`` on the embedded model, and what they refuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
     return int(ended.value.code or 0), captured.out + captured.err
 
 
-def test_both_commands_use_the_same_samples(
+def test_both_files_are_of_the_same_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -31,17 +31,17 @@ def test_both_commands_use_the_same_samples(
         append(log, *arguments)
         raise KeyboardInterrupt
 
-    words = ["counting", *FEW, "--samples", "4", "--out"]
+    words = ["sample", "counting", *FEW, "--samples", "4"]
     monkeypatch.setattr(PredictionLog, "append", append_and_stop)
-    status, output = run(capsys, "difficulty", *words, "d.jsonl")
+    status, output = run(capsys, *words, "--difficulty", "d.jsonl")
     assert (status, "the same command continues it" in output) == (130, True)
     assert not Path("d.jsonl").exists()
     monkeypatch.setattr(PredictionLog, "append", lambda *_: pytest.fail("it was sampled again"))
-    status, output = run(capsys, "difficulty", *words, "d.jsonl")
+    status, output = run(capsys, *words, "--difficulty", "d.jsonl")
     assert (status, "of 6 examples" in output) == (0, True)
     rates = [json.loads(line)["pass_rate"] for line in Path("d.jsonl").read_text().splitlines()]
     assert {*rates} <= {0, 0.25, 0.5, 0.75, 1}
-    status, output = run(capsys, "sample", *words, "s.jsonl")
+    status, output = run(capsys, *words, "--out", "s.jsonl")
     kept = Path("s.jsonl").read_text().splitlines()
     assert (status, len(kept)) == (0, sum(rate > 0 for rate in rates))
     assert "vlm-grpo sft counting data.train=s.jsonl" in output
@@ -62,14 +62,14 @@ def test_both_commands_use_the_same_samples(
             ["counting", "rollout.min_p=0.1", "objective.sampler_correction=token"],
             "add rollout.min_p=null",
         ),
+        (["counting", "--difficulty", "rows.jsonl"], "--difficulty rows.jsonl exists: delete it"),
+        (["counting", "--difficulty", "d.jsonl", "--keep", "2"], "--keep need --out"),
         (["counting", "--concurrency", "3"], "--concurrency needs --server"),
         (["counting", "--checkpoint", "missing"], "checkpoint missing is not a folder"),
         (["counting", "data.filter=x"], "is no filter"),
     ],
 )
-@pytest.mark.parametrize("command", ["sample", "difficulty"])
 def test_bad_input_ends_with_status_2(
-    command: str,
     words: list[str],
     message: str,
     tmp_path: Path,
@@ -78,6 +78,6 @@ def test_bad_input_ends_with_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"question": "?", "answer": 3}\n')
-    status, output = run(capsys, command, *words)
+    status, output = run(capsys, "sample", *words)
     assert (status, message in output) == (2, True), output
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -1,4 +1,4 @@
-"""``vlm-grpo score``: scores of predictions, their formats, and files that do not match."""
+"""``vlm-grpo evaluate TASK --predictions``: scores, formats, wrong files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def predicted_threes(tmp_path):
 
 
 def test_help_names_every_format_and_frame(capsys):
-    _, out, _ = run(capsys, "score", "--help")
+    _, out, _ = run(capsys, "evaluate", "--help")
 
     assert all(name in out for name in ("predictions", *LAYOUTS, *FRAMES))
 
 
 @pytest.mark.parametrize("option", ["tags=true", "frame=permille"])
 def test_an_option_that_has_a_flag_is_refused(capsys, option):
-    message = fails(capsys, "score", "counting", option, "--data", "d", "--predictions", "x")
+    message = fails(capsys, "evaluate", "counting", option, "--data", "d", "--predictions", "x")
 
-    assert f"{option.partition('=')[0]} is not a task option of score" in message
+    assert f"{option.partition('=')[0]} is not a task option with --predictions" in message
 
 
 def test_json_has_one_row_per_example_and_the_total(capsys, counting_data, tmp_path):
@@ -41,7 +41,14 @@ def test_json_has_one_row_per_example_and_the_total(capsys, counting_data, tmp_p
     )
 
     status, out, _ = run(
-        capsys, "score", "counting", "--data", counting_data, "--predictions", predictions, "--json"
+        capsys,
+        "evaluate",
+        "counting",
+        "--data",
+        counting_data,
+        "--predictions",
+        predictions,
+        "--json",
     )
     first, second, last = map(json.loads, out.splitlines())
 
@@ -58,7 +65,11 @@ def test_json_has_one_row_per_example_and_the_total(capsys, counting_data, tmp_p
     ("output", "flags", "answered"),
     [
         ("3", [], 2),
-        ("<answer>3</answer>", [], 2),  # one rule for evaluate and score: tags are read if present
+        (
+            "<answer>3</answer>",
+            [],
+            2,
+        ),  # as on benchmarks: tags are read if present
         ("<think>4</think><answer>3</answer>", [], 2),
         ("3", ["--tags"], 0),
         ("<answer>3</answer>", ["--tags"], 2),
@@ -71,7 +82,7 @@ def test_an_answer_is_read_with_and_without_tags(
     rows = [{"id": f"r{n}", "output": output} for n in (3, 5)]
     given = ["--data", counting_data, "--predictions", write_jsonl(tmp_path / "p.jsonl", *rows)]
 
-    _, out, _ = run(capsys, "score", "counting", *given, *flags, "--json")
+    _, out, _ = run(capsys, "evaluate", "counting", *given, *flags, "--json")
     total = json.loads(out.splitlines()[-1])["total"]
 
     assert total["answered"] == answered
@@ -82,7 +93,7 @@ def test_outputs_that_cannot_be_read_are_shown(capsys, counting_data, tmp_path):
     rows = [{"id": "r3", "output": "I see three or so"}, {"id": "r5", "output": "3 or 4"}]
     given = ["--data", counting_data, "--predictions", write_jsonl(tmp_path / "p.jsonl", *rows)]
 
-    _, scored, _ = run(capsys, "score", "counting", *given)
+    _, scored, _ = run(capsys, "evaluate", "counting", *given)
     _, evaluated, _ = run(capsys, "evaluate", "tallyqa", *given)
 
     for out in (scored, evaluated):
@@ -93,7 +104,7 @@ def test_outputs_that_cannot_be_read_are_shown(capsys, counting_data, tmp_path):
 def test_the_table_shows_means(capsys, counting_data, predicted_threes):
     given = ["counting", "--data", counting_data, "--predictions", predicted_threes, "--no-tags"]
 
-    _, out, _ = run(capsys, "score", *given)
+    _, out, _ = run(capsys, "evaluate", *given)
 
     assert "exact" in out
     assert "all 2" in out
@@ -126,7 +137,7 @@ def test_boxes_are_converted_from_their_frame(
     predictions = write_jsonl(tmp_path / "out.jsonl", {"id": identity, "output": output, **more})
     given = ["grounding", "--no-tags", "--data", path, "--predictions", predictions]
 
-    _, out, _ = run(capsys, "score", *given, "--frame", frame, "--json")
+    _, out, _ = run(capsys, "evaluate", *given, "--frame", frame, "--json")
 
     assert json.loads(out.splitlines()[0])["rewards"]["iou"] == pytest.approx(1.0)
 
@@ -137,13 +148,13 @@ def test_the_resized_frame_needs_the_resized_size(capsys, grounding_data, tmp_pa
     predictions = write_jsonl(tmp_path / "out.jsonl", {"id": identity, "output": "x", **wrong})
     given = ["grounding", "--data", path, "--predictions", predictions, "--frame", "resized"]
 
-    assert '--frame resized needs "seen"' in fails(capsys, "score", *given)
+    assert '--frame resized needs "seen"' in fails(capsys, "evaluate", *given)
 
 
 def test_an_unknown_frame_is_answered_with_the_nearest(capsys, counting_data):
     given = ["counting", "--data", counting_data, "--predictions", "x", "--frame", "permil"]
 
-    assert "did you mean permille?" in fails(capsys, "score", *given)
+    assert "did you mean permille?" in fails(capsys, "evaluate", *given)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,7 @@ def test_predictions_that_do_not_match_the_examples_are_named(
 ):
     predictions = write_jsonl(tmp_path / "out.jsonl", *rows)
     given = ["counting", "--data", counting_data, "--predictions", predictions]
-    message = fails(capsys, "score", *given)
+    message = fails(capsys, "evaluate", *given)
 
     assert reason in message
     assert str(predictions) in message
@@ -172,4 +183,4 @@ def test_predictions_that_do_not_match_the_examples_are_named(
 def test_a_missing_predictions_file_is_named(capsys, counting_data):
     given = ["counting", "--data", counting_data, "--predictions", "none.jsonl"]
 
-    assert "none.jsonl cannot be read" in fails(capsys, "score", *given)
+    assert "none.jsonl cannot be read" in fails(capsys, "evaluate", *given)

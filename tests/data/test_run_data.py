@@ -111,7 +111,7 @@ def test_a_column_of_the_rows_or_a_file_has_the_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kind > 0", r"(?s)example 0 has no number kind.*vlm-grpo difficulty RECIPE"),
+        ("kind > 0", r"(?s)example 0 has no number kind.*vlm-grpo sample RECIPE"),
         ("other > 0", "example 0 has no number other"),
         ("pass_rate > 1", "accepts none of the 11 training examples; .*pass_rate from 0 to 1"),
     ],

@@ -283,13 +283,13 @@ def read_evaluations(run_dir: Path) -> dict[int, float]:
     return {row["step"] + 1: row["eval/exact"] for row in rows}
 
 
-@pytest.mark.parametrize("step", [None, 2, "best"])
+@pytest.mark.parametrize("step", ["", "@2", "@best"])
 def test_the_model_card_has_the_results_of_the_exported_step(
-    finished: Path, tmp_path: Path, step: Any
+    finished: Path, tmp_path: Path, step: str
 ) -> None:
-    out = export(str(finished), tmp_path / "out", step=step)
+    out = export(f"{finished}{step}", tmp_path / "out")
     values = read_evaluations(finished)
-    expected = {None: 3, 2: 2, "best": max(values, key=lambda s: (values[s], s))}[step]
+    expected = {"": 3, "@2": 2, "@best": max(values, key=lambda s: (values[s], s))}[step]
     front, text = (out / "README.md").read_text().split("---\n")[1:3]
     card = yaml.safe_load(front)
     assert card["pipeline_tag"] == "image-text-to-text"
@@ -351,12 +351,12 @@ def test_the_card_has_the_prompt_of_the_training(finished: Path, tmp_path: Path)
         (["RUN", "/etc/passwd/x"], "/etc/passwd"),
         (["embedded", "out"], "there are no trained weights to export"),
         (
-            ["RUN", "out", "--step", "7"],
+            ["RUN@7", "out"],
             "has no checkpoint of step 7: its checkpoints are of steps 1, 2, 3",
         ),
         (["RUN", "out", "--adapter", "--dtype", "bfloat16"], "--dtype has no effect"),
         (["FULL", "out", "--adapter"], "trained full weights and has no adapter"),
-        (["FULL", "out", "--step", "3"], "is not the folder of a run"),
+        (["FULL@3", "out"], "is not the folder of a run"),
     ],
 )
 def test_wrong_arguments_are_one_message(
@@ -369,14 +369,16 @@ def test_wrong_arguments_are_one_message(
 ) -> None:
     full = exported["qwen2_vl", "full"].out.with_name("c-full")
     names = {"RUN": finished, "FULL": full, "HERE": tmp_path, "out": tmp_path / "out"}
-    assert message in fails(capsys, "export", *(names.get(a, a) for a in arguments))
+    parts = [word.partition("@") for word in arguments]
+    words = [f"{names.get(name, name)}{at}{step}" for name, at, step in parts]
+    assert message in fails(capsys, "export", *words)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_command_exports_a_step(
     capsys: pytest.CaptureFixture[str], finished: Path, tmp_path: Path
 ) -> None:
-    status, out, _ = run(capsys, "export", finished, tmp_path / "out", "--step", "1")
+    status, out, _ = run(capsys, "export", f"{finished}@1", tmp_path / "out")
     assert (status, out) == (0, f"model in {tmp_path / 'out'}\n")
 
 

@@ -75,14 +75,14 @@ def test_the_best_step_of_a_class_in_memory_needs_an_evaluation(tmp_path: Path) 
     (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(SETTINGS)
     with pytest.raises(UserError, match=r"no checkpoint of .* was evaluated, so there is no best"):
-        resolve_model(str(tmp_path), step="best")
+        resolve_model(f"{tmp_path}@best")
     (tmp_path / "evaluation").mkdir()
     (tmp_path / "evaluation" / "step-000001.jsonl").write_text("{}\n")
     summary = {"headline": "exact", "lower_is_better": False, "metrics": {"exact": 0.5}}
     (tmp_path / "evaluation" / "step-000001.json").write_text(json.dumps(summary))
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/exact": 0.5}\n')
     with pytest.raises(UserError, match=r"recipe .*step-1/config\.yaml"):  # the step was found
-        resolve_model(str(tmp_path), step="best")
+        resolve_model(f"{tmp_path}@best")
 
 
 def test_a_run_stands_for_its_newest_checkpoint(
@@ -108,4 +108,4 @@ def test_the_best_step_of_an_error_metric_is_the_lowest(finished: Path, tmp_path
     rows = [(0, 2.0, 0.1), (1, 1.0, 0.2), (2, 3.0, 0.9)]
     lines = [{"step": s, "eval/absolute_error": e, "eval/exact": x} for s, e, x in rows]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert resolve_model(str(run), step="best").checkpoint == run / "checkpoints" / "step-2"
+    assert resolve_model(f"{run}@best").checkpoint == run / "checkpoints" / "step-2"

@@ -310,7 +310,7 @@ def check_resumed_runs(folder: Path, launches: list[str]) -> None:
 
 def load_weights(folder: Path, run: str, step: int) -> dict[str, torch.Tensor]:
     """Load the weights of a checkpoint as evaluations and exports do."""
-    choice = resolve_model(str(folder / "runs" / run), step=step)
+    choice = resolve_model(f"{folder / 'runs' / run}@{step}")
     model = load_model(choice.settings, choice.checkpoint, training=False).model
     return {name: weight.detach() for name, weight in model.named_parameters()}
 

@@ -45,7 +45,7 @@ def write_samples(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def score(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status, out, err = run(capsys, "score", *arguments)
+    status, out, err = run(capsys, "evaluate", *arguments)
     assert "Traceback" not in err
     return status, out, err
 

@@ -89,7 +89,7 @@ images = one_of(".", ".", "images")
 outputs = one_of("outputs.jsonl", mutants="mutant{}-outputs.jsonl")
 run = one_of(*RUNS, "one", "runs/unfinished", mutants="runs/mutant{}")
 checkpoint = one_of(
-    "runs/one/checkpoints/step-2", "runs/lora/checkpoints/step-1", "runs/one",
+    "runs/one/checkpoints/step-2", "runs/lora/checkpoints/step-1", "runs/one", "one@2", "one@x",
     mutants="runs/mutant{}/checkpoints/step-2",
 )  # fmt: skip
 model = one_of(
@@ -110,9 +110,8 @@ COMMANDS: dict[str, list[tuple[str | Callable[[random.Random], str], ...]]] = {
     "sft": [(recipe,), ("name=fuzz",), (SETTINGS,), ("--task", task), ("data.train={}", data),
             ("warm_start.lr={}", number)],
     "sample": [(recipe,), ("--out", new), ("--samples", number), (SETTINGS,), ("--task", task),
-               ("--checkpoint", checkpoint), ("--min-reward", number), ("--keep", number)],
-    "difficulty": [(recipe,), ("--out", new), ("--samples", number), (SETTINGS,),
-                   ("--checkpoint", checkpoint), ("data.train={}", data)],
+               ("--checkpoint", checkpoint), ("--min-reward", number), ("--keep", number),
+               ("--difficulty", new)],
     "evaluate": [(recipe,), (SETTINGS,), ("--checkpoint", checkpoint), ("--task", task)],
     "evaluate ": [(benchmark,), ("--data", data), ("--predictions", outputs), (SETTINGS,)],
     "predict": [(model,), ("--image", image), ("--question", one_of("How many?", "")),
@@ -125,16 +124,16 @@ COMMANDS: dict[str, list[tuple[str | Callable[[random.Random], str], ...]]] = {
     "settings": [(one_of("optim", "optim.lr", "learning_rate", "use_vllm", "x"),)],
     "plan": [(recipe,), ("--gpu", one_of("24GB", "H100", "x", "0GB")), ("--devices", number),
              (SETTINGS,)],
-    "export": [(run,), (new,), ("--step", one_of("1", "2", "best", "last")),
+    "export": [(run,), (new,), ("--step", one_of("1")),
                ("--dtype", one_of("float32", "bfloat16", "int8")), ("--adapter",)],
     "doctor": [(model,), ("--image", image), ("--dtype", one_of("float32", "bfloat16", "x"))],
     "new-task": [(one_of("read_clock", "a b", "1x", "class"),), ("--out", new)],
     "check": [(task,), ("--data", data), ("--image-root", images), ("tags={}", one_of("true")),
               ("--against", data), ("--token-side", number), ("--limit", number),
               ("--preview", new), ("--data-only",)],
-    "score": [(task,), ("--data", data), ("--predictions", outputs), ("--image-root", images),
-              ("--format", one_of("predictions", "vlm_r1", "r1_v", "lmms_eval")), ("--json",),
-              ("--frame", one_of("original", "permille", "resized")), ("--no-tags",)],
+    "evaluate  ": [(task,), ("--predictions", outputs, "--data", data), ("--image-root", images),
+                   ("--format", one_of("predictions", "vlm_r1", "r1_v", "lmms_eval")), ("--json",),
+                   ("--frame", one_of("original", "permille", "resized")), ("--no-tags",)],
     "tasks": [],
 }  # fmt: skip
 """Arguments by command; the first two are given almost always, the others sometimes."""
@@ -163,7 +162,7 @@ def draw_invocation(rng: random.Random, commands: list[str] | None = None) -> li
         position = rng.randrange(len(words))
         words[position] = misspell(words[position], rng)
     # A recipe of the package would train for minutes.
-    is_long = words[0] in ("train", "sft", "sample", "difficulty") or (
+    is_long = words[0] in ("train", "sft", "sample") or (
         words[0] == "evaluate" and "--data" not in words
     )
     return [*words, *CHEAP] if is_long and rng.random() < 0.95 else words
@@ -212,7 +211,7 @@ def find_problems(
         # A run that ends with an error keeps what it has finished, in its own folder.
         changed = [n for n, state in before.items() if after.get(n) != state]
         created = list(after.keys() - before.keys())
-        if words[0] in ("train", "sft", "sample", "difficulty"):
+        if words[0] in ("train", "sft", "sample"):
             changed = [n for n in changed if not n.startswith(("runs/one/", "runs/mutant"))]
             created = [n for n in created if not n.startswith("runs/")]
         if words[0] == "evaluate":

@@ -36,7 +36,7 @@ SHORT = {
         "evaluation.every=1",
         "data.train_limit=20",
     ],
-    **{command: ["data.train_limit=20"] for command in ("plan", "difficulty", "sample")},
+    **{command: ["data.train_limit=20"] for command in ("plan", "sample")},
 }
 SHORT["sft"] = [setting for setting in SHORT["train"] if "warmup" not in setting]
 """Arguments appended to a command so that it finishes quickly; the last value of a setting wins."""

@@ -206,7 +206,7 @@ def test_a_model_that_earns_nothing_is_told_how_to_begin_in_its_first_steps() ->
     (alarm,) = collect_alarms(make_rows(**changes), context)
     assert alarm.step == 2  # three of the last five steps suffice
     assert "mean over 300 completions is 0.02, 5% of them have an answer" in alarm.message
-    for command in ("train", "sft", "difficulty"):
+    for command in ("train", "sft", "sample"):
         assert f"vlm-grpo {command} runs/zero/config.yaml" in alarm.remedy
     assert "warm_start.steps=" in alarm.remedy
 

@@ -23,7 +23,6 @@ from pydantic import ValidationError
 
 from vlm_grpo.cli.check import check
 from vlm_grpo.cli.common import SettingsCommand
-from vlm_grpo.cli.difficulty import difficulty
 from vlm_grpo.cli.doctor import doctor
 from vlm_grpo.cli.evaluate import evaluate
 from vlm_grpo.cli.export import export
@@ -32,7 +31,6 @@ from vlm_grpo.cli.plan import plan
 from vlm_grpo.cli.predict import predict
 from vlm_grpo.cli.report import report
 from vlm_grpo.cli.sample import sample
-from vlm_grpo.cli.score import score
 from vlm_grpo.cli.serve import serve
 from vlm_grpo.cli.settings import settings, tasks
 from vlm_grpo.cli.train import sft, train
@@ -56,12 +54,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (train, sft, sample, difficulty, evaluate, predict, serve, plan):
+for command in (train, sft, sample, evaluate, predict, serve, plan):
     app.command(cls=SettingsCommand)(command)
-for command in (report, export, doctor, tasks, settings, new_task, check, score):
+for command in (report, export, doctor, tasks, settings, new_task, check):
     app.command()(command)
 
 MOVED = {
+    "score": "vlm-grpo evaluate TASK --data DATA --predictions FILE",
+    "difficulty": "vlm-grpo sample RECIPE --difficulty FILE",
     "validate": "vlm-grpo check TASK --data DATA",
     "data": "vlm-grpo check TASK --data DATA, which draws rows with --preview FILE",
 }

@@ -12,6 +12,7 @@ from vlm_grpo.cli.common import (
     ApiKeyEnv,
     Concurrency,
     FrameName,
+    ImageRoot,
     Overrides,
     Price,
     RecipeTask,
@@ -44,16 +45,21 @@ CHECKPOINT_SETTINGS = {
 
 
 RecipeOrBenchmark = Annotated[
-    str, typer.Argument(metavar="RECIPE|BENCHMARK", help="A recipe, or with --data a benchmark.")
+    str,
+    typer.Argument(
+        metavar="RECIPE|BENCHMARK|TASK",
+        help="A recipe; with --data a benchmark; with --predictions also a task.",
+    ),
 ]
 Checkpoint = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
-        metavar="DIR", help="Checkpoint to evaluate, or a run, whose newest checkpoint it is."
+        metavar="RUN", help="A run, whose newest checkpoint it is, RUN@step, RUN@best, or a folder."
     ),
 ]
 BenchmarkRows = Annotated[
-    str | None, typer.Option(help="Rows of the benchmark, as its converter wrote them.")
+    str | None,
+    typer.Option(help="Rows of the benchmark, as its converter wrote them, or of the task."),
 ]
 Predictions = Annotated[
     Path | None, typer.Option(help="Outputs to score instead of running a model.")
@@ -66,6 +72,14 @@ Layout = Annotated[
         "or the output of an evaluation by vlm_r1, r1_v or lmms_eval.",
     ),
 ]
+Tags = Annotated[
+    bool | None,
+    typer.Option(
+        help="With a task: read answers from <answer> tags only, or from the full output only; "
+        "default: from the tags of outputs that have them."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="With a task: print one JSON object per row.")]
 Split = Annotated[
     str | None, typer.Option(help="Split whose published results to print for comparison.")
 ]
@@ -87,16 +101,21 @@ def evaluate(
     concurrency: Concurrency = None,
     timeout: Timeout = None,
     price: Price = None,
+    tags: Tags = None,
+    as_json: AsJson = False,
+    image_root: ImageRoot = None,
 ) -> None:
     """Score a model on held-out examples, with n and a 95 % interval.
 
     With --data the score is the official metric of a public benchmark (docs/benchmarks.md lists
     them), and a checkpoint is compared with its base model, example by example. An interrupted
-    evaluation resumes from its saved outputs.
+    evaluation resumes from its saved outputs. With a task and --predictions, the outputs of any
+    model are scored by the task's rewards and metrics.
 
     \b
     vlm-grpo evaluate counting                                        the recipe's model
     vlm-grpo evaluate counting --checkpoint runs/counting             its newest checkpoint
+    vlm-grpo evaluate counting --checkpoint counting@best         its best one
     vlm-grpo evaluate runs/counting/config.yaml --checkpoint DIR data.eval=test.jsonl
     vlm-grpo evaluate refcoco --data val.jsonl --split val model=Qwen/Qwen2.5-VL-3B-Instruct
     vlm-grpo evaluate refcoco --data val.jsonl --checkpoint DIR       and its base model
@@ -105,9 +124,14 @@ def evaluate(
     vlm-grpo evaluate refcoco --data val.jsonl --server http://localhost:8000 model=Qwen/…
     vlm-grpo evaluate refcoco --data val.jsonl --server https://api.openai.com/v1 \\
         --served-model gpt-4o --price 2.5,10
+    vlm-grpo evaluate counting --data test.jsonl --predictions outputs.jsonl --json
+    vlm-grpo evaluate grounding --data test.jsonl --predictions rec_results_500.json \\
+        --format vlm_r1 --frame resized
     accelerate launch -m vlm_grpo.cli evaluate refcoco --data val.jsonl model=…
 
     On a benchmark, the model and the prompt settings of a checkpoint come from its config.yaml.
+    With --frame resized every prediction also has "seen": [[width, height]], the size in pixels to
+    which the model resized each image.
     """
     values = overrides or []
     _refuse_checkpoint_override(values)
@@ -132,30 +156,53 @@ def evaluate(
     if data is None:
         _refuse_benchmark(recipe)
         if predictions is not None or split is not None:
-            raise UserError("--predictions and --split need a benchmark and its rows: give --data")
+            raise UserError("--predictions and --split need rows: give --data")
+    is_task = predictions is not None and _is_task(recipe)
+    if not is_task and (tags is not None or as_json or image_root is not None):
+        raise UserError("--tags, --json and --image-root need a task and --predictions")
+    if data is None:
         values = add_task_override(values, task)
         _evaluate_recipe(recipe, values, _find_checkpoint(checkpoint), endpoint)
         return
     if task is not None:
         raise UserError("--task needs a recipe: a benchmark has its own task")
     if predictions is None:
-        checkpoint = _find_checkpoint(checkpoint)
+        folder = _find_checkpoint(checkpoint)
         values = values if endpoint is None else [_NO_MODEL, *values]
-        settings = _benchmark_settings(recipe, data, checkpoint, values)
+        settings = _benchmark_settings(recipe, data, folder, values)
         with exit_when_stopped("the same command continues it"):
             from vlm_grpo.eval import evaluate
 
-            evaluate.evaluate_benchmark(recipe, settings, checkpoint, split, endpoint)
+            evaluate.evaluate_benchmark(recipe, settings, folder, split, endpoint)
         return
     if checkpoint is not None:
         raise UserError("--predictions are scored without a model: leave out --checkpoint")
-    settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
     written_frame = None if frame is None else get_frame(frame)
     with exit_when_stopped("nothing was written"):
+        if is_task:
+            if split is not None:
+                raise UserError("--split needs a benchmark")
+            from vlm_grpo.cli import scoring
+            from vlm_grpo.config.data import DataSettings
+
+            rows = DataSettings(train=data, image_root=image_root)
+            report = scoring.score_predictions(
+                recipe, values, rows, (layout, predictions), written_frame, tags
+            )
+            (scoring.print_json if as_json else scoring.print_table)(report)
+            return
         from vlm_grpo.eval.evaluate import score_benchmark
 
+        settings = _benchmark_settings(recipe, data, None, [_NO_MODEL, *values])
         outputs = predictions if layout is None else (layout, predictions)
         score_benchmark(recipe, settings, outputs, written_frame, split)
+
+
+def _is_task(name: str) -> bool:
+    """Return whether a name with ``--predictions`` is that of a task, not of a benchmark."""
+    from vlm_grpo.benchmarks.definition import benchmark_names
+
+    return name not in benchmark_names() and Path(name).suffix not in (".yaml", ".yml")
 
 
 def _refuse_checkpoint_override(overrides: Sequence[str]) -> None:
@@ -181,15 +228,16 @@ def _refuse_benchmark(name: str) -> None:
         )
 
 
-def _find_checkpoint(given: Path | None) -> Path | None:
+def _find_checkpoint(given: str | None) -> Path | None:
     """Return the folder of a checkpoint; of a run, its newest checkpoint, which is printed."""
     if given is None:
         return None
     from vlm_grpo.deploy.resolve import find_checkpoint
 
     found = find_checkpoint(given)
-    if found != given:
-        typer.echo(f"checkpoint {found}, the newest of its run")
+    if found != Path(given):
+        newest = "" if "@" in given else ", the newest of its run"
+        typer.echo(f"checkpoint {found}{newest}")
     return found
 
 

@@ -11,15 +11,17 @@ import typer
 def export(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="Folder or name of a run, or folder of a checkpoint."),
+        typer.Argument(
+            metavar="RUN",
+            help="Folder or name of a run, RUN@step, RUN@best, or folder of a checkpoint; "
+            "default: the newest of the run.",
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the LoRA adapter only.")
     ] = False,
-    step: Annotated[
-        str | None, typer.Option(help="Step of the checkpoint, or best; default: the newest.")
-    ] = None,
+    step: Annotated[str | None, typer.Option(hidden=True)] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32 or bfloat16; default: the dtype of the original model."),
@@ -51,7 +53,7 @@ def export(
 
     \b
     vlm-grpo export counting exported
-    vlm-grpo export runs/mine exported --step best --dtype bfloat16
+    vlm-grpo export runs/mine@best exported --dtype bfloat16
     vlm-grpo export runs/mine/checkpoints/step-300 adapter --adapter
     vlm-grpo export counting exported --push OWNER/NAME --dry-run
     """

@@ -1,8 +1,9 @@
-"""``vlm-grpo sample``: keep the completions of training examples that earned a reward."""
+"""``vlm-grpo sample``: the training examples' completions that earned a reward, and pass rates."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,24 +30,37 @@ if TYPE_CHECKING:
     from vlm_grpo.eval.sampling import SampledExamples
     from vlm_grpo.serve.chat import Endpoint
 
-Samples = Annotated[int, typer.Option(min=1, max=4096, help="Completions per training example.")]
-Out = Annotated[Path, typer.Option(metavar="FILE", help="File to write, JSON Lines.")]
-
 
 def sample(
     recipe: Recipe,
     overrides: Overrides = None,
     task: RecipeTask = None,
     checkpoint: Checkpoint = None,
-    samples: Samples = 8,
-    out: Out = Path("sampled.jsonl"),
+    samples: Annotated[
+        int, typer.Option(min=1, max=4096, help="Completions per training example.")
+    ] = 8,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File of the kept completions, JSON Lines; default: sampled.jsonl, or none with "
+            "--difficulty.",
+        ),
+    ] = None,
+    difficulty: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File of the pass rate of each example, for data.difficulty."
+        ),
+    ] = None,
     min_reward: Annotated[
         float | None,
         typer.Option(help="Reward that a completion must earn; default: that of a right answer."),
     ] = None,
     keep: Annotated[
-        int, typer.Option(min=1, help="Most completions to keep of an example: the best.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Most completions to keep of an example: the best; default: 1."),
+    ] = None,
     server: ServerUrl = None,
     served_model: ServedModelName = None,
     api_key_env: ApiKeyEnv = None,
@@ -61,10 +75,19 @@ def sample(
     vlm-grpo sample counting --checkpoint runs/counting --out solved.jsonl --keep 4
     vlm-grpo sample grounding --min-reward 0.8 --out solved.jsonl data.train_limit=500
     vlm-grpo sft counting data.train=solved.jsonl          train on them
+    vlm-grpo sample counting --difficulty difficulty.jsonl
+    vlm-grpo train counting data.difficulty=difficulty.jsonl 'data.filter=0.1 < pass_rate < 0.9'
 
     The file has the rows with a column completion. Completions are sampled as in training
     (rollout.temperature). The same command continues after an interruption.
+
+    The pass rate is the mean of the primary metric over an example's completions, or, if that is
+    an error, the share of them that earned the full reward.
     """
+    if difficulty is None:
+        out = out or Path("sampled.jsonl")
+    elif out is None and (min_reward is not None or keep is not None):
+        raise UserError("--min-reward and --keep need --out, the file of the kept completions")
     endpoint = build_endpoint(
         server,
         model=served_model,
@@ -75,26 +98,38 @@ def sample(
     )
     with exit_when_stopped("the same command continues it"):
         values = add_task_override(overrides, task)
-        found = run_sampling(recipe, values, checkpoint, (samples, out), endpoint)
+        files = {"--out": out, "--difficulty": difficulty}
+        found = _sample(recipe, values, checkpoint, (samples, files), endpoint)
         from vlm_grpo.dist.launch import initialize_distributed
-        from vlm_grpo.eval.sampling import find_outside_folder, write_completions
+        from vlm_grpo.eval.sampling import find_outside_folder, write_completions, write_difficulty
 
         if not initialize_distributed().is_main_process:
             return
-        rows, examples = write_completions(found, out, min_reward, keep)
-        root, data = find_outside_folder(found, out), found.settings.data
-        more = f" data.image_root={root}" if root is not None and data.image_root is None else ""
-        typer.echo(
-            f"{out}: {rows} completions of {examples} of {len(found.examples)} examples; train on "
-            f"them with\n  vlm-grpo sft {recipe} data.train={out}{more}"
-        )
+        if difficulty is not None:
+            rates = write_difficulty(found, difficulty)
+            never, always = sum(rate <= 0 for rate in rates), sum(rate >= 1 for rate in rates)
+            typer.echo(
+                f"{difficulty}: of {len(rates)} examples, {never} have the pass rate 0, {always} "
+                f"have 1, and {len(rates) - never - always} are between; train on the last with\n"
+                f"  vlm-grpo train {recipe} data.difficulty={difficulty} "
+                "'data.filter=0 < pass_rate < 1'"
+            )
+        if out is not None:
+            rows, examples = write_completions(found, out, min_reward, keep or 1)
+            root, data = find_outside_folder(found, out), found.settings.data
+            is_outside = root is not None and data.image_root is None
+            more = f" data.image_root={root}" if is_outside else ""
+            typer.echo(
+                f"{out}: {rows} completions of {examples} of {len(found.examples)} examples; train "
+                f"on them with\n  vlm-grpo sft {recipe} data.train={out}{more}"
+            )
 
 
-def run_sampling(
+def _sample(
     recipe: str,
     overrides: list[str],
-    checkpoint: Path | None,
-    output: tuple[int, Path],
+    checkpoint: str | None,
+    output: tuple[int, Mapping[str, Path | None]],
     endpoint: Endpoint | None,
 ) -> SampledExamples:
     """Sample the training examples of a recipe.
@@ -103,11 +138,8 @@ def run_sampling(
         recipe: the recipe.
         overrides: settings that override the recipe's.
         checkpoint: a checkpoint or a run; None: the recipe's model.
-        output: the samples per example, and the file to be written later.
+        output: the samples per example, and the files to be written later, by option.
         endpoint: address of the model; None: its weights are loaded here.
-
-    Raises:
-        UserError: a setting or the file cannot be used, or as for ``sample_examples``.
     """
     for key in (override.partition("=")[0] for override in overrides):
         if key.startswith("evaluation.") and key != "evaluation.max_tokens_per_batch":
@@ -118,20 +150,23 @@ def run_sampling(
     from vlm_grpo.config.recipes import load_settings
     from vlm_grpo.deploy.resolve import find_checkpoint
 
-    settings, (count, out) = load_settings(recipe, overrides), output
+    settings, (count, files) = load_settings(recipe, overrides), output
     for name, neutral in {"top_p": 1.0, "top_k": 0, "min_p": None}.items():
         if (value := getattr(settings.rollout, name)) not in (neutral, 0):
             raise UserError(
                 f"rollout.{name}={value:g} has no effect here, where completions are sampled from "
                 f"all tokens: add rollout.{name}={'null' if neutral is None else neutral}"
             )
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: its folder does not exist")
-    if os.path.lexists(out):
-        raise UserError(
-            f"--out {out} exists: delete it, or give another file; samples of an earlier call are "
-            f"in {settings.run_dir}/sampled and are not taken again"
-        )
+    for option, path in files.items():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise UserError(f"{option} {path}: its folder does not exist")
+        if os.path.lexists(path):
+            raise UserError(
+                f"{option} {path} exists: delete it, or give another file; samples of an earlier "
+                f"call are in {settings.run_dir}/sampled and are not taken again"
+            )
     from vlm_grpo.eval.sampling import sample_examples
 
     return sample_examples(settings, count, find_checkpoint(checkpoint), endpoint)

@@ -1,4 +1,4 @@
-"""Scores of given outputs on a dataset, by the rewards and metrics of a task."""
+"""``vlm-grpo evaluate TASK --predictions FILE``: a task's rewards of the outputs of any model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from vlm_grpo.benchmarks.adapter import build_benchmark_task
+from vlm_grpo.cli.common import parse_task_options
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
+from vlm_grpo.errors import UserError
 from vlm_grpo.eval.benchmark_report import find_unread, format_unread
 from vlm_grpo.eval.foreign import PREDICTIONS, read_outputs
 from vlm_grpo.task import Task
-from vlm_grpo.task.coordinates import RESIZED
+from vlm_grpo.task.coordinates import ORIGINAL, RESIZED, CoordinateFrame
 from vlm_grpo.task.failures import FailureGuard
+from vlm_grpo.task.registry import build_task, load_task_class
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example, Score
 
@@ -48,23 +52,38 @@ class Report:
 
 
 def score_predictions(
-    task: Task, source: str, predictions: Path, data: DataSettings, layout: str = PREDICTIONS
+    name: str,
+    options: Sequence[str],
+    data: DataSettings,
+    predictions: tuple[str | None, Path],
+    frame: CoordinateFrame | None = None,
+    tags: bool | None = None,
 ) -> Report:
-    """Score the prediction of every example.
+    """Score the output of every example.
 
     Args:
-        task: the task, with the options for tags and frame under which the outputs were written.
-        source: the examples, as for ``load_examples``.
-        predictions: JSON Lines of ``{"id": …, "output": …[, "seen": [[width, height], …]]}``, one
-            per example; or the file of another project's evaluation, for some of the examples.
-        data: image root and limits.
-        layout: ``predictions``, or a key of ``foreign.LAYOUTS``.
+        name: the task.
+        options: ``OPTION=VALUE`` of the task, except ``tags`` and ``frame``.
+        data: source, image root and limits of the examples.
+        predictions: the layout, as for ``read_outputs``, and the file.
+        frame: coordinate frame of the boxes; None: pixels of the original image.
+        tags: read answers from the tags only, or from the full output only; None: from the tags of
+            outputs that have them.
 
     Raises:
         UserError: data or predictions are malformed or do not match, or a reward fails on all.
     """
-    loaded = load_examples(source, task, data)
-    examples, texts = read_outputs(layout, predictions, loaded, task.frame == RESIZED)
+    values = parse_task_options(options)
+    for option, flag in {"tags": "--tags or --no-tags", "frame": "--frame"}.items():
+        if option in values:
+            raise UserError(f"{option} is not a task option with --predictions: use {flag}")
+    task_class = load_task_class(name)
+    if tags is None:
+        task_class = build_benchmark_task(task_class)  # reads an answer with and without tags
+    task = build_task(task_class, name, values | {"tags": bool(tags), "frame": frame or ORIGINAL})
+    layout, path = predictions
+    loaded = load_examples(data.train, task, data)
+    examples, texts = read_outputs(layout or PREDICTIONS, path, loaded, task.frame == RESIZED)
     with RewardScorer() as scorer:
         scores = scorer(task, texts, examples)
     FailureGuard().check(task, scores, examples)

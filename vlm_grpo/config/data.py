@@ -188,7 +188,7 @@ class DataSettings(Frozen):
     """Training examples to keep, by numbers about them: comparisons joined by ``and``, such as
     ``0.1 < pass_rate < 0.9``. None: all."""
     difficulty: Path | None = None
-    """File of ``vlm-grpo difficulty`` with numbers for ``filter``; None: columns of the rows."""
+    """File of ``vlm-grpo sample --difficulty`` with numbers for ``filter``; None: columns."""
     curriculum: CurriculumSettings | None = None
     """Prefer examples of medium difficulty, estimated during the run; None: take all in turn."""
     on_bad_row: Literal["error", "skip"] = "error"

@@ -181,7 +181,8 @@ def filter_examples(
         where = "its rows" if data.difficulty is None else f"{data.difficulty} or its rows"
         raise UserError(
             f"data.filter={data.filter!r} needs numbers in {where}:\n{bullets(problems, 5)}\n"
-            "vlm-grpo difficulty RECIPE --out FILE writes pass_rate by id, for data.difficulty=FILE"
+            "vlm-grpo sample RECIPE --difficulty FILE writes pass_rate by id, for "
+            "data.difficulty=FILE"
         )
     if not kept:
         raise UserError(
@@ -193,12 +194,12 @@ def filter_examples(
 
 
 def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Return the rows of a file of ``vlm-grpo difficulty`` by id."""
+    """Return the rows of a file of ``vlm-grpo sample --difficulty`` by id."""
     rows: dict[str, Mapping[str, Any]] = {}
     try:
         for number, row in enumerate(read_complete_rows(path), start=1):
             if not isinstance(name := row.get("id"), str):
-                raise UserError(f"{path}:{number} has no id: give a file of vlm-grpo difficulty")
+                raise UserError(f"{path}:{number} has no id: give a file of sample --difficulty")
             rows[name] = row
     except OSError as error:
         raise UserError(f"data.difficulty={path} cannot be read: {error.strerror}") from error

@@ -44,20 +44,19 @@ def export(
     run: str | Path,
     out: str | Path,
     weights: ExportedWeights = "merged",
-    step: int | str | None = None,
+    step: object = None,
     dtype: str | None = None,
 ) -> Path:
     """Write a checkpoint as a model folder, completely or not at all.
 
     Args:
-        run: folder of a run, its name in ``runs``, or folder of a checkpoint.
+        run: a run or a checkpoint, as for ``resolve_model``.
         out: folder to create.
         weights: ``merged``: all weights; adapters are merged in float32 into the original ones, and
             the result is rounded once. ``dequantized``: they are merged into the 4- or 8-bit
             weights on which they were trained, as these are after dequantization. ``adapter``: the
             adapter alone, for PEFT.
-        step: step of the run's checkpoint; ``"best"``: by the held-out primary metric; None: the
-            newest.
+        step: an earlier version's name for what is now written ``RUN@step``.
         dtype: dtype of the weights; None: that of the original model. Has no effect on adapters.
 
     Returns:
@@ -74,10 +73,12 @@ def export(
         raise UserError(f"weights is {weights!r}; it must be one of {names}")
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype is {dtype!r}; it must be float32 or bfloat16")
+    if step is not None:
+        raise UserError(f"the step belongs to the name of the run: write {run}@{step}")
     disable_progress_bar()
     initialize_distributed()
     out = Path(out)
-    trained = resolve_model(str(run), step=step)
+    trained = resolve_model(str(run))
     if trained.checkpoint is None:
         raise UserError(
             f"{run} is neither a run nor a checkpoint: there are no trained weights to export"

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -41,23 +40,23 @@ class ResolvedModel:
     run: Path | None = None
 
 
-def resolve_model(
-    name: str, overrides: Overrides = (), step: int | str | None = None
-) -> ResolvedModel:
+def resolve_model(name: str, overrides: Overrides = ()) -> ResolvedModel:
     """Find the weights and settings of a model.
 
     Args:
         name: ``embedded``, a hub name, the folder of a model, the folder of a run or its name in
-            ``runs``, or the folder of a checkpoint.
+            ``runs``, or the folder of a checkpoint. ``RUN@step`` is the run's checkpoint of that
+            step, ``RUN@best`` the best one by the held-out primary metric; ``RUN`` and ``RUN@last``
+            are the newest.
         overrides: as for ``load_settings``; they override the settings of the run.
-        step: step of the run's checkpoint; ``"best"``: by the held-out primary metric; None: the
-            newest.
 
     Raises:
         UserError: the run has no such checkpoint, or there is no such model.
     """
-    step = _parse_step(step)
-    folder = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
+    folder, step = _find_folder(name), None
+    if folder is None and "@" in name:
+        name, _, wanted = name.rpartition("@")
+        folder, step = _find_folder(name), _parse_step(wanted)
     if folder is not None and (folder / "checkpoints").is_dir():
         return _resolve_run(folder, overrides, step)
     if step is not None:
@@ -87,23 +86,31 @@ def resolve_unknown(overrides: Overrides = ()) -> ResolvedModel:
 
 
 def find_checkpoint(folder: str | Path | None) -> Path | None:
-    """Return the folder of a checkpoint; of a run, given by folder or name, that of its newest one.
+    """Return the folder of a checkpoint, which is named as for ``resolve_model``.
 
     Raises:
         UserError: the run has no complete checkpoint.
     """
     if folder is None:
         return None
-    path = next((path for path in (Path(folder), RUNS / folder) if path.is_dir()), Path(folder))
-    return resolve_model(str(path)).checkpoint if (path / "checkpoints").is_dir() else path
+    found = _find_folder(folder)
+    if found is None and "@" in str(folder):
+        return resolve_model(str(folder)).checkpoint
+    if found is None or not (found / "checkpoints").is_dir():
+        return found or Path(folder)
+    return resolve_model(str(found)).checkpoint
 
 
-def _parse_step(step: Any) -> int | str | None:
-    """Return the step with its number as an integer."""
-    if isinstance(step, str) and step.isdecimal():
+def _find_folder(name: str | Path) -> Path | None:
+    """Return the folder at a path or of the run with this name; None if there is none."""
+    return next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
+
+
+def _parse_step(step: str) -> int | str:
+    if step.isdecimal():
         return int(step)
-    if step not in (None, "best") and (not isinstance(step, int) or isinstance(step, bool)):
-        raise UserError(f'step is {step!r}; it must be a number of steps, or "best"')
+    if step not in ("best", "last"):
+        raise UserError(f"the step after @ is {step!r}; it must be a number, best or last")
     return step
 
 
@@ -138,7 +145,7 @@ def _resolve_run(run: Path, overrides: Overrides, step: int | str | None) -> Res
     found = dict(sorted({done.steps: path for done, path in kept}.items()))
     if not found:
         raise UserError(f"{run} has no complete checkpoint: continue the run with resume=true")
-    if step is None:
+    if step in (None, "last"):
         step = max(found)
     elif step == "best":
         step = _find_best_step(run, list(found))

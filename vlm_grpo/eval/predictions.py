@@ -35,7 +35,7 @@ class PredictionLog:
 
     Each process writes ``folder/predictions-N.jsonl`` and reads those of all processes, however
     many there were. ``finish`` merges them into ``folder/predictions.jsonl``, with a line
-    ``{"id", "output", "seen"}`` per example, which ``vlm-grpo score`` also reads; "seen" has the
+    ``{"id", "output", "seen"}`` per example, which ``evaluate --predictions`` reads; "seen" has the
     resized sizes of the images. Further outputs of an example have their number as "sample".
 
     Args:

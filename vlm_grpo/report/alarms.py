@@ -240,8 +240,9 @@ RULES = (
         clears=0.9,
         message=_describe_unrewarded,
         remedy="teach the model the gold answers first: vlm-grpo train RECIPE name=warm "
-        "warm_start.steps=100, or vlm-grpo sft RECIPE name=warm without GRPO; vlm-grpo difficulty "
-        "RECIPE finds the examples that it solves sometimes; or give a graded reward",
+        "warm_start.steps=100, or vlm-grpo sft RECIPE name=warm without GRPO; vlm-grpo sample "
+        "RECIPE --difficulty FILE finds the examples that it solves sometimes; or give a graded "
+        "reward",
     ),
     Rule(
         "groups without a spread",
