@@ -12,23 +12,23 @@ from transfer_server import GPU, run_transfer_server
 
 from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import direct
+from vlm_grpo.serve import weights
 from vlm_grpo.serve.client import VllmClient
-from vlm_grpo.serve.direct import DirectTransfer, IpcChannel
+from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 from vlm_grpo.training.update import build_updater
 
 
 def send_weights(folder: Path, launch: str) -> None:
     """Send them to a server of this process, then to one of the first process only."""
     os.environ |= STRATEGIES[launch]
-    direct.get_device_id = lambda device: GPU
-    direct.PART_BYTES = 1 << 16
+    weights.get_device_id = lambda device: GPU
+    weights.PART_BYTES = 1 << 16
     settings = make_settings(folder, launch)
     accelerator = build_accelerator(settings)
     policy = load_policy(settings)
     expected = load_file(folder / "model" / "model.safetensors")
     strategy = build_updater(policy, settings, accelerator).strategy
-    assert any(isinstance(w, direct.Sharded) for w in strategy.weights().values())
+    assert any(isinstance(w, weights.Sharded) for w in strategy.weights().values())
     transfer = DirectTransfer(strategy, IpcChannel(torch.device("cpu")), may_load=True)
     for every_rank in (True, False):
         with run_transfer_server() as server:

@@ -19,8 +19,7 @@ from video_files import make_video
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
-from vlm_grpo.serve.clips import revert_normalization
-from vlm_grpo.serve.requests import build_request
+from vlm_grpo.serve.requests import build_request, revert_normalization
 from vlm_grpo.types import Example
 
 IMAGE = noise_example("i", [(56, 84)], seed=3).images[0]
@@ -99,7 +98,7 @@ def test_the_frames_are_sent_without_loss(policy: Policy) -> None:
 
 def test_another_normalization_of_clips_than_of_images_is_an_error(policy: Policy) -> None:
     policy.processor.video_processor.image_mean = [0.4, 0.5, 0.5]
-    with pytest.raises(UserError, match=r"example a: .* its clip otherwise than .*sampler=policy"):
+    with pytest.raises(UserError, match=r"example a: .* a clip unlike those .*sampler=policy"):
         build(policy, MIXED)
 
 

@@ -23,9 +23,9 @@ from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.dist.sharding import Deferred
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import direct
+from vlm_grpo.serve import weights
 from vlm_grpo.serve.client import VllmClient
-from vlm_grpo.serve.direct import DirectTransfer, IpcChannel, NcclChannel, group_by_layer
+from vlm_grpo.serve.weights import DirectTransfer, IpcChannel, NcclChannel, group_by_layer
 
 CPU = torch.device("cpu")
 WAYS = ("ipc", "nccl")
@@ -39,8 +39,9 @@ def server() -> Iterator[TransferServer]:
 
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "get_device_id", lambda device: GPU)
-    monkeypatch.setattr(direct, "PART_BYTES", 1 << 21)  # on a CPU a handle has the buffer's content
+    monkeypatch.setattr(weights, "get_device_id", lambda device: GPU)
+    # On a CPU a handle has the buffer's content.
+    monkeypatch.setattr(weights, "PART_BYTES", 1 << 21)
 
 
 def make_transfer(
@@ -66,7 +67,7 @@ def test_a_server_receives_what_the_files_have(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(direct, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(weights, "PART_BYTES", part_bytes)
     strategy = make_strategy(dtype)
     assert make_transfer(way, server, strategy).send([VllmClient(server.url, 10)]) == {}
     strategy.policy.save_shard(tmp_path, strategy.policy.weights())

@@ -8,7 +8,7 @@ import pytest
 from transfer_server import run_transfer_server
 
 from vlm_grpo.serve.client import VllmClient
-from vlm_grpo.serve.member import Server
+from vlm_grpo.serve.process import Server
 from vlm_grpo.utils.http_json import ServiceError
 
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]

@@ -19,7 +19,7 @@ from tiny_models import make_prompt, noise_example
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import member
+from vlm_grpo.serve import process
 from vlm_grpo.serve.client import VllmClient, WeightLabel
 from vlm_grpo.serve.process import find_free_port
 from vlm_grpo.serve.sampler import VllmSampler
@@ -214,7 +214,7 @@ def test_a_server_that_is_gone_is_dropped(
     assert tokens(sample(servers.sampler, prompts)) == expected
     assert [server.client.url for server in servers.sampler.servers] == servers.urls[:1]
     assert f"the vLLM server {servers.urls[1]} failed" in caplog.text
-    assert "is asked for nothing more; 1 are left" in caplog.text
+    assert "gets no more requests; 1 are left" in caplog.text
     assert "is asked again" not in caplog.text
     servers.sampler.publish(1)
     assert {c.version for g in sample(servers.sampler, prompts) for c in g} == {1}
@@ -296,7 +296,7 @@ def test_base_weights_that_were_replaced_are_refused(start: Any, monkeypatch: An
 def test_a_server_that_does_not_come_up(
     strategy: Any, settings: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(member, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(process, "REPORT_SECONDS", 0.05)
     url = f"http://127.0.0.1:{find_free_port()}"
     sampler = VllmSampler(strategy, settings(urls=[url], vllm={"startup_timeout": 0.3}))
     with pytest.raises(UserError, match=rf"{url} was not ready after 0 s .*startup_timeout"):

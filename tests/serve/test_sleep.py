@@ -18,10 +18,10 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.model.engine.sampling import build_sampling_settings
 from vlm_grpo.model.policy import load_policy
-from vlm_grpo.serve import direct, sampler
+from vlm_grpo.serve import sampler, weights
 from vlm_grpo.serve.client import VllmClient
-from vlm_grpo.serve.direct import DirectTransfer, IpcChannel
 from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.serve.weights import DirectTransfer, IpcChannel
 
 RESUME = ["/reset_encoder_cache", "/reset_prefix_cache", "/update_weight_version", "/resume"]
 UPDATE = ["/init_weight_transfer_engine", "/start_weight_update", "…", "/finish_weight_update"]
@@ -82,8 +82,8 @@ class Run:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferServer]:
-    monkeypatch.setattr(direct, "get_device_id", lambda device: GPU)
-    monkeypatch.setattr(direct, "PART_BYTES", 1 << 21)
+    monkeypatch.setattr(weights, "get_device_id", lambda device: GPU)
+    monkeypatch.setattr(weights, "PART_BYTES", 1 << 21)
     monkeypatch.setattr(sampler, "POLL_SECONDS", 0.01)
     with run_transfer_server() as found:
         yield found

@@ -220,7 +220,7 @@ def test_two_servers_share_the_prompts_and_one_may_be_killed(
         groups = sample(sampler, prompts, sampling, 4)
     assert set(asked) == set(urls)
     assert [server.client.url for server in sampler.servers] == urls[:1]
-    assert "is asked for nothing more; 1 are left" in caplog.text
+    assert "gets no more requests; 1 are left" in caplog.text
     assert find_difference(policy, prompts, groups) < 1e-4
     assert first == groups[:20]  # whichever server answered
     sampler.publish(1)

@@ -22,11 +22,9 @@ START_AS = "start it by vlm-grpo serve, which sets what a run needs"
 
 
 class WeightLabel(NamedTuple):
-    """The names by which a server tells the versions of its weights.
+    """The names by which a server returns the versions of its weights.
 
-    Attributes:
-        kind: ``adapters`` or ``weights``.
-        run: identifies the run, since others may use the same server.
+    Their ``kind`` is ``adapters`` or ``weights``. They name the run: several may use a server.
     """
 
     kind: str
@@ -37,17 +35,13 @@ class WeightLabel(NamedTuple):
         return f"{self.kind}/{self.run}/{version}"
 
     def read(self, name: str) -> int:
-        """Return the version that a name tells; −1: it is not of this run."""
+        """Return the version in a name; −1: it is not of this run."""
         prefix, _, version = name.rpartition("/")
         is_own = prefix == f"{self.kind}/{self.run}" and version.isdecimal()
         return int(version) if is_own else -1
 
     def check(self, name: str) -> None:
-        """Check that a server with weights of this name has the base weights of adapters.
-
-        Raises:
-            UserError: it was given full weights.
-        """
+        """Check that a server with weights of this name still has the base weights of adapters."""
         if self.kind == "adapters" and name.startswith("weights/"):
             raise UserError(
                 "its base weights were replaced by those of a run that trains full weights: "
@@ -56,12 +50,10 @@ class WeightLabel(NamedTuple):
 
 
 class VllmClient:
-    """A client of one server.
+    """A client of the server at ``url``, without ``/v1``. Each method may raise ``ServiceError``.
 
-    Args:
-        url: address of the server, without ``/v1``.
-        timeout: seconds in which it must answer a request for completions, or load weights.
-        is_on_cpu: the server computes on a CPU; see ``worker/vlm_grpo_worker.py``.
+    Within ``timeout`` seconds it must answer a request for completions, or load weights. If it
+    ``is_on_cpu``, it runs with ``worker/vlm_grpo_worker.py``.
     """
 
     def __init__(self, url: str, timeout: float, is_on_cpu: bool = False) -> None:
@@ -85,7 +77,11 @@ class VllmClient:
             version = str(self._get("/version", "version"))
             models = self._get("/v1/models", "data")
             self._get("/weight_info", "weight_version")
-            self._check_generate()
+            try:  # a server that generates from tokens refuses an empty request
+                self._post("/inference/v1/generate", {}, SHORT_TIMEOUT)
+            except ServiceError as error:
+                if error.status != 400:
+                    raise
         except ServiceError as error:
             raise UserError(f"{error}: {START_AS}") from error
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -96,20 +92,8 @@ class VllmClient:
         if SERVED_NAME not in served:
             raise UserError(f"{self.url} serves {', '.join(served)}: {START_AS}")
 
-    def _check_generate(self) -> None:
-        """Check that the server generates from tokens: if so, it refuses an empty request."""
-        try:
-            self._post("/inference/v1/generate", {}, SHORT_TIMEOUT)
-        except ServiceError as error:
-            if error.status != 400:
-                raise
-
     def generate(self, request: Mapping[str, Any]) -> Any:
-        """Return the response to a request of ``build_request``.
-
-        Raises:
-            ServiceError: the server failed, or refused the request.
-        """
+        """Return the response to a request of ``build_request``."""
         return self._post("/inference/v1/generate", request, self.timeout)
 
     def get_version(self) -> str:
@@ -153,11 +137,8 @@ class VllmClient:
         self._command("/pause?mode=wait")
 
     def resume(self, version: str) -> None:
-        """Forget what was computed with older weights, and sample with those of ``version``.
-
-        Features of images and keys of prompts are kept by their content, which does not tell the
-        weights that computed them.
-        """
+        """Forget what was computed with older weights, and sample with those of ``version``."""
+        # Features of images and keys of prompts are cached by their content alone.
         self._command("/reset_encoder_cache")
         found = self._post("/reset_prefix_cache", None, self.timeout)
         if not (isinstance(found, dict) and found.get("success")):

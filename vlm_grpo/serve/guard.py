@@ -3,8 +3,8 @@
     python guard.py COMMAND…
 
 The standard input is a pipe that only the starting process holds open: however that process ends,
-the pipe closes, and the command and all processes that it started are stopped. The file imports
-nothing but the standard library, so that it starts at once.
+the pipe closes, and the command and all processes that it started are stopped. Only the standard
+library is imported, so that the command starts at once.
 """
 
 from __future__ import annotations

@@ -44,14 +44,10 @@ class ServedModel:
 
     Attributes:
         source: folder or Hub name of the full weights.
-        settings: settings of the run.
-        on_gpu: whether it is served by a GPU.
         image_options: the processor's options that set the run's pixel budget; empty: it has none.
-        family: the model's family.
         chat_arguments: arguments of its chat template; empty: the template's defaults.
         adapter: folder of a trained adapter; None: there is none, or it is loaded later.
         adapted: parts of the model that the adapter changes; empty: there is none.
-        rank: rank of the adapter.
     """
 
     source: str
@@ -128,12 +124,7 @@ def _with_adapters(model: ServedModel, adapters: Any) -> ServedModel:
 
 
 def build_command(model: ServedModel, address: tuple[str, int]) -> list[str]:
-    """Build the command of a server that can sample for a run, without the program's name.
-
-    Args:
-        model: the model.
-        address: the host and port to listen on.
-    """
+    """Build the command of a server that can sample for a run, without the program's name."""
     settings = model.settings
     options = _build_options(model, address) | {
         "served-model-name": SERVED_NAME,
@@ -166,11 +157,6 @@ def build_public_command(model: ServedModel, name: str, address: tuple[str, int]
     """Build the command of a server for users of a model, without the program's name.
 
     Requests find the model under ``name``, which with an adapter is the adapter's.
-
-    Args:
-        model: the model.
-        name: name of the model in requests.
-        address: the host and port to listen on.
     """
     options = _build_options(model, address) | {"served-model-name": name}
     if model.adapter is not None:
@@ -222,12 +208,7 @@ def build_program(python: Path) -> list[str]:
 
 
 def build_environment(settings: Settings, device: torch.device | None = None) -> dict[str, str]:
-    """Return the variables of a server for rollouts.
-
-    Args:
-        settings: settings of the run.
-        device: the device of a process whose own server it is; None: it may use all.
-    """
+    """Return the variables of a server for rollouts, on a process's device or on any (None)."""
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     if not on_gpu:
         paths = [str(Path(__file__).parent / "worker"), os.environ.get("PYTHONPATH", "")]
@@ -243,11 +224,7 @@ def build_environment(settings: Settings, device: torch.device | None = None) ->
 
 
 def choose_transfer(settings: Settings, on_gpu: bool) -> WeightTransfer:
-    """Return the way in which weights reach the servers of a run.
-
-    Raises:
-        UserError: the way that is set needs a GPU.
-    """
+    """Return the way in which weights reach the servers of a run; refuse one that needs a GPU."""
     vllm = settings.rollout.vllm
     assert vllm is not None
     if vllm.weight_transfer is not None:
@@ -267,9 +244,6 @@ def choose_sleep_level(policy: Policy, settings: Settings) -> int | None:
 
     Full weights are sent again after each update, so nothing is kept of them. With an adapter, base
     weights that take little of the GPU stay there, and others wait in the host's memory.
-
-    Raises:
-        UserError: the level that is set needs a GPU.
     """
     vllm = settings.rollout.vllm
     assert vllm is not None

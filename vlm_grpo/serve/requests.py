@@ -2,27 +2,41 @@
 
 The tokens of the prompt are sent, not its text, and the images after our resize, so that the server
 has nothing to decide. It inserts the images' tokens; the prompt that it then reports must be ours.
-A prompt with clips is sent with all of its tokens, and its images as ``clips`` prepares them.
+
+Of a clip, vLLM would choose and resize the frames and write their times by its own rules. A model
+with texts between the frames reads two frames as one image, so a prompt with clips is sent with all
+of its tokens and the pixels of such images, in the form that vLLM's own processes exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.image_decode import encode_data_url
 from vlm_grpo.model.engine.sampling import SamplingSettings, derive_seed
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.client import ADAPTER_NAME, SERVED_NAME, WeightLabel
-from vlm_grpo.serve.clips import build_features
 from vlm_grpo.types import Completion, Prompt, StopReason
 from vlm_grpo.utils.http_json import ServiceError
 
 BAN = -100.0
 """Addition to a banned token's logit, the largest that vLLM takes: a probability of e⁻¹⁰⁰."""
+_TOLERANCE = 0.01
+"""Largest distance of a pixel's value from a whole number; rounding in float32 is far smaller."""
+_TENSOR = 3
+"""vLLM's number for the bytes of a tensor among MessagePack's extensions."""
 
 Group = tuple[Completion, ...]
 """The completions of one prompt."""
@@ -30,16 +44,7 @@ Group = tuple[Completion, ...]
 
 @dataclass
 class Job:
-    """A rollout to sample.
-
-    Attributes:
-        prompts: one prompt per group.
-        sampling: the sampler's settings.
-        num_generations: the numbers of each prompt's completions in their group.
-        seeds: the prompts' seeds.
-        version: version of the weights to sample with.
-        future: receives the groups.
-    """
+    """A rollout to sample: arguments as in ``Policy.sample``, and the version of the weights."""
 
     prompts: Sequence[Prompt]
     sampling: SamplingSettings
@@ -58,12 +63,7 @@ def build_request(
 ) -> dict[str, Any]:
     """Build the request for a prompt's completions.
 
-    Args:
-        policy: the policy, whose prompts and special tokens the server must use.
-        prompt: a prompt built by the policy.
-        sampling: the sampler's settings.
-        numbers: the numbers of the completions in their group; vLLM adds them to the seed.
-        seed: seed of the prompt's random numbers.
+    ``numbers`` are those of the completions in their group; vLLM adds them to the seed.
     """
     distribution = sampling.distribution
     request: dict[str, Any] = {
@@ -153,3 +153,93 @@ def check_prompt(policy: Policy, prompt: Prompt, found: Sequence[int]) -> None:
         f"{policy.tokenizer.decode(ours[place : place + 5])!r}): it has another tokenizer; start "
         "it with the run's model, and compare the versions of transformers"
     )
+
+
+def build_features(policy: Policy, prompt: Prompt) -> dict[str, Any]:
+    """Build the part of a request that holds the images and frames of a prompt with clips.
+
+    Raises:
+        UserError: the server would normalize the pixels in another way.
+    """
+    items = []
+    for image in policy.family.split_images(prompt):
+        try:
+            pixels = revert_normalization(image["pixel_values"], policy.processor.image_processor)
+        except ValueError as error:
+            raise UserError(f"{prompt.example.name}: {error}") from error
+        grid = image["image_grid_thw"][0].clone()
+        grid[0] = 1
+        items += [_pack_image(part, grid) for part in pixels.split(int(grid.prod()))]
+    return {
+        "mm_hashes": {"image": [hashlib.sha256(item).hexdigest() for item in items]},
+        "mm_placeholders": {"image": list(_find_places(policy, prompt))},
+        "kwargs_data": {"image": [base64.b64encode(item).decode() for item in items]},
+    }
+
+
+def revert_normalization(
+    patches: Float[Tensor, "patches values"], image_processor: Any
+) -> UInt8[Tensor, "patches values"]:
+    """Return the pixels of normalized patches, which vLLM normalizes in the model.
+
+    Raises:
+        ValueError: they were normalized unlike images, as which vLLM takes them.
+    """
+    mean, std = (
+        torch.tensor(getattr(image_processor, f"image_{name}"))[:, None] for name in ("mean", "std")
+    )
+    channels = patches.float().unflatten(1, (len(mean), -1))
+    values = (channels * std + mean) / image_processor.rescale_factor
+    pixels = values.round().clamp(0, 255)
+    if (values - pixels).abs().max() > _TOLERANCE:
+        raise ValueError(
+            "the model's processor normalizes the pixels of a clip unlike those of an image, "
+            "which vLLM does not: set rollout.sampler=policy"
+        )
+    return pixels.to(torch.uint8).flatten(1)
+
+
+def _find_places(policy: Policy, prompt: Prompt) -> Iterator[dict[str, int]]:
+    """Iterate over the places of images and pairs of frames among the prompt's tokens."""
+    config, start = policy.model.config, 0
+    media = (config.image_token_id, config.video_token_id)
+    for is_medium, tokens in groupby(prompt.token_ids, media.__contains__):
+        length = len(list(tokens))
+        if is_medium:
+            yield {"offset": start, "length": length}
+        start += length
+
+
+def _pack_image(pixels: UInt8[Tensor, "patches values"], grid: Int[Tensor, " axes"]) -> bytes:
+    """Encode an image as vLLM's ``MultiModalKwargsItem``."""
+    slices = [[0, len(pixels), None]]
+    return _pack(
+        {
+            "pixel_values": {
+                "data": ["uint8", list(pixels.shape), pixels.numpy().tobytes()],
+                "field": ["flat", {"slices": slices, "dim": 0, "keep_on_cpu": False}],
+            },
+            "image_grid_thw": {
+                "data": ["int64", [3], grid.long().numpy().tobytes()],
+                "field": ["batched", {"keep_on_cpu": True}],
+            },
+        }
+    )
+
+
+def _pack(value: Any) -> bytes:
+    """Encode a value by MessagePack: small dicts, lists and texts, numbers, and tensors' bytes."""
+    match value:
+        case dict():
+            parts = [_pack(part) for item in value.items() for part in item]
+            return bytes([0x80 + len(value)]) + b"".join(parts)
+        case list():
+            return bytes([0x90 + len(value)]) + b"".join(map(_pack, value))
+        case str():
+            return bytes([0xA0 + len(value)]) + value.encode()
+        case bytes():
+            return struct.pack(">BIB", 0xC9, len(value), _TENSOR) + value
+        case bool() | None:
+            return {None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value]
+        case _:
+            return struct.pack(">BI", 0xCE, value)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from typing import Protocol
 
 import torch
 
@@ -18,7 +19,6 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.serve.client import VllmClient, WeightLabel
-from vlm_grpo.serve.direct import DirectTransfer
 from vlm_grpo.serve.launch import (
     build_command,
     build_environment,
@@ -26,11 +26,9 @@ from vlm_grpo.serve.launch import (
     choose_sleep_level,
     describe_policy,
 )
-from vlm_grpo.serve.member import POLL_SECONDS, Server
-from vlm_grpo.serve.outside import OutsideSampler
-from vlm_grpo.serve.process import ServerProcess, find_free_port
+from vlm_grpo.serve.process import POLL_SECONDS, Server, ServerProcess, find_free_port
 from vlm_grpo.serve.requests import Group, Job, build_request, check_prompt, read_choices
-from vlm_grpo.serve.weights import build_transfer
+from vlm_grpo.serve.weights import DirectTransfer, build_transfer
 from vlm_grpo.types import Prompt
 from vlm_grpo.utils.http_json import ServiceError
 
@@ -40,18 +38,53 @@ CONCURRENCY = 64
 """Maximum number of prompts that a server is asked for at once."""
 
 
+class OutsideSampler(Protocol):
+    """A sampler with weights of its own, which generates in the background, in the order of starts.
+
+    Attributes:
+        ready: is finished when it can be given weights; raises ``UserError`` if it never becomes
+            ready.
+    """
+
+    ready: Future[None]
+
+    def publish(self, version: int) -> None:
+        """Give what is started from now on the policy's current weights.
+
+        All ranks call it between two steps, in their main thread; ``version`` is the number of
+        finished steps. ``UserError`` on all ranks: a server does not get ready, or the weights
+        cannot be sent.
+        """
+        ...
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingSettings,
+        num_generations: Sequence[range],
+        seeds: Sequence[Sequence[int | str]],
+    ) -> Future[list[Group]]:
+        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``.
+
+        They have the ``version`` of the weights that sampled them. The future raises ``UserError``
+        if all servers have failed, or one tokenizes a prompt differently.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Free memory that the update needs, until the next ``publish``; all ranks call it."""
+        ...
+
+    def close(self) -> None:
+        """Drop what has not finished, and end what this sampler has started."""
+        ...
+
+
 class VllmSampler(OutsideSampler):
     """A sampler that asks vLLM servers, which run beside the update.
 
     Every process of the run starts a server of its own (``rollout.vllm.python``), or all processes
     share running ones (``rollout.vllm.urls``), into which the main process loads the weights.
-
-    Args:
-        strategy: the policy and the ranks.
-        settings: the run's settings.
-
-    Raises:
-        UserError: a server cannot be started.
     """
 
     def __init__(self, strategy: Strategy, settings: Settings) -> None:
@@ -92,8 +125,6 @@ class VllmSampler(OutsideSampler):
         """Whether this process loads the weights into its servers."""
         return not self.vllm.urls or self.ranks.is_main_process
 
-    # The interface of an outside sampler.
-
     def publish(self, version: int) -> None:
         if self.version < 0:
             with fail_together(self.ranks):
@@ -132,9 +163,8 @@ class VllmSampler(OutsideSampler):
                 server.process.close()
         self.transfer.close()
 
-    # The thread that serves the jobs.
-
     def _work(self) -> None:
+        """Serve the jobs, in a thread."""
         try:
             for server in self.servers:
                 self._wait_until_ready(server)
@@ -160,11 +190,7 @@ class VllmSampler(OutsideSampler):
         return [found[index] for index in range(len(job.prompts))]
 
     def _share(self, job: Job, found: dict[int, Group]) -> None:
-        """Ask all servers for the prompts that are missing, until each has failed or none is left.
-
-        Raises:
-            UserError: a request cannot be made, or was refused.
-        """
+        """Ask all servers for the missing prompts, until all have failed or none is left."""
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(len(job.prompts)):
             if index not in found:
@@ -200,12 +226,7 @@ class VllmSampler(OutsideSampler):
             raise UserError("the run was stopped while its completions were sampled")
 
     def _ask(self, server: Server, job: Job, index: int) -> Group:
-        """Return the completions of one prompt.
-
-        Raises:
-            ServiceError: the server has failed.
-            UserError: it refuses the request, or reads the prompt otherwise.
-        """
+        """Return the completions of one prompt; a ``UserError`` would recur with any server."""
         prompt, sampling = job.prompts[index], job.sampling
         request = build_request(
             self.policy, prompt, sampling, job.num_generations[index], job.seeds[index]
@@ -234,14 +255,8 @@ class VllmSampler(OutsideSampler):
             )
         return group
 
-    # Weights and faults.
-
     def _prepare(self, server: Server, version: int) -> None:
-        """Give a server the weights of a version; one that fails is restarted, or dropped.
-
-        Raises:
-            UserError: it fails too often, or no server is left.
-        """
+        """Give a server the weights of a version; one that fails is restarted, or dropped."""
         while server.version != version and server in self.servers:
             if server.problem:
                 self._recover(server)
@@ -258,11 +273,7 @@ class VllmSampler(OutsideSampler):
                 self._note_failure(server, error)
 
     def _load_together(self, transfer: DirectTransfer, version: int) -> None:
-        """Give all servers the weights of a version, from the main thread of all ranks.
-
-        Raises:
-            UserError: as for ``_prepare``, on all ranks.
-        """
+        """Give all servers the weights of a version, from the main thread of all ranks."""
         while True:
             opened: list[Server] = []
             with fail_together(self.ranks):
@@ -298,7 +309,7 @@ class VllmSampler(OutsideSampler):
         raise ServiceError(f"{server.client.url} was not given the weights of step {version}")
 
     def _note_failure(self, server: Server, error: ServiceError) -> None:
-        """Remember that a server has failed, so that it is asked for nothing more."""
+        """Remember that a server has failed, so that it gets no more requests."""
         with self._lock:
             if server.problem or self._closed.is_set():
                 return
@@ -339,7 +350,7 @@ class VllmSampler(OutsideSampler):
                     "rollout.vllm.urls again, and continue with resume=true"
                 )
             logger.warning(
-                "the vLLM server %s failed (%s) and is asked for nothing more; %d are left",
+                "the vLLM server %s failed (%s) and gets no more requests; %d are left",
                 *(server.client.url, problem, len(self.servers)),
             )
         else:
@@ -349,7 +360,6 @@ class VllmSampler(OutsideSampler):
             )
 
     def _wait_until_ready(self, server: Server) -> None:
-        """Wait until a server can be given weights; errors as for ``Server.wait_until_ready``."""
         server.wait_until_ready(self.vllm.startup_timeout, self._closed, self.ranks.print)
         try:
             self.label.check(server.client.get_version())

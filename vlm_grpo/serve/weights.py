@@ -1,32 +1,50 @@
-"""The transfer of a policy's weights to servers, and the one by files."""
+"""The transfer of a policy's weights to vLLM servers: by files, or from memory to memory.
+
+vLLM's protocol for weights in memory has five requests: it initializes a channel, starts an update,
+receives parts of it, and finishes it. The tensors themselves take one of two ways: on the same GPU
+the server maps a buffer of this process (CUDA IPC); from other GPUs it receives a broadcast (NCCL).
+"""
 
 from __future__ import annotations
 
+import base64
+import pickle
 import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.cuda import nccl as torch_nccl
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.dist.collectives import fail_together, get_local_names
-from vlm_grpo.dist.sharding import gather_full
+from vlm_grpo.dist.collectives import fail_together, get_local_names, split_into_buckets
+from vlm_grpo.dist.sharding import Deferred, find_layer, gather_full
 from vlm_grpo.dist.strategy import Strategy
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import save_weights
 from vlm_grpo.serve.client import VllmClient
-from vlm_grpo.serve.direct import DirectTransfer, IpcChannel, NcclChannel
 from vlm_grpo.serve.launch import choose_transfer
 from vlm_grpo.utils.atomic_io import share_weights
+from vlm_grpo.utils.http_json import ServiceError
 
 KEPT = 3
 """Number of versions whose files are kept: one for each rollout that may not have begun."""
+PART_BYTES = 256 * 2**20
+"""Bytes that are sent at once; a larger tensor is sent alone."""
+Sharded = (DTensor, Deferred)
+"""Types of weights that all ranks must gather together."""
 
 
 class FileTransfer:
-    """Weights in files, which all processes and servers can read.
+    """Weights in files of a folder, which all processes and servers can read.
 
     With full weights every rank writes a share of them, and holds only that share in full.
-
-    Args:
-        strategy: the policy and the ranks.
-        folder: folder for the files.
     """
 
     def __init__(self, strategy: Strategy, folder: Path) -> None:
@@ -53,11 +71,7 @@ class FileTransfer:
             share_weights(target)
 
     def load(self, client: VllmClient, version: int) -> None:
-        """Load a version that was staged into a server that is paused.
-
-        Raises:
-            ServiceError: the server failed.
-        """
+        """Load a version that was staged into a server that is paused."""
         folder = self._find(version).absolute()
         if self.policy.adapters is None:
             client.load_files(folder)
@@ -74,6 +88,248 @@ class FileTransfer:
 
     def _find(self, version: int) -> Path:
         return self.folder / f"weights-{version % KEPT}"
+
+
+class IpcChannel:
+    """A buffer on a GPU that a server on the same GPU maps into its memory.
+
+    Its handle is pickled here and unpickled by the server, which the run has started itself and
+    which listens on this machine only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffer: Tensor | None = None
+        self._handle: Any = None
+
+    def open(self, client: VllmClient) -> None:
+        """Prepare an update of a server."""
+        client.init_transfer({"packed": True})
+
+    def send(self, client: VllmClient, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Send tensors of one dtype."""
+        sizes = [tensor.nbytes for tensor in tensors]
+        buffer = self._get_buffer(sum(sizes))
+        for place, tensor in zip(buffer[: sum(sizes)].split(sizes), tensors, strict=True):
+            place.copy_(tensor.reshape(-1).view(torch.uint8))
+        _synchronize(self.device)
+        handles = {get_device_id(self.device): self._handle}
+        pickled = base64.b64encode(pickle.dumps(handles)).decode()
+        described = _describe(names, tensors)
+        client.update({**described, "tensor_sizes": sizes, "ipc_handles_pickled": pickled})
+
+    def forget(self, client: VllmClient) -> None:
+        """Do nothing: the buffer serves any server."""
+
+    def release(self) -> None:
+        """Free the memory that an update took and the next one does not need."""
+        self._buffer = self._handle = None
+        if self.device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+    def _get_buffer(self, size: int) -> Tensor:
+        """Return a buffer of at least this size, exported once: a server counts its exports."""
+        if self._buffer is None or len(self._buffer) < size:
+            size = max(size, PART_BYTES)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            _, self._handle = reduce_tensor(self._buffer)
+        return self._buffer
+
+
+class NcclChannel:
+    """A broadcast to each server, whose workers are on other GPUs than this process.
+
+    Each server has a group of its own, with this process as rank 0, so that one that fails takes no
+    other with it. ``nccl`` has the functions of ``torch.cuda.nccl``.
+    """
+
+    def __init__(self, device: torch.device, nccl: Any = torch_nccl) -> None:
+        self.device, self.nccl = device, nccl
+        self._groups: dict[str, Any] = {}
+
+    def open(self, client: VllmClient) -> None:
+        """Prepare an update of a server."""
+        if client.url in self._groups:
+            return
+        count, identifier = 1 + client.get_world_size(), self.nccl.unique_id()
+        encoded = base64.b64encode(identifier).decode()
+        info = {"nccl_unique_id_b64": encoded, "rank_offset": 1, "world_size": count}
+
+        def join() -> Any:
+            group = self.nccl.init_rank(count, identifier, 0)
+            # vLLM's workers begin with the sum of one element.
+            self.nccl.all_reduce([torch.zeros(1, device=self.device)], comms=[group])
+            return group
+
+        self._groups[client.url] = self._run_beside(lambda: client.init_transfer(info), join)
+
+    def send(self, client: VllmClient, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Send tensors of one dtype."""
+        info, group = _describe(names, tensors), self._groups[client.url]
+
+        def broadcast() -> None:
+            for tensor in tensors:
+                self.nccl.broadcast([tensor], comms=[group])
+
+        self._run_beside(lambda: client.update(info), broadcast)
+
+    def forget(self, client: VllmClient) -> None:
+        """Forget the group of a server that has failed."""
+        self._groups.pop(client.url, None)
+
+    def release(self) -> None:
+        """Do nothing: a broadcast takes no memory."""
+
+    def _run_beside(self, ask: Callable[[], None], communicate: Callable[[], Any]) -> Any:
+        """Run this process's part of what a request makes the server do, and return its result.
+
+        If the request fails, the thread that waits for the server is left behind.
+        """
+        results: list[Any] = []
+
+        def run() -> None:
+            try:
+                if self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
+                results.append(communicate())
+                _synchronize(self.device)
+            except RuntimeError as error:
+                results.append(ServiceError(f"NCCL failed: {error}"))
+
+        thread = threading.Thread(target=run, daemon=True, name="nccl")
+        thread.start()
+        ask()
+        thread.join()
+        if isinstance(results[-1], ServiceError):
+            raise results[-1]
+        return results[0]
+
+
+class DirectTransfer:
+    """Full weights from memory to memory, from the main thread of all ranks.
+
+    Sharded weights are gathered layer by layer, so that no rank ever holds more of them. Matrices
+    are sent in the precision in which the policy computes with them. With ``may_load``, no update
+    changes the weights while servers sample: one that was restarted gets them at once, unless they
+    are sharded.
+    """
+
+    def __init__(
+        self, strategy: Strategy, channel: IpcChannel | NcclChannel, may_load: bool
+    ) -> None:
+        self.strategy, self.policy, self.channel = strategy, strategy.policy, channel
+        self.may_load = may_load
+
+    def stage(self, version: int) -> None:
+        """Do nothing: what is sent is what the policy has."""
+
+    def load(self, client: VllmClient, version: int) -> None:
+        """Send the weights to a server that has lost them, or refuse to."""
+        sharded = any(isinstance(w, Sharded) for w in self.strategy.weights().values())
+        if sharded or not self.may_load:
+            raise UserError(
+                f"the vLLM server {client.url} was restarted, and the weights of step {version} "
+                "cannot be sent before the next step begins: continue with resume=true; "
+                "rollout.vllm.weight_transfer=files can send them again at any time"
+            )
+        for error in self.send([client]).values():
+            raise error
+
+    @torch.no_grad()
+    def send(self, clients: Sequence[VllmClient]) -> dict[str, ServiceError]:
+        """Send the current weights to paused servers, and return the failures by their address.
+
+        All ranks must call it if the weights are sharded, also those without a server.
+        """
+        failures: dict[str, ServiceError] = {}
+
+        def ask(request: Callable[[VllmClient], None]) -> None:
+            for client in clients:
+                if client.url not in failures:
+                    try:
+                        request(client)
+                    except ServiceError as error:
+                        failures[client.url] = error
+                        self.channel.forget(client)
+
+        ask(self.channel.open)
+        ask(VllmClient.start_update)
+        for layer in self._iterate_layers(is_needed=bool(clients)):
+            ordered = sorted(layer.items(), key=lambda item: str(item[1].dtype))
+            names = iter(name for name, _ in ordered)
+            for part in split_into_buckets([tensor for _, tensor in ordered], PART_BYTES):
+                labels = [next(names) for _ in part]
+                ask(lambda client, n=labels, t=part: self.channel.send(client, n, t))
+        ask(VllmClient.finish_update)
+        self.channel.release()
+        return failures
+
+    def forget(self, client: VllmClient) -> None:
+        """Forget the channel of a server that has failed."""
+        self.channel.forget(client)
+
+    def close(self) -> None:
+        """Free the memory that the last update took."""
+        self.channel.release()
+
+    def _iterate_layers(self, is_needed: bool) -> Iterator[dict[str, Tensor]]:
+        """Iterate over the weights of each layer, named and shaped as in the model's files.
+
+        The files may join or split what belongs to one layer, but not what belongs to two.
+        """
+        device = self.strategy.accelerator.device
+        for layer in group_by_layer(self.strategy.weights()):
+            full = {}
+            for name, tensor in layer.items():
+                value = tensor.full_tensor() if isinstance(tensor, Sharded) else tensor
+                if is_needed:
+                    full[name] = self._cast(value.detach().to(device))
+            if is_needed:
+                converted = revert_weight_conversion(self.policy.model, full)
+                yield {name: tensor.contiguous() for name, tensor in converted.items()}
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """Round matrices as the policy does; vectors may be what both sides hold in float32."""
+        is_matrix = tensor.is_floating_point() and tensor.dim() > 1
+        return tensor.to(self.policy.compute_dtype) if is_matrix else tensor
+
+
+def group_by_layer(
+    weights: Mapping[str, Tensor | Deferred],
+) -> list[dict[str, Tensor | Deferred]]:
+    """Group weights by the first number in their names; tied weights have their first name.
+
+    >>> weights = {"a.0.w": torch.zeros(1), "a.1.w": torch.ones(1), "a.0.v": torch.ones(2)}
+    >>> [list(layer) for layer in group_by_layer(weights)]
+    [['a.0.w', 'a.0.v'], ['a.1.w']]
+    """
+    layers: dict[str, dict[str, Tensor | Deferred]] = {}
+    seen: set[Any] = set()
+    for name, tensor in weights.items():
+        identity = id(tensor) if isinstance(tensor, Sharded) else (tensor.data_ptr(), tensor.shape)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        layers.setdefault(find_layer(name), {})[name] = tensor
+    return list(layers.values())
+
+
+def _describe(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Any]:
+    return {
+        "names": list(names),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors],
+    }
+
+
+def get_device_id(device: torch.device) -> str:
+    """Return the identifier by which a server knows a GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def build_transfer(strategy: Strategy, settings: Settings) -> FileTransfer | DirectTransfer:

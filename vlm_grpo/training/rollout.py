@@ -17,8 +17,7 @@ from vlm_grpo.data.stream import StreamCursor, build_stream
 from vlm_grpo.dist.collectives import any_rank, balance_by_cost, gather_object, sum_over_ranks
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.serve.outside import OutsideSampler
-from vlm_grpo.serve.sampler import VllmSampler
+from vlm_grpo.serve.sampler import OutsideSampler, VllmSampler
 from vlm_grpo.task import Task
 from vlm_grpo.task.failures import FailureGuard
 from vlm_grpo.training.advantages import has_spread
