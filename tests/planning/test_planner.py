@@ -16,10 +16,10 @@ from family_policies import build_family_policy
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import get_model_source
-from vlm_grpo.planning.changes import SHARDING, with_changes
 from vlm_grpo.planning.devices import GIB, Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.planner import Planner, plan
+from vlm_grpo.planning.search import SHARDING, with_changes
 
 H100 = find_device("H100")
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from report_runs import load_few_examples, make_group, make_run
+import pytest
+from report_runs import GROUP_SIZE, load_few_examples, make_group, make_run
 
 from vlm_grpo.report import build_report
-from vlm_grpo.report.entries import to_script_json
-from vlm_grpo.report.gallery import build_gallery
+from vlm_grpo.report.gallery import (
+    build_gallery,
+    build_held_out_entries,
+    build_training_entries,
+    display_text,
+    select_evenly,
+    split_text,
+    to_script_json,
+)
 from vlm_grpo.report.run import read_run
 from vlm_grpo.report.samples import THUMBNAIL_BYTES, write_samples
+from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
+from vlm_grpo.types import Example, Group
+from vlm_grpo.utils.chat import ThinkingTags, Turn
 
 
 def test_training_groups_are_thinned_out_evenly(tmp_path: Path) -> None:
@@ -73,3 +85,143 @@ def test_rows_cannot_read_other_files(tmp_path: Path) -> None:
     gallery = build_gallery([("", read_run(tmp_path))])
     assert len(gallery.entries) == 1
     assert gallery.pictures == {}
+
+
+def test_training_entry_has_the_answers_of_its_group(counting_run: Path) -> None:
+    run = read_run(counting_run)
+    entries, skipped = build_training_entries(run)
+    assert skipped == 0
+    assert len(entries) == 8  # four groups at each of the steps 0 and 10
+    for entry in entries:
+        assert len(entry["answers"]) == GROUP_SIZE
+        rewards = [answer["reward"] for answer in entry["answers"]]
+        assert entry["spread"] == max(rewards) - min(rewards)
+        for answer in entry["answers"]:
+            assert (answer["kind"] == "correct") == (answer["rewards"]["exact"] == 1.0)
+
+
+def test_kind_of_an_answer(tmp_path: Path) -> None:
+    task = load_task("counting", tags=True)
+    example = load_few_examples("counting", task)[0]
+    texts = {
+        "correct": task.gold(example),
+        "incorrect": "<answer>99</answer>",
+        "no answer": "many",
+        "truncated": "<answer>",
+    }
+    sampled = make_group(task, example, list(texts.values()))
+    stopped = replace(sampled.completions[2], stop="eos")
+    completions = (*sampled.completions[:2], stopped, sampled.completions[3])
+    broken = replace(sampled.scores[0], total=None, rewards={"exact": None})
+    sampled = replace(sampled, completions=completions)
+    assert _get_kinds(sampled, task, tmp_path) == list(texts)
+    sampled = replace(sampled, scores=(broken, *sampled.scores[1:]))
+    assert _get_kinds(sampled, task, tmp_path)[0] == "unscorable"
+
+
+def _get_kinds(sampled: Group, task: Task, folder: Path) -> list[str]:
+    advantages = [[0.0] * len(sampled.completions)]
+    write_samples(folder / "samples", 0, [sampled], advantages, task)
+    (entry,), _ = build_training_entries(read_run(folder))
+    return [answer["kind"] for answer in entry["answers"]]
+
+
+def test_change_from_the_first_evaluation_to_the_last(counting_run: Path) -> None:
+    entries, _ = build_held_out_entries([("", read_run(counting_run))])
+    assert len(entries) == 24
+    for entry in entries:
+        assert [answer["step"] for answer in entry["answers"]] == [0, 5, 10, 15, 20]
+        first, last = entry["answers"][0], entry["answers"][-1]
+        assert entry["change"] == last["rewards"]["exact"] - first["rewards"]["exact"]
+    assert any(entry["change"] for entry in entries)
+
+
+def test_change_from_one_run_to_the_other(tmp_path: Path) -> None:
+    worse = read_run(make_run(tmp_path, "counting", steps=4, seed=1, skill=(0.0, 0.0)))
+    better = read_run(make_run(tmp_path, "counting", steps=4, seed=2, skill=(1.0, 1.0)))
+    entries, _ = build_held_out_entries([("worse", worse), ("better", better)])
+    assert {entry["change"] for entry in entries} == {1.0}  # from all wrong to all right
+    labels = [answer["label"] for answer in entries[0]["answers"]]
+    assert labels[0] == "worse · step 0"
+    assert labels[-1] == "better · step 4"
+
+
+def test_change_of_an_example_sampled_twice(tmp_path: Path) -> None:
+    task = load_task("counting")
+    example = load_few_examples("counting", task)[0]
+    right, wrong = task.gold(example), "99"
+    for step, texts in ((0, [right, wrong]), (5, [right, right])):
+        sampled = make_group(task, example, texts)
+        write_samples(tmp_path / "samples", step, [sampled], [[0, 0]], task)
+    entries, _ = build_training_entries(read_run(tmp_path))
+    assert [entry["change"] for entry in entries] == [None, 0.5]  # from half right to all
+
+
+def test_example_without_images_is_shown(tmp_path: Path) -> None:
+    task = load_task("ocr")
+    example = Example("plain", (), "What is written?", "A")
+    write_samples(tmp_path / "samples", 0, [make_group(task, example, ["A"])], [[0]], task)
+    (entry,), skipped = build_training_entries(read_run(tmp_path))
+    assert skipped == 0
+    assert entry["pictures"] == []
+    assert build_report(tmp_path).is_file()
+
+
+def test_a_chat_is_shown_with_its_turns_and_the_model_s_own_thinking(tmp_path: Path) -> None:
+    tags = ThinkingTags("[THINK]", "[/THINK]", is_open=True, is_native=True)
+    task = load_task("ocr", thinking_tags=tags)
+    chat = Turn("system", "Be brief."), Turn("user", "Hello?"), Turn("assistant", "Hi.")
+    example = Example("plain", (), "What is written?", "A", history=chat)
+    texts = ["An A?[/THINK]A", "An A?"]
+    write_samples(tmp_path / "samples", 0, [make_group(task, example, texts)], [[0, 0]], task)
+    (entry,), _ = build_training_entries(read_run(tmp_path))
+    turns = ["system: Be brief.", "user: Hello?", "assistant: Hi.", "user: What is written?"]
+    assert entry["question"] == "\n\n".join(turns)
+    parts = [answer["parts"] for answer in entry["answers"]]
+    assert parts == [[("thinking", "An A?"), ("answer", "A")], [("thinking", "An A?")]]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("7", [("answer", "7")]),
+        ("<think>a</think> <answer>7</answer>", [("thinking", "a"), ("answer", "7")]),
+        ("<think>a", [("thinking", "a")]),
+        ("a</think>b", [("thinking", "a"), ("answer", "b")]),
+        ("x<answer>7</answer>y", [("text", "x"), ("answer", "7"), ("text", "y")]),
+        ("<answer>7", [("answer", "7")]),
+        ("  ", []),
+    ],
+)
+def test_completion_is_split_into_parts(text: str, parts: list[tuple[str, str]]) -> None:
+    assert split_text(text) == parts
+
+
+def test_long_text_is_truncated_with_a_note() -> None:
+    shown = display_text("x" * 100_000)
+    assert shown == "x" * 4000 + " … (96,000 characters more)"
+
+
+def test_unicode_line_separators_do_not_end_a_row(tmp_path: Path) -> None:
+    task = load_task("ocr")
+    example = load_few_examples("ocr", task)[0]
+    texts = ["a\u2028b", "a\x85b", "a\ud800b"]
+    write_samples(tmp_path / "samples", 0, [make_group(task, example, texts)], [[0, 0, 0]], task)
+    run = read_run(tmp_path)
+    assert run.unreadable == 0
+    (entry,), _ = build_training_entries(run)
+    shown = [answer["parts"][0][1] for answer in entry["answers"]]
+    assert shown == ["a⟨U+2028⟩b", "a⟨U+0085⟩b", "a?b"]
+
+
+def test_json_is_safe_in_a_script_element() -> None:
+    text = to_script_json({"a": "</script><!--\u2028&"})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"a": "</script><!--\u2028&"}
+
+
+def test_values_are_selected_evenly() -> None:
+    assert select_evenly([3, 5, 9], 8) == {3, 5, 9}
+    selected = select_evenly(range(100), 5)
+    assert selected == {0, 25, 50, 74, 99}  # with both ends
+    assert select_evenly(range(100), 1) == {99}

@@ -12,7 +12,7 @@ from report_runs import make_run
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.bootstrap import bootstrap_interval
 from vlm_grpo.report import build_report
-from vlm_grpo.report.entries import build_training_entries
+from vlm_grpo.report.gallery import build_training_entries
 from vlm_grpo.report.run import read_run
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from small_runs import make_embedded_trainer
+from torch.profiler import ProfilerActivity
 
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.training import speed
+from vlm_grpo.training.speed import profile_step
+from vlm_grpo.utils.timing import Stopwatch
 
 
 def test_a_step_has_tokens_per_second_but_no_mfu_on_a_cpu(tmp_path: Path) -> None:
@@ -59,3 +71,65 @@ def test_a_supervised_step_has_the_speed_of_its_update_alone(tmp_path: Path) -> 
     speeds = {name for name in trainer.step() if name.startswith("speed/")}
     assert speeds == {"speed/update_tokens_per_second"}
     trainer.sampler.close()
+
+
+def test_only_the_chosen_step_has_a_trace_with_its_phases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_embedded_trainer(tmp_path, "logging.profile_steps=[1]", "optim.max_steps=2")
+    for _ in range(2):
+        trainer.step()
+    trainer.sampler.close()
+    (path,) = (trainer.settings.run_dir / "profile").iterdir()
+    assert path.name == "step-1.json.gz"
+    assert f"profile    {path}: open it at https://ui.perfetto.dev" in capsys.readouterr().out
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"step", "rollout", "prefill", "decode", "reward", "update"} <= names
+    assert "aten::index_select" in names
+
+
+def test_a_step_that_fails_has_no_trace(tmp_path: Path) -> None:
+    stopwatch = Stopwatch()
+    with (
+        pytest.raises(ValueError, match="expected"),
+        profile_step(tmp_path / "profile" / "step-0", stopwatch, torch.device("cpu")),
+    ):
+        raise ValueError("expected")
+    assert not list((tmp_path / "profile").iterdir())
+    assert stopwatch.annotate is Stopwatch().annotate
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_on_a_gpu_has_a_snapshot_of_its_memory(
+    tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    memory, gpu = torch.cuda.memory, torch.device("cuda")
+    monkeypatch.setattr(memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(memory, "_dump_snapshot", calls.append)
+
+    @contextlib.contextmanager
+    def record(activities: Any) -> Iterator[Any]:
+        calls.append(activities)
+        yield SimpleNamespace(export_chrome_trace=calls.append)
+
+    monkeypatch.setattr(speed, "profile", record)
+    path = tmp_path / "profile" / "step-0"
+    with (
+        pytest.raises(ValueError, match="expected") if fails else contextlib.nullcontext(),
+        profile_step(path, Stopwatch(), gpu),
+    ):
+        calls.append("step")
+        if fails:
+            raise ValueError("expected")
+    begin = {"max_entries": speed.MAX_MEMORY_EVENTS}
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    written = [] if fails else [f"{path}.memory.pickle"], [] if fails else [f"{path}.json.gz"]
+    assert calls == [begin, both, "step", *written[0], {"enabled": None}, *written[1]]
+
+
+def test_a_step_that_is_never_run_is_an_error() -> None:
+    overrides = ["optim.max_steps=3", "logging.profile_steps=[1,3]"]
+    with pytest.raises(UserError, match="profile_steps has step 3, which is never run"):
+        load_settings("quickstart", overrides)

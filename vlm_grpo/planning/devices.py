@@ -19,15 +19,12 @@ class Device:
     """A device that a step runs on.
 
     Attributes:
-        name: display name.
-        memory: size of its memory in bytes.
         rates: FLOP/s of dense matrix products in float32 and bfloat16; None if unknown.
         bandwidth: memory bandwidth in bytes/s.
         layer_seconds: least time of one layer in a decoding step, in which Python launches its
             kernels.
         efficiency: share of ``rates`` reached by passes over full sequences.
         decode_efficiency: share of ``rates`` reached by decoding, with one token per completion.
-        is_cpu: whether the device is the CPU, which uses main memory.
         reserved: share of the memory that other processes use.
     """
 
@@ -104,11 +101,7 @@ LAYER_SECONDS = 4e-4
 
 
 def find_device(name: str) -> Device:
-    """Return a GPU by its name, or by its memory, for example ``24GB``.
-
-    Raises:
-        UserError: the GPU is not in the table.
-    """
+    """Return a GPU by its name, or by its memory, for example ``24GB``."""
     key = re.sub(r"[\s_-]", "", name).lower().removeprefix("nvidia")
     known = {gpu.replace("-", "").lower(): gpu for gpu in _GPUS}
     if (size := re.fullmatch(r"(\d+)(?:gb|gib)", key)) is not None:

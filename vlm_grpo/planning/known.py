@@ -53,15 +53,7 @@ def describe_known(model: str) -> str:
 
 
 class KnownPlanner(StepPlanner):
-    """A planner of a known model, with prompts of one image that are assumed.
-
-    Args:
-        settings: settings of the run; ``model`` is a known model.
-        gpu: a GPU's name or memory, as for ``find_device``.
-        devices: number of such devices.
-        weights: how the weights are held.
-        reserved: share of each device's memory that other processes use.
-    """
+    """A planner of a known model, with prompts of one image that are assumed."""
 
     num_rows, images_per_prompt, min_pixels = 0, 1, 28 * 28
 
@@ -140,10 +132,6 @@ def build_known_settings(model: str, overrides: Overrides = ()) -> Settings:
 def format_table(models: Sequence[str], overrides: Sequence[str] = ()) -> Iterator[str]:
     """Yield a Markdown table of the largest group of each model on each card, and the smallest
     card that holds a group of 8.
-
-    Args:
-        models: names of known models.
-        overrides: settings of all rows.
     """
     has_lora = any(text.startswith("policy.lora") for text in overrides)
     kinds = [row for row in TABLE_KINDS.items() if row[0] != "full" or not has_lora]

@@ -31,7 +31,7 @@ A peak adds short-lived tensors: the temporaries of one layer or the logits of o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vlm_grpo.model.engine.limits import ENCODER_PATCHES, LOGIT_BYTES, RECENT_IMAGES
 from vlm_grpo.planning.shape import ModelShape, TextShape, VisionShape
@@ -48,27 +48,13 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-        weights: weights of the model and its adapters.
-        optimizer: the optimizer's state.
-        reference: weights of the reference policy.
-        teacher: weights of the teacher of distillation.
         gradients: gradients of the trained weights, at the end of the backward pass.
         first_gradients: those that exist while all activations are still saved: with several
             micro-batches all, with one those of the output head.
         libraries: memory of libraries on a CPU, in addition to tensors.
         inputs: pixel values and decoded images; on a machine with a GPU, in its main memory.
-        features: outputs of a frozen vision tower for the step's images.
         folded: repacked or merged copies of weights, which speed up decoding.
-        cache: keys and values of prompts and completions while sampling.
-        sampling: short-lived tensors while sampling.
-        activations: tensors that the largest micro-batch saves for its backward pass.
-        update: short-lived tensors in the update.
-        stepping: short-lived tensors in the optimizer's step, which has all gradients.
-        offloaded: activations in main memory, with ``policy.activation_offloading``.
-        host: weights, optimizer state and gradients that FSDP2 keeps in main memory.
         copied: bytes that it copies between main memory and the device in a step.
-        server: a vLLM server on the device, while it samples.
-        resting: what of it is left during the update.
     """
 
     weights: int
@@ -112,7 +98,6 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Peak of the step."""
         return max(self.rollout, self.backward)
 
 
@@ -120,8 +105,6 @@ def estimate_memory(model: ModelShape, work: Workload, on_cpu: bool = False) -> 
     """Estimate the memory of a step.
 
     Args:
-        model: the model's shape.
-        work: the step's workload.
         on_cpu: whether the device is the CPU, whose memory also holds inputs and libraries.
     """
     text = model.text
@@ -245,7 +228,6 @@ def count_bytes_per_prompt_token(
 
 
 def _count_qk_norm_values(text: TextShape, copies: int) -> int:
-    """Count the values that the norms of queries and keys save."""
     return copies * (text.query + text.key) + text.heads + text.key_heads
 
 
@@ -395,3 +377,62 @@ def _count_decoding_bytes(model: ModelShape, work: Workload) -> int:
     keys = text.heads * (work.prompt_tokens + work.completion_tokens)
     scores = rows * keys * (4 * 4 + model.value_bytes)
     return max(scores, rows * text.vocabulary * (model.value_bytes + LOGIT_BYTES))
+
+
+def shard_memory(memory: Memory, model: ModelShape, devices: int) -> Memory:
+    """Return the memory per device if FSDP2 shards the weights and streams the layers.
+
+    Each device keeps a part of the weights, their gradients and the optimizer's moments. What is
+    outside the language model's layers stays gathered; the layers are gathered for the rollout,
+    and two of them at once in the update (docs/scaling.md has the formulas). Adapters are not
+    sharded.
+    """
+    layers = model.text.layers * model.text.layer_weights
+    outside = model.num_weights - layers
+    changed = {
+        "weights": model.weight_bytes * (outside + model.num_weights // devices),
+        "update": memory.update + 2 * model.text.layer_weights * model.value_bytes,
+    }
+    if model.lora_rank:
+        changed["weights"] += 4 * model.num_trained
+    else:
+        trained_outside = min(outside, model.num_trained)
+        changed["optimizer"] = memory.optimizer // devices
+        changed["reference"] = memory.reference // devices
+        per_weight = model.trained_bytes
+        gradients = per_weight * (trained_outside + model.num_trained // devices)
+        accumulates = memory.first_gradients == memory.gradients
+        first = gradients if accumulates else min(memory.first_gradients, gradients)
+        changed |= {"gradients": gradients, "first_gradients": first}
+    if model.precision == "autocast":  # layers are gathered in bfloat16 and hold no casts
+        changed["update"] += 2 * outside
+        casts = count_cast_bytes(model) * (model.checkpointing != "full")
+        casts -= count_mlp_casts(model, model.text) * (model.checkpointing == "mlp")
+        changed["activations"] = memory.activations - model.text.layers * casts
+    else:
+        changed["folded"] = memory.folded + layers * model.value_bytes
+    return replace(memory, **changed)
+
+
+def offload_memory(memory: Memory, model: ModelShape, work: Workload, devices: int) -> Memory:
+    """Return the memory per device if FSDP2 keeps the shards of ``shard_memory`` in main memory.
+
+    What is outside the layers stays gathered on the device, with its gradients. The shards are
+    copied to the device once for the rollout, and in the update twice for each pass
+    (docs/scaling.md has the formulas); gradients of full weights are copied back.
+    """
+    layers = model.text.layers * model.text.layer_weights
+    outside = model.num_weights - layers
+    passes = work.num_micro_batches * work.iterations
+    shards = model.weight_bytes * (model.num_weights // devices)
+    changed = {"weights": memory.weights - shards, "host": shards}
+    changed["copied"] = model.weight_bytes * (2 * outside + (1 + 2 * passes) * layers) // devices
+    if not model.lora_rank:
+        per_weight = model.trained_bytes
+        gradients = per_weight * (model.num_trained // devices)
+        changed["host"] += memory.optimizer + memory.reference + gradients
+        changed |= {"optimizer": 0, "reference": 0, "stepping": 0}
+        changed["gradients"] = memory.gradients - gradients
+        changed["first_gradients"] = min(memory.first_gradients, changed["gradients"])
+        changed["copied"] += per_weight * (outside + passes * layers) // devices
+    return replace(memory, **changed)

@@ -89,13 +89,7 @@ def read_model_shape(config: Any, policy: PolicySettings) -> tuple[ModelShape, F
 def count_state_bytes(
     trained: Sequence[tuple[str, nn.Parameter]], name: OptimizerName, trained_bytes: int
 ) -> int:
-    """Count the bytes of an optimizer's state; 8-bit moments share their code tables.
-
-    Args:
-        trained: names and trained weights.
-        name: the optimizer.
-        trained_bytes: bytes per trained weight.
-    """
+    """Count the bytes of an optimizer's state; 8-bit moments share their code tables."""
     held = torch.bfloat16 if trained_bytes == 2 else torch.float32
     return sum(
         math.prod(size) * dtype.itemsize

@@ -39,7 +39,6 @@ _DESCRIPTIONS = {
 
 
 def format_plan(plan: Plan) -> Iterator[str]:
-    """Yield the lines of the plan."""
     step, device = plan.step, plan.device
     shape, sizes = step.shape, step.prompts
     trained = f"{'LoRA, ' if shape.lora_rank else ''}{shape.num_trained:,} trained"

@@ -39,7 +39,6 @@ def plan(
     """Estimate the memory and time of a recipe; no weights are loaded.
 
     Args:
-        settings: the recipe's settings.
         gpu: a GPU's name, for example ``H100``, or its memory, for example ``24GB``; None: this
             machine's device.
         devices: number of such devices.
@@ -68,10 +67,6 @@ class Planner(StepPlanner):
     """An estimator of a recipe's memory and time on a device, also with changed settings.
 
     Args:
-        settings: the recipe's settings.
-        device: the device to run on.
-        devices: number of such devices.
-        weights: how the weights are held.
         objects: a task and data that are Python objects.
 
     Raises:

@@ -24,13 +24,7 @@ MAX_PROCESSED_EXAMPLES = 200
 
 
 class PromptCounter:
-    """A counter of a dataset's prompt tokens under any pixel budget.
-
-    Args:
-        examples: all examples of the dataset.
-        task: builds the questions.
-        prompts: the builder of the model's prompts.
-    """
+    """A counter of a dataset's prompt tokens under any pixel budget."""
 
     def __init__(self, examples: Sequence[Example], task: Task, prompts: PromptBuilder) -> None:
         self.family, self.chat, self.num_rows = prompts.family, prompts.chat, len(examples)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from vlm_grpo.config.policy import PolicySettings
+from vlm_grpo.config.policy import LoraSettings, PolicySettings
 from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS, choose_adapter_level
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.engine.limits import LOGIT_BYTES, fit_tokens
-from vlm_grpo.planning.changes import suggest_changes, with_changes
 from vlm_grpo.planning.devices import CONTEXT, Device, find_device
-from vlm_grpo.planning.memory import Memory, count_key_bytes, estimate_memory
+from vlm_grpo.planning.memory import (
+    Memory,
+    count_key_bytes,
+    estimate_memory,
+    offload_memory,
+    shard_memory,
+)
 from vlm_grpo.planning.plan_text import MAX_GENERATIONS, format_plan
 from vlm_grpo.planning.shape import ModelShape
-from vlm_grpo.planning.shards import offload_memory, shard_memory
 from vlm_grpo.planning.step_time import PhaseCosts, estimate_seconds
 from vlm_grpo.planning.workload import PromptSize, Workload, estimate_workload
 
@@ -38,14 +42,11 @@ class StepEstimate:
     """The memory and time of one step of a recipe on one device.
 
     Attributes:
-        settings: the recipe's settings.
-        shape: the model's shape.
         prompts: sizes of the counted prompts, in ascending order.
         memory: memory if all prompts are as long as the longest.
         seconds: time if all prompts are as long as the median; None if the device's speed is
             unknown, or vLLM samples.
         work: workload of the longest prompts.
-        weights: how the weights are held.
     """
 
     settings: Settings
@@ -98,12 +99,6 @@ class Plan:
 class StepPlanner(ABC):
     """An estimator of steps on a device; a subclass knows the model and the prompts.
 
-    Args:
-        settings: settings of the run.
-        device: the device to run on.
-        devices: number of such devices.
-        weights: how the weights are held.
-
     Raises:
         UserError: there are more devices than prompts, or the weights cannot be held so.
 
@@ -150,7 +145,6 @@ class StepPlanner(ABC):
         """Return the sizes of the prompts under these settings, in ascending order."""
 
     def on(self, device: Device) -> Self:
-        """Return the same planner on another device."""
         other = copy.copy(self)
         other.device = device
         return other
@@ -202,7 +196,6 @@ class StepPlanner(ABC):
         return max(1, tokens if shape.shares_prompts else min(tokens, DEFAULT_ROLLOUT_TOKENS))
 
     def plan(self) -> Plan:
-        """Return the plan of the recipe."""
         step = self.estimate_step(self.settings)
         fits = self.device.holds(step.memory.peak)
         changes = () if fits else tuple(suggest_changes(self, step))
@@ -300,3 +293,127 @@ def _find_largest(fits: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+MIN_PIXELS = 128 * 28 * 28
+"""Smallest pixel budget that is suggested; below it images lose too much detail."""
+SHARDING = "weights sharded over the devices (FSDP2)"
+"""The change that is not a setting but another launch."""
+
+Change = tuple[str, StepEstimate]
+"""Settings as they are written on the command line, and the step with them."""
+_Proposal = Callable[[StepPlanner, StepEstimate], Change | None]
+
+
+def suggest_changes(planner: StepPlanner, step: StepEstimate) -> Iterator[Change]:
+    """Yield cumulative changes with the resulting steps, until a step fits."""
+    for change in _CHANGES:
+        changed = change(planner, step)
+        if changed is not None:
+            yield changed
+            step = changed[1]
+            if planner.device.holds(step.memory.peak):
+                return
+
+
+def with_changes(settings: Settings, block: str, **values: Any) -> Settings:
+    """Return the settings with changed values in one block."""
+    return settings.model_copy(update={block: getattr(settings, block).model_copy(update=values)})
+
+
+def _change(planner: StepPlanner, step: StepEstimate, block: str, **values: Any) -> Change:
+    texts = [f"{block}.{name}={str(value).lower()}" for name, value in values.items()]
+    changed = with_changes(step.settings, block, **values)
+    return " ".join(texts), planner.estimate_step(changed, step.weights)
+
+
+def _reduce_batches(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    work = step.work
+    tokens = work.prompt_tokens + work.num_generations * (work.completion_tokens - 1)
+    if tokens >= step.settings.optim.max_tokens_per_batch:
+        return None
+    return _change(planner, step, "optim", max_tokens_per_batch=tokens)
+
+
+def _reduce_rollouts(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    work = step.work
+    tokens = work.prompt_tokens + work.num_generations * work.completion_tokens
+    if step.settings.rollout.vllm is not None:
+        return None
+    if tokens >= work.rollout_budget or planner.device.holds(step.memory.rollout):
+        return None
+    return _change(planner, step, "rollout", max_tokens_per_batch=tokens)
+
+
+def _use_checkpointing(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    used = step.settings.policy.gradient_checkpointing
+    parts = {"none": ("mlp", "full"), "mlp": ("full",), "full": ()}[used]
+    changes = [_change(planner, step, "policy", gradient_checkpointing=part) for part in parts]
+    fitting = (change for change in changes if planner.device.holds(change[1].memory.peak))
+    return next(fitting, changes[-1] if changes else None)
+
+
+def _shard(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    if planner.num_devices == 1 or step.weights != "replicated":
+        return None
+    return SHARDING, planner.estimate_step(step.settings, "sharded")
+
+
+def _use_adapters(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    if step.settings.policy.lora is not None:
+        return None
+    new = with_changes(step.settings, "policy", lora=LoraSettings(), freeze=())
+    new = with_changes(new, "optim", lr=1e-5)
+    # The rollout needs the full base weights on each device, so that sharding them saves little.
+    is_sharded = step.weights == "sharded"
+    text = "policy.lora.r=64 optim.lr=1e-5" + (", without FSDP2" if is_sharded else "")
+    return text, planner.estimate_step(new, "replicated")
+
+
+def _halve_pixels(planner: StepPlanner, step: StepEstimate) -> Change | None:
+    policy, smallest = step.settings.policy, planner.min_pixels
+    if smallest is None:
+        return None
+    largest = max(size.pixels for size in step.prompts)
+    pixels = largest // planner.images_per_prompt // 2
+    if pixels < MIN_PIXELS or pixels < (policy.min_pixels or 0):
+        return None
+    min_pixels = min(policy.min_pixels or smallest, pixels)
+    new = with_changes(step.settings, "policy", max_pixels=pixels, min_pixels=min_pixels)
+    return f"policy.max_pixels={pixels}", planner.estimate_step(new, step.weights)
+
+
+def _set(applies: Callable[[StepEstimate], bool], block: str, **values: Any) -> _Proposal:
+    """Return a proposal of fixed values for the steps that it applies to."""
+    return lambda planner, step: _change(planner, step, block, **values) if applies(step) else None
+
+
+def _can_be_quantized(step: StepEstimate) -> bool:
+    policy = step.settings.policy
+    is_plain = policy.load_in == "none" and step.weights == "replicated"
+    return policy.lora is not None and is_plain
+
+
+# In this order: free changes, changes that cost time, changes of the training, smaller images.
+_CHANGES: tuple[_Proposal, ...] = (
+    _reduce_batches,
+    _reduce_rollouts,
+    _set(
+        lambda s: s.shape.shares_prompts and not 0 < s.settings.policy.head_chunk_tokens <= 256,
+        "policy",
+        head_chunk_tokens=256,
+    ),
+    _use_checkpointing,
+    _shard,
+    _set(lambda s: s.settings.policy.dtype != "bfloat16", "policy", dtype="bfloat16"),
+    _set(
+        lambda s: s.settings.objective.needs_reference,
+        "objective",
+        beta=0.0,
+        reference_refresh_every=1,
+    ),
+    _use_adapters,
+    _set(_can_be_quantized, "policy", load_in="4bit"),
+    _halve_pixels,
+    _halve_pixels,
+)

@@ -24,7 +24,6 @@ class TextShape:
         intermediate_total: width of the MLP over all experts.
         heads, key_heads: numbers of query heads and of key heads.
         query, key: total widths of the queries and of the keys of all heads.
-        vocabulary: rows of the output head.
         qk_norm: whether queries and keys are normalized (Qwen3).
         fuses_norms: whether a GPU computes its norms by one kernel (``engine/norms.py``).
     """
@@ -44,7 +43,6 @@ class TextShape:
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights in a layer's linear modules."""
         return 2 * self.hidden * (self.query + self.key) + self.mlp_weights
 
     @property
@@ -59,7 +57,6 @@ class TextShape:
 
     @property
     def mlp_weights(self) -> int:
-        """Number of weights in the linear modules of a layer's feed-forward part."""
         return 3 * self.hidden * self.intermediate_total
 
     @property
@@ -100,12 +97,10 @@ class VisionShape:
 
     @property
     def layer_weights(self) -> int:
-        """Number of weights in a block's linear modules."""
         return 4 * self.hidden**2 + self.mlp_weights
 
     @property
     def mlp_weights(self) -> int:
-        """Number of weights in the linear modules of a block's feed-forward part."""
         return (3 if self.gated else 2) * self.hidden * self.intermediate
 
 
@@ -115,7 +110,6 @@ class ModelShape:
 
     Attributes:
         name: display name: model type and number of weights.
-        text, vision: the language model and the vision tower.
         num_weights: number of weights without adapters.
         num_trained: number of trained weights; with LoRA, of the adapters.
         num_linear: number of weights in all linear modules.
@@ -124,10 +118,6 @@ class ModelShape:
         lora_rank: mean rank of the adapters, with the initial factors; 0 for full weights.
         num_initial: number of an adapter's initial values, which are kept (PiSSA).
         has_norms: whether the norms of adapted rows are trained (DoRA).
-        trains_vision: whether the vision tower has a backward pass.
-        head_frozen: whether the output head is frozen.
-        precision: see ``Precision``.
-        checkpointing: what is recomputed in the backward pass.
         offloads: whether activations are kept in main memory.
         quantized_weights: number of weights held in 4 or 8 bits.
         quantized_bytes: bytes that hold them, with their scales.
@@ -174,7 +164,6 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes per weight."""
         return 2 if self.precision == "bfloat16" else 4
 
     @property
@@ -183,7 +172,6 @@ class ModelShape:
         return 4 if self.lora_rank else self.weight_bytes
 
     def count_state_bytes(self, name: OptimizerName) -> int:
-        """Count the bytes of an optimizer's state."""
         if self.state_bytes is not None:
             return self.state_bytes[name]
         hidden = self.text.layers * self.text.layer_weights

@@ -71,10 +71,7 @@ def count_step_flops(
     the model FLOPs utilization of PaLM (Chowdhery et al., 2022, arXiv:2204.02311, appendix B).
 
     Args:
-        model: the model's shape.
-        groups: the sampled groups.
         slices: the completions that have a gradient.
-        iterations: updates on them.
     """
     head = 2 * model.text.hidden * model.text.vocabulary
     vision = prefill = decode = update = 0.0
@@ -130,7 +127,6 @@ def _count_group_flops(model: ModelShape, prompt: int, lengths: Sequence[int]) -
 
 
 def _count_linear_flops(model: ModelShape) -> float:
-    """Return the FLOPs per token of a layer's linear modules, including adapters."""
     text = model.text
     return 2 * (text.weights_per_token + model.lora_rank * text.adapter_widths)
 

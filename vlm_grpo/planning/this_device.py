@@ -13,12 +13,7 @@ from vlm_grpo.planning.devices import Device, identify_gpu
 
 
 def find_peak_rate(device: torch.device, dtype: str) -> float | None:
-    """Return the FLOP/s of dense matrix products on a device, if it is a GPU of the table.
-
-    Args:
-        device: the device.
-        dtype: ``float32`` or ``bfloat16``.
-    """
+    """Return the FLOP/s of dense matrix products on a device, if it is a GPU of the table."""
     if device.type != "cuda":
         return None
     gpu = identify_gpu(torch.cuda.get_device_name(device))

@@ -21,9 +21,7 @@ class PromptSize:
 
     Attributes:
         tokens: number of tokens, including image tokens.
-        image_tokens: number of image tokens.
         values: number of pixel values that the vision tower receives.
-        pixels: number of pixels of the resized images.
     """
 
     tokens: int
@@ -42,9 +40,7 @@ class Workload:
     Attributes:
         num_prompts: prompts per step on this device, counting copies.
         num_generations: completions per copy of a prompt: G, and 1 in the repeated form.
-        prompt_tokens: tokens per prompt.
         patches: image patches per prompt, before merging.
-        completion_tokens: tokens per completion.
         rollout_budget: largest number of tokens generated at once.
         update_budget: largest number of tokens in a micro-batch of the update.
         head_chunk_tokens: tokens whose logits are computed at once in the update; 0: all.
@@ -52,7 +48,6 @@ class Workload:
         uses_reference: whether the reference policy computes log-probabilities.
         image_pixels: pixels of a prompt's resized images.
         copies: copies of each prompt: 1, and G in the repeated form.
-        optimizer: ``optim.name``.
         mini_batches: parts of the step with updates of their own.
         teacher_weights: number of weights of the teacher of distillation; 0: there is none.
         masks_images: whether completions are also scored behind masked images.
@@ -79,7 +74,6 @@ class Workload:
 
     @property
     def num_groups(self) -> int:
-        """Number of different prompts."""
         return self.num_prompts // self.copies
 
     @property
@@ -120,17 +114,14 @@ class Workload:
 
     @property
     def micro_prompt_tokens(self) -> int:
-        """Largest number of prompt tokens in a micro-batch."""
         return self._micro_prompts * self.prompt_tokens
 
     @property
     def micro_patches(self) -> int:
-        """Largest number of image patches in a micro-batch."""
         return self._micro_prompts * self.patches
 
     @property
     def micro_completion_tokens(self) -> int:
-        """Largest number of completion tokens in a micro-batch."""
         return max(completions for _, completions in self._batches) * self.completion_tokens
 
     @property
@@ -149,8 +140,6 @@ def estimate_workload(
     """Return the workload of a step under a recipe's settings.
 
     Args:
-        prompt: size of each prompt.
-        model: the model's shape.
         devices: number of devices among which the prompts are divided.
     """
     rollout, optim = settings.rollout, settings.optim

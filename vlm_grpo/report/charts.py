@@ -16,7 +16,6 @@ class Line:
     """One line of a chart.
 
     Attributes:
-        name: name in the legend.
         x: steps, or values of a setting.
         y: values; NaN where a value is missing.
         low, high: bounds of a band around the line; None for no band.
@@ -59,18 +58,12 @@ class Chart:
     """The contents of a chart.
 
     Attributes:
-        title: the heading.
-        help: one sentence of explanation.
         lines: lines in drawing order; of a heat map, they are shown at the pointer only.
         share: values are fractions of 1 and are shown as percentages.
         measured: values are single measurements, drawn as dots; otherwise they are noisy values of
             every step, over which a moving mean is drawn.
-        stacked: lines are parts of a total and are stacked.
-        logarithmic: the vertical axis is logarithmic.
         axis: what is on the horizontal axis; charts with the same one are zoomed together.
-        logarithmic_x: the horizontal axis is logarithmic.
         ticks: names of the values 0, 1, … on the horizontal axis; None: it has numbers.
-        heat: a heat map behind the lines.
     """
 
     title: str

@@ -1,14 +1,18 @@
-"""Compare runs pairwise on the held-out examples that both have answered."""
+"""Compare runs: pairwise on the same held-out examples, and by the settings that differ."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from vlm_grpo.config.section import flatten
+from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.eval.paired_test import adjust_p_values, compare_pairs
-from vlm_grpo.report.entries import display_text
+from vlm_grpo.report.charts import Chart, Line
+from vlm_grpo.report.gallery import display_text
 from vlm_grpo.report.run import HeldOutEvaluation, Run, read_outputs
 
 FEW_PAIRS = 3
@@ -138,3 +142,140 @@ def _shorten(
 
 def _select(flips: Sequence[dict[str, Any]], better: bool) -> list[dict[str, Any]]:
     return [flip for flip in flips if flip["better"] == better]
+
+
+IDENTITY = ("name", "output_dir", "resume")
+"""Settings that differ between any two runs."""
+NOT_SWEPT = (*IDENTITY, "seed")
+"""Settings that are not plotted unless asked for: seeds repeat a run."""
+MAX_AUTOMATIC = 3
+"""Most differing settings that are plotted without being asked for."""
+LOGARITHMIC_RATIO = 8.0
+"""Smallest ratio of the largest to the smallest value on a logarithmic axis."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A setting that is not the same in all runs.
+
+    Attributes:
+        values: its text in each run; "–" where it is missing.
+    """
+
+    key: str
+    values: tuple[str, ...]
+
+
+def list_differences(runs: Sequence[Run]) -> list[Difference]:
+    """Return the settings that differ between the runs, in alphabetical order."""
+    settings = [_flatten(run) for run in runs]
+    keys = sorted({key for values in settings for key in values})
+    found = [
+        Difference(
+            display_text(key, 200), tuple(display_text(s.get(key, "–"), 300) for s in settings)
+        )
+        for key in keys
+    ]
+    return [difference for difference in found if len(set(difference.values)) > 1]
+
+
+def choose_swept(runs: Sequence[Run], requested: Sequence[str] = ()) -> list[str]:
+    """Return the settings to plot: the requested ones, or those in which three or more runs differ.
+
+    None are chosen if the runs differ in many settings: there is no telling which one matters.
+
+    Raises:
+        UserError: a requested setting is the same in all runs.
+    """
+    differing = [difference.key for difference in list_differences(runs)]
+    for key in requested:
+        if key not in differing:
+            known = [name for name in differing if name not in IDENTITY]
+            raise UserError(
+                f"--sweep {key}: this setting does not differ between the runs"
+                f"{nearest(key, known)}; these do: {', '.join(known) or 'none'}"
+            )
+    if requested:
+        return list(requested)
+    swept = [key for key in differing if key not in NOT_SWEPT and not key.startswith("logging")]
+    return swept if len(runs) > 2 and len(swept) <= MAX_AUTOMATIC else []
+
+
+def build_sweep_charts(
+    runs: Sequence[tuple[str, Run]], swept: Sequence[str], together: bool
+) -> Iterator[Chart]:
+    """Yield the primary metric at each run's last evaluation against the swept settings.
+
+    Args:
+        swept: dotted keys of the settings.
+        together: draw one chart, of the first setting with a line per value of the second;
+            otherwise one chart per setting.
+    """
+    known = [(label, run) for label, run in runs if not math.isnan(get_result(run))]
+    primary_metrics = {run.primary_metric for _, run in known}
+    if len(known) < 2 or len(primary_metrics) > 1:
+        return
+    for key in swept[:1] if together else swept:
+        yield _build_chart(known, key, swept[1] if together and len(swept) > 1 else None)
+
+
+def get_result(run: Run) -> float:
+    """Return the primary metric at the run's last evaluation; NaN if there is none."""
+    if not run.evaluations or run.primary_metric is None:
+        return math.nan
+    return run.evaluations[-1].mean(run.primary_metric)
+
+
+def _build_chart(runs: Sequence[tuple[str, Run]], key: str, split: str | None) -> Chart:
+    texts = {label: _flatten(run).get(key, "–") for label, run in runs}
+    numbers = {text: number for text in texts.values() if (number := _parse(text)) is not None}
+    categories = None if len(numbers) == len(set(texts.values())) else sorted(set(texts.values()))
+    places = numbers if categories is None else {text: i for i, text in enumerate(categories)}
+    lines: dict[str, list[tuple[float, str, Run]]] = {}
+    for label, run in runs:
+        name = f"{split} = {_flatten(run).get(split, '–')}" if split else "run"
+        lines.setdefault(name, []).append((places[texts[label]], label, run))
+    values, metric = list(places.values()), str(runs[0][1].primary_metric)
+    last = runs[0][1].evaluations[-1]
+    is_share = not last.lower_is_better and all(0 <= get_result(run) <= 1 for _, run in runs)
+    return Chart(
+        f"{display_text(metric, 60).replace('_', ' ')} by {display_text(key, 60)}",
+        f"{'Lower is better. ' if last.lower_is_better else ''}One dot per run, at its last "
+        "held-out evaluation, with its 95 % interval; the line joins the means of equal values.",
+        [_build_line(name, points, metric, i) for i, (name, points) in enumerate(lines.items())],
+        share=is_share,
+        measured=True,
+        axis=key,
+        logarithmic_x=categories is None
+        and min(values) > 0
+        and max(values) >= LOGARITHMIC_RATIO * min(values),
+        ticks=None if categories is None else [display_text(text, 30) for text in categories],
+    )
+
+
+def _build_line(
+    name: str, points: Sequence[tuple[float, str, Run]], metric: str, series: int
+) -> Line:
+    points = sorted(points, key=lambda point: point[:2])
+    intervals = [run.evaluations[-1].interval(metric, run.seed) for _, _, run in points]
+    return Line(
+        display_text(name, 90),
+        [x for x, _, _ in points],
+        [get_result(run) for _, _, run in points],
+        [low for low, _ in intervals],
+        [high for _, high in intervals],
+        series,
+        [label for _, label, _ in points],
+    )
+
+
+def _flatten(run: Run) -> Mapping[str, str]:
+    return {key: display_text(str(value), 300) for key, value in flatten(run.config).items()}
+
+
+def _parse(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

@@ -1,22 +1,273 @@
-"""Select the entries of the page and embed their pictures, within a limit on its size."""
+"""The entries that the page shows, filters and sorts, and their pictures, within a size limit."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from vlm_grpo.report.entries import (
-    Entry,
-    build_held_out_entries,
-    build_training_entries,
-    get_picture_names,
-    select_evenly,
-    to_script_json,
+from vlm_grpo.report.run import Row, Run, is_number
+from vlm_grpo.utils.chat import ThinkingTags
+
+TEXT_CHARACTERS = 4_000
+"""Longest text on the page; the file of samples has the full text."""
+ANSWERS_SHOWN = 16
+"""Most answers to a held-out example: of up to 8 evaluations of each run, and of the last one."""
+
+Entry = dict[str, Any]
+"""One example with its answers, as ``gallery.js`` reads it.
+
+Keys: ``view`` ("training" or "held-out"), ``id``, ``step`` (of the last answer), ``question``,
+``prompt``, ``gold``, ``pictures`` and ``goldMarks`` (file names of pictures), ``marked`` (the
+number of the picture that is drawn on), ``sizes`` and ``resizedSizes`` (pixels), ``answers``,
+``change`` (since the example was first answered) and ``spread`` (of a group's rewards); the last
+two are None if undefined.
+
+An answer has ``label``, ``step``, ``kind`` (one of ``KINDS``), ``parts`` (pairs of a part's name,
+thinking, text or answer, and its text), ``parsed`` (the parsed answer), ``marks`` (a picture's file
+name), ``reward``, ``rewards``, ``metrics``, ``score``, ``advantage``, ``stop``, ``tokens``,
+``failures`` and ``file``.
+"""
+
+KINDS = ("correct", "incorrect", "no answer", "truncated", "unscorable", "target")
+
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError)
+_PICTURE = re.compile(r"[0-9a-f]{32}\.webp")
+# Control characters, and characters that are invisible or change the writing direction. They are
+# shown as their code points, so that they do not affect the text around them.
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]"
 )
-from vlm_grpo.report.run import Run
+
+
+def build_training_entries(run: Run) -> tuple[list[Entry], int]:
+    """Return one entry per sampled group, and the number of malformed rows."""
+    entries, skipped = [], 0
+    for row in run.samples:
+        if not row["source"].startswith("step-"):
+            continue
+        try:
+            answers = [
+                _build_answer(completion, row, f"completion {number}")
+                for number, completion in enumerate(row["completions"], start=1)
+            ]
+            entry = _build_entry(row, "training") | {"answers": answers}
+        except _MALFORMED:  # not written by vlm-grpo
+            skipped += 1
+            continue
+        rewards = [a["reward"] for a in answers if a["reward"] is not None]
+        entry["spread"] = max(rewards) - min(rewards) if rewards else None
+        entries.append(entry)
+    _set_changes(entries)
+    return entries, skipped
+
+
+def build_held_out_entries(runs: Sequence[tuple[str, Run]]) -> tuple[list[Entry], int]:
+    """Return one entry per held-out example, and the number of malformed rows.
+
+    An entry has the answers of all runs and evaluations. Its ``change`` is that of the primary
+    metric: from the first evaluation to the last, or from the first run's last evaluation to the
+    last run's.
+    """
+    entries: dict[str, Entry] = {}
+    skipped = 0
+    for label, run in runs:
+        rows = [row for row in run.samples if row["source"].startswith("held-out-")]
+        count = max(1, min(8, ANSWERS_SHOWN // len(runs)))
+        steps = select_evenly(sorted({row["step"] for row in rows}), count)
+        for row in (row for row in rows if row["step"] in steps):
+            name = f"{label} · step {row['step']}" if label else f"step {row['step']}"
+            try:
+                answer = _build_answer(row["completions"][0], row, name) | {"run": label}
+                entry = entries.setdefault(str(row["id"]), _build_entry(row, "held-out"))
+            except _MALFORMED:
+                skipped += 1
+                continue
+            entry["answers"].append(answer)
+            entry["step"] = max(entry["step"], row["step"])
+    for entry in entries.values():
+        answers = entry["answers"]
+        last_scores = list({answer["run"]: answer["score"] for answer in answers}.values())
+        first_score = answers[0]["score"] if len(last_scores) == 1 else last_scores[0]
+        entry["change"] = _difference(first_score, last_scores[-1])
+    return list(entries.values()), skipped
+
+
+def to_script_json(value: Any) -> str:
+    """Return JSON that is safe inside a script element: nothing in it ends one or opens a tag."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def display_text(text: str, limit: int = TEXT_CHARACTERS) -> str:
+    """Return the text's first characters, with invisible ones written as ``⟨U+202E⟩``.
+
+    >>> display_text("a\\u202eb")
+    'a⟨U+202E⟩b'
+    >>> display_text("abcdef", limit=4)
+    'abcd … (2 characters more)'
+    """
+    shown = _INVISIBLE.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", text[:limit])
+    shown = shown.encode("utf-8", "replace").decode()  # a lone surrogate is not a character
+    return shown if len(text) <= limit else f"{shown} … ({len(text) - limit:,} characters more)"
+
+
+def split_text(text: str, tags: Mapping[str, Any] | None = None) -> list[tuple[str, str]]:
+    """Split a completion into pairs of a part's name, "thinking", "text" or "answer", and its text.
+
+    Args:
+        tags: the fields of ``ThinkingTags`` of its model; None: ``<think>`` and ``</think>``.
+
+    >>> split_text("<think>two rows</think>So <answer>4</answer>")
+    [('thinking', 'two rows'), ('text', 'So '), ('answer', '4')]
+    >>> split_text("4")
+    [('answer', '4')]
+    """
+    text = ThinkingTags(**(tags or {})).normalize(text)
+    thinking, closed, rest = text.rpartition("</think>")
+    if not closed and text.lstrip().startswith("<think>"):  # truncated before the closing tag
+        thinking, rest = text, ""
+    parts = [("thinking", thinking.replace("<think>", "", 1).strip())]
+    before, opened, inner = rest.partition("<answer>")
+    if opened:
+        answer, _, after = inner.partition("</answer>")
+        parts += [("text", before), ("answer", answer), ("text", after)]
+    else:
+        parts.append(("answer", rest))
+    return [(part, display_text(content)) for part, content in parts if content.strip()]
+
+
+def get_picture_names(entry: Entry) -> set[str]:
+    names = {*entry["pictures"], entry["goldMarks"], *(a["marks"] for a in entry["answers"])}
+    return names - {None}
+
+
+def select_evenly(values: Sequence[int], count: int) -> set[int]:
+    """Return at most ``count`` evenly spaced values: the last, and then also the first."""
+    if len(values) <= count:
+        return set(values)
+    if count == 1:
+        return {values[-1]}
+    return {values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)}
+
+
+def _build_entry(row: Row, view: str) -> Entry:
+    return {
+        "view": view,
+        "id": display_text(str(row["id"]), 200),
+        "step": row["step"],
+        "question": display_text(_format_chat(row)),
+        "prompt": display_text(str(row.get("prompt", ""))),
+        "gold": _format_value(row["gold"]),
+        "goldMarks": _check_picture_name(row.get("gold_marks")),
+        "marked": int(row.get("marked", 0)),
+        "pictures": [_check_picture_name(name) for name in row.get("pictures", ())],
+        "sizes": [[int(width), int(height)] for width, height in row.get("sizes", ())],
+        "resizedSizes": [[int(width), int(height)] for width, height in row.get("seen", ())],
+        "answers": [],
+        "change": None,
+        "spread": None,
+    }
+
+
+def _format_chat(row: Row) -> str:
+    """Return the question, below the turns before it if it has any."""
+    turns = [f"{turn['role']}: {turn['text']}" for turn in row.get("history", ())]
+    question = str(row.get("question", ""))
+    return "\n\n".join([*turns, f"user: {question}"]) if turns else question
+
+
+def _build_answer(completion: Mapping[str, Any], row: Row, label: str) -> dict[str, Any]:
+    rewards = _numbers_or_none(completion["rewards"])
+    metrics = _numbers_or_none(completion.get("metrics") or {})
+    reward = _number_or_none(completion["reward"])
+    values = rewards | metrics
+    primary_metric = row.get("headline")
+    score = values.get(primary_metric) if isinstance(primary_metric, str) else reward
+    answer, stop = completion["answer"], completion.get("stop")
+    return {
+        "label": label,
+        "step": row["step"],
+        "kind": _get_kind(answer is not None, stop, reward, score, bool(rewards)),
+        "parts": split_text(str(completion["text"]), row.get("thinking_tags")),
+        "parsed": None if answer is None else _format_value(answer),
+        "marks": _check_picture_name(completion.get("marks")),
+        "reward": reward,
+        "rewards": rewards,
+        "metrics": metrics,
+        "score": score,
+        "advantage": _number_or_none(completion.get("advantage")),
+        "stop": None if stop is None else display_text(str(stop), 40),
+        "tokens": _number_or_none(completion.get("tokens")),
+        "failures": {
+            display_text(str(name), 60): display_text(str(message)[-TEXT_CHARACTERS:])
+            for name, message in (completion.get("failures") or {}).items()
+        },
+        "file": row["source"],
+    }
+
+
+def _get_kind(
+    answered: bool, stop: Any, reward: float | None, score: float | None, is_scored: bool
+) -> str:
+    if reward is None:
+        return "unscorable" if is_scored else "target"
+    if not answered:
+        return "truncated" if stop == "length" else "no answer"
+    return "correct" if score is not None and score >= 1.0 else "incorrect"
+
+
+def _set_changes(entries: Sequence[Entry]) -> None:
+    """Set the change in mean reward since the example was first sampled."""
+    first: dict[str, Entry] = {}
+    for entry in sorted(entries, key=lambda entry: entry["step"]):
+        earlier = first.setdefault(entry["id"], entry)
+        if earlier is not entry:
+            entry["change"] = _difference(_mean_reward(earlier), _mean_reward(entry))
+
+
+def _mean_reward(entry: Entry) -> float | None:
+    rewards = [a["reward"] for a in entry["answers"] if a["reward"] is not None]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def _difference(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _format_value(value: Any) -> str:
+    if not isinstance(value, str):
+        value = json.dumps(_round_numbers(value), ensure_ascii=False)
+    return display_text(value)
+
+
+def _round_numbers(value: Any) -> Any:
+    """Round numbers to two decimals: a hundredth of a pixel is precise enough."""
+    if isinstance(value, float) and math.isfinite(value):
+        return round(value, 2)
+    if isinstance(value, Mapping):
+        return {name: _round_numbers(part) for name, part in value.items()}
+    return [_round_numbers(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _numbers_or_none(values: Mapping[str, Any]) -> dict[str, float | None]:
+    return {display_text(str(name), 60): _number_or_none(value) for name, value in values.items()}
+
+
+def _number_or_none(value: Any) -> float | None:
+    return value if is_number(value) else None
+
+
+def _check_picture_name(name: Any) -> str | None:
+    """Return the name if it is a thumbnail's, so that a malformed row cannot read another file."""
+    return name if isinstance(name, str) and _PICTURE.fullmatch(name) else None
+
 
 GALLERY_BYTES = 23_000_000
 """Limit on entries and pictures together that keeps the page below 25 MB."""
@@ -27,7 +278,6 @@ class Gallery:
     """Entries and their pictures.
 
     Attributes:
-        entries: the entries to show.
         pictures: data URI by file name, for the pictures of the entries that exist.
         omitted: number of entries omitted to keep the page small.
         skipped: number of malformed rows.

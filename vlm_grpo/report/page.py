@@ -18,18 +18,25 @@ from markupsafe import Markup
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.bootstrap import format_value
 from vlm_grpo.report.charts import Chart, pack_charts
-from vlm_grpo.report.comparison import Pair, build_pairs
-from vlm_grpo.report.entries import KINDS, display_text, to_script_json
-from vlm_grpo.report.gallery import GALLERY_BYTES, Gallery, build_gallery
-from vlm_grpo.report.panels import build_charts, build_comparison_charts
-from vlm_grpo.report.run import Change, Run, is_number, read_run
-from vlm_grpo.report.sweep import (
+from vlm_grpo.report.comparison import (
     IDENTITY,
     Difference,
+    Pair,
+    build_pairs,
     build_sweep_charts,
     choose_swept,
     list_differences,
 )
+from vlm_grpo.report.gallery import (
+    GALLERY_BYTES,
+    KINDS,
+    Gallery,
+    build_gallery,
+    display_text,
+    to_script_json,
+)
+from vlm_grpo.report.panels import build_charts, build_comparison_charts
+from vlm_grpo.report.run import Change, Run, is_number, read_run
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.task.names import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
@@ -55,8 +62,6 @@ class Content:
     """The content of a page, besides the summaries and the gallery.
 
     Attributes:
-        title: title of the page.
-        charts: charts of metrics over the steps.
         sweeps: charts of the primary metric against settings.
         differences: settings that differ between the runs.
         pairs: comparisons of two runs each.
@@ -190,7 +195,6 @@ def _load_template() -> Template:
 
 
 def _summarize_run(label: str, run: Run) -> dict[str, Any]:
-    """Return the values at the top of the page."""
     steps, total = run.steps_done, run.max_steps
     change = run.change()
     finished = total is None or steps >= total
@@ -210,7 +214,6 @@ def _summarize_run(label: str, run: Run) -> dict[str, Any]:
 
 
 def _is_share(change: Change) -> bool:
-    """Return whether both values are fractions of 1."""
     return not change.lower_is_better and 0 <= change.before <= 1 and 0 <= change.after <= 1
 
 

@@ -30,9 +30,7 @@ class Progress:
     """A display of a run's progress on stderr.
 
     Args:
-        settings: the run's settings.
         primary_metric: the metric whose held-out value is shown.
-        stopwatch: gives the current phase.
         done: number of finished steps.
         enabled: False on all ranks but the first.
     """
@@ -63,7 +61,6 @@ class Progress:
         self.bar.stop()
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """Advance by one step and show its metrics."""
         self.done += 1
         if (value := metrics.get(f"eval/{self.primary_metric}")) is not None:
             self.held_out = (f"held-out {self.primary_metric} {value:.3f}",)

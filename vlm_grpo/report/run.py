@@ -41,12 +41,10 @@ class HeldOutEvaluation:
 
     @property
     def n(self) -> int:
-        """The number of examples."""
         return max((len(values) for values in self.values.values()), default=0)
 
     @property
     def names(self) -> list[str]:
-        """The names of all rewards and metrics."""
         return [*self.values, *self.corpus]
 
     def mean(self, name: str) -> float:
@@ -71,7 +69,6 @@ class Change:
         difference_interval: 95 % interval of the mean paired difference; NaN without pairs.
         n: number of examples.
         steps: steps of the two evaluations.
-        lower_is_better: whether the metric is an error.
     """
 
     before: float
@@ -97,12 +94,8 @@ class Run:
     """The contents of a run folder.
 
     Attributes:
-        folder: the run's folder.
         config: the resolved settings; empty if there are none.
-        config_text: the text of ``config.yaml``.
         metrics: one row of numbers per step, in order.
-        alarms: rows with step, name, message and remedy.
-        evaluations: the evaluations during training, by step.
         samples: rows of sampled groups and of held-out answers.
         unreadable: number of lines that are not a JSON object.
         distributions: rows with a sample of the values of each distribution, by step.

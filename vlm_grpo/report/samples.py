@@ -33,9 +33,6 @@ class ThumbnailStore:
     """Thumbnails in ``images/<hash>.webp``, one per image, of at most 12 kB each.
 
     Names are hashes, so that no data appears in a path.
-
-    Args:
-        folder: the folder that holds ``images``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -130,9 +127,6 @@ def build_completion_rows(
     """Return a row per completion for a tracker's table, with both answers drawn on the image.
 
     Args:
-        task: draws the answers.
-        step: number of steps that the policy had been trained for.
-        groups: the groups to show.
         advantages: advantage of each completion, by group.
     """
     rows = []
@@ -174,8 +168,6 @@ def write_samples(
 
     Args:
         folder: its ``images`` holds the thumbnails.
-        step: number of steps that the policy had been trained for.
-        groups: the groups to write.
         advantages: advantage of each completion, by group.
         task: draws the answers; None: thumbnails without drawings.
     """
@@ -209,9 +201,6 @@ def write_held_out(
     """Write ``held-out-N.jsonl``: the first held-out examples with their answers.
 
     Args:
-        folder: its ``images`` holds the thumbnails.
-        step: number of steps that the policy had been trained for.
-        task: the task that scored the answers, which also draws them.
         examples: the held-out examples, with ``resized_size`` set.
         rows: ``Evaluation.rows``, one per example.
     """
@@ -229,7 +218,6 @@ def write_held_out(
 def _example_fields(
     thumbnails: ThumbnailStore, task: Task | None, example: Example
 ) -> dict[str, Any]:
-    """Return a line's fields about its example."""
     gold, marked, optional = None, 0, {}
     if example.history:
         optional["history"] = [asdict(turn) for turn in example.history]
@@ -266,7 +254,6 @@ def _get_primary_metric(task: Task, example: Example) -> str | None:
 def _score_fields(
     thumbnails: ThumbnailStore, task: Task | None, example: Example, score: Score
 ) -> dict[str, Any]:
-    """Return a line's fields about a completion's score."""
     marks = None
     if task is not None:
         marks = thumbnails.add_drawing(task, example, score.answer, PREDICTED_COLOR)

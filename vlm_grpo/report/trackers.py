@@ -31,11 +31,7 @@ TABLE_TRACKERS = ("wandb", "trackio")
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Check that the libraries of these trackers are installed.
-
-    Raises:
-        UserError: one is not; the message has the command that installs it.
-    """
+    """Check that the libraries of these trackers are installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -48,7 +44,6 @@ class Trackers:
     """The trackers of one run; none is active before ``start``.
 
     Args:
-        names: names as in ``logging.trackers``.
         run_dir: the run's folder, which also holds TensorBoard's events: TensorBoard names a run
             after the folder of its events.
     """
@@ -61,7 +56,6 @@ class Trackers:
         """Start the trackers.
 
         Args:
-            config: the run's settings, shown next to its curves.
             resume_at: number of finished steps; TensorBoard hides later entries.
         """
         for name in self.names:
@@ -72,11 +66,9 @@ class Trackers:
 
     @property
     def any(self) -> bool:
-        """True if any tracker is active."""
         return bool(self._active)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the finite metrics after ``step`` steps."""
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._call_all(lambda tracker: tracker.log(values, step=step))
 
@@ -132,7 +124,6 @@ class Trackers:
 
 
 def _get_arguments(name: str, run_dir: Path, resume_at: int) -> dict[str, Any]:
-    """Return the constructor arguments of Accelerate's tracker."""
     if name == "tensorboard":
         purge = {"purge_step": resume_at + 1} if resume_at else {}
         is_old = (run_dir / "tensorboard").is_dir()  # a run started with 0.1.0 goes on there
@@ -146,7 +137,6 @@ def _get_arguments(name: str, run_dir: Path, resume_at: int) -> dict[str, Any]:
 
 
 def _store_config(tracker: Any, config: dict[str, Any]) -> None:
-    """Store the settings next to the curves."""
     if tracker.name == "tensorboard":  # Accelerate's method adds another run, named after the time
         tracker.writer.add_hparams(config, {}, run_name=".")
     else:

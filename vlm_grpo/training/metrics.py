@@ -82,7 +82,6 @@ def group_metrics(groups: Sequence[Group], step: int = 0) -> MetricAccumulator:
     mean of −log p over sampled tokens estimates theirs without bias. Noisy ones do not count.
 
     Args:
-        groups: the groups.
         step: number of steps done before they were sampled.
     """
     completions = [c for group in groups for c in group.completions]
@@ -136,12 +135,7 @@ def _get_names(values: Iterable[Mapping[str, object]]) -> list[str]:
 
 
 def _spread_by_source(advantages: Advantages, sources: Sequence[str]) -> dict[str, float]:
-    """Return the spread of the rewards in the groups of each source of a mixture.
-
-    Args:
-        advantages: of all ranks' groups.
-        sources: source of each of these groups.
-    """
+    """Return the spread of the rewards in the groups of each source of a mixture."""
     found = {}
     for source in sorted({*sources} - {""}):
         own = torch.tensor([other == source for other in sources])
@@ -156,9 +150,6 @@ def rollout_distributions(groups: Sequence[Group]) -> dict[str, list[float]]:
 
     Each has the values of all ranks' completions in ascending order; of more than 64, evenly spaced
     ones are kept, each of which stands for the same share of the completions.
-
-    Args:
-        groups: this rank's groups.
     """
     rewards = [s.total for group in groups for s in group.scores if s.total is not None]
     lengths = [len(c.token_ids) for group in groups for c in group.completions]

@@ -69,13 +69,9 @@ class RunDir:
     """A writer of the files of a run besides its checkpoints; only the first rank writes.
 
     Args:
-        settings: the run's settings.
-        task: draws the answers.
         held_out_task: scores the held-out examples.
-        is_main: True on the first rank.
 
     Attributes:
-        path: the folder.
         monitored: the task whose primary metric is monitored on the sampled completions: the
             held-out task if each completion has a value of its primary metric, else the task.
     """
@@ -104,11 +100,7 @@ class RunDir:
         self.report_time = time.monotonic()
 
     def open(self, step: int) -> None:
-        """Prepare to continue after ``step`` steps; the logs of later steps are dropped.
-
-        Raises:
-            UserError: an earlier log cannot be read.
-        """
+        """Prepare to continue after ``step`` steps; the logs of later steps are dropped."""
         if not self.is_main:
             return
         self.settings.save(self.path / "config.yaml")
@@ -137,7 +129,6 @@ class RunDir:
         self.trackers.log(step + 1, metrics)
 
     def close(self) -> None:
-        """Write the final report and close the trackers."""
         self.refresh_report(now=True)
         if self.is_main:
             self.trackers.finish()
@@ -198,7 +189,6 @@ class RunDir:
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
 
     def read_evaluation(self, step: int) -> Evaluation | None:
-        """Load the evaluation after ``step`` steps, which an earlier process has written."""
         return read_evaluation(self.settings, step)
 
     def refresh_report(self, now: bool = False) -> None:

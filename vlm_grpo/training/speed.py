@@ -1,11 +1,14 @@
-"""Work, speed, memory and times of a step."""
+"""Work, speed, memory and times of a step; traces of single steps with the memory of a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
+import torch
 from accelerate import Accelerator
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
@@ -13,19 +16,14 @@ from vlm_grpo.model.policy import Counters, Policy
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.planning.this_device import find_peak_rate
-from vlm_grpo.report.profiling import profile_step
 from vlm_grpo.training.batch import Rollout, StepBatch
 from vlm_grpo.training.memory import memory_metrics
 from vlm_grpo.training.objective import MetricAccumulator
+from vlm_grpo.utils.timing import Stopwatch
 
 
 class StepMeter:
     """A meter of the steps of a run.
-
-    Args:
-        policy: counts its work, and times its phases.
-        settings: the run's settings.
-        accelerator: the ranks.
 
     Attributes:
         rate: FLOP/s of matrix products on each device in the policy's precision; None if unknown.
@@ -79,12 +77,7 @@ class StepMeter:
         }
 
     def _rates(self, sums: Mapping[str, int], slowest: Mapping[str, float]) -> dict[str, float]:
-        """Return tokens per second of all ranks, and shares of their devices' rates.
-
-        Args:
-            sums: sums over the ranks.
-            slowest: seconds of each phase on the slowest rank.
-        """
+        """Return tokens per second of all ranks, and shares of their devices' rates."""
         if "prompts" not in slowest:
             return {}
         scoring = slowest["update"] + slowest.get("reference", 0.0)
@@ -97,3 +90,35 @@ class StepMeter:
             rates["speed/mfu"] = sums["step_flops"] / (slowest["step"] * rate)
             rates["speed/update_mfu"] = sums["update_flops"] / (slowest["update"] * rate)
         return rates
+
+
+MAX_MEMORY_EVENTS = 1_000_000
+"""Most allocations and frees that a snapshot of the memory holds."""
+
+
+@contextmanager
+def profile_step(path: Path, stopwatch: Stopwatch, device: torch.device) -> Iterator[None]:
+    """Profile the block and write its files, unless it raises.
+
+    They are ``PATH.json.gz``, a trace of all operations in which the stopwatch's phases are named,
+    and on CUDA ``PATH.memory.pickle``, all allocations with their stacks.
+
+    Args:
+        path: name of the files without the endings; its folder is created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    annotate, stopwatch.annotate = stopwatch.annotate, record_function
+    if on_cuda:
+        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)  # noqa: SLF001
+    try:
+        with profile(activities=activities) as profiler:
+            yield
+        if on_cuda:
+            torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")  # noqa: SLF001
+    finally:
+        stopwatch.annotate = annotate
+        if on_cuda:
+            torch.cuda.memory._record_memory_history(enabled=None)  # noqa: SLF001
+    profiler.export_chrome_trace(f"{path}.json.gz")

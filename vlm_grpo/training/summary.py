@@ -90,7 +90,6 @@ def _describe_rewards(task: Task) -> str:
 def _describe_mixture(
     settings: Settings, train: Sequence[Example], held_out: Sequence[Example]
 ) -> Iterator[str]:
-    """Yield a line per source of a mixture."""
     counts = Counter(example.source.partition("/")[0] for example in train)
     left_out = Counter(example.source.partition("/")[0] for example in held_out)
     shares = compute_shares(counts, settings.data) if "" not in counts else {}
