@@ -14,9 +14,10 @@ from family_models import BUILDERS
 from family_policies import build_family_policy
 
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.model.loading import get_model_source
-from vlm_grpo.planning.devices import GIB, Device, find_device
+from vlm_grpo.planning.devices import CONTEXT, GIB, Device, find_device
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.planner import Planner, plan
 from vlm_grpo.planning.search import SHARDING, with_changes
@@ -65,13 +66,22 @@ def test_no_change_makes_a_tiny_device_fit(planner: Planner) -> None:
     assert tiny.find_largest_group() == 0
 
 
-@pytest.fixture(scope="module")
-def seven_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configuration of Qwen2.5-VL-7B and the embedded model's processor."""
-    folder = tmp_path_factory.mktemp("model")
+def copy_without_weights(folder: Path) -> Path:
     for path in Path(get_model_source("embedded")).iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def big(model: Path, *overrides: str) -> Settings:
+    given = [f"model={model}", "data.train_limit=4", "policy.dtype=bfloat16"]
+    return load_settings("counting", [*given, *overrides])
+
+
+@pytest.fixture(scope="module")
+def seven_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of Qwen2.5-VL-7B and the embedded model's processor."""
+    folder = copy_without_weights(tmp_path_factory.mktemp("model"))
     config = json.loads((folder / "config.json").read_text())
     config["text_config"] |= {
         "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
@@ -87,8 +97,7 @@ def seven_billion(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion: Path) -> None:
-    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
-    settings = load_settings("counting", overrides)
+    settings = big(seven_billion)
     text = str(plan(settings, "H100", devices=8))
     assert "8,292,166,656 weights" in text  # of Qwen2.5-VL-7B
     assert f"  {SHARDING}" in text
@@ -103,8 +112,7 @@ def test_a_model_that_fits_sharded_only_gets_the_launch(seven_billion: Path) -> 
 
 
 def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Path) -> None:
-    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
-    settings = load_settings("counting", overrides)
+    settings = big(seven_billion)
     planner = Planner(settings, Device("GPU", 80 * GIB), 8)
     shape = planner.estimate_step(settings).shape
     memory = planner.estimate_step(settings, "sharded").memory
@@ -119,8 +127,7 @@ def test_sharded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Pat
 
 
 def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: Path) -> None:
-    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
-    settings = load_settings("counting", [*overrides, "optim.max_tokens_per_batch=64"])
+    settings = big(seven_billion, "optim.max_tokens_per_batch=64")
     planner = Planner(settings, Device("GPU", 80 * GIB), 8)
     step = planner.estimate_step(settings, "offloaded")
     memory, shape, passes = step.memory, step.shape, step.work.num_micro_batches
@@ -137,7 +144,7 @@ def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: P
     assert gone == memory.host
     down, back = 8 * h + 4 * (1 + 2 * passes) * layers, 4 * (h + passes * layers)
     assert memory.copied == pytest.approx((down + back) / 8, rel=1e-6)
-    adapters = load_settings("counting", [*overrides, "policy.lora.r=16", "optim.lr=1e-5"])
+    adapters = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5")
     memory = planner.estimate_step(adapters, "offloaded").memory
     assert memory.optimizer > 0  # adapters are never sharded
     assert memory.host == pytest.approx(2 * n / 8, rel=1e-6)
@@ -147,8 +154,7 @@ def test_offloaded_memory_has_the_formulas_of_the_scaling_guide(seven_billion: P
 
 
 def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion: Path) -> None:
-    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
-    settings = load_settings("counting", [*overrides, "policy.gradient_checkpointing=true"])
+    settings = big(seven_billion, "policy.gradient_checkpointing=true")
     step = Planner(settings, Device("GPU", 200 * GIB)).estimate_step(settings)
     assert step.work.num_micro_batches == 1
     # Per weight: 4 bytes of weight, 8 of AdamW's moments and 4 of gradient.
@@ -156,8 +162,7 @@ def test_full_weights_need_gradients_even_in_a_single_micro_batch(seven_billion:
 
 
 def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Path) -> None:
-    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
-    settings = load_settings("counting", [*overrides, "policy.lora.r=16", "optim.lr=1e-5"])
+    settings = big(seven_billion, "policy.lora.r=16", "optim.lr=1e-5")
     planner = Planner(settings, Device("GPU", 80 * GIB))
     full = planner.estimate_step(settings).memory
     layers = 28 * (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944)
@@ -187,24 +192,18 @@ def test_weights_in_four_bits_and_a_server_beside_are_planned(seven_billion: Pat
         ({"weights": "int3"}, "must be one of replicated, sharded, offloaded"),
         ({"weights": "sharded"}, "over one device: give --devices 2"),
         ({"reserved": 1.0}, "a share of the memory"),
+        ({"devices": 33}, r"optim\.prompts_per_step=32 is less than"),
+        *[
+            ({"devices": devices}, "devices must be a whole number of at least 1")
+            for devices in (0, -1, "2", 1.5, True)
+        ],
     ],
 )
-def test_wrong_ways_to_hold_weights_are_errors(
+def test_a_wrong_argument_is_an_error(
     planner: Planner, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         plan(planner.settings, "24GB", **arguments)
-
-
-@pytest.mark.parametrize("devices", [0, -1, "2", 1.5, True])
-def test_a_wrong_number_of_devices_is_an_error(planner: Planner, devices: Any) -> None:
-    with pytest.raises(UserError, match="devices must be a whole number of at least 1"):
-        plan(planner.settings, "24GB", devices)
-
-
-def test_more_devices_than_prompts_are_an_error(planner: Planner) -> None:
-    with pytest.raises(UserError, match=r"optim\.prompts_per_step=32 is less than"):
-        plan(planner.settings, "24GB", 33)
 
 
 # FastVLM's configuration does not have the sizes of its tower.
@@ -266,12 +265,7 @@ def test_a_configuration_without_sizes_is_one_message() -> None:
 
 
 def test_the_plan_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    source = Path(get_model_source("embedded"))
-    for path in source.iterdir():
-        if path.suffix != ".safetensors":
-            (folder / path.name).write_bytes(path.read_bytes())
+    folder = copy_without_weights(tmp_path)
     status, out, _ = run(
         capsys, "plan", "counting", f"model={folder}", "data.train_limit=20", "--gpu", "24GB"
     )
@@ -282,16 +276,13 @@ def test_the_plan_needs_no_weights(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "time" not in out.split()  # the rates of a GPU given by its memory are unknown
 
 
-def test_an_unknown_gpu_or_model_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_gpu_or_model_is_one_message(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert "is not in the table" in fails(capsys, "plan", "counting", "--gpu", "X9")
     missing = fails(capsys, "plan", "counting", "model=./nowhere", "data.train_limit=2")
     assert "model ./nowhere: there is no such folder" in missing
     assert "a folder with the model's config.json" in missing
-
-
-def test_a_folder_without_a_processor_is_one_message(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
     source = Path(get_model_source("embedded")) / "config.json"
     (tmp_path / "config.json").write_bytes(source.read_bytes())
     message = fails(capsys, "plan", "counting", f"model={tmp_path}", "data.train_limit=2")
@@ -299,9 +290,7 @@ def test_a_folder_without_a_processor_is_one_message(
 
 
 def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion: Path) -> None:
-    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
-    overrides += ["policy.lora.r=16", "optim.prompts_per_step=2000"]
-    settings = load_settings("counting", overrides)
+    settings = big(seven_billion, "policy.lora.r=16", "optim.prompts_per_step=2000")
     planner = Planner(settings, Device("GPU", 80 * GIB))
     step = planner.estimate_step(settings)
     memory, work = step.memory, step.work
@@ -319,8 +308,7 @@ def test_an_automatic_rollout_takes_the_free_memory_of_a_gpu(seven_billion: Path
 
 
 def test_offloaded_activations_are_in_main_memory(seven_billion: Path) -> None:
-    overrides = [f"model={seven_billion}", "data.train_limit=4", "policy.dtype=bfloat16"]
-    settings = load_settings("counting", [*overrides, "policy.lora.r=16"])
+    settings = big(seven_billion, "policy.lora.r=16")
     planner = Planner(settings, Device("GPU", 80 * GIB))
     kept = planner.estimate_step(settings)
     moved = planner.estimate_step(with_changes(settings, "policy", activation_offloading=True))
@@ -332,3 +320,57 @@ def test_offloaded_activations_are_in_main_memory(seven_billion: Path) -> None:
     )
     plan_text = str(plan(moved.settings, "80GB"))
     assert "saved in main memory, not on the device" in plan_text
+
+
+OWN = "rollout.vllm.python=/opt/vllm/bin/python"
+SHARED = "rollout.vllm.urls=[http://127.0.0.1:8000]"
+GPU = Device("GPU", 80 * GIB)
+SERVER = int(0.3 * GPU.memory)
+"""What ``rollout.vllm.gpu_memory_utilization`` is by default."""
+
+
+def make_settings(*overrides: str) -> Settings:
+    return load_settings("counting", ["data.train_limit=4", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "server", "level"),
+    [
+        ((OWN,), SERVER, 2),
+        ((OWN, "policy.lora.r=8"), SERVER, 0),
+        ((OWN, "rollout.vllm.sleep_level=1", "policy.lora.r=8"), SERVER, 1),
+        ((OWN, "rollout.steps_ahead=1"), SERVER, None),
+        ((OWN, "rollout.vllm.gpu_memory_utilization=0.5"), GPU.memory // 2, 2),
+    ],
+)
+def test_a_server_of_the_run_takes_its_share_while_it_samples(
+    overrides: tuple[str, ...], server: int, level: int | None
+) -> None:
+    planner = Planner(make_settings("rollout.sampler=vllm", *overrides), GPU)
+    step = planner.estimate_step(planner.settings)
+    weights = step.shape.num_weights * 4  # bytes in float32, the precision of the recipe
+    assert step.memory.server == server
+    left = {None: server, 0: CONTEXT + weights, 1: CONTEXT, 2: CONTEXT}[level]
+    assert step.memory.resting == left
+    assert step.memory.rollout == step.memory.persistent + server
+    without = (override for override in overrides if "rollout" not in override)
+    alone = planner.estimate_step(make_settings(*without)).memory
+    assert step.memory.backward == alone.backward + left
+
+
+def test_servers_elsewhere_take_nothing_here() -> None:
+    planner = Planner(make_settings("rollout.sampler=vllm", SHARED), GPU)
+    memory = planner.estimate_step(planner.settings).memory
+    assert memory.rollout == memory.persistent
+    assert (memory.server, memory.resting) == (0, 0)
+
+
+def test_the_plan_names_the_server(tmp_path: Path) -> None:
+    settings = make_settings("rollout.sampler=vllm", OWN)
+    text = str(plan(settings, "80GB"))
+    assert "server          24.00  rollout: a vLLM server on this device" in text
+    assert "resting          1.00  update: what that server keeps" in text
+    assert "23.0 GiB for keys" in text
+    assert "time       not estimated with vLLM" in text
+    small = make_settings("rollout.sampler=vllm", OWN, "rollout.vllm.gpu_memory_utilization=0.01")
+    assert "raise rollout.vllm.gpu_memory_utilization" in str(plan(small, "80GB"))

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from PIL import Image
 
 from vlm_grpo.task import Task
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
-from vlm_grpo.types import Example, Group, ImageRef, Score
+from vlm_grpo.types import Completion, Example, Group, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.chat import THINK_TAGS
 
@@ -132,9 +132,7 @@ def build_completion_rows(
     rows = []
     for group, values in zip(groups, advantages, strict=True):
         example = group.prompt.example
-        for completion, score, advantage in zip(
-            group.completions, group.scores, values, strict=True
-        ):
+        for completion, score, advantage in _zip(group, values):
             image = draw_answers(task, example, score.answer)
             if image is not None:
                 image = image.convert("RGB")
@@ -157,6 +155,10 @@ def build_completion_rows(
     return rows
 
 
+def _zip(group: Group, values: Sequence[float]) -> Iterator[tuple[Completion, Score, float]]:
+    return zip(group.completions, group.scores, values, strict=True)
+
+
 def write_samples(
     folder: Path,
     step: int,
@@ -176,9 +178,7 @@ def write_samples(
     for group, values in zip(groups, advantages, strict=True):
         example = group.prompt.example
         completions = []
-        for completion, score, advantage in zip(
-            group.completions, group.scores, values, strict=True
-        ):
+        for completion, score, advantage in _zip(group, values):
             row = _score_fields(thumbnails, task, example, score)
             row |= {"text": completion.text, "stop": completion.stop}
             row |= {"tokens": len(completion.token_ids), "advantage": advantage}
