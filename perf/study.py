@@ -30,7 +30,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data_scripts import make_shapes, make_words
-from vlm_grpo.eval.bootstrap import bootstrap_mean_of_means
+from vlm_grpo.eval.statistics import bootstrap_mean_of_means
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example
 

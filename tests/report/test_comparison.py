@@ -11,7 +11,7 @@ import pytest
 from report_runs import make_run
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.paired_test import mcnemar_p_value
+from vlm_grpo.eval.statistics import mcnemar_p_value
 from vlm_grpo.report.comparison import (
     build_pairs,
     build_sweep_charts,

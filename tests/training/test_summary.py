@@ -13,7 +13,7 @@ import pytest
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.eval.bootstrap import bootstrap_interval
+from vlm_grpo.eval.statistics import bootstrap_interval
 from vlm_grpo.eval.summary import Evaluation, write_predictions, write_summary
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task

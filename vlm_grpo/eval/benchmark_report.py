@@ -15,13 +15,10 @@ from vlm_grpo.benchmarks.definition import Benchmark
 from vlm_grpo.benchmarks.official import READERS, unwrap
 from vlm_grpo.benchmarks.rules import get_group
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.paired_test import compare_pairs
+from vlm_grpo.eval.statistics import bootstrap_mean_of_means, compare_pairs
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
-RESAMPLES = 2000
-_CHUNK_VALUES = 2_000_000
-"""Largest number of resampled values in memory at once."""
 _MAX_GROUPS = 40
 
 
@@ -116,9 +113,8 @@ def build_report(
         value = corpus[benchmark.metric]
     else:
         value = _mean(values) if benchmark.average == "examples" else corpus[benchmark.metric]
-        low, high = bootstrap_interval(
-            [*_split(values, _get_strata(benchmark, examples)).values()], seed
-        )
+        strata = [*_split(values, _get_strata(benchmark, examples)).values()]
+        low, high = bootstrap_mean_of_means(strata, seed, separate_seeds=True)
         interval = (low * benchmark.scale, high * benchmark.scale)
         for name in benchmark.groups:
             groups = [get_group(name, example) for example in examples]
@@ -220,37 +216,16 @@ def _split(values: Sequence[float | None], groups: Sequence[str]) -> dict[str, n
     return {group: np.asarray(part, float) for group, part in split.items()}
 
 
-def bootstrap_interval(strata: Sequence[np.ndarray], seed: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the mean of the strata's means.
-
-    Each stratum is resampled separately; with one stratum this is the usual interval of a mean.
-
-    Args:
-        strata: values of each stratum, of shape (n_stratum,), not empty.
-        seed: seed of the resampling.
-    """
-    means = np.mean([_resample_means(part, seed + i) for i, part in enumerate(strata)], axis=0)
-    low, high = np.percentile(means, (2.5, 97.5))
-    return float(low), float(high)
-
-
-def _resample_means(values: np.ndarray, seed: int) -> np.ndarray:
-    """Return the means of RESAMPLES resamples, of shape (RESAMPLES,)."""
-    rng = np.random.default_rng(seed)
-    n, chunk = len(values), max(1, _CHUNK_VALUES // len(values))
-    sizes = [min(chunk, RESAMPLES - start) for start in range(0, RESAMPLES, chunk)]
-    return np.concatenate([values[rng.integers(0, n, (k, n))].mean(axis=1) for k in sizes])
-
-
 def build_group_table(
     values: Sequence[float | None], groups: Sequence[str], seed: int = 0
 ) -> tuple[GroupRow, ...]:
     """Return n, mean and interval of every group, in natural order (numbers by size)."""
     parts = sorted(_split(values, groups).items(), key=lambda item: _natural_key(item[0]))
-    return tuple(
-        GroupRow(group, len(part), float(part.mean()), *bootstrap_interval([part], seed))
-        for group, part in parts
-    )
+    rows = []
+    for group, part in parts:
+        interval = bootstrap_mean_of_means([part], seed, separate_seeds=True)
+        rows.append(GroupRow(group, len(part), float(part.mean()), *interval))
+    return tuple(rows)
 
 
 def _natural_key(group: str) -> tuple[int, float, str]:

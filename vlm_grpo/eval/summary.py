@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from vlm_grpo.data.mixture import Mixed
-from vlm_grpo.eval.bootstrap import bootstrap_mean_of_means, format_value
 from vlm_grpo.eval.several import list_sample_metrics, merge_scores
+from vlm_grpo.eval.statistics import bootstrap_mean_of_means, format_value
 from vlm_grpo.task import FAILURES, Task
 from vlm_grpo.task.scorer import group_by_source
 from vlm_grpo.types import Example, Score

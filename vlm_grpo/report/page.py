@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.bootstrap import format_value
+from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.report.charts import Chart, pack_charts
 from vlm_grpo.report.comparison import (
     IDENTITY,

@@ -14,7 +14,7 @@ import numpy as np
 import yaml
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.bootstrap import bootstrap_interval
+from vlm_grpo.eval.statistics import bootstrap_interval
 from vlm_grpo.task.registry import load_task_class, task_names
 from vlm_grpo.utils.jsonl import parse_lines
 

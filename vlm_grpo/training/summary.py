@@ -16,7 +16,7 @@ from vlm_grpo.config.requirements import list_notes
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
 from vlm_grpo.dist.sharding import full_shape
-from vlm_grpo.eval.bootstrap import bootstrap_interval, format_value
+from vlm_grpo.eval.statistics import bootstrap_interval, format_value
 from vlm_grpo.eval.summary import Evaluation
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter

@@ -1,21 +1,81 @@
-"""Paired tests: do two models differ on the same examples?"""
+"""Bootstrap intervals, and paired tests: do two models differ on the same examples?"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-from vlm_grpo.eval.bootstrap import bootstrap_interval
-
+RESAMPLES = 2000
+_BATCH = 100
+"""Resamples in memory at once."""
+_TAILS = ((1 - 0.95) / 2, 1 - (1 - 0.95) / 2)
 SIGN_FLIPS = 10_000
 """Number of random assignments of signs, where there are too many to enumerate."""
 _ENUMERATED = 13
 """Most differences whose signs are enumerated: 2 ** 13 assignments are fewer than 10,000."""
 _CHUNK = 500
+
+
+def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the mean; NaN for an empty sample."""
+    return bootstrap_mean_of_means([values], seed)
+
+
+def bootstrap_mean_of_means(
+    samples: Sequence[Sequence[float]], seed: int, separate_seeds: bool = False
+) -> tuple[float, float]:
+    """Return the 95 % percentile bootstrap interval of the mean of the samples' means.
+
+    Each sample is resampled by itself, 2,000 times.
+
+    Args:
+        samples: values of each sample.
+        seed: seed of the resampling.
+        separate_seeds: sample i has the seed ``seed + i``; False: they share one generator.
+
+    Returns:
+        Lower and upper bound; NaN if a sample is empty.
+    """
+    if not samples or not all(len(sample) for sample in samples):
+        return math.nan, math.nan
+    is_constant = all(len(set(sample)) == 1 for sample in samples)
+    if is_constant and not separate_seeds:  # without variance it is one point
+        mean = sum(float(sample[0]) for sample in samples) / len(samples)
+        return mean, mean
+    shared = np.random.default_rng(seed)
+    parts = [
+        (np.asarray(sample, float), np.random.default_rng(seed + i) if separate_seeds else shared)
+        for i, sample in enumerate(samples)
+    ]
+    means = []
+    for _ in range(RESAMPLES // _BATCH):
+        drawn = [
+            part[rng.integers(0, len(part), (_BATCH, len(part)))].mean(axis=1)
+            for part, rng in parts
+        ]
+        means.append(np.mean(drawn, axis=0))
+    found = np.concatenate(means)
+    # Recorded intervals were interpolated by one or the other, which differ by rounding.
+    ends = np.percentile(found, (2.5, 97.5)) if separate_seeds else stats.quantile(found, _TAILS)
+    return float(ends[0]), float(ends[1])
+
+
+def format_value(value: float, is_error: bool = False, space: str = "") -> str:
+    """Format a metric: a share in percent; an error, or a number over 1, as it is.
+
+    >>> format_value(0.884), format_value(0.25, is_error=True), format_value(math.nan)
+    ('88.4%', '0.250', 'unknown')
+    """
+    if math.isnan(value):
+        return "unknown"
+    if is_error:
+        return f"{value:.3f}"
+    return f"{100 * value:.1f}{space}%" if -1.0 <= value <= 1.0 else f"{value:.3g}"
 
 
 @dataclass(frozen=True)
