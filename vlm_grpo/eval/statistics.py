@@ -27,7 +27,9 @@ def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float
 
 
 def bootstrap_mean_of_means(
-    samples: Sequence[Sequence[float]], seed: int, separate_seeds: bool = False
+    samples: Sequence[Sequence[float]] | Sequence[np.ndarray],
+    seed: int,
+    separate_seeds: bool = False,
 ) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of the mean of the samples' means.
 
