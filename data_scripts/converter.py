@@ -31,7 +31,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.utils.atomic_io import write_atomic
-from vlm_grpo.utils.jsonl import read_complete_rows
+from vlm_grpo.utils.jsonl import read_rows
 
 BOX_TOLERANCE = 1.0
 """Pixels by which a box may extend beyond its image. Annotations are rounded, and no official
@@ -400,7 +400,7 @@ class _Conversion:
         """Return the ids an interrupted run has written, and truncate an incomplete last line."""
         if not self.partial_path.exists():
             return set()
-        ids = {row["id"] for row in read_complete_rows(self.partial_path, truncate=True)}
+        ids = {row["id"] for row in read_rows(self.partial_path, truncate=True)}
         print(f"resuming after {len(ids):,} rows of an interrupted run")
         return ids
 

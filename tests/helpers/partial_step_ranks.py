@@ -10,7 +10,7 @@ from small_runs import StopAt, small_run
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped
 from vlm_grpo.training import trainer
-from vlm_grpo.utils.signals import StopRequest
+from vlm_grpo.utils.timing import StopRequest
 
 
 def make_run(folder: Path, model: Path, name: str) -> Settings:

@@ -27,7 +27,7 @@ from vlm_grpo.training.checkpoint.store import CheckpointState, CheckpointStep
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
-from vlm_grpo.utils.signals import StopRequest
+from vlm_grpo.utils.timing import StopRequest
 
 
 class SelfTermination(StopRequest):

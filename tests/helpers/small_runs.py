@@ -20,7 +20,7 @@ from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.utils.signals import StopRequest
+from vlm_grpo.utils.timing import StopRequest
 
 SMALL = (
     "data.train_limit=12",

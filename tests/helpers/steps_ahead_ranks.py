@@ -13,7 +13,7 @@ from small_runs import small_run
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.training import rollout, trainer
-from vlm_grpo.utils.signals import StopRequest
+from vlm_grpo.utils.timing import StopRequest
 
 
 def make_run(folder: Path, model: Path, resume: bool) -> Settings:

@@ -28,7 +28,7 @@ from vlm_grpo.training import trainer as trainer_module
 from vlm_grpo.training.checkpoint.store import list_checkpoints, read_metadata
 from vlm_grpo.training.nonfinite import NonfiniteGuard
 from vlm_grpo.training.trainer import train
-from vlm_grpo.utils.signals import StepInterrupted, StopRequest
+from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 SERVER: dict[str, Any] = {"urls": ["http://127.0.0.1:8000"]}
 

@@ -1,15 +1,222 @@
-"""Stopwatch phases and time limits of calls."""
+"""Phases, time limits of calls, and stopping the program with real signals."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
 
+import forked
 import pytest
+from small_runs import assert_same_run, save_tiny_model, small_run
 
-from vlm_grpo.utils.timing import CallTimeout, Stopwatch, can_interrupt, time_limit
+from vlm_grpo.cli import main
+from vlm_grpo.config.run import Settings
+from vlm_grpo.errors import Stopped
+from vlm_grpo.training.checkpoint.store import list_checkpoints
+from vlm_grpo.training.trainer import train
+from vlm_grpo.utils.timing import (
+    CallTimeout,
+    StopRequest,
+    Stopwatch,
+    can_interrupt,
+    time_limit,
+)
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+"""Exit status by signal: 128 + the signal's number, as in shells."""
+
+
+# No image is used twice: a resumed run would decode it again and count that.
+TWELVE_STEPS: dict[str, Any] = {
+    "objective": {"num_iterations": 2},
+    "optim": {"max_steps": 12},
+    "data": {"train_limit": 36},
+}
+
+
+@pytest.fixture(autouse=True)
+def _hangups_are_not_ignored() -> Iterator[None]:
+    """Handle hangups also where nohup has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """Return a run of twelve steps that was not stopped."""
+    run = small_run(tmp_path_factory.mktemp("unbroken"), model, **TWELVE_STEPS)
+    train(run)
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> Any:
+    return partial(small_run, tmp_path, model)
+
+
+@dataclass
+class Command:
+    """A ``train`` command in a process of its own.
+
+    Attributes:
+        output: file with what it has written.
+    """
+
+    process: BaseProcess
+    output: Path
+
+    def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        while not is_reached():
+            assert self.process.is_alive(), self.output.read_text()
+            time.sleep(0.02)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def finish(self) -> str:
+        """Wait for the end, and return what the command has written."""
+        self.process.join(120)
+        return self.output.read_text()
+
+
+def start(run: Settings, *overrides: str) -> Command:
+    """Start the command that trains with the settings of ``run``."""
+    recipe = run.output_dir.parent / f"{run.run_dir.name}.yaml"
+    run.save(recipe)
+    output = recipe.with_suffix(".log")
+    return Command(forked.start(output, main, ["train", str(recipe), *overrides]), output)
+
+
+def count_steps(run: Settings) -> int:
+    path = run.run_dir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.is_file() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", STATUS)
+def test_a_signal_saves_and_loses_no_step(
+    run: Any, unbroken: Settings, number: signal.Signals
+) -> None:
+    broken = run(**TWELVE_STEPS)
+    command = start(broken)
+    command.wait_until(lambda: count_steps(broken) >= 2)
+    command.signal(number)
+    errors = command.finish()
+    assert command.process.exitcode == STATUS[number], errors
+    assert f"{number.name}: finishing this update and saving; repeat to stop at once" in errors
+    assert f"stopped by {number.name} after step" in errors
+    ((_, saved),) = list_checkpoints(broken.run_dir / "checkpoints")
+    assert f"saved in {saved}; continue with resume=true" in errors
+    train(broken.model_copy(update={"resume": True}))
+    assert_same_run(broken.run_dir, unbroken.run_dir, "step-12")
+
+
+@pytest.mark.slow
+def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path: Path) -> None:
+    # From the third step on, the reward takes a minute, too long to wait for.
+    slow = run(name="slow", optim={"max_steps": 30}, checkpoint={"every": 1, "keep_last": 0})
+    task = Path(slow.task)
+    task.write_text(
+        task.read_text().replace(
+            "        return len(set(answer)",
+            f"        if self.progress >= 2 / 30:\n"
+            f"            open({str(tmp_path / 'reached')!r}, 'w').close()\n"
+            "            time.sleep(60)\n"
+            "        return len(set(answer)",
+        )
+    )
+    task.write_text(f"import time\n{task.read_text()}")
+    command = start(slow)
+    command.wait_until((tmp_path / "reached").exists)
+    command.signal(signal.SIGINT)
+    # Until the first signal has been handled.
+    command.wait_until(lambda: "repeat to stop at once" in command.output.read_text())
+    sent = time.monotonic()
+    command.signal(signal.SIGINT)
+    errors = command.finish()
+    assert time.monotonic() - sent < 30  # the reward would have taken twice that
+    assert command.process.exitcode == 130
+    assert "interrupted; finished checkpoints are kept (resume=true)" in errors
+    assert [step.name for step, _ in list_checkpoints(slow.run_dir / "checkpoints")] == [
+        "step-1",
+        "step-2",
+    ]
+
+
+@pytest.mark.slow
+def test_the_time_limit_has_its_own_exit_status(run: Any) -> None:
+    command = start(run(), "checkpoint.max_hours=1e-6")
+    errors = command.finish()
+    assert command.process.exitcode == 75, errors
+    assert "stopped by the time limit (checkpoint.max_hours) after step 0 of 4" in errors
+
+
+def test_the_time_limit_includes_loading(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = run(checkpoint={"max_hours": 1.0})
+    started = time.monotonic()
+    # Loading takes two hours, so the limit expires before the first step.
+    monkeypatch.setattr(
+        "vlm_grpo.training.trainer.set_seed",
+        lambda _: monkeypatch.setattr(
+            "vlm_grpo.utils.timing.time.monotonic", lambda: started + 7200
+        ),
+    )
+    with pytest.raises(Stopped, match="after step 0 of 4") as stopped:
+        train(limited)
+    assert stopped.value.status == 75
+
+
+def test_a_stop_request_stores_the_first_signal_and_raises_on_the_second() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert stop.reason is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.reason, stop.status) == ("SIGTERM", 143)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_closed_terminal_sends_several_hangups_and_stops_the_run_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gone:
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with StopRequest() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert (stop.reason, stop.status) == ("SIGHUP", 129)
+
+
+def test_a_hangup_that_the_process_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_phase_includes_the_phases_nested_in_it() -> None:

@@ -25,7 +25,7 @@ from vlm_grpo.task.names import SET_BY_LIBRARY, get_options, get_task_name
 from vlm_grpo.task.registry import check_trainable, load_task
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example, VideoRef
-from vlm_grpo.utils.jsonl import read_complete_rows
+from vlm_grpo.utils.jsonl import read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
     """Return the rows of a file of ``vlm-grpo sample --difficulty`` by id."""
     rows: dict[str, Mapping[str, Any]] = {}
     try:
-        for number, row in enumerate(read_complete_rows(path), start=1):
+        for number, row in enumerate(read_rows(path), start=1):
             if not isinstance(name := row.get("id"), str):
                 raise UserError(f"{path}:{number} has no id: give a file of sample --difficulty")
             rows[name] = row

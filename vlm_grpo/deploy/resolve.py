@@ -164,7 +164,8 @@ def read_held_out_values(run: Path, metric: str) -> dict[int, float]:
 
     The evaluation in a line came after the step in that line, which counts from 0.
     """
-    rows, name = read_rows(run / "metrics.jsonl"), f"eval/{metric}"
+    path, name = run / "metrics.jsonl", f"eval/{metric}"
+    rows = read_rows(path) if path.is_file() else []
     return {row["step"] + 1: row[name] for row in rows if math.isfinite(row.get(name, math.nan))}
 
 

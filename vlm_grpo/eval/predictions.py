@@ -17,7 +17,7 @@ from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 from vlm_grpo.utils.atomic_io import append_durable, write_atomic
-from vlm_grpo.utils.jsonl import read_complete_rows
+from vlm_grpo.utils.jsonl import read_rows
 
 _REQUEST_SETTINGS = {
     *("model", "model_revision", "seed", "task_options"),
@@ -71,7 +71,7 @@ class PredictionLog:
         self.rank_path = folder / f"predictions-{rank}.jsonl"
         self.outputs: dict[OutputKey, str] = {}
         for path in sorted(folder.glob("predictions*.jsonl")):
-            rows = read_complete_rows(path, truncate=path == self.rank_path)
+            rows = read_rows(path, truncate=path == self.rank_path)
             self.outputs |= {(row["id"], row.get("sample", 0)): row["output"] for row in rows}
 
     def add_outputs(self, outputs: Iterable[tuple[OutputKey, str]]) -> None:

@@ -231,7 +231,7 @@ class _Reader:
 
     def read(self, path: Path) -> Iterator[dict[str, Any]]:
         # Not read_rows, which refuses a file with an unreadable line: the rest can be shown.
-        for _, row in parse_lines(path):
+        for _, row in parse_lines(path.read_bytes() if path.is_file() else b""):
             if row is None:
                 self.unreadable += 1
             else:

@@ -49,7 +49,7 @@ class StepLog:
 
     def read(self) -> list[dict[str, Any]]:
         """Return all rows except a last one that a crash has truncated."""
-        return read_rows(self.path)
+        return read_rows(self.path) if self.path.is_file() else []
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

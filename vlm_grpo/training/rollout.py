@@ -30,7 +30,7 @@ from vlm_grpo.training.prompt_loader import PromptLoader
 from vlm_grpo.training.started import StartedRound, wait_for
 from vlm_grpo.training.targets import TargetWriter, write_groups
 from vlm_grpo.types import Completion, Example, Group, Prompt
-from vlm_grpo.utils.signals import StepInterrupted, StopRequest
+from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
 class RolloutSampler:

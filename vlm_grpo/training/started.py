@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from vlm_grpo.types import Completion, Prompt
-from vlm_grpo.utils.signals import StepInterrupted, StopRequest
+from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 POLL_SECONDS = 0.1
 """Time between two looks at the request to stop."""

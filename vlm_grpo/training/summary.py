@@ -22,7 +22,7 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
-from vlm_grpo.utils.jsonl import parse_lines
+from vlm_grpo.utils.jsonl import read_valid_rows
 
 COUNTED_EXAMPLES = 64
 """Number of examples whose image tokens are counted before the first step."""
@@ -181,7 +181,7 @@ def read_evaluation(settings: Settings, step: int) -> Evaluation | None:
         None if it is missing or damaged; a resumed run goes on without it.
     """
     path = settings.run_dir / "evaluation" / f"step-{step:06d}.json"
-    rows = tuple(row for _, row in parse_lines(path.with_suffix(".jsonl")) if row is not None)
+    rows = tuple(read_valid_rows(path.with_suffix(".jsonl")))
     try:
         summary = json.loads(path.read_text("utf-8"))
         name, n, metrics = summary["headline"], summary["n"], {**summary["metrics"]}

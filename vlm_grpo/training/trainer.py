@@ -38,7 +38,7 @@ from vlm_grpo.training.summary import TrainResult, describe_run
 from vlm_grpo.training.targets import select_usable
 from vlm_grpo.training.update import Updates, build_updater
 from vlm_grpo.types import Example
-from vlm_grpo.utils.signals import StepInterrupted, StopRequest
+from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 
 def train(

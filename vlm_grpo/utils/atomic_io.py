@@ -18,11 +18,7 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a temporary file and rename it to ``path``; on failure the file at ``path`` is kept.
-
-    Raises:
-        OSError: the file cannot be written; the temporary file is removed.
-    """
+    """Write a temporary file and rename it to ``path``; an ``OSError`` leaves the old file."""
     tmp_path = path.with_name(f".{secrets.token_hex(8)}.tmp")  # another process may write too
     try:
         tmp_path.write_bytes(content)
@@ -35,11 +31,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def append_durable(path: Path, content: bytes) -> None:
-    """Append to a file and sync it to disk; on failure the file is left unchanged.
-
-    Raises:
-        OSError: the content cannot be written.
-    """
+    """Append to a file and sync it to disk; an ``OSError`` leaves the file unchanged."""
     with path.open("ab", buffering=0) as file:  # a buffer would be flushed again on closing
         start = file.seek(0, os.SEEK_END)
         try:
@@ -53,11 +45,7 @@ def append_durable(path: Path, content: bytes) -> None:
 
 @contextmanager
 def create_folder(folder: Path) -> Iterator[None]:
-    """Create a folder with its parents; at the end, remove those created that are still empty.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create a folder with its parents; at the end, remove those created that are still empty."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,14 +89,7 @@ def share_weights(folder: Path) -> None:
 
 @contextmanager
 def explain_disk_full(folder: Path) -> Iterator[None]:
-    """Replace the error of a full disk by one that names the folder and the remedy.
-
-    Args:
-        folder: the folder that is written to.
-
-    Raises:
-        UserError: the disk is full.
-    """
+    """Replace the error of a full disk by a ``UserError`` with the folder and the remedy."""
     try:
         yield
     except UserError:  # of a part that has explained it

@@ -16,12 +16,7 @@ VIDEO = "<video>"
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a chat.
-
-    Attributes:
-        role: its author.
-        text: its text; each ``<image>`` in it stands for the example's next image.
-    """
+    """One message of a chat; each ``<image>`` in its text stands for the example's next image."""
 
     role: Role
     text: str
@@ -43,16 +38,10 @@ class Turn:
 
 
 def place_images(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
-    """Return a chat in which each image has its ``<image>``.
+    """Return a chat with a user's turn in which each of ``count`` images has its ``<image>``.
 
-    Without any, all images stand before the text of the first user's turn.
-
-    Args:
-        turns: the chat, with at least one turn of the user.
-        count: number of images.
-
-    Raises:
-        ValueError: it has another number of ``<image>``.
+    Without any, all images stand before the text of the first user's turn. ``ValueError``: it has
+    another number of them.
     """
     found = sum(turn.text.count(IMAGE) for turn in turns)
     if found and found != count:
@@ -69,11 +58,9 @@ def place_images(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
 
 @dataclass(frozen=True)
 class ThinkingTags:
-    """How a model marks its thinking.
+    """The texts before and after a model's thinking.
 
     Attributes:
-        opening: text before the thinking.
-        closing: text after it.
         is_open: the prompt ends with ``opening``, so that a completion begins within the thinking.
         is_native: the chat template lets the model think, without a request in words.
     """

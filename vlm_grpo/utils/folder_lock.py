@@ -41,14 +41,9 @@ _NAME = re.compile(r"\.lock-(\d+)")
 
 
 class FolderLock:
-    """A lock that a thread of this process holds.
+    """A lock that a thread of this process holds: a file whose content no other lock has.
 
-    Args:
-        path: the file that describes the holder.
-        content: its content, which no other lock has.
-
-    Attributes:
-        is_lost: True once another process has taken the folder over.
+    It ``is_lost`` once another process has taken the folder over.
     """
 
     def __init__(self, path: Path, content: bytes) -> None:
@@ -57,7 +52,6 @@ class FolderLock:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def release(self) -> None:
-        """Remove the file, unless another process has taken the folder over."""
         self._released.set()
         with contextlib.suppress(OSError):
             if self._is_ours():
@@ -79,11 +73,7 @@ _HELD: dict[str, FolderLock] = {}
 
 
 def check_lock(folder: Path) -> None:
-    """Check that this process has not lost the lock of a folder.
-
-    Raises:
-        UserError: it has, because it was suspended for so long that another one took it for gone.
-    """
+    """Raise a ``UserError`` if another process has taken this one, long suspended, for gone."""
     lock = _HELD.get(os.path.realpath(folder))
     if lock is not None and lock.is_lost:
         raise UserError(
@@ -121,12 +111,9 @@ def _get_owner() -> tuple[int, int]:
 
 
 def _acquire(folder: Path) -> FolderLock:
-    """Take the lock of a folder.
-
-    Of several processes that find the same stale lock, one creates the next file. It then looks
-    again: while it was slow, others may have come, and a file that it has not judged may be
-    theirs. It then gives up its own file and starts again.
-    """
+    # Of several processes that find the same stale lock, one creates the next file. It then looks
+    # again: while it was slow, others may have come, and a file that it has not judged may be
+    # theirs. It then gives up its own file and starts again.
     while True:
         stale = {path: text for path, text in _read_locks(folder).items() if _is_stale(path)}
         last = max((int(path.name.rpartition("-")[2]) for path in stale), default=0)
@@ -149,7 +136,6 @@ def _acquire(folder: Path) -> FolderLock:
 
 
 def _read_locks(folder: Path) -> dict[Path, bytes]:
-    """Return the contents of the lock files in a folder."""
     found = {}
     for path in folder.iterdir():
         if _NAME.fullmatch(path.name):
@@ -159,7 +145,7 @@ def _read_locks(folder: Path) -> dict[Path, bytes]:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether a lock is stale or released. On another machine this may take a while.
+    """Return True for a lock that is stale or released, perhaps after a while.
 
     Raises:
         UserError: its holder is alive.

@@ -57,47 +57,30 @@ def post_json(
 ) -> Any:
     """Send a value as JSON by POST, and return the JSON of the response.
 
-    A request is repeated if there is no connection, if no valid response comes in time, and after
-    the status 429 or another that may pass. The wait before it doubles each time, or is what the
-    response's ``Retry-After`` demands.
-
-    Args:
-        url: address, ``http://`` or ``https://``; redirects are not followed. The environment's
-            ``HTTPS_PROXY`` and ``NO_PROXY`` hold, but not for this machine's own address.
-        body: value to send.
-        headers: additional headers.
-        timeout: seconds to wait for a connection and for each part of a response.
-        retries: maximum number of repetitions.
+    A request is repeated up to ``retries`` times: if there is no connection, if no valid response
+    comes in time (``timeout`` seconds for the connection and for each part of the response), and
+    after the status 429 or another that may pass. The wait before it doubles each time, or is what
+    the response's ``Retry-After`` demands. Redirects are not followed. The environment's
+    ``HTTPS_PROXY`` and ``NO_PROXY`` hold, but not for this machine's own address.
 
     Raises:
         ServiceError: all attempts failed, or the service refused the request.
         ValueError: the address is not one of HTTP.
     """
-    request = _build_request(url, json.dumps(body).encode(), headers)
-    return _send(request, timeout, retries, json.loads)
+    return _send(url, json.dumps(body).encode(), headers, timeout, retries)
 
 
 def get_json(
     url: str, headers: Mapping[str, str] | None = None, timeout: float = 60.0, retries: int = 4
 ) -> Any:
     """Return the JSON of the response to a GET; arguments and errors as in ``post_json``."""
-    return _send(_build_request(url, None, headers), timeout, retries, json.loads)
+    return _send(url, None, headers, timeout, retries)
 
 
 def post_command(url: str, body: Any = None, timeout: float = 60.0, retries: int = 4) -> None:
     """Send a POST whose response says nothing; arguments and errors as in ``post_json``."""
     data = b"" if body is None else json.dumps(body).encode()
-    _send(_build_request(url, data, None), timeout, retries, len)
-
-
-def _build_request(
-    url: str, data: bytes | None, headers: Mapping[str, str] | None
-) -> urllib.request.Request:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"address {url!r} must start with http:// or https://")
-    all_headers = {"Content-Type": "application/json", **(headers or {})}
-    method = "GET" if data is None else "POST"
-    return urllib.request.Request(url, data, all_headers, method=method)
+    _send(url, data, None, timeout, retries, read=len)
 
 
 def build_authorization(variable: str) -> dict[str, str]:
@@ -113,10 +96,18 @@ def build_authorization(variable: str) -> dict[str, str]:
 
 
 def _send(
-    request: urllib.request.Request, timeout: float, retries: int, read: Callable[[bytes], Any]
+    url: str,
+    data: bytes | None,
+    headers: Mapping[str, str] | None,
+    timeout: float,
+    retries: int,
+    read: Callable[[bytes], Any] = json.loads,
 ) -> Any:
-    """Send a request, and return what ``read`` makes of the response."""
-    url, headers = request.full_url, request.headers
+    """Send a request (a GET without data), and return what ``read`` makes of the response."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"address {url!r} must start with http:// or https://")
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data, headers)
     handlers: list[Any] = [_NoRedirect]
     if urllib.parse.urlsplit(url).hostname in _LOOPBACK:
         handlers.append(urllib.request.ProxyHandler({}))
@@ -127,7 +118,10 @@ def _send(
         wait = min(LONGEST_WAIT, FIRST_WAIT * 2**attempt) * _random.uniform(0.5, 1.0)
         try:
             with opener.open(request, timeout=timeout) as response:
-                return read(_read(response))
+                content = response.read(_LONGEST_RESPONSE + 1)
+            if len(content) > _LONGEST_RESPONSE:
+                raise ValueError(f"the response has more than {_LONGEST_RESPONSE} bytes")
+            return read(content)
         except urllib.error.HTTPError as error:
             with error:
                 reason = f"status {error.code} {error.reason}: {_read_excerpt(error, secrets)}"
@@ -141,13 +135,6 @@ def _send(
             time.sleep(wait)
     failed = f"{retries + 1} attempts failed, the last with " if retries else ""
     raise ServiceError(f"{url}: {failed}{reason}", status)
-
-
-def _read(response: Any) -> bytes:
-    data = response.read(_LONGEST_RESPONSE + 1)
-    if len(data) > _LONGEST_RESPONSE:
-        raise ValueError(f"the response has more than {_LONGEST_RESPONSE} bytes")
-    return data
 
 
 def _read_excerpt(error: urllib.error.HTTPError, secrets: Sequence[str]) -> str:

@@ -20,11 +20,9 @@ def spin_between_kernels() -> bool:
     than processors, for example because another thread prepares prompts, libgomp lets them sleep
     at once between kernels, and waking one takes longer than many kernels of a decode step
     (``perf/README.md``). Call this before torch is imported: libgomp reads its settings when it is
-    loaded. Child processes do not inherit them.
-
-    Returns:
-        Whether they do; False if the user has configured OpenMP or loads a library first,
-        if torch is imported already, or where PyTorch has no libgomp.
+    loaded. Child processes do not inherit them. It returns False, without an effect, if the user
+    has configured OpenMP or loads a library first, if torch is imported already, or where PyTorch
+    has no libgomp.
     """
     is_configured = any(name in os.environ for name in (*WAITING, "LD_PRELOAD"))
     spec = None if is_configured or "torch" in sys.modules else find_spec("torch")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vlm_grpo.utils.atomic_io import append_durable
-from vlm_grpo.utils.jsonl import parse_lines
+from vlm_grpo.utils.jsonl import read_valid_rows
 
 Item = TypeVar("Item")
 Value = TypeVar("Value")
@@ -24,18 +24,14 @@ Value = TypeVar("Value")
 class ValueCache:
     """The values that a service has returned, on disk, by the content of the requests.
 
-    A file has one line per value. Each process appends to a file of its own and also reads the
-    files of the other processes next to it. A line that a crash has cut off is skipped. If several
-    files have a value for one request, that of the process's own file counts.
-
-    Args:
-        path: the file that this process appends to.
+    A file has one line per value. Each process appends to ``path`` and also reads the files of the
+    other processes next to it. A line that a crash has cut off is skipped. If several files have a
+    value for one request, that of the process's own file counts.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._values: dict[str, float] = {}
-        self._ends_within_line = False
 
     def __reduce__(self) -> tuple[Callable[[Path], ValueCache], tuple[Path]]:
         return _open_cache, (self.path,)
@@ -44,25 +40,20 @@ class ValueCache:
         """Read what other processes have written since."""
         others = sorted(set(self.path.parent.glob("*.jsonl")) - {self.path})
         for path in (self.path, *others):
-            for _, row in parse_lines(path):
-                if row is not None and isinstance(row.get("value"), int | float):
+            for row in read_valid_rows(path):
+                if isinstance(row.get("value"), int | float):
                     self._values.setdefault(str(row.get("key")), row["value"])
-        self._ends_within_line = _ends_within_line(self.path)
 
     def get(self, key: str) -> float | None:
         """Return the value of a request by the request's key, or None."""
         return self._values.get(key)
 
     def put(self, key: str, value: float) -> None:
-        """Write a value to disk.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        line = json.dumps({"key": key, "value": value}) + "\n"
+        """Write a value to disk; ``OSError``: it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        append_durable(self.path, ("\n" * self._ends_within_line + line).encode())
-        self._ends_within_line = False
+        # The line break comes first: a line that was cut off before then costs no other value.
+        line = "\n" * self.path.exists() + json.dumps({"key": key, "value": value})
+        append_durable(self.path, line.encode())
         self._values[key] = value
 
 
@@ -71,20 +62,11 @@ def _open_cache(path: Path) -> ValueCache:
     return ValueCache(path)
 
 
-def _ends_within_line(path: Path) -> bool:
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read() != b"\n"
-
-
 class CachedCalls:
     """A function of requests that is called once for equal requests, from any thread.
 
-    Args:
-        function: returns a number for a request, a value that JSON can hold.
-        cache: earlier values; None: equal requests share a call only within this object.
+    The function returns a number for a request, a value that JSON can hold. ``cache`` has earlier
+    values; None: equal requests share a call only within this object.
     """
 
     def __init__(self, function: Callable[[Any], float], cache: ValueCache | None) -> None:
@@ -96,7 +78,9 @@ class CachedCalls:
 
     def __call__(self, request: Any) -> float:
         """Return the value for a request; raises whatever the function raises."""
-        key = self._compute_key(request)
+        # Two functions may give a request different values.
+        asked = [getattr(self.function, "__qualname__", ""), request]
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         with self._lock:
             known = self.cache.get(key) if self.cache is not None else None
             if known is not None:
@@ -117,17 +101,9 @@ class CachedCalls:
                 self.cache.put(key, value)
         return value
 
-    def _compute_key(self, request: Any) -> str:
-        """Return the digest of a request; two functions may give it different values."""
-        name = getattr(self.function, "__qualname__", "")
-        return hashlib.sha256(json.dumps([name, request], sort_keys=True).encode()).hexdigest()
-
 
 def call_all(
-    function: Callable[[Item], Value],
-    items: Sequence[Item],
-    concurrency: int,
-    seconds: float,
+    function: Callable[[Item], Value], items: Sequence[Item], concurrency: int, seconds: float
 ) -> list[Value | BaseException]:
     """Return the results of ``call_each`` in the order of the items."""
     found = dict(call_each(function, items, concurrency, seconds))
@@ -135,20 +111,12 @@ def call_all(
 
 
 def call_each(
-    function: Callable[[Item], Value],
-    items: Sequence[Item],
-    concurrency: int,
-    seconds: float,
+    function: Callable[[Item], Value], items: Sequence[Item], concurrency: int, seconds: float
 ) -> Generator[tuple[int, Value | BaseException]]:
-    """Call the function for each item, several at once, and yield the results as they come.
+    """Call the function for each item in threads, and yield the results as they come.
 
-    Once the generator is closed, no further call starts.
-
-    Args:
-        function: called in threads.
-        items: its arguments.
-        concurrency: maximum number of calls at once, at least 1.
-        seconds: time limit of one call; a call that takes longer is left behind in its thread.
+    At most ``concurrency`` calls, at least 1, run at once. One that takes longer than ``seconds``
+    is left behind in its thread. Once the generator is closed, no further call starts.
 
     Yields:
         The index of an item, and the function's value for it, or the exception that it raised, or
@@ -178,9 +146,9 @@ def call_each(
     def start_thread() -> None:
         threading.Thread(target=work, daemon=True).start()  # must not keep the process alive
 
-    for _ in range(min(concurrency, len(items))):
-        start_thread()
     try:
+        for _ in range(min(concurrency, len(items))):
+            start_thread()
         while len(found) < len(items):
             first = min(running.copy().values(), default=time.monotonic())
             wait = max(0.0, first + seconds - time.monotonic())
@@ -196,7 +164,7 @@ def call_each(
                     start_thread()
             for index, result in results:
                 running.pop(index, None)
-                if index not in found:
+                if index not in found:  # not the late result of a call that was left behind
                     found.add(index)
                     yield index, result
     finally:

@@ -1,33 +1,35 @@
-"""Measuring the phases of a step, and limiting the time of a call."""
+"""Measuring phases, limiting the time of a call, and stopping a run at the end of an update."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TIME_LIMIT_STATUS = 75
+"""Exit status after the time limit: EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass
 class Stopwatch:
     """A stopwatch that adds up seconds per phase, including the phases nested in it.
 
-    Attributes:
-        seconds: seconds spent in each phase since the last ``reset``.
-        phase: the innermost running phase; None between phases.
-        wait: called at the start and end of each phase; benchmarks on an accelerator synchronize
-            the device here, since otherwise only the host's time is measured.
-        annotate: returns a context entered in each phase, given its name; a profiler marks the
-            phase with it.
+    ``phase`` is the innermost running one.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     phase: str | None = None
+    # Called at both ends of a phase: benchmarks synchronize the device, as otherwise only the
+    # host's time is measured.
     wait: Callable[[], None] = lambda: None
+    # Gives a context around each phase, by its name, with which a profiler marks it.
     annotate: Callable[[str], AbstractContextManager] = nullcontext
 
     @contextmanager
@@ -60,14 +62,9 @@ def can_interrupt() -> bool:
 def time_limit(seconds: float | None) -> Iterator[Callable[..., Any]]:
     """Yield ``call(function, *arguments)``, which interrupts calls that exceed the time limit.
 
-    Python code and regular expressions are interrupted; other compiled code runs to its end. A
-    timer that was set before, such as a test runner's, continues afterwards.
-
-    Args:
-        seconds: time limit of one call; None: no limit.
-
-    Raises:
-        CallTimeout: raised by ``call`` when the limit is exceeded.
+    Such a call raises ``CallTimeout``. Python code and regular expressions are interrupted; other
+    compiled code runs to its end. A timer that was set before, such as a test runner's, continues
+    afterwards. ``seconds`` None: no limit.
     """
     if seconds is None:
         yield lambda function, *arguments: function(*arguments)
@@ -100,3 +97,59 @@ def time_limit(seconds: float | None) -> Iterator[Callable[..., Any]]:
             # Never zero, which would disable the other timer.
             left = max(1e-3, left - (time.monotonic() - started))
             signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+class StepInterrupted(Exception):
+    """An interruption of a step by a request to stop."""
+
+
+class StopRequest:
+    """A request to stop: the first SIGINT, SIGTERM or SIGHUP, or an expired time limit.
+
+    As a context manager it handles the signals; a second signal, other than SIGHUP, raises
+    ``KeyboardInterrupt``. A SIGHUP that the process ignores (``nohup``) stays ignored. Outside the
+    main thread only the time limit applies, ``max_hours`` from now.
+    """
+
+    def __init__(self, max_hours: float | None = None) -> None:
+        self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
+        self.signal: signal.Signals | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """Return why the run should stop now, or None."""
+        if self.signal is not None:
+            return self.signal.name
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            return "the time limit (checkpoint.max_hours)"
+        return None
+
+    @property
+    def status(self) -> int:
+        """Return the exit status: 128 + the signal's number, or 75 for the time limit."""
+        return TIME_LIMIT_STATUS if self.signal is None else 128 + self.signal
+
+    def __enter__(self) -> StopRequest:
+        with suppress(ValueError):  # not the main thread
+            for number in SIGNALS:
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            if number == signal.SIGHUP:  # a closed terminal sends several
+                return
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        with suppress(OSError):  # the terminal is gone
+            print(
+                f"\n{self.signal.name}: finishing this update and saving; repeat to stop at once",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -21,14 +21,9 @@ class WorkerPool:
     """A pool of worker processes, which may be used from several threads.
 
     The workers end with this process, however it ends, and ignore the signals of its terminal. A
-    worker that ends is replaced; the call that it was running fails.
-
-    Args:
-        workers: number of processes.
-        context: starts them; not by a fork of this process, which has threads and a GPU.
-        names: their work and the setting of their number, for messages.
-        initialize: called in each process at its start; None: nothing is called.
-        arguments: its arguments, which are pickled once per process.
+    worker that ends is replaced; the call that it was running fails. The ``context`` must not fork
+    this process, which has threads and a GPU. Messages name the workers' work and the setting of
+    their number (``names``). Each worker begins with a call of ``initialize``.
     """
 
     def __init__(
@@ -42,7 +37,7 @@ class WorkerPool:
         self.workers, self.context, self.names = workers, context, names
         self.initialize = initialize, tuple(arguments)
         self._pool: ProcessPool | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def schedule(
         self, function: Callable[..., Any], arguments: Sequence[Any], seconds: float | None = None
@@ -57,20 +52,17 @@ class WorkerPool:
         """
         with self._lock:
             if self._pool is None or not self._pool.active:
-                self._stop()
+                self.close()
                 self._pool = self._start()
             return self._pool.schedule(function, arguments, timeout=seconds)
 
     def close(self) -> None:
         """Stop the workers; a later call starts new ones."""
         with self._lock:
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = None
+            if self._pool is not None:
+                self._pool.stop()
+                self._pool.join()
+                self._pool = None
 
     def _start(self) -> ProcessPool:
         context: Any = self.context
