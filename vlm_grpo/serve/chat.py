@@ -28,22 +28,17 @@ _LISTING_RETRIES = 1
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of a model, and how to ask it.
+    """The address of a model, and how to ask it; ``UserError``: a value is not valid.
 
     Attributes:
         url: address up to ``/v1``, which is added to an address without a path.
         model: name of the model there; None: the only one that it serves.
         api_key_env: environment variable with the API key; None: ``OPENAI_API_KEY`` if it is set.
         concurrency: maximum number of requests at once.
-        price: price of a million prompt tokens and of a million completion tokens, in any currency;
-            None: unknown.
+        price: price of a million prompt tokens and of a million completion tokens; None: unknown.
         frame: coordinate frame of boxes if ``Settings.model`` is ``none``; None: pixels of the
             original image.
         timeout: seconds to wait for each part of a response.
-        retries: maximum number of repetitions of a request that failed.
-
-    Raises:
-        UserError: a value is not valid.
     """
 
     url: str
@@ -78,14 +73,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer to one request.
+    """A model's answer to one request; ``seconds`` include repetitions.
 
-    Attributes:
-        completion: text and reason for the end; it has no tokens, which the interface does not
-            return.
-        prompt_tokens: number of tokens of the prompt; None: the server does not count.
-        completion_tokens: number of sampled tokens; None: the server does not count.
-        seconds: time from the request to the answer, with repetitions.
+    The completion has no tokens, which the interface does not return; their numbers are None if the
+    server does not count.
     """
 
     completion: Completion
@@ -99,13 +90,7 @@ class Answer:
 
 
 class ChatClient:
-    """A client of one model, which may be used from several threads.
-
-    Args:
-        endpoint: the model's address.
-
-    Attributes:
-        model: name of the model at the address.
+    """A client of one ``model`` at an address, which may be used from several threads.
 
     Raises:
         UserError: the address does not answer, refuses the API key or does not serve one model
@@ -130,13 +115,12 @@ class ChatClient:
         options: Mapping[str, Any],
         tags: ThinkingTags = THINK_TAGS,
     ) -> Answer:
-        """Return the answer to messages.
+        """Return the answer to messages of ``build_messages``.
 
         Args:
-            messages: as from ``build_messages``.
-            tags: how to mark a thinking that the server returns apart from the text.
             options: further fields of the request, of which ``max_tokens`` is renamed for servers
                 that refuse it.
+            tags: how to mark thinking that the server returns apart from the text.
 
         Raises:
             ServiceError: this request failed or was refused, or the response has no answer.
@@ -203,12 +187,7 @@ class ChatClient:
 def build_messages(
     turns: Sequence[Turn], media: Sequence[Image.Image | str]
 ) -> list[dict[str, Any]]:
-    """Build the messages of a chat.
-
-    Args:
-        turns: the turns.
-        media: for each ``<image>`` in them an image, or the URL of a clip.
-    """
+    """Build the messages of turns; ``media`` are an image or a clip's URL for each ``<image>``."""
     parts = map(_build_part, media)
     return [
         {
@@ -230,8 +209,7 @@ def _build_part(medium: Image.Image | str) -> dict[str, Any]:
 def encode_clip(clip: VideoRef) -> str:
     """Return a clip as a ``data:`` URL: its file, or its frames as vLLM takes them.
 
-    Raises:
-        ValueError: it cannot be read.
+    A clip that cannot be read is a ``ValueError``.
     """
     if not clip.frames:
         kind = mimetypes.guess_type(clip.name)[0] or "video/mp4"

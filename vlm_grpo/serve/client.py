@@ -22,16 +22,12 @@ START_AS = "start it by vlm-grpo serve, which sets what a run needs"
 
 
 class WeightLabel(NamedTuple):
-    """The names by which a server returns the versions of its weights.
-
-    Their ``kind`` is ``adapters`` or ``weights``. They name the run: several may use a server.
-    """
+    """The names of versions on a server: of ``adapters`` or ``weights``, and of one run."""
 
     kind: str
     run: str
 
     def write(self, version: int) -> str:
-        """Return the name of a version."""
         return f"{self.kind}/{self.run}/{version}"
 
     def read(self, name: str) -> int:
@@ -52,8 +48,8 @@ class WeightLabel(NamedTuple):
 class VllmClient:
     """A client of the server at ``url``, without ``/v1``. Each method may raise ``ServiceError``.
 
-    Within ``timeout`` seconds it must answer a request for completions, or load weights. If it
-    ``is_on_cpu``, it runs with ``worker/vlm_grpo_worker.py``.
+    Sampling and loading must end within ``timeout`` seconds. A server on a CPU runs with
+    ``worker/vlm_grpo_worker.py``.
     """
 
     def __init__(self, url: str, timeout: float, is_on_cpu: bool = False) -> None:
@@ -159,7 +155,6 @@ class VllmClient:
         self._command(f"/wake_up?tags={part}")
 
     def _get(self, path: str, name: str) -> Any:
-        """Return a field of the response."""
         found = get_json(self.url + path, timeout=SHORT_TIMEOUT, retries=0)
         if not isinstance(found, dict) or name not in found:
             raise ServiceError(f"{self.url}{path}: the response has no {name}: {str(found)[:300]}")

@@ -80,7 +80,6 @@ def describe_model(
     """Describe a model without loading its weights.
 
     Args:
-        settings: settings of the run, or of the model.
         checkpoint: folder with its weights or adapter; None: those of ``settings.model``.
         for_rollouts: the adapter of the settings is still to be trained.
 

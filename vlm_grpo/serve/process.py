@@ -44,7 +44,6 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -73,11 +72,9 @@ class ServerProcess:
                 )
 
     def describe_log(self) -> str:
-        """Name the log, and quote its end."""
         return f"its log {self.log} ends with:\n{self.read_last_lines(_SHOWN_LINES)}"
 
     def read_last_lines(self, count: int) -> str:
-        """Return the last lines of the log."""
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - 10_000))
             text = log.read().decode(errors="replace")

@@ -102,11 +102,7 @@ def build_request(
 def read_choices(
     policy: Policy, sampling: SamplingSettings, choices: Sequence[Any], label: WeightLabel
 ) -> tuple[Completion, ...]:
-    """Return the completions in a response.
-
-    Raises:
-        ServiceError: the server has given up a completion.
-    """
+    """Return the completions in a response; ``ServiceError``: the server has given one up."""
     ordered = sorted(choices, key=lambda choice: choice["index"])
     return tuple(_read_choice(policy, sampling, choice, label) for choice in ordered)
 
@@ -126,11 +122,7 @@ def _read_choice(
 
 
 def check_prompt(policy: Policy, prompt: Prompt, found: Sequence[int]) -> None:
-    """Check that the server's prompt has our tokens.
-
-    Raises:
-        UserError: it has others; the message names the likely cause.
-    """
+    """Refuse a server whose prompt has other tokens than ours, and name the likely cause."""
     ours = list(prompt.token_ids)
     if ours == found:
         return
@@ -156,11 +148,7 @@ def check_prompt(policy: Policy, prompt: Prompt, found: Sequence[int]) -> None:
 
 
 def build_features(policy: Policy, prompt: Prompt) -> dict[str, Any]:
-    """Build the part of a request that holds the images and frames of a prompt with clips.
-
-    Raises:
-        UserError: the server would normalize the pixels in another way.
-    """
+    """Build the part of a request that holds the images and frames of a prompt with clips."""
     items = []
     for image in policy.family.split_images(prompt):
         try:

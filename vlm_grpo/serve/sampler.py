@@ -122,7 +122,6 @@ class VllmSampler(OutsideSampler):
 
     @property
     def _loads_weights(self) -> bool:
-        """Whether this process loads the weights into its servers."""
         return not self.vllm.urls or self.ranks.is_main_process
 
     def publish(self, version: int) -> None:
@@ -319,11 +318,7 @@ class VllmSampler(OutsideSampler):
             server.process.stop()  # ends the other requests, which may hang
 
     def _recover(self, server: Server) -> None:
-        """Restart a server, ask one of others again, or drop it if it is gone.
-
-        Raises:
-            UserError: it has failed too often, or no server is left.
-        """
+        """Restart a server, ask one of others again, or drop it if it is gone."""
         if self._closed.is_set():
             raise UserError("the run was stopped while its completions were sampled")
         problem, server.problem = server.problem, ""

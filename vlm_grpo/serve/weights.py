@@ -103,7 +103,6 @@ class IpcChannel:
         self._handle: Any = None
 
     def open(self, client: VllmClient) -> None:
-        """Prepare an update of a server."""
         client.init_transfer({"packed": True})
 
     def send(self, client: VllmClient, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -148,7 +147,6 @@ class NcclChannel:
         self._groups: dict[str, Any] = {}
 
     def open(self, client: VllmClient) -> None:
-        """Prepare an update of a server."""
         if client.url in self._groups:
             return
         count, identifier = 1 + client.get_world_size(), self.nccl.unique_id()
@@ -265,11 +263,9 @@ class DirectTransfer:
         return failures
 
     def forget(self, client: VllmClient) -> None:
-        """Forget the channel of a server that has failed."""
         self.channel.forget(client)
 
     def close(self) -> None:
-        """Free the memory that the last update took."""
         self.channel.release()
 
     def _iterate_layers(self, is_needed: bool) -> Iterator[dict[str, Tensor]]:
@@ -333,11 +329,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def build_transfer(strategy: Strategy, settings: Settings) -> FileTransfer | DirectTransfer:
-    """Build the transfer of a run (``rollout.vllm.weight_transfer``).
-
-    Raises:
-        UserError: the way that is set needs a GPU.
-    """
+    """Build the transfer of a run (``rollout.vllm.weight_transfer``)."""
     device = strategy.policy.device
     way = choose_transfer(settings, device.type == "cuda")
     if way == "files":
