@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Protocol
 
 import torch
 
@@ -38,53 +37,15 @@ CONCURRENCY = 64
 """Maximum number of prompts that a server is asked for at once."""
 
 
-class OutsideSampler(Protocol):
-    """A sampler with weights of its own, which generates in the background, in the order of starts.
-
-    Attributes:
-        ready: is finished when it can be given weights; raises ``UserError`` if it never becomes
-            ready.
-    """
-
-    ready: Future[None]
-
-    def publish(self, version: int) -> None:
-        """Give what is started from now on the policy's current weights.
-
-        All ranks call it between two steps, in their main thread; ``version`` is the number of
-        finished steps. ``UserError`` on all ranks: a server does not get ready, or the weights
-        cannot be sent.
-        """
-        ...
-
-    def start(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingSettings,
-        num_generations: Sequence[range],
-        seeds: Sequence[Sequence[int | str]],
-    ) -> Future[list[Group]]:
-        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``.
-
-        They have the ``version`` of the weights that sampled them. The future raises ``UserError``
-        if all servers have failed, or one tokenizes a prompt differently.
-        """
-        ...
-
-    def rest(self) -> None:
-        """Free memory that the update needs, until the next ``publish``; all ranks call it."""
-        ...
-
-    def close(self) -> None:
-        """Drop what has not finished, and end what this sampler has started."""
-        ...
-
-
-class VllmSampler(OutsideSampler):
-    """A sampler that asks vLLM servers, which run beside the update.
+class VllmSampler:
+    """A sampler that asks vLLM servers, which generate beside the update, in the order of starts.
 
     Every process of the run starts a server of its own (``rollout.vllm.python``), or all processes
     share running ones (``rollout.vllm.urls``), into which the main process loads the weights.
+
+    Attributes:
+        ready: is finished when weights can be published; raises ``UserError`` if it never becomes
+            ready.
     """
 
     def __init__(self, strategy: Strategy, settings: Settings) -> None:
@@ -125,6 +86,12 @@ class VllmSampler(OutsideSampler):
         return not self.vllm.urls or self.ranks.is_main_process
 
     def publish(self, version: int) -> None:
+        """Give what is started from now on the policy's current weights.
+
+        All ranks call it between two steps, in their main thread; ``version`` is the number of
+        finished steps. ``UserError`` on all ranks: a server does not get ready, or the weights
+        cannot be sent.
+        """
         if self.version < 0:
             with fail_together(self.ranks):
                 self.ready.result()
@@ -139,6 +106,7 @@ class VllmSampler(OutsideSampler):
             self._load_together(direct, version)
 
     def rest(self) -> None:
+        """Free memory that the update needs, until the next ``publish``; all ranks call it."""
         for server in self.servers:
             self._try(server, server.rest)
 
@@ -149,12 +117,18 @@ class VllmSampler(OutsideSampler):
         num_generations: Sequence[range],
         seeds: Sequence[Sequence[int | str]],
     ) -> Future[list[Group]]:
+        """Start sampling completions of this rank's prompts; arguments as in ``Policy.sample``.
+
+        They have the ``version`` of the weights that sampled them. The future raises ``UserError``
+        if all servers have failed, or one tokenizes a prompt differently.
+        """
         job = Job(prompts, sampling, num_generations, seeds, self.version)
         self._jobs.put(job)
         self._last = job.future
         return job.future
 
     def close(self) -> None:
+        """Drop what has not finished, and end what this sampler has started."""
         self._closed.set()
         self._jobs.put(None)
         for server in self.servers:

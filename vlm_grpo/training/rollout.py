@@ -17,7 +17,7 @@ from vlm_grpo.data.stream import StreamCursor, build_stream
 from vlm_grpo.dist.collectives import any_rank, balance_by_cost, gather_object, sum_over_ranks
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
-from vlm_grpo.serve.sampler import OutsideSampler, VllmSampler
+from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
 from vlm_grpo.task.failures import FailureGuard
 from vlm_grpo.training.advantages import has_spread
@@ -65,7 +65,7 @@ class RolloutSampler:
         task: Task,
         examples: Sequence[Example],
         settings: Settings,
-        build_outside: Callable[[], OutsideSampler] | None = None,
+        build_outside: Callable[[], VllmSampler] | None = None,
     ) -> None:
         self.strategy, self.policy = strategy, strategy.policy
         self._build_outside, self.outside = build_outside, None
@@ -138,7 +138,7 @@ class RolloutSampler:
             self.restore(*place)
             raise
 
-    def start_outside(self) -> OutsideSampler | None:
+    def start_outside(self) -> VllmSampler | None:
         """Return the outside sampler, built the first time; None if the policy samples."""
         if self.outside is None and self._build_outside is not None:
             self.outside = self._build_outside()
@@ -246,7 +246,7 @@ class RolloutSampler:
         if any_rank(self.accelerator, failure is not None):
             raise failure or UserError("another process of this run could not make its groups")
 
-    def _publish(self, outside: OutsideSampler, step: int) -> None:
+    def _publish(self, outside: VllmSampler, step: int) -> None:
         """Give the outside sampler the weights of now, the first time when it is ready.
 
         Raises:
