@@ -1,7 +1,9 @@
-"""Files with the weights that servers load."""
+"""Weights for servers: in files, and from memory into servers that have vLLM's interface."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,29 @@ import pytest
 import torch
 from accelerate import Accelerator
 from fake_vllm import read_calls, run_fake
+from forked import run_ranks
+from rank_setup import prepare
 from safetensors.torch import load_file
 from small_runs import LORA
+from tiny_models import tiny_policy
+from torch import Tensor
+from transfer_ranks import send_weights
+from transfer_server import GPU, TransferServer, run_transfer_server
 
+from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.dist.data_parallel import DataParallel
+from vlm_grpo.dist.sharding import Deferred
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.policy import load_policy
+from vlm_grpo.serve import weights
 from vlm_grpo.serve.client import VllmClient
-from vlm_grpo.serve.weights import FileTransfer
+from vlm_grpo.serve.weights import (
+    DirectTransfer,
+    FileTransfer,
+    IpcChannel,
+    NcclChannel,
+    group_by_layer,
+)
 from vlm_grpo.training.update import build_updater
 
 
@@ -84,3 +103,185 @@ def test_a_server_loads_the_kind_of_weights_that_are_trained(
     path = "/collective_rpc" if is_full else "/v1/load_lora_adapter"
     assert [call["path"] for call in read_calls(fake)] == ["/pause", path]
     assert (fake / "last/adapter_config.json").is_file() != is_full
+
+
+CPU = torch.device("cpu")
+WAYS = ("ipc", "nccl")
+
+
+@pytest.fixture
+def server() -> Iterator[TransferServer]:
+    with run_transfer_server() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "get_device_id", lambda device: GPU)
+    # On a CPU a handle has the buffer's content.
+    monkeypatch.setattr(weights, "PART_BYTES", 1 << 21)
+
+
+def make_transfer(
+    way: str, server: TransferServer, strategy: Any, **changes: Any
+) -> DirectTransfer:
+    channel = IpcChannel(CPU) if way == "ipc" else NcclChannel(CPU, server.nccl)
+    return DirectTransfer(strategy, channel, changes.get("may_load", True))
+
+
+def make_strategy(dtype: str = "float32") -> DataParallel:
+    settings = load_settings("quickstart", [f"policy.dtype={dtype}"])
+    return DataParallel(load_policy(settings), Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("part_bytes", [1 << 21, 1000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_server_receives_what_the_files_have(
+    way: str,
+    dtype: str,
+    part_bytes: int,
+    server: TransferServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "PART_BYTES", part_bytes)
+    strategy = make_strategy(dtype)
+    assert make_transfer(way, server, strategy).send([VllmClient(server.url, 10)]) == {}
+    strategy.policy.save_shard(tmp_path, strategy.policy.weights())
+    files = load_file(tmp_path / "model.safetensors")
+    assert set(server.weights) == set(files)
+    for name, expected in files.items():
+        found = server.weights[name]
+        is_rounded = dtype == "bfloat16" and expected.dim() > 1
+        assert found.dtype == (torch.bfloat16 if is_rounded else expected.dtype), name
+        assert torch.equal(found, expected.to(found.dtype)), name
+    updates = server.calls.count("/update_weights")
+    layers = len(group_by_layer(strategy.weights()))
+    # A request per layer and dtype; a tensor over 1,000 bytes takes a request for itself.
+    assert updates > 3 * layers if part_bytes == 1000 else layers <= updates <= 2 * layers
+    assert server.calls == [
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        *["/update_weights"] * updates,
+        "/finish_weight_update",
+    ]
+
+
+def test_tied_weights_are_sent_once(server: TransferServer) -> None:
+    strategy = make_strategy()
+    weights = strategy.weights()
+    tied = [n for n in weights if n.endswith(("lm_head.weight", "embed_tokens.weight"))]
+    assert len(tied) == 2
+    make_transfer("ipc", server, strategy).send([VllmClient(server.url, 10)])
+    assert len(server.weights) == len(weights) - 1
+
+
+def test_a_group_with_nccl_begins_as_vllm_s_workers_do(server: TransferServer) -> None:
+    transfer, client = make_transfer("nccl", server, make_strategy()), VllmClient(server.url, 10)
+    transfer.send([client])
+    transfer.send([client])
+    identifier = bytes(128)
+    # Two workers and this process, which is the first; the group serves both updates.
+    assert server.nccl.log == [
+        (identifier, 1),
+        (3, identifier, 0),
+        ("all_reduce", [1], [identifier]),
+    ]
+    assert server.calls.count("/start_weight_update") == 2
+    transfer.forget(client)
+    transfer.send([client])
+    assert server.calls.count("/init_weight_transfer_engine") == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights"])
+def test_a_server_that_fails_stops_no_other(way: str, path: str) -> None:
+    with run_transfer_server() as good, run_transfer_server() as bad:
+        bad.fails.add(path)
+        clients = [VllmClient(server.url, 10) for server in (bad, good)]
+        channel: Any = IpcChannel(CPU)
+        if way == "nccl":
+            channel = NcclChannel(CPU, good.nccl)
+            bad.nccl = good.nccl
+        failures = DirectTransfer(make_strategy(), channel, True).send(clients)
+        assert list(failures) == [bad.url]
+        assert "out of memory" in str(failures[bad.url])
+        assert bad.calls[-1] == path, "nothing is asked after a failure"
+        assert good.calls[-1] == "/finish_weight_update"
+
+
+def test_an_error_of_nccl_is_a_failure(
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("unhandled cuda error")
+
+    monkeypatch.setattr(server.nccl, "all_reduce", fail)
+    client = VllmClient(server.url, 10)
+    failures = make_transfer("nccl", server, make_strategy()).send([client])
+    assert "NCCL failed: unhandled cuda error" in str(failures[server.url])
+
+
+class ShardedStrategy:
+    """A strategy whose weights must be gathered, and which counts what is gathered at once."""
+
+    def __init__(self) -> None:
+        self.policy, self.accelerator = tiny_policy("qwen2_5_vl"), Accelerator(cpu=True)
+        self.gathered: list[str] = []
+        self.alive: dict[int, int] = {}
+        self.most = 0
+
+    def weights(self) -> dict[str, Tensor | Deferred]:
+        return {n: self._defer(n, w) for n, w in self.policy.weights().items()}
+
+    def _defer(self, name: str, weight: Tensor) -> Deferred:
+        def gather() -> Tensor:
+            full = weight.detach().clone()
+            self.gathered.append(name)
+            self.alive[id(full)] = full.nbytes
+            weakref.finalize(full, self.alive.pop, id(full))
+            self.most = max(self.most, sum(self.alive.values()))
+            return full
+
+        return Deferred(weight.shape, weight.dtype, gather)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sharded_weights_are_gathered_by_all_ranks_layer_by_layer(
+    way: str, server: TransferServer
+) -> None:
+    strategy: Any = ShardedStrategy()
+    transfer = make_transfer(way, server, strategy)
+    weights = strategy.policy.weights()
+    assert transfer.send([VllmClient(server.url, 10)]) == {}
+    assert sorted(strategy.gathered) == sorted(weights)
+    layers = [sum(weights[n].nbytes for n in layer) for layer in group_by_layer(weights)]
+    # While a layer is gathered, the last one that was sent may still be there.
+    assert strategy.most <= 2 * max(layers) < sum(layers)
+    # A rank without a server takes part in the gathering, and holds one tensor at a time.
+    strategy.gathered, strategy.most = [], 0
+    assert transfer.send([]) == {}
+    assert sorted(strategy.gathered) == sorted(weights)
+    assert strategy.most <= 2 * max(weight.nbytes for weight in weights.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["fsdp", "zero3"])
+def test_shards_of_two_processes_arrive_whole(launch: str, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    run_ranks(tmp_path / "log", 2, send_weights, tmp_path, launch)
+
+
+def test_a_server_that_lost_its_weights_gets_them_if_nothing_changes_them(
+    server: TransferServer,
+) -> None:
+    client = VllmClient(server.url, 10)
+    make_transfer("ipc", server, make_strategy()).load(client, 3)
+    assert server.calls[-1] == "/finish_weight_update"
+    ahead = make_transfer("ipc", server, make_strategy(), may_load=False)
+    sharded: Any = ShardedStrategy()
+    for transfer in (ahead, make_transfer("ipc", server, sharded)):
+        with pytest.raises(UserError, match="step 3 cannot be sent before"):
+            transfer.load(client, 3)
+    assert sharded.gathered == []
