@@ -196,6 +196,13 @@ class ObjectiveSettings(Frozen):
         return self.beta > 0 and self.reference_refresh_every != 1
 
     @property
+    def method_terms(self) -> frozenset[str]:
+        """The blocks whose methods add terms to the loss, by the names of these terms."""
+        masked = self.perception is not None and self.perception.kl_coef > 0
+        used = {"distillation": self.distillation is not None, "perception": masked}
+        return frozenset(name for name, is_used in used.items() if is_used)
+
+    @property
     def can_skip_zero_advantages(self) -> bool:
         """True if a completion with advantage 0 has no gradient, so that the update may skip it."""
         in_loss = self.beta > 0 and self.kl_in == "loss"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ BATCH = TokenBatch(
 )
 
 
-def write_loss(folder: Path, body: str, **fields: str) -> ObjectiveSettings:
+def write_loss(folder: Path, body: str, **fields: Any) -> ObjectiveSettings:
     path = folder / "my_loss.py"
     path.write_text(f"import torch\n\n\ndef compute(ratio, batch, settings):\n    {body}\n")
     return ObjectiveSettings(loss=f"{path}:compute", **fields)
@@ -61,6 +62,11 @@ def test_a_loss_of_a_file_replaces_that_of_the_loss_type(tmp_path: Path, loss_ty
         ("return ratio.detach()", "have no gradient"),
         ("return ratio * batch.logprobs / 0", "is not finite"),
         ("return ratio * unknown", r"my_loss.py, line 5: NameError"),
+        (
+            "return ratio * batch.teacher_logprobs",
+            r"line 5: AttributeError: TokenBatch has no teacher_logprobs: use "
+            r'batch\.scores\["teacher_logprobs"\]',
+        ),
         ("raise SystemExit(3)", r"my_loss.py, line 5: SystemExit: 3"),
     ],
 )
@@ -72,6 +78,14 @@ def test_a_loss_that_cannot_be_used_is_refused(tmp_path: Path, body: str, proble
 def test_sums_over_a_completion_are_allowed(tmp_path: Path) -> None:
     body = "return (ratio * batch.completion_mean(ratio)[batch.completion]).log()"
     assert load_surrogate(write_loss(tmp_path, body)) is not None
+
+
+def test_a_loss_may_use_what_methods_scored(tmp_path: Path) -> None:
+    """Beside their terms, which are no part of the check."""
+    body = 'return ratio * (batch.logprobs.detach() - batch.scores["teacher_logprobs"])'
+    for only in (False, True):
+        settings = write_loss(tmp_path, body, distillation={"teacher": "any", "only": only})
+        assert load_surrogate(settings) is not None
 
 
 def test_a_file_without_the_function_is_refused(tmp_path: Path) -> None:

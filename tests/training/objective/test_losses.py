@@ -17,6 +17,7 @@ from vlm_grpo.training.methods import find_methods
 from vlm_grpo.training.objective import (
     StepTotals,
     TokenBatch,
+    completion_weights,
     compute_loss,
     needs_update,
     policy_loss,
@@ -369,6 +370,21 @@ def test_the_terms_of_other_models_and_images(fields: Any, values: str, formula:
     torch.testing.assert_close(found - rest, expected.sum() / totals.active_tokens)
     with pytest.raises(ValueError, match=f"needs {values} in the batch"):
         policy_loss(step, totals, settings, methods=find_methods())
+    with pytest.raises(ValueError, match=r"adds a term .* give methods=find_methods\(\)"):
+        policy_loss(batch, totals, settings)
+
+
+@pytest.mark.parametrize("name", list(find_methods()))
+def test_no_term_of_a_method_is_left_out(name: str) -> None:
+    """The settings name every term that a method adds; otherwise it would be absent unnoticed."""
+    fields = {"distillation": {"teacher": "any"}, "perception": {"kl_coef": 0.1}}
+    settings = ObjectiveSettings(**{key: fields[key] for key in {name} & {*fields}})
+    step = make_step()
+    arguments = step.lengths, step.active, count_totals(step), settings
+    weights = completion_weights(*arguments, find_methods())
+    assert settings.method_terms == weights.keys() & find_methods().keys() == {name} & {*fields}
+    adds_term = "add_weights" in vars(find_methods()[name])
+    assert adds_term == (name in fields)
 
 
 def test_factors_weigh_the_policy_loss_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,6 +53,13 @@ class TokenBatch:
     token_advantages: Float[Tensor, " M"] | None = None
     weights: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
     scores: Mapping[str, Float[Tensor, " M"]] = field(default_factory=dict)
+
+    if not TYPE_CHECKING:  # type checkers then report unknown names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say where log-probs are that methods scored, which were fields once."""
+            where = f': use batch.scores["{name}"]' if name.endswith("_logprobs") else ""
+            raise AttributeError(f"TokenBatch has no {name}{where}", name=name, obj=self)
 
     @property
     def per_token_advantages(self) -> Float[Tensor, " M"]:

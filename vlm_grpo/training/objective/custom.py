@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from vlm_grpo.task import FAILURES
 from vlm_grpo.task.registry import load_file
 from vlm_grpo.training.objective.advantages import STEP_ESTIMATORS, AdvantageInputs, StepEstimator
 from vlm_grpo.training.objective.batch import StepTotals, TokenBatch
-from vlm_grpo.training.objective.losses import Surrogate, policy_loss
+from vlm_grpo.training.objective.losses import Surrogate, completion_weights, compute_loss
 
 LENGTHS = (3, 1, 4, 2)
 """Tokens of the completions that a loss is checked on."""
@@ -71,7 +72,9 @@ def _load(setting: str, value: str, find_problem: Callable[[Any], str | None]) -
     try:
         problem = find_problem(function)
     except FAILURES as error:  # the user's function may raise anything
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if Path(frame.filename).name == Path(path).name]
+        last = (own or frames)[-1]
         problem = f"{Path(last.filename).name}, line {last.lineno}: {type(error).__name__}: {error}"
     if problem:
         raise UserError(f"objective.{setting}={value}: {problem}")
@@ -161,17 +164,19 @@ def _draw_batch() -> TokenBatch:
         sampler_logprobs=near[2].detach(),
         entropies=draw(count).exp(),
         active=torch.tensor([True, True, True, False]),
+        scores=defaultdict(near[1].detach),  # whatever a method may score
     )
 
 
 def _select(batch: TokenBatch, rows: range) -> TokenBatch:
     """Return the batch of some completions, with gradients into the whole batch's log-probs."""
     chosen, tokens = list(rows), (batch.completion >= rows.start) & (batch.completion < rows.stop)
-    changed = {"completion": batch.completion[tokens] - rows.start}
+    changed: dict[str, Any] = {"completion": batch.completion[tokens] - rows.start}
     for name in ("logprobs", "old_logprobs", "reference_logprobs", "sampler_logprobs", "entropies"):
         changed[name] = getattr(batch, name)[tokens]
     for name in ("advantages", "lengths", "active"):
         changed[name] = getattr(batch, name)[chosen]
+    changed["scores"] = defaultdict(lambda: batch.scores["any"][tokens])
     return replace(batch, **changed)
 
 
@@ -181,5 +186,12 @@ def _compute_gradient(
     """Return the gradient of the log-probs of a step that is cut into these completions."""
     batch = _draw_batch()
     totals = StepTotals(len(LENGTHS), sum(LENGTHS[:3]), 2 * max(LENGTHS))
-    parts = [policy_loss(_select(batch, rows), totals, settings, loss).loss for rows in cuts]
+    # Only the policy loss is the user's: the terms of methods need none of this check.
+    plain = settings.model_copy(update=dict.fromkeys(settings.method_terms))
+    parts = []
+    for rows in cuts:
+        part = _select(batch, rows)
+        weights = completion_weights(part.lengths, part.active, totals, plain)
+        spread = {name: values[part.completion] for name, values in weights.items()}
+        parts.append(compute_loss(replace(part, weights=spread), settings, loss).loss)
     return torch.autograd.grad(torch.stack(parts).sum(), batch.logprobs)[0]

@@ -170,7 +170,7 @@ def policy_loss(
         surrogate, methods: as in ``compute_loss``.
 
     Raises:
-        ValueError: as in ``compute_loss``.
+        ValueError: as in ``compute_loss`` and ``completion_weights``.
     """
     weights = completion_weights(batch.lengths, batch.active, totals, settings, methods)
     spread = {name: values.to(batch.logprobs)[batch.completion] for name, values in weights.items()}
@@ -318,7 +318,15 @@ def completion_weights(
         totals: the normalizers of the step.
         settings: settings of the objective.
         methods: the optional methods by name.
+
+    Raises:
+        ValueError: the settings use a method with a term, and ``methods`` lacks it.
     """
+    if missing := sorted(settings.method_terms - methods.keys()):
+        raise ValueError(
+            f"objective.{missing[0]} adds a term to the loss, which needs its method: give "
+            "methods=find_methods(), from vlm_grpo.training.methods"
+        )
     kept = torch.ones_like(lengths) if active is None else active
     kept = kept.double()  # exact for any precision of the log-probs
     completions, tokens = max(totals.completions, 1), max(totals.active_tokens, 1)
