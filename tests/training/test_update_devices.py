@@ -20,6 +20,7 @@ from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.training import update
 from vlm_grpo.training.batch import StepBatch
 from vlm_grpo.training.memory import TokenBudget
+from vlm_grpo.training.methods import find_methods
 from vlm_grpo.training.objective import StepTotals, completion_weights
 from vlm_grpo.training.update import Updater, Updates
 
@@ -56,7 +57,8 @@ def make_step(policy: Any, objective: ObjectiveSettings, num_iterations: int) ->
     slices = [GroupSlice(p, tokens, tuple(range(3 * i, 3 * i + 3))) for i, p in enumerate(prompts)]
     lengths = torch.tensor(LENGTHS * 3)
     active = torch.ones(9, dtype=torch.bool)
-    weights = completion_weights(lengths, active, StepTotals(9, 18, 3), objective)
+    totals = StepTotals(9, 18, 3)
+    weights = completion_weights(lengths, active, totals, objective, find_methods())
     values: dict[str, dict[int, torch.Tensor]] = {}
     device = policy.device
     if objective.needs_reference:

@@ -19,6 +19,7 @@ from vlm_grpo.model.engine.batch import pack
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.training.batch import Rollout, StepBatch, build_slices, pack_step
 from vlm_grpo.training.memory import TokenBudget
+from vlm_grpo.training.methods import load_methods
 from vlm_grpo.training.reference import Reference
 from vlm_grpo.training.update import Updater, Updates
 from vlm_grpo.types import Completion, Group, Score
@@ -133,7 +134,8 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     strategy = DataParallel(policy, accelerator)
     strategy.attach_optimizer(optimizer, max_norm=math.inf)
-    updater = Updater(policy, strategy, reference, constant, settings, TokenBudget(10_000, "optim"))
+    methods, budget = load_methods(settings, policy), TokenBudget(10_000, "optim")
+    updater = Updater(policy, strategy, reference, constant, settings, budget, methods=methods)
     generator = torch.Generator().manual_seed(5)
     advantages = torch.randn(sum(len(part) for part in LENGTHS), generator=generator)
     groups = make_groups(policy)
