@@ -77,7 +77,8 @@ def test_a_terminal_shows_live_progress(tmp_path: Path) -> None:
         r"reward \d\.\d+  held-out exact \d\.\d+  length \d\.\d  [\d.e+]+ samples/s  \d\.\d GiB",
         text,
     )
-    assert re.search(r"\b(evaluation|saving|update|decode|rollout) +reward", text)
+    # Ten draws a second may miss the phases of short steps, but not the first ones.
+    assert re.search(r"(?m)^\W*(evaluation|saving|update|decode|rollout) ", text)
 
 
 def test_a_pipe_gets_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
