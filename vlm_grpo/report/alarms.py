@@ -61,12 +61,12 @@ class History:
         if len(self.first) < WINDOW:
             self.first.append(row)
         self.last.append(row)
-        if len(self.last) < WINDOW:
-            return
         primary_metric = self.primary_metric
-        if math.isfinite(primary_metric) and not self.worse_than_peak() >= 0.0:
-            rewards = {name: self.recent(f"rewards/{name}/mean") for name in self.context.weights}
-            self.peak = {**rewards, "primary_metric": primary_metric}
+        if len(self.last) < WINDOW or not math.isfinite(primary_metric):
+            return
+        if not self.worse_than_peak() >= 0.0:  # also before the first peak, where it is NaN
+            self.peak = {name: self.reward(name) for name in self.context.weights}
+            self.peak["primary_metric"] = primary_metric
 
     def worse_than_peak(self) -> float:
         """Return the primary metric's decline from its best mean; NaN before the first mean."""
@@ -81,11 +81,14 @@ class History:
         """Return the mean over the first ``WINDOW`` rows; NaN if fewer than half have a value."""
         return mean_of(self.first, name, WINDOW // 2)
 
+    def reward(self, name: str) -> float:
+        return self.recent(f"rewards/{name}/mean")
+
     @property
     def primary_metric(self) -> float:
         """The recent mean of the primary metric over the sampled completions."""
         name = self.context.primary_metric
-        reward = self.recent(f"rewards/{name}/mean")
+        reward = self.reward(name)
         return self.recent(f"metrics/{name}") if math.isnan(reward) else reward
 
 
@@ -106,22 +109,27 @@ class Alarm:
     remedy: str
 
 
+Finding = tuple[float, str]
+"""The severity of a condition, NaN if it is unknown, and the message of an alarm about it."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """One kind of alarm.
 
     Attributes:
-        level: severity of the condition; NaN if it is unknown.
-        raises: lowest level that raises the alarm.
-        clears: level below which the alarm is over and may be raised again.
+        raises: lowest severity that raises the alarm.
+        clears: severity below which the alarm is over and may be raised again.
     """
 
     name: str
-    level: Callable[[History], float]
+    check: Callable[[History], Finding]
     raises: float
     clears: float
-    message: Callable[[History], str]
     remedy: str
+
+
+RULES: list[Rule] = []
 
 
 class AlarmMonitor:
@@ -142,275 +150,231 @@ class AlarmMonitor:
         self.history.add(row)
         alarms = []
         for rule in RULES:
-            level = rule.level(self.history)
-            if rule.name in self.active and level < rule.clears:
+            severity, message = rule.check(self.history)
+            if rule.name in self.active and severity < rule.clears:
                 self.active.discard(rule.name)
-            elif rule.name not in self.active and level >= rule.raises:
+            elif rule.name not in self.active and severity >= rule.raises:
                 self.active.add(rule.name)
                 remedy = rule.remedy.replace("RECIPE", self.history.context.recipe)
-                alarms.append(Alarm(step, rule.name, rule.message(self.history), remedy))
+                alarms.append(Alarm(step, rule.name, message, remedy))
         return alarms
 
 
-def _equal_rewards(history: History) -> float:
-    """Return the share of groups with equal rewards; 0 if that is because none earn any."""
-    return 0.0 if _unrewarded(history) >= 1.0 else history.recent("frac_reward_zero_std")
+def _rule(
+    name: str, raises: float, clears: float, remedy: str
+) -> Callable[[Callable[[History], Finding]], Callable[[History], Finding]]:
+    """Add the decorated function to ``RULES``."""
+
+    def add(check: Callable[[History], Finding]) -> Callable[[History], Finding]:
+        RULES.append(Rule(name, check, raises, clears, remedy))
+        return check
+
+    return add
 
 
-def _unrewarded(history: History) -> float:
-    """Return the share of groups with equal rewards, if these are near 0; 0 otherwise."""
-    most = sum(weight for weight in history.context.weights.values() if weight > 0)
-    is_low = history.recent("reward", SHORT) < 0.1 * most
-    return history.recent("frac_reward_zero_std", SHORT) if is_low else 0.0
-
-
-def _lengths(history: History) -> tuple[float, float]:
-    name = "completions/mean_length"
-    return history.recent(name), history.start(name)
-
-
-def _length_change(history: History) -> float:
-    """Return the factor by which completions became longer or shorter; 1 for a few tokens."""
-    now, before = _lengths(history)
-    if not abs(now - before) >= 16:  # a doubling of three tokens is no drift; neither is NaN
-        return 1.0
-    return max(now / max(before, 1.0), before / max(now, 1.0))
-
-
-def _truncated_share(history: History) -> float:
-    return history.recent("completions/clipped_ratio")
-
-
-def _entropy_loss(history: History) -> float:
-    """Return the lowest healthy entropy divided by the recent one."""
-    lowest = max(0.01, 0.05 * history.start("entropy"))
-    return lowest / max(history.recent("entropy"), 1e-9)
-
-
-def _kl(history: History) -> float:
-    return history.recent("kl", SHORT)
-
-
-def _sampler_mismatch(history: History) -> float:
-    """Return the mean difference of log-probs of fresh completions; NaN if it is intended."""
-    last = history.last[-1]
-    is_outside = "staleness/max" in last and not history.context.truncates
-    if "sampling/importance_sampling_ratio/mean" in last and not is_outside:
-        return math.nan
-    fresh = [row for row in history.last if not row.get("staleness/max")]
-    least = (SHORT + 1) // 2 if len(fresh) == len(history.last) else 1
-    return mean_of(fresh[-SHORT:], "sampling/sampling_logp_difference/mean", least)
-
-
-def _failure_share(history: History) -> float:
-    """Return the share of completions on which the reward with most failures failed."""
-    return max((share for share, _ in _failures(history)), default=math.nan)
-
-
-def _failures(history: History) -> list[tuple[float, str]]:
-    counts = [
-        (history.recent(f"rewards/{name}/failed", SHORT), name) for name in history.context.weights
-    ]
-    return [(n / history.context.completions, name) for n, name in counts if not math.isnan(n)]
-
-
-def _spread_shares(history: History) -> dict[str, float]:
-    """Return each weighted reward's share of the spread that determines the advantages."""
-    weights = {name: abs(w) for name, w in history.context.weights.items() if w}
-    parts = {name: w * history.recent(f"rewards/{name}/std") for name, w in weights.items()}
-    total = sum(parts.values())
-    return {name: part / total for name, part in parts.items()} if total > 0 else {}
-
-
-def _dominance(history: History) -> float:
-    """Return the largest share of the spread, or 0 if all other rewards are mostly earned.
-
-    A reward near 1 has no spread left because it is learned. Penalties are never above 0, and have
-    no spread if nothing is wrong.
-    """
-    parts = _spread_shares(history)
-    if len(parts) < 2:
-        return math.nan
-    leader = max(parts, key=lambda name: parts[name])
-    means = {name: history.recent(f"rewards/{name}/mean") for name in parts if name != leader}
-    unearned = any(
-        0.0 <= mean < 0.5 and history.context.weights[name] > 0 for name, mean in means.items()
-    )
-    return parts[leader] if unearned else 0.0
-
-
-def _divergence(history: History) -> float:
-    """Return the primary metric's fall from its best if another reward has risen since, else 0."""
-    return history.worse_than_peak() if _risen_rewards(history) else 0.0
-
-
-def _risen_rewards(history: History) -> list[str]:
-    """Return the weighted rewards that rose since the primary metric was best."""
-    return [
-        name
-        for name, weight in history.context.weights.items()
-        if weight > 0
-        and name != history.context.primary_metric
-        and history.recent(f"rewards/{name}/mean") - history.peak.get(name, math.nan) >= 0.05
-    ]
-
-
-def _describe_equal_rewards(history: History) -> str:
-    share, reward = _equal_rewards(history), history.recent("reward")
-    return (
-        f"{share:.0%} of the groups of the last {WINDOW} steps have equal rewards and no "
-        f"gradient; the mean reward is {reward:.2f}"
-    )
-
-
-def _describe_unrewarded(history: History) -> str:
+@_rule(
+    "groups without a reward",
+    # Several hundred completions and not one that differs: more of them will not help.
+    raises=1.0,
+    clears=0.9,
+    remedy="teach the model the gold answers first: vlm-grpo train RECIPE name=warm "
+    "warm_start.steps=100, or vlm-grpo sft RECIPE name=warm without GRPO; vlm-grpo sample "
+    "RECIPE --difficulty FILE finds the examples that it solves sometimes; or give a graded "
+    "reward",
+)
+def _check_unrewarded(history: History) -> Finding:
+    """Return the share of groups with equal rewards if these are near 0; 0 otherwise."""
+    context, reward = history.context, history.recent("reward", SHORT)
+    highest = sum(weight for weight in context.weights.values() if weight > 0)
+    share = history.recent("frac_reward_zero_std", SHORT) if reward < 0.1 * highest else 0.0
     steps = min(SHORT, len(history.last))
-    answered = history.recent("completions/answered", SHORT)
-    return (
+    return share, (
         f"no group of the last {steps} steps has different rewards: the mean over "
-        f"{steps * history.context.completions:,} completions is "
-        f"{history.recent('reward', SHORT):.3g}, {answered:.0%} of them have an answer, and the "
+        f"{steps * context.completions:,} completions is {reward:.3g}, "
+        f"{history.recent('completions/answered', SHORT):.0%} of them have an answer, and the "
         "model does not change"
     )
 
 
-def _describe_failures(history: History) -> str:
-    share, name = max(_failures(history))
-    return f"reward {name} failed on {share:.1%} of the recent completions, which are not used"
-
-
-def _describe_dominance(history: History) -> str:
-    parts = _spread_shares(history)
-    leader = max(parts, key=lambda name: parts[name])
-    others = ", ".join(name for name in parts if name != leader)
-    return f"{leader} causes {parts[leader]:.0%} of the spread of rewards, {others} the rest"
-
-
-def _describe_divergence(history: History) -> str:
-    rising = ", ".join(_risen_rewards(history))
-    return (
-        f"{history.context.primary_metric} went from {history.peak['primary_metric']:.2f} to "
-        f"{history.primary_metric:.2f} while {rising} rose"
+@_rule(
+    "groups without a spread",
+    # Nine tenths of the sampled completions are wasted. A good run near its end, with a reward of
+    # 0.80, had 0.77.
+    raises=0.9,
+    clears=0.8,
+    remedy="reward near its maximum: the task is learned, stop or use harder examples; near 0: "
+    "train on gold answers first (warm_start.steps), or use easier examples, a graded reward "
+    "or a stronger model; in between: raise rollout.num_generations, or set "
+    "rollout.dynamic_sampling=true",
+)
+def _check_equal_rewards(history: History) -> Finding:
+    """Return the share of groups with equal rewards; 0 if that is because none earn any."""
+    is_unrewarded = _check_unrewarded(history)[0] >= 1.0
+    share = 0.0 if is_unrewarded else history.recent("frac_reward_zero_std")
+    return share, (
+        f"{share:.0%} of the groups of the last {WINDOW} steps have equal rewards and no "
+        f"gradient; the mean reward is {history.recent('reward'):.2f}"
     )
 
 
-RULES = (
-    Rule(
-        "groups without a reward",
-        _unrewarded,
-        # Several hundred completions and not one that differs: more of them will not help.
-        raises=1.0,
-        clears=0.9,
-        message=_describe_unrewarded,
-        remedy="teach the model the gold answers first: vlm-grpo train RECIPE name=warm "
-        "warm_start.steps=100, or vlm-grpo sft RECIPE name=warm without GRPO; vlm-grpo sample "
-        "RECIPE --difficulty FILE finds the examples that it solves sometimes; or give a graded "
-        "reward",
-    ),
-    Rule(
-        "groups without a spread",
-        _equal_rewards,
-        # Nine tenths of the sampled completions are wasted. A good run near its end, with a
-        # reward of 0.80, had 0.77.
-        raises=0.9,
-        clears=0.8,
-        message=_describe_equal_rewards,
-        remedy="reward near its maximum: the task is learned, stop or use harder examples; near 0: "
-        "train on gold answers first (warm_start.steps), or use easier examples, a graded reward "
-        "or a stronger model; in between: raise rollout.num_generations, or set "
-        "rollout.dynamic_sampling=true",
-    ),
-    Rule(
-        "length drift",
-        _length_change,
-        # Twice the tokens take twice the time to sample. Good runs stayed within 1.02.
-        raises=2.0,
-        clears=1.5,
-        message=lambda history: (
-            f"completions have {_lengths(history)[0]:.0f} tokens; in the first {WINDOW} steps they "
-            f"had {_lengths(history)[1]:.0f}"
-        ),
-        remedy="read the samples: longer completions without better answers are padding, weight "
-        "the length or repetition reward or try objective.loss_type=dr_grpo; completions that "
-        "shrink to nothing no longer try to answer",
-    ),
-    Rule(
-        "cut off",
-        _truncated_share,
-        # A quarter of the completions is scored unfinished. Good runs stayed below 0.002.
-        raises=0.25,
-        clears=0.15,
-        message=lambda history: (
-            f"{_truncated_share(history):.0%} of the completions of the last {WINDOW} steps "
-            "reached rollout.max_completion_length"
-        ),
-        remedy="raise rollout.max_completion_length, or read the samples: a model that does not "
-        "stop needs a length reward",
-    ),
-    Rule(
-        "entropy collapse",
-        _entropy_loss,
-        # Below a twentieth of its first value, or below 0.01 nats per token, where fewer than one
-        # of 8 completions of 20 tokens differs anywhere. Good runs fell to a fifth, 0.10 nats.
-        raises=1.0,
-        clears=0.5,
-        message=lambda history: (
-            f"the policy's entropy is {history.recent('entropy'):.4f} nats per token, and was "
-            f"{history.start('entropy'):.2f} at first: it has almost stopped exploring"
-        ),
-        remedy="lower optim.lr, raise rollout.temperature, set objective.entropy_coef or "
-        "objective.epsilon_high, and continue from an earlier checkpoint",
-    ),
-    Rule(
-        "KL blow-up",
-        _kl,
-        # At 1 nat per token the policy's tokens are e times less likely under the reference.
-        raises=1.0,
-        clears=0.5,
-        message=lambda history: f"the KL to the reference is {_kl(history):.3g} nats per token",
-        remedy="lower optim.lr or raise objective.beta, and continue from an earlier checkpoint",
-    ),
-    Rule(
-        "one reward dominates",
-        _dominance,
-        # While another reward is mostly not earned, nine tenths of every advantage ignore it.
-        raises=0.9,
-        clears=0.8,
-        message=_describe_dominance,
-        remedy="lower its weight in task_options.weights, or set "
-        "objective.normalize_each_reward=true",
-    ),
-    Rule(
-        "rewards diverge",
-        _divergence,
-        # In a run that learned nothing, means of 20 steps varied by 0.09 in either direction.
-        raises=0.1,
-        clears=0.05,
-        message=_describe_divergence,
-        remedy="the model is rewarded for something other than the answer: lower that reward's "
-        "weight in task_options.weights, and read the samples with the highest reward",
-    ),
-    Rule(
-        "sampler mismatch",
-        _sampler_mismatch,
-        # Rounding in bfloat16 causes 0.001 to 0.01; at 0.05 every ratio is off by 5 % on average.
-        raises=0.05,
-        clears=0.02,
-        message=lambda history: (
-            f"log-probs of sampler and update differ by {_sampler_mismatch(history):.3g} nats per "
-            "token: the trained policy is not the one that was sampled from"
-        ),
-        remedy="run vlm-grpo doctor on the model; policy.dtype=float32 separates rounding from a "
-        "defect, objective.sampler_correction=token corrects for it. With rollout.sampler=vllm, "
-        "compare the server's dtype, temperature, image sizes and weights with the run's",
-    ),
-    Rule(
-        "reward fails",
-        _failure_share,
-        # One in a hundred: a rare unusual completion is not a pattern.
-        raises=0.01,
-        clears=0.002,
-        message=_describe_failures,
-        remedy="the tracebacks are in samples/ under failures: fix the reward",
-    ),
+@_rule(
+    "length drift",
+    # Twice the tokens take twice the time to sample. Good runs stayed within 1.02.
+    raises=2.0,
+    clears=1.5,
+    remedy="read the samples: longer completions without better answers are padding, weight "
+    "the length or repetition reward or try objective.loss_type=dr_grpo; completions that "
+    "shrink to nothing no longer try to answer",
 )
+def _check_length(history: History) -> Finding:
+    """Return the factor by which completions became longer or shorter; 1 for a few tokens."""
+    now, before = (mean("completions/mean_length") for mean in (history.recent, history.start))
+    factor = 1.0
+    if abs(now - before) >= 16:  # a doubling of three tokens is no drift; neither is NaN
+        factor = max(now / max(before, 1.0), before / max(now, 1.0))
+    return factor, (
+        f"completions have {now:.0f} tokens; in the first {WINDOW} steps they had {before:.0f}"
+    )
+
+
+@_rule(
+    "cut off",
+    # A quarter of the completions is scored unfinished. Good runs stayed below 0.002.
+    raises=0.25,
+    clears=0.15,
+    remedy="raise rollout.max_completion_length, or read the samples: a model that does not "
+    "stop needs a length reward",
+)
+def _check_truncated(history: History) -> Finding:
+    share = history.recent("completions/clipped_ratio")
+    return share, (
+        f"{share:.0%} of the completions of the last {WINDOW} steps reached "
+        "rollout.max_completion_length"
+    )
+
+
+@_rule(
+    "entropy collapse",
+    # Below a twentieth of its first value, or below 0.01 nats per token, where fewer than one of 8
+    # completions of 20 tokens differs anywhere. Good runs fell to a fifth, 0.10 nats.
+    raises=1.0,
+    clears=0.5,
+    remedy="lower optim.lr, raise rollout.temperature, set objective.entropy_coef or "
+    "objective.epsilon_high, and continue from an earlier checkpoint",
+)
+def _check_entropy(history: History) -> Finding:
+    """Return the lowest healthy entropy divided by the recent one."""
+    now, before = history.recent("entropy"), history.start("entropy")
+    return max(0.01, 0.05 * before) / max(now, 1e-9), (
+        f"the policy's entropy is {now:.4f} nats per token, and was {before:.2f} at first: it has "
+        "almost stopped exploring"
+    )
+
+
+@_rule(
+    "KL blow-up",
+    # At 1 nat per token the policy's tokens are e times less likely under the reference.
+    raises=1.0,
+    clears=0.5,
+    remedy="lower optim.lr or raise objective.beta, and continue from an earlier checkpoint",
+)
+def _check_kl(history: History) -> Finding:
+    kl = history.recent("kl", SHORT)
+    return kl, f"the KL to the reference is {kl:.3g} nats per token"
+
+
+@_rule(
+    "one reward dominates",
+    # While another reward is mostly not earned, nine tenths of every advantage ignore it.
+    raises=0.9,
+    clears=0.8,
+    remedy="lower its weight in task_options.weights, or set objective.normalize_each_reward=true",
+)
+def _check_dominance(history: History) -> Finding:
+    """Return the largest share of a reward in the spread that determines the advantages.
+
+    It is 0 if all other rewards are mostly earned: a reward near 1 has no spread left because it is
+    learned. Penalties are never above 0, and have no spread if nothing is wrong.
+    """
+    weights = {name: weight for name, weight in history.context.weights.items() if weight}
+    stds = {name: abs(w) * history.recent(f"rewards/{name}/std") for name, w in weights.items()}
+    total = sum(stds.values())
+    if len(stds) < 2 or not total > 0:
+        return math.nan, ""
+    leader = max(stds, key=lambda name: stds[name])
+    others = [name for name in stds if name != leader]
+    is_unearned = any(weights[n] > 0 and 0.0 <= history.reward(n) < 0.5 for n in others)
+    share = stds[leader] / total
+    return share if is_unearned else 0.0, (
+        f"{leader} causes {share:.0%} of the spread of rewards, {', '.join(others)} the rest"
+    )
+
+
+@_rule(
+    "rewards diverge",
+    # In a run that learned nothing, means of 20 steps varied by 0.09 in either direction.
+    raises=0.1,
+    clears=0.05,
+    remedy="the model is rewarded for something other than the answer: lower that reward's "
+    "weight in task_options.weights, and read the samples with the highest reward",
+)
+def _check_divergence(history: History) -> Finding:
+    """Return the primary metric's fall from its best if another reward has risen since, else 0."""
+    name, peak = history.context.primary_metric, history.peak
+    risen = [
+        other
+        for other, weight in history.context.weights.items()
+        if weight > 0
+        and other != name
+        and history.reward(other) - peak.get(other, math.nan) >= 0.05
+    ]
+    if not risen:
+        return 0.0, ""
+    return history.worse_than_peak(), (
+        f"{name} went from {peak['primary_metric']:.2f} to {history.primary_metric:.2f} while "
+        f"{', '.join(risen)} rose"
+    )
+
+
+@_rule(
+    "sampler mismatch",
+    # Rounding in bfloat16 causes 0.001 to 0.01; at 0.05 every ratio is off by 5 % on average.
+    raises=0.05,
+    clears=0.02,
+    remedy="run vlm-grpo doctor on the model; policy.dtype=float32 separates rounding from a "
+    "defect, objective.sampler_correction=token corrects for it. With rollout.sampler=vllm, "
+    "compare the server's dtype, temperature, image sizes and weights with the run's",
+)
+def _check_mismatch(history: History) -> Finding:
+    """Return the mean difference of log-probs of fresh completions; NaN if it is intended."""
+    last = history.last[-1]
+    is_outside = "staleness/max" in last and not history.context.truncates
+    if "sampling/importance_sampling_ratio/mean" in last and not is_outside:
+        return math.nan, ""
+    fresh = [row for row in history.last if not row.get("staleness/max")]
+    least = (SHORT + 1) // 2 if len(fresh) == len(history.last) else 1
+    difference = mean_of(fresh[-SHORT:], "sampling/sampling_logp_difference/mean", least)
+    return difference, (
+        f"log-probs of sampler and update differ by {difference:.3g} nats per token: the trained "
+        "policy is not the one that was sampled from"
+    )
+
+
+@_rule(
+    "reward fails",
+    # One in a hundred: a rare unusual completion is not a pattern.
+    raises=0.01,
+    clears=0.002,
+    remedy="the tracebacks are in samples/ under failures: fix the reward",
+)
+def _check_failures(history: History) -> Finding:
+    """Return the share of completions on which the reward with most failures failed."""
+    counts = {n: history.recent(f"rewards/{n}/failed", SHORT) for n in history.context.weights}
+    known = {name: count for name, count in counts.items() if not math.isnan(count)}
+    if not known:
+        return math.nan, ""
+    name = max(known, key=lambda name: (known[name], name))
+    share = known[name] / history.context.completions
+    return share, (
+        f"reward {name} failed on {share:.1%} of the recent completions, which are not used"
+    )

@@ -78,6 +78,10 @@ class Chart:
     ticks: Sequence[str] | None = None
     heat: HeatMap | None = None
 
+    @property
+    def has_values(self) -> bool:
+        return any(line.has_values for line in self.lines)
+
 
 def pack_charts(charts: Sequence[Chart]) -> dict[str, Any]:
     """Return the charts' data for the page; lines without values are omitted.

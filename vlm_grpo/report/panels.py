@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from itertools import pairwise
+
+import numpy as np
+import yaml
 
 from vlm_grpo.report.charts import Chart, HeatMap, Line
 from vlm_grpo.report.gallery import display_text
@@ -19,195 +22,74 @@ MAX_SUBSETS = 8
 """Most lines in a chart of a metric's subsets."""
 MAX_HEAT_MAPS = 4
 """Most runs in a comparison whose distributions are shown."""
+DISTRIBUTIONS = {
+    "reward": ("Distribution of the reward", "Share of the step's completions by total reward."),
+    "completions/length": (
+        "Distribution of the completion length",
+        "Share of the step's completions by length, in tokens.",
+    ),
+}
+"""Titles and explanations of the heat maps."""
+COLUMNS = 150
+"""Most columns of a heat map; consecutive steps share a column."""
+BINS = 24
+"""Rows of a heat map of a value with more distinct values than this."""
+LABELED = 6
+"""Most distinct values that are all on the vertical axis."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of metrics that are logged at every step.
-
-    Attributes:
-        title, help, share, logarithmic: as in ``Chart``.
-        matches: returns whether the panel shows the metric of a name.
-        label: returns the metric's name in the legend.
-    """
+    """A chart of metrics that are logged at every step: an item of ``panels.yaml``."""
 
     title: str
     help: str
-    matches: Callable[[str], bool]
-    label: Callable[[str], str] = lambda name: name
+    metrics: Sequence[str | Mapping[str, str]]
+    words: bool = False
     share: bool = False
     logarithmic: bool = False
+    events: bool = False
+
+    def label(self, name: str) -> str | None:
+        """Return a metric's name in the legend; None if the panel does not show the metric."""
+        for metric in self.metrics:
+            patterns = {metric: r"\g<0>"} if isinstance(metric, str) else metric
+            for pattern, label in patterns.items():
+                if match := re.fullmatch(pattern, name):
+                    text = match.expand(label)
+                    return text.replace("_", " ") if self.words else text
+        return None
 
     def draw(self, lines: Sequence[Line], suffix: str = "") -> Chart:
+        happened = any(value > 0 for line in lines for value in line.y)
+        if self.events and not happened:
+            lines = ()
         title, scale = self.title + suffix, self.logarithmic
         return Chart(title, self.help, lines, share=self.share, logarithmic=scale)
 
 
-def _is_one_of(*names: str) -> Callable[[str], bool]:
-    return lambda name: name in names
-
-
-def _get_last_part(name: str) -> str:
-    return name.rpartition("/")[2].replace("_", " ")
-
-
-def _get_reward_name(name: str) -> str:
-    return "/".join(name.split("/")[1:-1]) if "/" in name else "total"
-
-
-def _get_source(name: str) -> str:
-    """Return the source in ``sources/SOURCE/METRIC``, in which it may be ``SOURCE/TASK``."""
-    return re.sub(r"/(completions/)?\w+$", "", name.removeprefix("sources/"))
-
-
-PANELS = (
-    Panel(
-        "Reward",
-        "Mean over the step's completions: the weighted total, and each reward before weighting.",
-        lambda name: name == "reward" or (name.startswith("rewards/") and name.endswith("/mean")),
-        _get_reward_name,
-    ),
-    Panel(
-        "Training metrics",
-        "Mean of the task's metrics over the step's sampled completions.",
-        lambda name: name.startswith("metrics/"),
-        lambda name: name.removeprefix("metrics/").replace("_", " "),
-    ),
-    Panel(
-        "Reward by source",
-        "Mean total reward of the completions of each source of a mixture.",
-        lambda name: name.startswith("sources/") and name.endswith("/reward"),
-        _get_source,
-    ),
-    Panel(
-        "Groups with equal rewards by source",
-        "Share of each source's groups whose completions all have the same reward.",
-        lambda name: name.startswith("sources/") and name.endswith("/frac_reward_zero_std"),
-        _get_source,
-        share=True,
-    ),
-    Panel(
-        "Completion length by source",
-        "Mean in tokens.",
-        lambda name: name.startswith("sources/") and name.endswith("/mean_length"),
-        _get_source,
-    ),
-    Panel(
-        "Groups with equal rewards",
-        "Share of groups whose completions all have the same reward; they carry no learning "
-        "signal. Near 100 %, the task is too easy or too hard for the model.",
-        _is_one_of("frac_reward_zero_std"),
-        lambda name: "share of groups",
-        share=True,
-    ),
-    Panel(
-        "Pass rate of the chosen prompts",
-        "What the curriculum expected of them, what was found, and the share without an estimate.",
-        lambda name: name.startswith("curriculum/"),
-        _get_last_part,
-        share=True,
-    ),
-    Panel(
-        "Completion length",
-        "In tokens.",
-        _is_one_of("completions/mean_length", "completions/min_length", "completions/max_length"),
-        lambda name: _get_last_part(name).removesuffix(" length"),
-    ),
-    Panel(
-        "Answered and truncated",
-        "Share of completions with a parsed answer, and share that reached the length limit.",
-        _is_one_of("completions/answered", "completions/clipped_ratio"),
-        lambda name: {"answered": "answered"}.get(_get_last_part(name), "truncated"),
-        share=True,
-    ),
-    Panel(
-        "Entropy",
-        "In nats per sampled token. Near 0, the policy no longer explores.",
-        _is_one_of("entropy"),
-    ),
-    Panel(
-        "KL to the reference",
-        "In nats per token: k3 times the importance ratio, for every objective.kl_estimator.",
-        lambda name: name == "kl" or name.startswith("kl/"),
-    ),
-    Panel(
-        "Sampler mismatch",
-        "Difference between the log-probabilities of the update and of the sampler, in nats. Both "
-        "are of the same policy: 1e-3 is bfloat16 rounding, 1e-1 indicates a defect.",
-        lambda name: name.startswith("sampling/sampling_logp_difference/"),
-        _get_last_part,
-        logarithmic=True,
-    ),
-    Panel(
-        "Sampler correction",
-        "Weights of the sampler correction, the share of them beyond a bound, the effective sample "
-        "size as a share of the completions (or tokens), and how many steps older the sampler's "
-        "weights were than the policy.",
-        lambda name: name.startswith(("sampling/", "staleness/")) and "logp" not in name,
-        lambda name: name.removeprefix("sampling/"),
-    ),
-    Panel(
-        "Clipped ratios",
-        "Share of tokens whose importance ratio was clipped; 0 with one update per rollout.",
-        lambda name: name.startswith("clip_ratio/"),
-        _get_last_part,
-        share=True,
-    ),
-    Panel("Gradient norm", "Before clipping.", _is_one_of("grad_norm"), lambda _: "gradient norm"),
-    Panel(
-        "Loss",
-        "Of a step that samples, near 0 by construction: watch the reward instead. Of a supervised "
-        "step, the cross-entropy of the targets, in nats per token.",
-        _is_one_of("loss"),
-    ),
-    Panel(
-        "Token accuracy",
-        "Of supervised steps: share of the targets' tokens that the policy considers likeliest.",
-        _is_one_of("mean_token_accuracy"),
-        lambda name: "share of tokens",
-        share=True,
-    ),
-    Panel("Learning rate", "At the end of each step.", _is_one_of("learning_rate")),
-    Panel(
-        "Tokens per second",
-        "Over all devices: completion tokens over the time of the rollout, and prompt and "
-        "completion tokens over that of the update and a reference pass.",
-        lambda name: name.startswith("speed/") and name.endswith("_per_second"),
-        lambda name: name.removeprefix("speed/").partition("_")[0],
-    ),
-    Panel(
-        "Model FLOPs utilization (MFU)",
-        "Share of the device's peak rate in matrix products, over the step and over the update.",
-        _is_one_of("speed/mfu", "speed/update_mfu"),
-        lambda name: "update" if name == "speed/update_mfu" else "step",
-        share=True,
-    ),
-    Panel(
-        "Memory",
-        "In GiB: resident memory at the end of each step, and the peak of each step on CUDA.",
-        lambda name: name.startswith("memory/"),
-        _get_last_part,
-    ),
-    Panel(
-        "Skipped and replaced",
-        "Completions that could not be scored, groups sampled or trained on again, updates skipped "
-        "for a non-finite gradient, and prompts replaced because an image could not be read.",
-        _is_one_of(
-            *("unscorable", "resampled_groups", "replay/groups"),
-            *("skipped_updates", "replaced_prompts"),
-        ),
-        lambda name: "replayed groups" if name == "replay/groups" else _get_last_part(name),
-    ),
-)
+PANELS = [
+    Panel(**panel)
+    for panel in yaml.safe_load(
+        resources.files("vlm_grpo.report").joinpath("panels.yaml").read_text("utf-8")
+    )
+]
 
 
 def build_charts(run: Run) -> list[Chart]:
     """Return the charts of one run that have values."""
-    panels = (_build_panel_chart(panel, run) for panel in PANELS)
-    distributions = build_distribution_charts(run)
-    charts = [*_build_held_out_charts([("", run)]), *panels, *distributions]
-    charts.append(_build_phase_chart(run))
-    return [chart for chart in charts if _is_informative(chart)]
+    charts = list(_build_held_out_charts([("", run)]))
+    names = _get_metric_names(run)
+    for panel in PANELS:
+        labels = {name: label for name in names if (label := panel.label(name)) is not None}
+        lines = [_build_line(label, name, run) for name, label in labels.items()]
+        total = [line for line in lines if line.name == "total"]
+        parts = [line for line in lines if line.name != "total"]
+        if len(parts) == 1 and total and list(parts[0].y) == list(total[0].y):
+            total = []  # the only reward is the total
+        charts.append(panel.draw([*total, *parts]))
+    charts += [*build_distribution_charts(run), _build_phase_chart(run)]
+    return [chart for chart in charts if chart.has_values]
 
 
 def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
@@ -215,23 +97,20 @@ def build_comparison_charts(runs: Sequence[tuple[str, Run]]) -> list[Chart]:
     charts = list(_build_held_out_charts(runs))
     names = sorted({name for _, run in runs for name in _get_metric_names(run)})
     for panel in PANELS:
-        for name in filter(panel.matches, names):
-            lines = [_build_line(label, name, run) for label, run in runs]
-            label = panel.label(name)
-            suffix = f": {display_text(label, 60)}" if label not in (name, "") else ""
-            charts.append(panel.draw(lines, suffix))
+        for name in names:
+            if (label := panel.label(name)) is not None:
+                suffix = "" if label == name else f": {display_text(label, 60)}"
+                charts.append(panel.draw([_build_line(run, name, r) for run, r in runs], suffix))
     lines = [_build_line(label, "time/step", run) for label, run in runs]
     charts.append(Chart("Time per step", "In seconds, without evaluation.", lines))
-    charts = [_number_lines(chart) for chart in charts]
+    # A line has the color of its run, whichever runs have values.
+    charts = [
+        replace(chart, lines=[replace(line, series=i) for i, line in enumerate(chart.lines)])
+        for chart in charts
+    ]
     for number, (label, run) in enumerate(runs[:MAX_HEAT_MAPS]):
         charts += build_distribution_charts(run, number, display_text(label, 60))
-    return [chart for chart in charts if _is_informative(chart)]
-
-
-def _number_lines(chart: Chart) -> Chart:
-    """Return the chart with a run's line in the color of the run, whichever runs have values."""
-    lines = [replace(line, series=number) for number, line in enumerate(chart.lines)]
-    return replace(chart, lines=lines)
+    return [chart for chart in charts if chart.has_values]
 
 
 def _build_held_out_charts(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
@@ -307,16 +186,6 @@ def _build_held_out_line(label: str, name: str, run: Run, interval: bool) -> Lin
     return replace(line, low=lows, high=highs)
 
 
-def _build_panel_chart(panel: Panel, run: Run) -> Chart:
-    names = [name for name in _get_metric_names(run) if panel.matches(name)]
-    lines = [_build_line(panel.label(name), name, run) for name in names]
-    total = [line for line in lines if line.name == "total"]
-    parts = [line for line in lines if line.name != "total"]
-    if len(parts) == 1 and total and list(parts[0].y) == list(total[0].y):
-        total = []  # the only reward is the total
-    return panel.draw([*total, *parts])
-
-
 def _build_phase_chart(run: Run) -> Chart:
     names = [name for name in _get_metric_names(run) if name.startswith("time/")]
     outer = {f"time/{phase}" for phase in OUTER_PHASES}
@@ -346,28 +215,6 @@ def _get_metric_names(run: Run) -> list[str]:
     return [name for name in names if name != "step"]
 
 
-def _is_informative(chart: Chart) -> bool:
-    """Return whether the chart has values; counts of events that never happened do not count."""
-    values = [value for line in chart.lines for value in line.y if math.isfinite(value)]
-    counts_events = chart.title.startswith(("Skipped", "Clipped"))
-    return bool(values) and not (counts_events and not any(values))
-
-
-TITLES = {
-    "reward": ("Distribution of the reward", "Share of the step's completions by total reward."),
-    "completions/length": (
-        "Distribution of the completion length",
-        "Share of the step's completions by length, in tokens.",
-    ),
-}
-COLUMNS = 150
-"""Most columns of a heat map; consecutive steps share a column."""
-BINS = 24
-"""Rows of a heat map of a value with more distinct values than this."""
-LABELED = 6
-"""Most distinct values that are all on the vertical axis."""
-
-
 def build_distribution_charts(run: Run, series: int = 0, label: str = "") -> Iterator[Chart]:
     """Yield the heat map of each distribution that the run has recorded.
 
@@ -375,16 +222,28 @@ def build_distribution_charts(run: Run, series: int = 0, label: str = "") -> Ite
         series: number of the run's color.
         label: the run's name; "" for a single run.
     """
-    for name, (title, help_) in TITLES.items():
-        by_step = dict(_read(run, name))
+    for name, (title, help_) in DISTRIBUTIONS.items():
+        by_step = {}
+        for row in run.distributions:
+            values = row.get(name)
+            numbers = filter(is_number, values if isinstance(values, list) else ())
+            if ordered := sorted(map(float, numbers)):
+                by_step[row["step"]] = ordered
         if by_step:
-            heat = build_heat_map(by_step)
+            quantiles = {"90 %": 0.9, "median": 0.5, "10 %": 0.1}
             lines = [
                 Line(
-                    text, list(by_step), [_quantile(v, q) for v in by_step.values()], series=series
+                    text,
+                    list(by_step),
+                    [
+                        values[min(len(values) - 1, int(q * len(values)))]
+                        for values in by_step.values()
+                    ],
+                    series=series,
                 )
-                for text, q in (("90 %", 0.9), ("median", 0.5), ("10 %", 0.1))
+                for text, q in quantiles.items()
             ]
+            heat = build_heat_map(by_step)
             yield Chart(f"{title}: {label}" if label else title, help_, lines, heat=heat)
 
 
@@ -395,39 +254,19 @@ def build_heat_map(by_step: Mapping[int, Sequence[float]]) -> HeatMap:
     """
     steps = list(by_step)
     distinct = sorted({value for values in by_step.values() for value in values})
-    bins = _choose_bins(distinct)
+    if len(distinct) > BINS:
+        bins = np.linspace(distinct[0], distinct[-1], BINS + 1).tolist()
+    elif len(distinct) == 1:
+        bins = [distinct[0] - 0.5, distinct[0] + 0.5]
+    else:
+        middles = [(a + b) / 2 for a, b in pairwise(distinct)]
+        bins = [2 * distinct[0] - middles[0], *middles, 2 * distinct[-1] - middles[-1]]
     size = math.ceil(len(steps) / COLUMNS)
     parts = [steps[i : i + size] for i in range(0, len(steps), size)]
     shares = []
     for part in parts:
         values = [value for step in part for value in by_step[step]]
-        counts = [0] * (len(bins) - 1)
-        for value in values:
-            counts[min(bisect_right(bins, value), len(bins) - 1) - 1] += 1
-        shares.append([count / len(values) for count in counts])
+        counts, _ = np.histogram(values, bins)
+        shares.append((counts / len(values)).tolist())
     edges = [part[0] - 0.5 for part in parts] + [steps[-1] + 0.5]
     return HeatMap(edges, bins, shares, distinct if len(distinct) <= LABELED else None)
-
-
-def _read(run: Run, name: str) -> Iterator[tuple[int, list[float]]]:
-    for row in run.distributions:
-        values = row.get(name)
-        numbers = [v for v in values if is_number(v)] if isinstance(values, list) else []
-        if numbers:
-            yield row["step"], sorted(float(value) for value in numbers)
-
-
-def _choose_bins(values: Sequence[float]) -> list[float]:
-    """Return the bounds of the rows for these distinct values, in ascending order."""
-    low, high = values[0], values[-1]
-    if len(values) > BINS:
-        return [low + (high - low) * i / BINS for i in range(BINS + 1)]
-    if len(values) == 1:
-        return [low - 0.5, low + 0.5]
-    middles = [(a + b) / 2 for a, b in pairwise(values)]
-    return [2 * low - middles[0], *middles, 2 * high - middles[-1]]
-
-
-def _quantile(values: Sequence[float], q: float) -> float:
-    """Return the quantile of sorted values, without interpolation."""
-    return values[min(len(values) - 1, int(q * len(values)))]
