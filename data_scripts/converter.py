@@ -49,40 +49,26 @@ Image = str | bytes | None
 
 @dataclass(frozen=True)
 class ConvertedRow:
-    """One row of the output.
+    """One row of the output."""
 
-    Attributes:
-        id: unique within the output.
-        images: the images.
-        question: as in ``Example``.
-        answer: in the task's form; boxes are xyxy in pixels.
-        meta: fields to group scores by, and other fields worth keeping.
-        videos: paths of its videos in the image folder.
-    """
-
-    id: str
+    id: str  # unique within the output
     images: tuple[Image, ...]
-    question: str
-    answer: Any
+    question: str  # as in ``Example``
+    answer: Any  # in the task's form; boxes are xyxy in pixels
+    # fields to group scores by, and other fields worth keeping
     meta: Mapping[str, Any] = field(default_factory=dict)
-    videos: tuple[str, ...] = ()
+    videos: tuple[str, ...] = ()  # paths of its videos in the image folder
 
 
 @dataclass(frozen=True)
 class RefusedRow:
-    """A row of the source that is not converted.
+    """A row of the source that is not converted."""
 
-    Attributes:
-        id: identifies the row.
-        reason: category of the problem; the summary counts rows by it.
-        detail: details of this row's problem.
-        kind: "lost": it should have been converted; "excluded": the converter leaves out such
-            rows by definition; "source": it stands for a defect of the source, and is no row.
-    """
-
-    id: str
-    reason: str
-    detail: str = ""
+    id: str  # identifies the row
+    reason: str  # category of the problem; the summary counts rows by it
+    detail: str = ""  # details of this row's problem
+    # "lost": it should have been converted; "excluded": the converter leaves out such rows by
+    # definition; "source": it stands for a defect of the source, and is no row
     kind: Literal["lost", "excluded", "source"] = "lost"
 
 
@@ -95,18 +81,12 @@ class Request:
     """The source that a converter reads.
 
     A file that is missing, truncated or malformed raises ``UserError`` with its name.
-
-    Attributes:
-        source: a path, or ``hf:NAME[:SPLIT[:CONFIG]]``.
-        images: the folder that the rows' image paths are relative to.
-        split: one of the converter's splits.
-        task: name of the task that the rows are converted for.
     """
 
-    source: str
-    images: Path
-    split: str
-    task: str
+    source: str  # a path, or ``hf:NAME[:SPLIT[:CONFIG]]``
+    images: Path  # the folder that the rows' image paths are relative to
+    split: str  # one of the converter's splits
+    task: str  # name of the task that the rows are converted for
 
     @property
     def path(self) -> Path:
@@ -254,19 +234,13 @@ def select_counts(counts: int | ExpectedCounts | None, split: str, source: Path)
 
 @dataclass(frozen=True)
 class Converter:
-    """A dataset's converter and its command line.
+    """A dataset's converter and its command line."""
 
-    Attributes:
-        description: the module's docstring, shown by ``--help``.
-        read: yields the rows of a request, always in the same order.
-        tasks: tasks that it writes rows for; the first is the default.
-        splits: the published number of source rows by split, as ``select_counts`` accepts it; the
-            first split is the default.
-    """
-
-    description: str
-    read: Callable[[Request], Rows]
-    tasks: tuple[str, ...]
+    description: str  # the module's docstring, shown by ``--help``
+    read: Callable[[Request], Rows]  # yields the rows of a request, always in the same order
+    tasks: tuple[str, ...]  # tasks that it writes rows for; the first is the default
+    # the published number of source rows by split, as ``select_counts`` accepts it; the first split
+    # is the default
     splits: Mapping[str, int | ExpectedCounts | None]
 
     def main(self, argv: Sequence[str] | None = None) -> int:

@@ -324,33 +324,26 @@ def _ask_for_places(scene: Example, one: bool, rng: random.Random) -> Example:
 
 @dataclass(frozen=True)
 class WarmUpSettings:
-    """Settings of the warm-up; ``warmup.json`` stores them under these names.
+    """Settings of the warm-up; ``warmup.json`` stores them under these names."""
 
-    Attributes:
-        seed: seed of the weights and of all examples.
-        see: schedule of the vision tower's lesson, on 64 scenes and 64 words per step.
-        place: schedule of the language model's lesson, on 96 questions per step.
-        places: number of its scenes. Each of them returns about eight times with other questions:
-            the model learns from few scenes far sooner than from new ones (Charton & Kempe 2024,
-            https://arxiv.org/abs/2410.07041).
-        locate: schedule of grounding alone, on 96 examples per step.
-        tasks: schedule of all tasks, on ``SHARES`` examples per step.
-        held_out: examples per task for choosing the step back.
-        test_size: examples per task in the test of the finished model.
-        band: range of the finished model's accuracies, in both tests.
-    """
-
-    seed: int = 0
+    seed: int = 0  # seed of the weights and of all examples
+    # schedule of the vision tower's lesson, on 64 scenes and 64 words per step
     see: Schedule = field(default_factory=lambda: Schedule(steps=2400, peak=2e-3))
+    # schedule of the language model's lesson, on 96 questions per step
     place: Schedule = field(
         default_factory=lambda: Schedule(steps=1400, peak=2e-3, warmup=100, stable=500)
     )
+    # number of its scenes. Each of them returns about eight times with other questions: the model
+    # learns from few scenes far sooner than from new ones (Charton & Kempe 2024,
+    # https://arxiv.org/abs/2410.07041)
     places: int = 16384
+    # schedule of grounding alone, on 96 examples per step
     locate: Schedule = field(default_factory=lambda: Schedule(steps=500, peak=1.5e-3))
+    # schedule of all tasks, on ``SHARES`` examples per step
     tasks: Schedule = field(default_factory=lambda: Schedule(steps=700, peak=1.5e-3))
-    held_out: int = 200
-    test_size: int = 500
-    band: tuple[float, float] = BAND
+    held_out: int = 200  # examples per task for choosing the step back
+    test_size: int = 500  # examples per task in the test of the finished model
+    band: tuple[float, float] = BAND  # range of the finished model's accuracies, in both tests
 
 
 class OutOfBand(Exception):

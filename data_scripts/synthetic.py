@@ -18,7 +18,7 @@ from pydantic import Field
 
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_decode import encode_png
+from vlm_grpo.media.images import encode_png
 from vlm_grpo.types import Example, ImageRef, VideoRef
 from vlm_grpo.utils.atomic_io import create_whole_folder
 
@@ -100,16 +100,13 @@ class Generator:
     """A generator of examples, and its command line.
 
     Example ``i`` depends on (task, dials, seed, split, i) only.
-
-    Attributes:
-        name: name of what is drawn; ids begin with it.
-        draw: by task, returns the example with an id, drawn by a random generator.
-        worlds: by task, the kinds with dials (``relations:hard,occlusion=0.3``). The first task of
-            both is the default of the command line.
     """
 
-    name: str
+    name: str  # name of what is drawn; ids begin with it
+    # by task, returns the example with an id, drawn by a random generator
     draw: Mapping[str, Callable[[str, random.Random], Example]]
+    # by task, the kinds with dials (``relations:hard,occlusion=0.3``). The first task of both is
+    # the default of the command line
     worlds: Mapping[str, type[World]] = field(default_factory=dict)
 
     @property

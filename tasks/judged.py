@@ -18,7 +18,7 @@ from typing import Any
 
 from PIL import Image
 
-from vlm_grpo.media.image_decode import encode_data_url
+from vlm_grpo.media.images import encode_data_url
 from vlm_grpo.task import Task, reward
 from vlm_grpo.types import Batch, Candidate, Example, ImageRef
 from vlm_grpo.utils.http_json import LONGEST_WAIT, build_authorization, post_json

@@ -1,8 +1,7 @@
 """The data types between a dataset row and the loss.
 
 ``Example`` → ``Prompt`` → ``Completion`` → ``Group``: a dataset row, the row prepared for one
-model, one sampled completion, and the G completions of one prompt with their scores. A ``Batch``
-of ``Candidate`` is what a reward of many completions sees of them.
+model, one sampled completion, and the G completions of one prompt with their scores.
 """
 
 from __future__ import annotations
@@ -15,10 +14,8 @@ from typing import Any, ClassVar, Literal
 
 from PIL import Image
 
-from vlm_grpo.media.image_decode import decode_image
-from vlm_grpo.media.image_noise import DiffusionNoise, PatchMask
-from vlm_grpo.media.stored_bytes import FileSlice, TableCell
-from vlm_grpo.media.video_decode import build_strip, decode_frames, fit_strip
+from vlm_grpo.media.images import DiffusionNoise, FileSlice, PatchMask, TableCell, decode_image
+from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip
 from vlm_grpo.utils.chat import Turn
 from vlm_grpo.utils.remote_calls import CachedCalls, ValueCache, call_all
 
@@ -31,15 +28,14 @@ TARGET_COLUMN = "completion"
 class ImageRef:
     """A reference to one image of an example, or to a clip (``VideoRef``) among its images.
 
-    Exactly one of ``path`` and ``data`` is set. Pixels are decoded by each call of ``load`` and
-    not kept, so that large datasets fit in memory. Sizes are (width, height) in pixels.
+    Pixels are decoded by each call of ``load`` and not kept, so that large datasets fit in memory.
+    Sizes are (width, height) in pixels.
 
     Attributes:
         name: name of the image in messages (a path, or a row of a table).
         size: size of the original image.
         resized_size: size after the family's resize; equal to ``size`` until a policy sets it.
-        path: file of the encoded image.
-        data: bytes of the encoded image (PNG, JPEG, …), or where they are.
+        path, data: the file of the encoded image, or its bytes (PNG, JPEG, …) or where they are.
         noise: noise or mask on the resized image, which ``load`` leaves out; None: there is none.
     """
 
@@ -114,16 +110,12 @@ class VideoRef(ImageRef):
         return fit_strip(self.size, self.num_frames)[0]
 
     def read_bytes(self) -> bytes:
-        """Return the bytes of the video file, or of all frames; errors as for images."""
         return b"".join(f.read_bytes() for f in self.frames) or super().read_bytes()
 
     def load_frames(
         self, fit: Callable[[Image.Image], Image.Image] = lambda frame: frame
     ) -> list[Image.Image]:
-        """Decode the frames to RGB; errors as for images.
-
-        ``fit`` resizes each frame as soon as it is decoded: all together may fill the memory.
-        """
+        """Decode the frames to RGB, and ``fit`` each of them as soon as it is decoded."""
         if self.frames:
             return [fit(frame.load()) for frame in self.frames]
         try:
@@ -133,7 +125,7 @@ class VideoRef(ImageRef):
             raise ValueError(f"video {self.name} cannot be read: {error}") from error
 
     def load(self) -> Image.Image:
-        """Return some of the frames side by side, for people; errors as for images."""
+        """Return some of the frames side by side, for people."""
         shown = fit_strip(self.size, self.num_frames)[1]
         return build_strip(self.load_frames(lambda frame: frame.resize(shown)))
 
@@ -146,8 +138,8 @@ class Example:
         id: unique name within the dataset; it identifies the example's group.
         images: zero or more images and clips, in the order of their ``<image>`` in the history and
             question; without any ``<image>`` there, they stand before the first question.
-        question: the question (for grounding, the expression to locate).
-        answer: the gold answer in the task's form (boxes are xyxy in original pixels).
+        question: the question, or for grounding the expression to locate.
+        answer: the gold answer in the task's form; boxes are xyxy in original pixels.
         meta: the row's other columns, for use by tasks and rewards.
         location: where it was read ("train.jsonl:3"), for messages; empty: unknown.
         history: the turns of the chat before the question, perhaps with a system prompt first.
@@ -187,8 +179,8 @@ class LabeledBoxes:
 
     Attributes:
         boxes: xyxy in pixels of the original image.
-        labels: name of each box's category.
-        categories: names of all categories of the dataset.
+        labels: each box's category.
+        categories: all categories of the dataset.
         ignored: categories of which the image also shows a crowd or an object that is hard to
             recognize: neither their number nor their boxes are known.
     """
@@ -199,7 +191,7 @@ class LabeledBoxes:
     ignored: tuple[str, ...] = ()
 
     def group_by_label(self) -> dict[str, list[list[float]]]:
-        """Return the boxes of each category that is fully known, in the order of the objects."""
+        """Return the boxes of each category that is fully known."""
         groups: dict[str, list[list[float]]] = {}
         for box, label in zip(self.boxes, self.labels, strict=True):
             if label not in self.ignored:
@@ -240,8 +232,8 @@ class Completion:
         text: the decoded tokens, without special tokens except those that belong to an answer.
         stop: reason for the end: end-of-sequence token, stop string, or length limit.
         entropies: (T,) entropy of the sampling distribution at each token, in nats.
-        version: number of steps after which the weights that sampled it were published; None: it
-            was sampled with the policy's own.
+        version: number of steps after which the weights that sampled it were published; None: they
+            were the policy's own.
         noise: steps of the noise on the images that it was sampled for; 0: there was none.
     """
 
@@ -289,8 +281,6 @@ class Candidate:
 
     Attributes:
         answer: the parsed answer; None (only with ``needs_answer=False``): the text has none.
-        example: the example that it answers.
-        text: the completion's text.
         tokens: number of its tokens; None: unknown, as in evaluation.
         group: number of its group within the batch; completions of one prompt have the same.
     """
@@ -309,9 +299,7 @@ class Batch(Sequence[Candidate]):
     The completions of a group follow each other. In training a batch holds the whole groups that
     a rank has sampled; in evaluation, groups have ``evaluation.samples`` completions.
 
-    Attributes:
-        candidates: the completions.
-        cache: the values that ``map`` got earlier in this run; None: they are not kept.
+    ``cache`` has the values that ``map`` got earlier in this run; None: they are not kept.
     """
 
     candidates: tuple[Candidate, ...]
@@ -347,9 +335,7 @@ class Batch(Sequence[Candidate]):
             The value of each completion, or the exception that its call raised.
         """
         calls = CachedCalls(ask, self.cache)
-        return call_all(
-            lambda candidate: calls(build_request(candidate)), self, concurrency, seconds
-        )
+        return call_all(lambda c: calls(build_request(c)), self, concurrency, seconds)
 
 
 @dataclass(frozen=True)

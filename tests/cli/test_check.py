@@ -19,7 +19,7 @@ from vlm_grpo.cli.preview import build_preview
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.media.image_decode import decode_image
+from vlm_grpo.media.images import decode_image
 from vlm_grpo.task import soundness
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.soundness import build_exploits

@@ -22,7 +22,7 @@ from vlm_grpo.deploy.predict import Prediction, Predictor, predict
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.evaluate import evaluate_policy
 from vlm_grpo.eval.generate import LocalModel
-from vlm_grpo.media.video_decode import decode_frames
+from vlm_grpo.media.videos import decode_frames
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer

@@ -13,7 +13,7 @@ from PIL import Image
 from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.client import WeightLabel

@@ -6,7 +6,7 @@ import pytest
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task, reward
-from vlm_grpo.task.failures import FailureGuard
+from vlm_grpo.task.scorer import FailureGuard
 from vlm_grpo.types import Example, Score
 
 EXAMPLE = Example("row 7", (), "?", "good")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.task.names import get_short_name, get_task_name
-from vlm_grpo.task.registry import load_task, load_task_class
+from vlm_grpo.task.registry import get_short_name, get_task_name, load_task, load_task_class
 from vlm_grpo.tasks.counting import Counting
 
 CODE = """from __future__ import annotations

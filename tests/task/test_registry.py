@@ -8,8 +8,13 @@ import pytest
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import PERMILLE
-from vlm_grpo.task.names import get_options, get_task_name
-from vlm_grpo.task.registry import load_task, load_task_class, task_names
+from vlm_grpo.task.registry import (
+    get_options,
+    get_task_name,
+    load_task,
+    load_task_class,
+    task_names,
+)
 from vlm_grpo.types import Example
 
 PARITY = '''

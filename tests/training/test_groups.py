@@ -24,7 +24,7 @@ from tiny_models import noise_example
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import Stopped, UserError
-from vlm_grpo.media import image_noise
+from vlm_grpo.media import images
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.training import rollout as rollout_module
 from vlm_grpo.training import trainer as trainer_module
@@ -55,7 +55,7 @@ def score(sampler: RolloutSampler, prompt: Prompt, completion: Completion) -> to
 def test_prompts_without_a_noisy_one_are_sampled_whole(settings: Any) -> None:
     run = settings(rollout={"noise": {"share": 0.25}})
     plain, clean = (Prompt(Example(name, (), "", 0), "", (1,), {}) for name in "ab")
-    image = SimpleNamespace(noise=image_noise.DiffusionNoise(7, (0,)))
+    image = SimpleNamespace(noise=images.DiffusionNoise(7, (0,)))
     noisy = replace(clean, example=replace(clean.example, images=(image,)))  # pyright: ignore
     prompts = [plain, replace(clean, noisy=noisy)]
     found = SamplingArguments.build(prompts, [5, 9], SimpleNamespace(), run)  # pyright: ignore
@@ -89,7 +89,7 @@ def test_noise_that_changes_nothing_leaves_the_tokens_as_they_were(
 ) -> None:
     """Each completion keeps its random stream; log-probs differ by rounding."""
     policy = {"policy": {"dtype": "float32", "engine": engine}}
-    monkeypatch.setattr(image_noise.DiffusionNoise, "__call__", lambda self, image: image)
+    monkeypatch.setattr(images.DiffusionNoise, "__call__", lambda self, image: image)
     noisy = settings(rollout={"noise": {"share": share, "midpoint": 9.0}}, **policy)
     groups, plain = (
         get_completions(make_trainer(run).sampler.sample(0).groups)
@@ -273,7 +273,7 @@ def test_a_curriculum_counts_clean_completions_alone(settings: Any) -> None:
 def test_multiple_images_have_noise_of_their_own(settings: Any) -> None:
     example = noise_example("a", [(56, 28), (56, 28)])
     twice = replace(example, images=(example.images[0], example.images[0]))
-    noisy = twice.with_noise(image_noise.DiffusionNoise(400, (0, 7)))
+    noisy = twice.with_noise(images.DiffusionNoise(400, (0, 7)))
     assert [image.noise.seed for image in noisy.images if image.noise] == [(0, 7, 0), (0, 7, 1)]
     prompts = make_trainer(settings()).policy.prompts
     (first, _), (second, _) = prompts.load_images(noisy)

@@ -19,7 +19,7 @@ from tiny_models import assert_same_prompt, noise_example, tiny_policy
 
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.training.prompt_loader import MAX_REPLACEMENTS, PromptLoader

@@ -11,7 +11,7 @@ from textwrap import indent, shorten
 from PIL import Image
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_decode import encode_data_url, encode_png
+from vlm_grpo.media.images import encode_data_url, encode_png
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import Task
 from vlm_grpo.task.drawing import GOLD_COLOR, draw_caption

@@ -22,9 +22,8 @@ from vlm_grpo.eval.benchmark_report import find_unread, format_unread
 from vlm_grpo.eval.foreign import PREDICTIONS, read_outputs
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import ORIGINAL, RESIZED, CoordinateFrame
-from vlm_grpo.task.failures import FailureGuard
 from vlm_grpo.task.registry import build_task, load_task_class
-from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.task.scorer import FailureGuard, RewardScorer
 from vlm_grpo.types import Example, Score
 
 _MAX_TABLE_ROWS = 50

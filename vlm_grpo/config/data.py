@@ -12,7 +12,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vlm_grpo.config.filter import Filter
 from vlm_grpo.config.section import Frozen
-from vlm_grpo.task.names import get_short_name
+from vlm_grpo.task.registry import get_short_name
 
 Column = Literal["id", "images", "videos", "question", "answer", "messages", "task"]
 Split = Literal["train", "eval"]

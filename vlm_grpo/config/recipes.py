@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import MOVED, describe_missing, describe_problems, flatten, merge
 from vlm_grpo.errors import UserError, bullets, nearest
-from vlm_grpo.task.names import get_short_name
+from vlm_grpo.task.registry import get_short_name
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from vlm_grpo.config.section import Frozen
-from vlm_grpo.media.image_noise import MAX_NOISE_STEPS
+from vlm_grpo.media.images import MAX_NOISE_STEPS
 
 WeightTransfer = Literal["files", "ipc", "nccl"]
 RESIDENT_SHARE = 0.25

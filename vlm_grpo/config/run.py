@@ -20,8 +20,8 @@ from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.rollout import RolloutSettings
 from vlm_grpo.config.section import Frozen
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_noise import DiffusionNoise
-from vlm_grpo.task.names import get_short_name
+from vlm_grpo.media.images import DiffusionNoise
+from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
 MIXED = "mixed"

@@ -35,24 +35,16 @@ that cannot be built."""
 
 @dataclass(frozen=True)
 class DataReport:
-    """The findings of a check of one source.
+    """The findings of a check of one source."""
 
-    Attributes:
-        source: the source's name.
-        examples: the good rows.
-        problems: the problems of each kind, by its name; a kind without any was checked.
-        skips_bad_rows: bad rows are no failure, as training skips them.
-        duplicates: groups of names of images that show the same picture.
-        statistics: lines on the gold answers and the prompts.
-        hashes: the hash of every image that can be decoded, by the image's name.
-    """
-
-    source: str
-    examples: Sequence[Example]
+    source: str  # the source's name
+    examples: Sequence[Example]  # the good rows
+    # the problems of each kind, by its name; a kind without any was checked
     problems: dict[str, list[str]]
-    skips_bad_rows: bool
-    duplicates: Sequence[Sequence[str]]
-    statistics: Sequence[str]
+    skips_bad_rows: bool  # bad rows are no failure, as training skips them
+    duplicates: Sequence[Sequence[str]]  # groups of names of images that show the same picture
+    statistics: Sequence[str]  # lines on the gold answers and the prompts
+    # the hash of every image that can be decoded, by the image's name
     hashes: dict[str, ImageHash] = field(repr=False)
 
     @property

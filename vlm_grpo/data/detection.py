@@ -19,7 +19,7 @@ from vlm_grpo.data.images import IMAGE_SUFFIXES
 from vlm_grpo.data.jsonl import read_json, read_rows
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_decode import read_size
+from vlm_grpo.media.images import read_size
 from vlm_grpo.task import Task
 from vlm_grpo.types import LabeledBoxes
 
@@ -40,40 +40,24 @@ _MAX_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Region:
-    """One annotated object.
+    """One annotated object."""
 
-    Attributes:
-        location: where it was read ("instances.json: annotation 17").
-        label: name of its category.
-        box: xyxy in pixels of the original image; unchecked.
-        ignored: it marks a crowd or a difficult object, which is not part of an answer.
-        problem: why it could not be read; None if it could.
-    """
-
-    location: str
-    label: str = ""
-    box: Sequence[float] = ()
-    ignored: bool = False
-    problem: str | None = None
+    location: str  # where it was read ("instances.json: annotation 17")
+    label: str = ""  # name of its category
+    box: Sequence[float] = ()  # xyxy in pixels of the original image; unchecked
+    ignored: bool = False  # it marks a crowd or a difficult object, which is not part of an answer
+    problem: str | None = None  # why it could not be read; None if it could
 
 
 @dataclass(frozen=True)
 class AnnotatedImage:
-    """An image and its annotated objects.
+    """An image and its annotated objects."""
 
-    Attributes:
-        id: unique name in the source.
-        location: where it was read.
-        path: path of the image file.
-        size: width and height in pixels by the annotations; None: not given.
-        regions: its objects.
-    """
-
-    id: str
-    location: str
-    path: str
-    size: tuple[int, int] | None
-    regions: Sequence[Region] = ()
+    id: str  # unique name in the source
+    location: str  # where it was read
+    path: str  # path of the image file
+    size: tuple[int, int] | None  # width and height in pixels by the annotations; None: not given
+    regions: Sequence[Region] = ()  # its objects
 
 
 def ask_about_images(
@@ -178,18 +162,13 @@ def _explain(location: str, problem: str) -> AnnotatedImage:
 
 @dataclass(frozen=True)
 class Coco:
-    """The content of a COCO annotation file.
+    """The content of a COCO annotation file."""
 
-    Attributes:
-        path: the file.
-        images: image entries by id, with a ``file_name``.
-        annotations: annotation entries, unchecked; ``bbox`` is x, y, width, height in pixels.
-        categories: category entries by id, with a ``name``; empty in a file of captions.
-    """
-
-    path: Path
-    images: Mapping[Any, dict[str, Any]]
+    path: Path  # the file
+    images: Mapping[Any, dict[str, Any]]  # image entries by id, with a ``file_name``
+    # annotation entries, unchecked; ``bbox`` is x, y, width, height in pixels
     annotations: Sequence[Any]
+    # category entries by id, with a ``name``; empty in a file of captions
     categories: Mapping[Any, dict[str, Any]]
 
     @property

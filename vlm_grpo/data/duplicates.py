@@ -29,17 +29,11 @@ compression of a photograph changes none of them, that of an image of 84 pixels 
 
 @dataclass(frozen=True)
 class ImageHash:
-    """A perceptual hash of an image.
+    """A perceptual hash of an image."""
 
-    Attributes:
-        bands: four parts of a difference hash of 128 bits.
-        thumbnail: (16, 16, 3) RGB values, uint8.
-        load: returns the image.
-    """
-
-    bands: tuple[bytes, ...]
-    thumbnail: np.ndarray
-    load: Callable[[], Image.Image]
+    bands: tuple[bytes, ...]  # four parts of a difference hash of 128 bits
+    thumbnail: np.ndarray  # (16, 16, 3) RGB values, uint8
+    load: Callable[[], Image.Image]  # returns the image
 
 
 def hash_image(image: Image.Image, load: Callable[[], Image.Image] | None = None) -> ImageHash:

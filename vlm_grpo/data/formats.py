@@ -60,18 +60,13 @@ _SHARDS = (".tar", ".parquet", ".arrow", ".jsonl", ".csv", ".tsv")
 
 @dataclass(frozen=True)
 class Format:
-    """A format of files or folders.
+    """A format of files or folders."""
 
-    Attributes:
-        form: description for messages.
-        fits: return whether a path has the format.
-        read: yield the rows of a path for a task and a split.
-        list_folders: return the folders that the paths of its images may be relative to.
-    """
-
-    form: str
-    fits: Callable[[Path], bool]
+    form: str  # description for messages
+    fits: Callable[[Path], bool]  # return whether a path has the format
+    # yield the rows of a path for a task and a split
     read: Callable[[Path, Task, Split], Iterable[Row]]
+    # return the folders that the paths of its images may be relative to
     list_folders: Callable[[Path], Sequence[Path]] = lambda path: [path.parent]
 
 
@@ -139,17 +134,11 @@ FORMATS: tuple[Format, ...] = (
 
 
 class OpenSource(NamedTuple):
-    """The rows of a source.
+    """The rows of a source."""
 
-    Attributes:
-        rows: the rows.
-        folders: folders that the paths of its images may be relative to.
-        is_memory: it is in memory anyway, and may contain any object.
-    """
-
-    rows: Iterable[Row]
-    folders: Sequence[Path]
-    is_memory: bool = False
+    rows: Iterable[Row]  # the rows
+    folders: Sequence[Path]  # folders that the paths of its images may be relative to
+    is_memory: bool = False  # it is in memory anyway, and may contain any object
 
 
 def open_source(source: str | Rows, task: Task, limit: int | None, split: Split) -> OpenSource:

@@ -17,8 +17,8 @@ from PIL import Image
 from qwen_vl_utils.vision_process import smart_nframes
 
 from vlm_grpo.config.data import VideoSettings
-from vlm_grpo.media.image_decode import decode_image, encode_png, read_size
-from vlm_grpo.media.video_decode import read_shape
+from vlm_grpo.media.images import decode_image, encode_png, read_size
+from vlm_grpo.media.videos import read_shape
 from vlm_grpo.types import FileSlice, ImageRef, VideoRef
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -37,13 +37,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip of a row, not yet read.
+    """A clip of a row, not yet read."""
 
-    Attributes:
-        value: a path or the bytes of a video file, the path of a folder of frames, a list of
-            frames, or ``{"frames": […], "fps": …}`` or ``{"frames": […], "times": […]}``.
-    """
-
+    # a path or the bytes of a video file, the path of a folder of frames, a list of frames, or
+    # ``{"frames": […], "fps": …}`` or ``{"frames": […], "times": […]}``
     value: Any
 
 

@@ -35,17 +35,11 @@ _REC_PREFIX = "Please provide the bounding box coordinate of the region this sen
 
 @dataclass(frozen=True)
 class Chat:
-    """The chat of a row.
+    """The chat of a row."""
 
-    Attributes:
-        turns: the turns before the answer, the last one of the user.
-        images: the images and clips (``Clip``), not yet read, in their order.
-        answer: the content of the assistant's last turn; None: the user has the last turn.
-    """
-
-    turns: tuple[Turn, ...]
-    images: tuple[Any, ...]
-    answer: Any | None
+    turns: tuple[Turn, ...]  # the turns before the answer, the last one of the user
+    images: tuple[Any, ...]  # the images and clips (``Clip``), not yet read, in their order
+    answer: Any | None  # the content of the assistant's last turn; None: the user has the last turn
 
 
 def read_question(question: str, beside: Sequence[Any]) -> Chat:

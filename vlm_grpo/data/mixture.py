@@ -12,8 +12,7 @@ from vlm_grpo.data.loading import load_source
 from vlm_grpo.data.objects import NO_OBJECTS, Objects, TaskObject
 from vlm_grpo.data.store import JoinedExamples
 from vlm_grpo.task import Task
-from vlm_grpo.task.names import SET_BY_LIBRARY
-from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.registry import SET_BY_LIBRARY, load_task
 from vlm_grpo.task.rewards import Rule
 from vlm_grpo.types import Example
 
@@ -35,12 +34,10 @@ class Mixed(Task):
 
     Rewards and metrics are named ``SOURCE/NAME``. The primary metric is the mean of the sources'
     primary metrics, in which an error e counts as 1 − e.
-
-    Attributes:
-        members: task of each source by ``Example.source``.
     """
 
     primary_metric = "score"
+    # task of each source by ``Example.source``
     members: Mapping[str, Task] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from vlm_grpo.config.data import PYTHON, SourceSettings, Split, is_mixture
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
 from vlm_grpo.task import Task
-from vlm_grpo.task.names import get_options, get_task_name
+from vlm_grpo.task.registry import get_options, get_task_name
 from vlm_grpo.types import Example
 
 _REMEDIES = {

@@ -41,30 +41,21 @@ _SIMILAR = 0.8
 
 @dataclass(frozen=True)
 class Row:
-    """One unchecked row of a source.
+    """One unchecked row of a source."""
 
-    Attributes:
-        location: the row's name in messages (``train.jsonl:3``).
-        number: position in the source, from 1.
-        values: value of each column.
-        strict: require an answer in the task's own form.
-        problem: why the row could not be parsed; None if it could.
-        size: width and height of its first image by its annotations; None: not given.
-        question: its question if its values have none; None: it must have one.
-        cells: by column, a table that reads a cell again, and the row's position in it; None: the
-            source is no such table.
-        example: an example given as the row, which is only checked; None: built from ``values``.
-    """
-
-    location: str
-    number: int
-    values: Mapping[str, Any] = field(default_factory=dict)
-    strict: bool = False
-    problem: str | None = None
+    location: str  # the row's name in messages (``train.jsonl:3``)
+    number: int  # position in the source, from 1
+    values: Mapping[str, Any] = field(default_factory=dict)  # value of each column
+    strict: bool = False  # require an answer in the task's own form
+    problem: str | None = None  # why the row could not be parsed; None if it could
+    # an example given as the row, which is only checked; None: built from ``values``
     example: Example | None = None
+    # width and height of its first image by its annotations; None: not given
     size: tuple[int, int] | None = None
+    # by column, a table that reads a cell again, and the row's position in it; None: the source is
+    # no such table
     cells: tuple[Mapping[str, Any], int] | None = None
-    question: str | None = None
+    question: str | None = None  # its question if its values have none; None: it must have one
 
 
 def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, task: Task) -> Example:

@@ -21,8 +21,13 @@ from vlm_grpo.data.objects import NO_OBJECTS, Objects
 from vlm_grpo.data.store import SelectedExamples
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
-from vlm_grpo.task.names import SET_BY_LIBRARY, get_options, get_task_name
-from vlm_grpo.task.registry import check_trainable, load_task
+from vlm_grpo.task.registry import (
+    SET_BY_LIBRARY,
+    check_trainable,
+    get_options,
+    get_task_name,
+    load_task,
+)
 from vlm_grpo.task.scorer import RewardScorer
 from vlm_grpo.types import Example, VideoRef
 from vlm_grpo.utils.jsonl import read_rows

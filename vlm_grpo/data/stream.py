@@ -19,13 +19,9 @@ _GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
 class Choice(Protocol):
-    """A choice among the next indices of a stream.
+    """A choice among the next indices of a stream."""
 
-    Attributes:
-        pool: number of indices per chosen one.
-    """
-
-    pool: int
+    pool: int  # number of indices per chosen one
 
     def choose(self, position: int, count: int, /) -> Sequence[int]:
         """Return ``count`` of the ``count * pool`` indices from ``position`` on."""

@@ -17,7 +17,7 @@ from vlm_grpo.config.data import PILLOW_WARNS_AT
 from vlm_grpo.config.run import Settings
 from vlm_grpo.deploy.predict import read_image
 from vlm_grpo.dist.launch import initialize_distributed
-from vlm_grpo.media.image_decode import encode_png
+from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_distribution
 from vlm_grpo.model.families import Family

@@ -25,8 +25,7 @@ from vlm_grpo.eval.served import UNKNOWN, load_evaluated_model
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import FAILURES, PlainQuestion, Task
 from vlm_grpo.task.drawing import PREDICTED_COLOR, draw_caption
-from vlm_grpo.task.names import get_task_name
-from vlm_grpo.task.registry import load_task
+from vlm_grpo.task.registry import get_task_name, load_task
 from vlm_grpo.types import Completion, Example, ImageRef
 
 ImageInput = str | Path | bytes | Image.Image | Clip

@@ -17,7 +17,7 @@ from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.eval.served import UNKNOWN
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.report.run import read_run
-from vlm_grpo.task.names import IN_SESSION
+from vlm_grpo.task.registry import IN_SESSION
 from vlm_grpo.training.checkpoint.store import list_checkpoints
 from vlm_grpo.utils.jsonl import read_object, read_rows
 

@@ -40,8 +40,7 @@ from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import RESIZED, CoordinateFrame
-from vlm_grpo.task.failures import FailureGuard
-from vlm_grpo.task.scorer import RewardScorer
+from vlm_grpo.task.scorer import FailureGuard, RewardScorer
 from vlm_grpo.types import Example, Score
 from vlm_grpo.utils.atomic_io import create_folder, write_atomic
 

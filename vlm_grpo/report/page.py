@@ -38,7 +38,7 @@ from vlm_grpo.report.gallery import (
 from vlm_grpo.report.panels import build_charts, build_comparison_charts
 from vlm_grpo.report.run import Change, Run, is_number, read_run
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
-from vlm_grpo.task.names import get_short_name
+from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
 
 SCRIPTS = ("base.js", "scales.js", "charts.js", "gallery.js", "comparison.js")

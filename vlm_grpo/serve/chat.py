@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from vlm_grpo.errors import UserError, bullets
-from vlm_grpo.media.image_decode import encode_data_url, encode_png
+from vlm_grpo.media.images import encode_data_url, encode_png
 from vlm_grpo.task.coordinates import CoordinateFrame
 from vlm_grpo.types import Completion, VideoRef
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags, Turn

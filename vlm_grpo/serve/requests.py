@@ -24,7 +24,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_decode import encode_data_url
+from vlm_grpo.media.images import encode_data_url
 from vlm_grpo.model.engine.sampling import SamplingSettings, derive_seed
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.client import ADAPTER_NAME, SERVED_NAME, WeightLabel

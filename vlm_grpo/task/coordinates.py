@@ -12,12 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Box = tuple[float, float, float, float]
-"""x1, y1, x2, y2: the left, top, right and bottom edges."""
-Size = tuple[int, int]
-"""Width and height in pixels."""
-RoundedBox = tuple[int, int, int, int] | Box
-"""A box in units of a frame as it is written: integers, but for ``FRACTION``."""
+Box = tuple[float, float, float, float]  # x1, y1, x2, y2: left, top, right and bottom edges
+Size = tuple[int, int]  # width and height in pixels
+RoundedBox = tuple[int, int, int, int] | Box  # as it is written: integers, but for FRACTION
 
 
 def _write_json(
@@ -67,9 +64,8 @@ def _write_y_first(boxes: Sequence[RoundedBox], labels: Sequence[str] | None) ->
 def gold_boxes(answer: Any) -> tuple[Box, ...]:
     """Return the boxes of a gold answer ``{"boxes": [[x1, y1, x2, y2], …], …}`` in original pixels.
 
-    Raises:
-        ValueError: the answer has another form, or a box is not four finite numbers with x1 < x2
-            and y1 < y2; the message names the problem.
+    ``ValueError`` names the problem of an answer of another form, or of a box that is not four
+    finite numbers with x1 < x2 and y1 < y2.
     """
     rows = answer.get("boxes") if isinstance(answer, Mapping) else None
     if not isinstance(rows, Sequence) or isinstance(rows, str):
@@ -89,10 +85,6 @@ def gold_boxes(answer: Any) -> tuple[Box, ...]:
             )
         boxes.append((x1, y1, x2, y2))
     return tuple(boxes)
-
-
-def _are_integers(*numbers: float) -> bool:
-    return all(number == round(number) for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -198,12 +190,11 @@ class CoordinateFrame:
 
         Each edge moves by at most half a unit; the worst case is that all four move inwards.
         """
-        x1, y1, x2, y2 = (
-            edge * 10**self.decimals for edge in self.from_pixels(box, size, resized_size)
-        )
-        loss = 1.0 if self.max_coordinate is None else 2.0  # the last token may be one unit away
-        if self.max_coordinate is None and _are_integers(x1, y1, x2, y2):
+        edges = [edge * 10**self.decimals for edge in self.from_pixels(box, size, resized_size)]
+        if self.max_coordinate is None and all(edge == round(edge) for edge in edges):
             return 1.0
+        x1, y1, x2, y2 = edges
+        loss = 1.0 if self.max_coordinate is None else 2.0  # the last token may be one unit away
         return max(0.0, 1.0 - loss / (x2 - x1)) * max(0.0, 1.0 - loss / (y2 - y1))
 
     def _round(self, box: Box) -> RoundedBox:

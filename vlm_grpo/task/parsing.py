@@ -14,20 +14,15 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+# A box (xyxy, in the units that the model wrote) and its label or None.
 LabeledBox = tuple[tuple[float, float, float, float], str | None]
-"""A box (xyxy, in the units that the model wrote) and its label or None."""
 Point = tuple[float, float]
 
-MAX_CHARACTERS = 20_000
-"""Maximum length of an answer: enough for a page of text or 300 boxes."""
-MAX_COUNT_CHARACTERS = 1_000
-"""Maximum length of an answer that contains one number."""
-MAX_DIGITS = 18
-"""Maximum number of digits of a count."""
-MAX_ITEMS = 500
-"""Maximum number of boxes or points in an answer."""
-MAX_COORDINATE = 1e6
-"""Largest coordinate: no image is this wide, and areas of larger boxes overflow."""
+MAX_CHARACTERS = 20_000  # of an answer: enough for a page of text or 300 boxes
+MAX_COUNT_CHARACTERS = 1_000  # of an answer that contains one number
+MAX_DIGITS = 18  # of a count
+MAX_ITEMS = 500  # boxes or points in an answer
+MAX_COORDINATE = 1e6  # no image is this wide, and areas of larger boxes overflow
 
 _Rows = list[tuple[list[float], str | None]]
 _BOX_KEYS = (("bbox_2d", "bbox", "box"), ("box_2d",))  # of x first and of y first
@@ -163,7 +158,7 @@ def parse_boxes(text: str, units: str = "", y_first: bool = False) -> list[Label
         text: the answer.
         units: the prompt's description of the units, whose numbers the answer may repeat
             ("in pixels of the 640x480 image").
-        y_first: whether JSON has y before x, under ``box_2d`` (``CoordinateFrame.y_first``).
+        y_first: whether JSON has y before x, under ``box_2d``.
 
     Returns:
         Boxes as xyxy in the units that the model wrote, each with its label or None; None if any
@@ -250,7 +245,6 @@ def _merge(statements: Sequence[_Rows]) -> _Rows | None:
 
 
 def _parse_json_value(value: Any, keys: Sequence[str]) -> _Rows | None:
-    """Return the lists of numbers, with labels, in a JSON value, or None."""
     if isinstance(value, dict) or (isinstance(value, list) and _are_numbers(*value[:1])):
         value = [value]
     if not isinstance(value, list) or len(value) > MAX_ITEMS:

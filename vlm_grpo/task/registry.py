@@ -1,4 +1,4 @@
-"""Lookup of tasks by name, file, entry point or class, and loading with checked options.
+"""Lookup of tasks by name, file, entry point or class; their names in settings, their options.
 
 A task comes from this package, from a user's ``.py`` file or Python module, or from an installed
 package that lists it under the entry point group ``vlm_grpo.tasks``.
@@ -26,8 +26,13 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from vlm_grpo.errors import UserError, bullets, nearest, simplify
 from vlm_grpo.task import FAILURES, Task
-from vlm_grpo.task.names import BUILT_IN, IN_SESSION, SET_BY_LIBRARY, get_task_name
 
+BUILT_IN = "vlm_grpo.tasks"
+"""The package of the built-in tasks, and the entry point group of tasks in other packages."""
+IN_SESSION = "<class "
+"""Start of the text that replaces, in saved settings, a class that no other process can load."""
+SET_BY_LIBRARY = ("frame", "thinking_tags", "progress", "token_limit")
+"""Attributes of a task that are not options of a run."""
 _FILE_MODULE = "_vlm_grpo_task_"
 """Prefix of the module name of a task's file."""
 _LOADING: set[str] = set()
@@ -62,14 +67,15 @@ def load_task(task: str | Path | type[Task] | Task, /, **options: Any) -> Task:
 
 def check_trainable(task: Task) -> Task:
     """Return the task; raise a ``UserError`` if no reward has a weight: nothing is learned."""
-    if not task.has_reward():
+    scheduled = (value for w in task.weights.values() if isinstance(w, list) for _, value in w)
+    if not any([*task.reward_weights().values(), *scheduled]):
         names = ", ".join(task.reward_weights())
         raise UserError(f"no reward has a weight: set task_options.weights, a mapping of {names}")
     return task
 
 
 def load_task_class(task: str | Path | type[Task]) -> type[Task]:
-    """Return the class of a task; arguments and errors as for ``load_task``."""
+    """Return the class of a task; arguments and errors are those of ``load_task``."""
     if isinstance(task, type) and issubclass(task, Task):
         return _check_class(task, get_task_name(task))
     if not isinstance(task, str | Path):
@@ -191,7 +197,6 @@ def _find_task(module: ModuleType, source: str, class_name: str = "") -> type[Ta
 
 
 def _check_class(task: type[Task], source: str) -> type[Task]:
-    """Return the class after checking that it has what every task needs."""
     rules = {**task.rules("reward"), **task.rules("metric")}
     primary_metric = getattr(task, "primary_metric", None)
     problems = [
@@ -222,7 +227,6 @@ def _check_class(task: type[Task], source: str) -> type[Task]:
 
 
 def _load_from_module(name: str) -> type[Task]:
-    """Return the class of ``package.module:ClassName``."""
     module_name, _, class_name = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -313,3 +317,51 @@ def _read_plugins(folders: tuple[tuple[str, int], ...]) -> dict[str, list[EntryP
 
 def _package(point: EntryPoint) -> str:
     return f"package {point.dist.name}" if point.dist else "an unnamed package"
+
+
+def get_task_name(task: Any) -> str:
+    """Return the name by which ``load_task`` finds a task in another process.
+
+    Of a class, it is a built-in task's name, ``package.module:Class``, ``file.py:Class``, or
+    ``<class Name>`` for a class that no other process can load. Anything else is a name already.
+    """
+    if not isinstance(task, type):
+        return str(task)
+    module, name = sys.modules.get(task.__module__), task.__qualname__
+    if getattr(getattr(module, name, None), "__qualname__", None) != name:
+        return f"{IN_SESSION}{name}>"
+    spec = getattr(module, "__spec__", None)
+    path = task.__module__ if spec is None else spec.name  # not "__main__" under python -m
+    package, _, last = path.rpartition(".")
+    if package == BUILT_IN:
+        return last
+    if package:
+        return f"{path}:{name}"
+    file = getattr(module, "__file__", None)
+    return f"{IN_SESSION}{name}>" if file is None else f"{file}:{name}"
+
+
+def get_short_name(task: Any) -> str:
+    """Return the name of a task's class, in lower case, or of its file, for folders and tags."""
+    if isinstance(task, Task):
+        task = type(task)
+    if isinstance(task, type):
+        return task.__name__.strip("_").lower()
+    name = str(task)
+    if name.startswith(IN_SESSION):
+        return name[len(IN_SESSION) : -1].rpartition(".")[2].lower()
+    module, _, class_name = name.rpartition(":")
+    return class_name.lower() if module and not module.endswith(".py") else Path(name).stem
+
+
+def get_options(task: Task) -> dict[str, Any]:
+    """Return the options of a task that differ from their defaults."""
+    found = {}
+    for field in dataclasses.fields(task):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        value = getattr(task, field.name)
+        if field.init and value != default and field.name not in SET_BY_LIBRARY:
+            found[field.name] = value
+    return found

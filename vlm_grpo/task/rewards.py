@@ -37,8 +37,7 @@ class Rule:
         kind: "reward" or "metric".
         weight: weight of a reward in the total.
         without_answer: value for a completion without an answer.
-        takes_text: whether the method takes the completion's text.
-        takes_tokens: whether the method takes the completion's number of tokens.
+        arguments: how many of answer, example, text and number of tokens the method takes.
         needs_answer: whether the method is called only for completions with an answer.
         optional: whether a reward is used only if the task's ``weights`` name it.
         batch: whether the method takes a ``Batch`` and returns a value per completion.
@@ -48,8 +47,7 @@ class Rule:
     kind: str
     weight: float
     without_answer: float | None
-    takes_text: bool
-    takes_tokens: bool
+    arguments: int
     needs_answer: bool = True
     optional: bool = False
     batch: bool = False
@@ -73,7 +71,7 @@ def get_scheduled(schedule: Schedule, progress: float) -> float:
     return float(np.interp(progress, places, values))
 
 
-def check_weight(name: str, weight: Any) -> None:
+def _check_weight(name: str, weight: Any) -> None:
     is_number = isinstance(weight, Real) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
         raise ValueError(f"weight of {name} must be a finite number, not {weight!r}")
@@ -82,22 +80,17 @@ def check_weight(name: str, weight: Any) -> None:
 def check_schedule(name: str, weight: Schedule) -> None:
     """Raise ``ValueError`` if a weight is neither a finite number nor a schedule of such."""
     if not isinstance(weight, list):
-        check_weight(name, weight)
+        _check_weight(name, weight)
         return
     places = [pair[0] for pair in weight if len(pair) == 2]
-    if (
-        not places
-        or len(places) < len(weight)
-        or places != sorted({*places})
-        or places[0] < 0
-        or places[-1] > 1
-    ):
+    is_whole = places and len(places) == len(weight)
+    if not is_whole or places != sorted({*places}) or places[0] < 0 or places[-1] > 1:
         raise ValueError(
             f"weight of {name} must be a number, or pairs of a progress from 0 to 1 and a weight, "
             f"in ascending order, not {weight!r}"
         )
     for _, value in weight:
-        check_weight(name, value)
+        _check_weight(name, value)
 
 
 def _rule(kind: str, weight: float, without_answer: float | None, **more: Any) -> Callable:
@@ -119,9 +112,8 @@ def _rule(kind: str, weight: float, without_answer: float | None, **more: Any) -
             )
         if more.get("seconds") is not None and not (is_batch and more["seconds"] > 0):
             raise TypeError(f"{kind} {name}: seconds must be positive, and needs batch=True")
-        check_weight(name, weight)
-        takes = {"takes_text": "text" in arguments, "takes_tokens": "tokens" in arguments}
-        method.rule = Rule(kind, weight, without_answer, **takes, **more)  # type: ignore[attr-defined]
+        _check_weight(name, weight)
+        method.rule = Rule(kind, weight, without_answer, len(arguments), **more)  # type: ignore[attr-defined]
         return method
 
     return decorate
@@ -137,13 +129,12 @@ def reward(
 ) -> Callable:
     """Mark a method ``(self, answer, example[, text[, tokens]])`` of a task as a reward.
 
-    ``tokens`` is the completion's number of tokens. Evaluation and scoring from a file know
-    only the text and leave out rewards that take ``tokens``.
+    Evaluation and scoring from a file know only the text, and leave out rewards that take
+    ``tokens``, the completion's number of tokens.
 
     With ``batch=True`` the method is ``(self, batch)``: it gets a ``Batch`` of completions and
-    returns one value for each, in their order. An exception in place of a value, such as those in
-    the result of ``Batch.map``, makes this completion unscorable; one that the method raises makes
-    all of them unscorable.
+    returns one value for each, in their order. An exception in place of a value, such as those of
+    ``Batch.map``, makes this completion unscorable; one that the method raises, all of them.
 
     Args:
         weight: weight in the total reward; 0: log the reward without training on it.
@@ -182,10 +173,7 @@ def to_finite(value: Any) -> float:
 def call_batch_rule(
     method: Callable[[Batch], Iterable[Any]], batch: Batch, call: Callable[..., Any]
 ) -> list[Outcome]:
-    """Return the outcome of a batch rule for each of at least one completion.
-
-    ``call`` calls it, ``call(function, *arguments)``. Nothing that the rule raises is raised.
-    """
+    """Return the outcome of a batch rule for each completion; nothing that it raises is raised."""
     try:
         values = call(lambda: list(method(batch)))
         if len(values) != len(batch):
@@ -243,6 +231,9 @@ def accept_headline(task: Any) -> None:
                 "names for one setting: remove headline"
             )
         task.primary_metric = old
-        text = f"{task.__qualname__}.headline is now called primary_metric: rename it, because the "
-        text += "next version does not accept the old name"
-        warnings.warn(text, FutureWarning, stacklevel=3)
+        warnings.warn(
+            f"{task.__qualname__}.headline is now called primary_metric: rename it, because the "
+            "next version does not accept the old name",
+            FutureWarning,
+            stacklevel=3,
+        )

@@ -1,4 +1,7 @@
-"""Scoring of completions with a task whose rewards may raise, hang or end their process."""
+"""Scoring of completions with a task whose rewards may raise, hang or end their process.
+
+``FailureGuard`` ends a run in which a reward fails on every completion.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 import multiprocessing
 import pickle
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
@@ -28,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 REWARD_TIMEOUT = 10.0
 """Default time limit in seconds of one reward for one completion."""
+_ENOUGH = 4
+"""Failures in a row, without a success, after which a reward counts as failing on everything, even
+if most completions had no answer for it."""
 _ROUNDING = 1e-6
 _GRACE = 1.0
 """Seconds after the time limit at which an unresponsive worker is killed."""
@@ -44,16 +51,14 @@ class RewardScorer:
     """A scorer of completions, in which a failure affects one completion only.
 
     A batch rule that raises or is too slow affects all completions of its batch. In this process,
-    Python code is interrupted at the time limit, but compiled code can delay that. A worker process
-    is killed at the limit, and replaced if it exits. Both ways give the same scores in the same
-    order.
+    Python code is interrupted at the time limit, but compiled code can delay that; a worker process
+    is killed, and replaced if it exits. Both ways give the same scores in the same order.
 
     Args:
         seconds: time limit of one reward, metric or parser for one completion; None: no limit.
         workers: number of worker processes; 0: score in this process, or in one worker where this
             process cannot interrupt calls (``can_interrupt``).
-        cache: file for the values that ``Batch.map`` gets, as for ``ValueCache``; None: they are
-            not kept.
+        cache: file for the values that ``Batch.map`` gets; None: they are not kept.
         logs_failures: log the first failure of each rule.
     """
 
@@ -78,12 +83,9 @@ class RewardScorer:
         tokens: Sequence[int] | None = None,
         groups: Sequence[int] | None = None,
     ) -> list[Score]:
-        """Score each completion.
+        """Score each completion, given its text and example.
 
         Args:
-            task: parses and scores the completions.
-            texts: text of each completion.
-            examples: example of each completion.
             tokens: number of tokens of each completion; None: unknown.
             groups: number of each completion's group, for batch rules; None: each is a group of
                 its own.
@@ -103,7 +105,6 @@ class RewardScorer:
         return scores
 
     def _score_part(self, task: Task, items: Sequence[Item], numbers: Sequence[int]) -> list[Score]:
-        """Score completions of one task, of the groups of these numbers."""
         if self._uses_workers:
             scores = self._score_in_workers(task, items)
         else:
@@ -199,7 +200,6 @@ class RewardScorer:
         return results
 
     def _describe(self, result: Any, seconds: float | None) -> tuple[Any, str | None]:
-        """Return the value of a job, and the reason if it failed."""
         if isinstance(result, ProcessExpired):
             return None, f"the process that scored it ended with exit code {result.exitcode}"
         if isinstance(result, BrokenProcessPool):
@@ -300,3 +300,65 @@ def _apply_rule(
             return task.apply_rule(name, (answer, example, text, tokens), call), None
         except FAILURES:
             return None, traceback.format_exc()
+
+
+class FailureGuard:
+    """A check that every reward with a weight works on some completion.
+
+    If it fails on all of them, nothing is learned, although every metric is finite.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row: Counter[str] = Counter()
+
+    def check(
+        self,
+        task: Task,
+        scores: Sequence[Score],
+        examples: Sequence[Example],
+        add_ranks: Callable[[list[int]], list[int]] = list,
+    ) -> None:
+        """Check the scores of this rank's completions, of a round of sampling or of an evaluation.
+
+        ``add_ranks`` returns the sums of some numbers over all ranks. All of them raise
+        ``UserError`` if a reward failed on every completion that it was called for: on all of
+        them, or on ``_ENOUGH`` since it last worked.
+        """
+        rules = task.reward_rules()
+        names = [name for name, weight in task.reward_weights().items() if weight]
+        counts = [len(scores)]
+        for name in names:
+            needs_answer = rules[name].needs_answer
+            values = [
+                score.rewards[name]
+                for score in scores
+                if name in score.rewards
+                and (score.answer is not None or not needs_answer or "parse" in score.failures)
+            ]
+            counts += [len(values), values.count(None)]
+        total, *counts = add_ranks(counts)
+        for name, called, failed in zip(names, counts[::2], counts[1::2], strict=True):
+            if failed < called:
+                self._in_a_row[name] = 0
+                continue
+            self._in_a_row[name] += failed
+            if failed and (failed == total or self._in_a_row[name] >= _ENOUGH):
+                raise UserError(_describe_failure(name, self._in_a_row[name], scores, examples))
+
+
+def _describe_failure(
+    name: str, count: int, scores: Sequence[Score], examples: Sequence[Example]
+) -> str:
+    first = next(
+        (
+            f", here first on example {example.id}: {trace.strip().splitlines()[-1]}"
+            for score, example in zip(scores, examples, strict=True)
+            if (trace := score.failures.get(name) or score.failures.get("parse"))
+        ),
+        ", all of other processes",
+    )
+    return (
+        f"the reward {name} failed on every completion ({count} in a row){first}\n"
+        "fix the reward, or what it depends on, and start the command again; a run that has "
+        "checkpoints continues with resume=true"
+    )

@@ -53,10 +53,8 @@ class Exploit:
 def check_task(task: Task, examples: Sequence[Example]) -> Iterator[str]:
     """Check a task on examples, and yield the lines of a report.
 
-    Raises:
-        UserError: gold answers earn less than the full reward, an exploit earns more than its
-            bound, or the parser raises or is slow. The message lists all problems of the first
-            check that failed.
+    ``UserError``: gold answers earn less than the full reward, an exploit earns more than its
+    bound, or the parser raises or is slow; it lists all problems of the first check that failed.
     """
     written = ((e.id, task.write(task.gold_answer(e), e)) for e in examples)
     wrong = [f"{name}: {text!r}" for name, text in written if not isinstance(text, str)]
@@ -140,11 +138,7 @@ def _score(
 def _reward_shares(
     texts: Sequence[str], examples: Sequence[Example], scores: Sequence[Score], full: float
 ) -> list[float]:
-    """Return the reward of each text as a share of the full reward.
-
-    Raises:
-        UserError: a reward or metric failed.
-    """
+    """Return the reward of each text as a share of the full reward."""
     for text, example, score in zip(texts, examples, scores, strict=True):
         if score.failures:
             trace = next(iter(score.failures.values()))
@@ -158,7 +152,6 @@ def _reward_shares(
 def _find_bad_golds(
     task: Task, golds: Sequence[str], examples: Sequence[Example], scores: Sequence[Score]
 ) -> list[str]:
-    """Describe the gold completions that earn less than ``task.gold_reward``."""
     rules, weights = task.reward_rules(), task.reward_weights()
     problems = []
     for text, example, score in zip(golds, examples, scores, strict=True):
@@ -180,11 +173,7 @@ def _find_bad_golds(
 def _check_exploits(
     task: Task, rows: Sequence[Example], examples: Sequence[Example], full: float
 ) -> Iterator[str]:
-    """Yield one line per exploit with the largest share that it earned on the rows.
-
-    Raises:
-        UserError: an exploit earns more than its bound.
-    """
+    """Yield one line per exploit with the largest share that it earned on the rows."""
     worst: dict[str, float] = {}
     problems: list[str] = []
     pairs = [

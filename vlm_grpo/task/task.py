@@ -40,15 +40,12 @@ from vlm_grpo.task.rewards import (
     check_schedule,
     find_rules,
     get_scheduled,
-    metric,
     reward,
     to_finite,
 )
 from vlm_grpo.task.scores import repeated_share
 from vlm_grpo.types import Batch, Candidate, Example, ImageRef, LabeledBoxes, Score
 from vlm_grpo.utils.chat import THINK_TAGS, ThinkingTags
-
-__all__ = ["FAILURES", "PlainQuestion", "Rule", "Task", "metric", "reward"]
 
 
 def _call_directly(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -61,8 +58,7 @@ class Task:
     """A visual task whose answers a rule can check.
 
     A subclass defines ``parse``, ``write`` and at least one ``@reward``; everything else has a
-    default. Training, evaluation and offline scoring use the same parser. Rewards, metrics and
-    options must not have the names of attributes of this class.
+    default. Rewards, metrics and options must not have the names of attributes of this class.
 
     Attributes:
         tags: request ``<answer>…</answer>`` and parse only the text inside it.
@@ -155,8 +151,7 @@ class Task:
     ) -> dict[str, float]:
         """Return metrics by name that are not means over completions, such as average precision.
 
-        ``answers`` are what ``read`` returns for each completion of ``examples``, of which one with
-        several completions is repeated.
+        ``answers`` are what ``read`` returns for completions, ``examples`` what each answers.
         """
         return {}
 
@@ -260,8 +255,7 @@ class Task:
             text: the completion.
             example: the example that it answers.
             tokens: number of its tokens; None: unknown, which leaves out the rules that take it.
-            call: function that calls the parser and each rule, ``call(function, *arguments)``;
-                may raise ``CallTimeout``.
+            call: calls the parser and each rule; may raise ``CallTimeout``.
         """
         score = self.score_alone(text, example, tokens, call)
         candidates = [Candidate(score.answer, example, text, tokens, group=0)]
@@ -277,10 +271,7 @@ class Task:
         candidates: Sequence[Candidate],
         apply: Callable[[str, tuple[Candidate, ...]], list[Outcome]],
     ) -> list[Score]:
-        """Add the values of the batch rules to the scores of completions.
-
-        ``apply`` returns the outcomes of the batch rule of a name for some of the candidates.
-        """
+        """Add to scores what ``apply`` returns: a batch rule's outcomes for some candidates."""
         parsed = [index for index, score in enumerate(scores) if "parse" not in score.failures]
         added = list(scores)
         for name, rule in self.batch_rules().items():
@@ -329,8 +320,7 @@ class Task:
         rule = self._all_rules()[name]
         if arguments[0] is None and rule.needs_answer:
             return rule.without_answer
-        taken = arguments[: 2 + rule.takes_text + rule.takes_tokens]
-        return to_finite(call(getattr(self, name), *taken))
+        return to_finite(call(getattr(self, name), *arguments[: rule.arguments]))
 
     def combine(
         self, answer: Any | None, values: Mapping[str, float | None], failures: Mapping[str, str]
@@ -362,11 +352,7 @@ class Task:
 
     @classmethod
     def rules(cls, kind: str) -> dict[str, Rule]:
-        """Return the rules of a kind by name.
-
-        Args:
-            kind: "reward", "metric", or "optional": the rewards used only if ``weights`` name them.
-        """
+        """Return the rules by name: "reward", "metric", or "optional" (used if weights name it)."""
         return {
             name: rule
             for name, rule in cls._all_rules().items()
@@ -385,22 +371,12 @@ class Task:
             if rule.kind == "reward" and (name in self.weights or not rule.optional)
         }
 
-    def has_reward(self) -> bool:
-        """Return whether any reward has a weight at any time."""
-        schedules = [w for w in self.weights.values() if isinstance(w, list)]
-        scheduled = [value for schedule in schedules for _, value in schedule]
-        return any(self.reward_weights().values()) or any(scheduled)
-
     def applicable_rules(self, tokens: int | None) -> list[str]:
-        """Return the names of the metrics and of the rewards in use, without the batch rules.
-
-        A completion whose number of tokens is None has no rule that takes it.
-        """
-        return [
-            name
-            for name, rule in self._rules_in_use().items()
-            if not rule.batch and not (rule.takes_tokens and tokens is None)
-        ]
+        """Return the names of the metrics and of the rewards in use, without the batch rules and,
+        if ``tokens`` is None, those that take it."""
+        most = 3 if tokens is None else 4
+        rules = self._rules_in_use().items()
+        return [name for name, rule in rules if not rule.batch and rule.arguments <= most]
 
     def batch_rules(self) -> dict[str, Rule]:
         """Return the batch metrics and the batch rewards in use, by name."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.engine.sampling import (
     SamplingDistribution,
     SamplingSettings,

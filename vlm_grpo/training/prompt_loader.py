@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vlm_grpo.data.stream import ExampleStream
 from vlm_grpo.errors import UserError
-from vlm_grpo.media.image_noise import DiffusionNoise
+from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.task import Task

@@ -19,7 +19,7 @@ from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.errors import UserError
 from vlm_grpo.serve.sampler import VllmSampler
 from vlm_grpo.task import Task
-from vlm_grpo.task.failures import FailureGuard
+from vlm_grpo.task.scorer import FailureGuard
 from vlm_grpo.training.advantages import has_spread
 from vlm_grpo.training.balance import balance_groups, estimate_cost
 from vlm_grpo.training.batch import Rollout, score_groups

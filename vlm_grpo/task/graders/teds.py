@@ -15,19 +15,14 @@ MAX_WORK = 8_000_000
 
 @dataclass(frozen=True)
 class Tree:
-    """A table as an ordered tree; its nodes are in postorder, so the last one is the table.
+    """A table as an ordered tree; its nodes are in postorder, so the last one is the table."""
 
-    Attributes:
-        kinds: tag, column span and row span of each node; spans are 1 outside of cells.
-        texts: each cell's text, where one private character stands for a tag within it.
-        leftmost: position of each node's leftmost leaf.
-        inline: number of tags within cells.
-    """
-
+    # tag, column span and row span of each node; spans are 1 outside of cells
     kinds: tuple[tuple[str, int, int], ...]
+    # each cell's text, where one private character stands for a tag within it
     texts: tuple[str, ...]
-    leftmost: tuple[int, ...]
-    inline: int = 0
+    leftmost: tuple[int, ...]  # position of each node's leftmost leaf
+    inline: int = 0  # number of tags within cells
 
     @property
     def work(self) -> int:

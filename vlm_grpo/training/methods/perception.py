@@ -20,7 +20,7 @@ from vlm_grpo.config.methods import PerceptionSettings
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.media.image_noise import PatchMask
+from vlm_grpo.media.images import PatchMask
 from vlm_grpo.model.engine.batch import GroupSlice
 from vlm_grpo.model.prompts import PromptBuilder
 from vlm_grpo.training.batch import Rollout, copy_to_host

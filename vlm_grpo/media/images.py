@@ -1,13 +1,14 @@
-"""Images: decoding of files to the pixels that a viewer shows, and encoding for requests."""
+"""Images: where their bytes are, decoding to the pixels that a viewer shows, noise and masks."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -34,8 +35,7 @@ _TRANSPOSITIONS = {
 def read_size(source: Path | BinaryIO) -> tuple[int, int]:
     """Return an image's upright width and height in pixels, without decoding it.
 
-    Raises:
-        ValueError: the file is corrupt, has another format than ``FORMATS``, or 32-bit samples.
+    A file that is corrupt, not in ``FORMATS``, or has 32-bit samples raises ``ValueError``.
     """
     with _open(source) as image:
         width, height = image.size
@@ -45,10 +45,7 @@ def read_size(source: Path | BinaryIO) -> tuple[int, int]:
 def decode_image(source: Path | BinaryIO | Image.Image) -> Image.Image:
     """Return an image's first frame as RGB: upright, with a white background if transparent.
 
-    Of a Pillow image, the current frame is returned.
-
-    Raises:
-        ValueError: as for ``read_size``, or the pixels cannot be decoded.
+    Of a Pillow image, it is the current frame. Errors are those of ``read_size``.
     """
     with _open(source) as image:
         transposition = _TRANSPOSITIONS.get(_get_orientation(image))
@@ -107,3 +104,89 @@ def encode_png(image: Image.Image, **options: int) -> bytes:
 def encode_data_url(image: Image.Image, **options: int) -> str:
     """Return an image as a ``data:`` URL of a PNG, with options as for ``encode_png``."""
     return f"data:image/png;base64,{base64.b64encode(encode_png(image, **options)).decode()}"
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """``size`` bytes of a file from ``start`` on, such as a member of an archive."""
+
+    path: Path
+    start: int
+    size: int
+
+    def read(self) -> bytes:
+        """Return the bytes; ``ValueError``: the file cannot be read, or has become shorter."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.start)
+                data = file.read(self.size)
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be read: {error.strerror}") from error
+        if len(data) < self.size:
+            raise ValueError(f"{self.path} has changed: it has become shorter")
+        return data
+
+
+@dataclass(frozen=True, eq=False)
+class TableCell:
+    """An encoded image in a table, such as a memory-mapped ``datasets.Dataset``.
+
+    ``table[row][column]`` is bytes, ``{"bytes": …}``, or a list of such values, of which ``item``
+    is the position. Pickled, for another process, it becomes the image's bytes.
+    """
+
+    table: Any
+    row: int
+    column: str
+    item: int | None = None
+
+    def read(self) -> bytes:
+        value = self.table[self.row][self.column]
+        value = value if self.item is None else value[self.item]
+        return value["bytes"] if isinstance(value, Mapping) else value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytes, (self.read(),)
+
+
+MAX_NOISE_STEPS = 999
+"""The most diffusion steps, after which little of an image is left."""
+
+
+@dataclass(frozen=True)
+class DiffusionNoise:
+    """Noise on an image x of values 0 to 1: √ᾱ_t · x + √(1 − ᾱ_t) · ε with ε standard normal.
+
+    ᾱ_t is the product of 1 − β_i for i = 0 … t; β_i = 10⁻⁵ + (0.005 − 10⁻⁵) · σ(12 i / 999 − 6)
+    (visual contrastive decoding, arXiv:2311.16922; NoisyRollout, arXiv:2504.13055).
+    """
+
+    steps: int  # number of diffusion steps t, 1 to ``MAX_NOISE_STEPS``
+    seed: tuple[int, ...]  # numbers, at least 0, that determine ε
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        values = np.asarray(image, dtype=np.float32) / 255
+        noise = np.random.default_rng(self.seed).standard_normal(values.shape, np.float32)
+        places = np.linspace(-6, 6, MAX_NOISE_STEPS + 1)[: self.steps + 1]
+        kept = float(np.prod(1 - (1e-5 + (0.5e-2 - 1e-5) / (1 + np.exp(-places)))))
+        values = values * kept**0.5 + noise * (1 - kept) ** 0.5
+        return Image.fromarray(np.rint(values.clip(0, 1) * 255).astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class PatchMask:
+    """A mask that makes some square patches of an image black, each independently."""
+
+    ratio: float  # probability of a patch to be black
+    size: int  # side of a patch, in pixels; patches at the right and lower edge may be cut
+    seed: tuple[int, ...]  # numbers, at least 0, that determine which patches are black
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        shape = [-(-side // self.size) for side in (image.height, image.width)]
+        is_black = np.random.default_rng(self.seed).random(shape) < self.ratio
+        mask = Image.fromarray(is_black).resize(
+            (shape[1] * self.size, shape[0] * self.size), Image.Resampling.NEAREST
+        )
+        masked = image.copy()
+        masked.paste(0, mask=mask.crop((0, 0, *image.size)))
+        return masked

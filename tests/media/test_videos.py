@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from video_files import TITLE, level, make_video
 
-from vlm_grpo.media import video_decode
-from vlm_grpo.media.video_decode import build_strip, decode_frames, fit_strip, read_shape
+from vlm_grpo.media import videos
+from vlm_grpo.media.videos import build_strip, decode_frames, fit_strip, read_shape
 
 SIZE = (64, 48)
 
@@ -53,7 +53,7 @@ def test_skipping_groups_of_frames_changes_no_frame(
         times = sorted(choice.uniform(0, 47) for _ in range(count))
         found, read = decode_and_count(data, times, monkeypatch)
         with monkeypatch.context() as patch:
-            patch.setattr(video_decode, "_TIMED", ())
+            patch.setattr(videos, "_TIMED", ())
             expected, num_frames = decode_and_count(data, times, patch)
         assert found == expected
         # In AVI the times of frames are guessed from those before.
@@ -62,8 +62,8 @@ def test_skipping_groups_of_frames_changes_no_frame(
 
 def test_an_index_that_leads_back_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_video(480, gop=(400, 0))
-    monkeypatch.setattr(video_decode, "_FAR", 0.1)
-    monkeypatch.setattr(video_decode, "_MAX_GROUP", 1)
+    monkeypatch.setattr(videos, "_FAR", 0.1)
+    monkeypatch.setattr(videos, "_MAX_GROUP", 1)
     frames = decode_frames(io.BytesIO(data), [0.0, 20.0, 47.0], SIZE)
     assert [level(frame) for frame in frames] == [0, 0, 20]  # 200 and 470 modulo 25
 
@@ -72,13 +72,13 @@ def decode_and_count(
     data: bytes, times: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[bytes], int]:
     """Return the frames at the times, and the number of frames that were decoded for them."""
-    read, number = video_decode._read_frames, itertools.count()  # noqa: SLF001
+    read, number = videos._read_frames, itertools.count()  # noqa: SLF001
 
     def count(*arguments: Any) -> Iterator[Any]:
         return (next(number) >= 0 and frame for frame in read(*arguments))
 
     with monkeypatch.context() as patch:
-        patch.setattr(video_decode, "_read_frames", count)
+        patch.setattr(videos, "_read_frames", count)
         frames = decode_frames(io.BytesIO(data), times, SIZE)
     return [frame.tobytes() for frame in frames], next(number)
 
@@ -93,8 +93,8 @@ def test_a_file_whose_key_frames_are_wrong_is_decoded_whole(
                 raise ValueError("its index is wrong")
             yield frame
 
-    read = video_decode._read_frames  # noqa: SLF001
-    monkeypatch.setattr(video_decode, "_read_frames", wrong)
+    read = videos._read_frames  # noqa: SLF001
+    monkeypatch.setattr(videos, "_read_frames", wrong)
     frames = decode_frames(io.BytesIO(make_video()), [0.0, 1.9], SIZE)
     assert [level(frame) for frame in frames] == [0, 19]
 

@@ -33,24 +33,17 @@ _SHORT = 1.0
 
 @dataclass(frozen=True)
 class VideoShape:
-    """What a video's header says.
-
-    Attributes:
-        size: width and height of its frames.
-        fps: frames per second, on average.
-        count: number of frames.
-    """
+    """What a video's header says."""
 
     size: tuple[int, int]
-    fps: float
+    fps: float  # on average
     count: int
 
 
 def read_shape(source: Path | BinaryIO) -> VideoShape:
     """Read a video's header.
 
-    Raises:
-        ValueError: the file is corrupt, has another format, or its header lacks these facts.
+    ``ValueError``: the file is corrupt, has another format, or its header lacks these facts.
     """
     with _open(source) as (container, stream):
         fps = float(stream.average_rate or stream.guessed_rate or 0)
@@ -75,13 +68,12 @@ def decode_frames(
 
     Args:
         source: the video file.
-        times: the times in seconds from its first frame.
+        times: seconds from its first frame.
         size: width and height of a frame.
         fit: resizes each frame as soon as it is decoded: all together may fill the memory.
 
     Raises:
-        ValueError: the file is corrupt, ends before the last time, or its frames have another
-            size.
+        ValueError: the file is corrupt, ends before the last time, or has frames of another size.
     """
     try:
         return _decode_frames(source, times, size, fit, skips=True)
