@@ -124,15 +124,15 @@ def build(name: str, form: str, options: argparse.Namespace) -> tuple[Policy, Pr
 
 def run_step(policy: Policy, prompt: Prompt, size: int, tokens: int) -> dict[str, float]:
     """Sample a group, score it and compute the gradient; return CPU and wall-clock seconds."""
-    policy.clear_image_features()
+    policy.engine.clear_image_features()
     marks = [{name: clock() for name, clock in CLOCKS.items()}]
     groups = sample_groups(policy, [prompt], size, length=tokens)
     marks.append({name: clock() for name, clock in CLOCKS.items()})
-    policy.clear_image_features()
+    policy.engine.clear_image_features()
     policy.score(pack_groups([prompt], groups)).logprobs.mean().backward()
     marks.append({name: clock() for name, clock in CLOCKS.items()})
     policy.model.zero_grad()
-    policy.release_rollout_memory()
+    policy.engine.release()
     assert all(len(completion.token_ids) == tokens for completion in groups[0])
     return {
         f"{phase} {name}": after[name] - before[name]

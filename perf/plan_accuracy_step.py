@@ -128,7 +128,7 @@ def predict(case: dict[str, Any], trainer: Trainer, example: Example) -> dict[st
     """Return the plan's estimate for the measured step."""
     settings, policy = trainer.settings, trainer.policy
     shape, _ = read_model_shape(policy.model.config, settings.policy)
-    prompt = policy.build_prompt(policy.with_resized_sizes(example), trainer.task)
+    prompt = policy.prompts.build(policy.prompts.with_resized_sizes(example), trainer.task)
     values = prompt.vision["pixel_values"].numel()
     size = PromptSize(len(prompt.token_ids), 0, values, case["image"] ** 2)
     work = estimate_workload(settings, size, shape)

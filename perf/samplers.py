@@ -51,14 +51,14 @@ def build_samplers(options: argparse.Namespace) -> tuple[Policy, dict[str, Sampl
     task = load_task("counting")
     examples = load_examples(settings.data.train, task, settings.data, "train")
     prompts: list[Prompt] = [
-        policy.build_prompt(policy.with_resized_sizes(example), task)
+        policy.prompts.build(policy.prompts.with_resized_sizes(example), task)
         for example in examples[: options.prompts]
     ]
     seeds = [(0, index) for index in range(len(prompts))]
 
     def sample_by_policy(sampling: SamplingSettings, group: int) -> list[tuple[Completion, ...]]:
         groups = policy.sample(prompts, sampling, group, seeds)
-        policy.clear_image_features()
+        policy.engine.clear_image_features()
         return groups
 
     def sample_by_vllm(sampling: SamplingSettings, group: int) -> list[tuple[Completion, ...]]:

@@ -44,7 +44,7 @@ def train(steps: int, seed: int = 0) -> tuple[float, float]:
     """Train the embedded model to count; return the held-out accuracy before and after."""
     torch.manual_seed(seed)
     policy = load_policy(SETTINGS)
-    task = replace(load_task("counting"), frame=policy.frame)
+    task = replace(load_task("counting"), frame=policy.prompts.frame)
     stream = ExampleStream(load_examples("embedded:counting", task, split="train"), seed)
     held_out = load_examples("embedded:counting", task, split="eval")
     scorer = RewardScorer()
@@ -60,8 +60,8 @@ def train(steps: int, seed: int = 0) -> tuple[float, float]:
         indices = range(step * PROMPTS, (step + 1) * PROMPTS)
 
         # Sample a group of completions for each prompt, and score them.
-        examples = [policy.with_resized_sizes(stream[index]) for index in indices]
-        prompts = [policy.build_prompt(example, task) for example in examples]
+        examples = [policy.prompts.with_resized_sizes(stream[index]) for index in indices]
+        prompts = [policy.prompts.build(example, task) for example in examples]
         seeds = [(seed, index) for index in indices]
         completions = policy.sample(prompts, sampling, COMPLETIONS, seeds, MAX_TOKENS)
         groups = score_groups(scorer, task, prompts, completions)
@@ -80,7 +80,7 @@ def train(steps: int, seed: int = 0) -> tuple[float, float]:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        policy.clear_image_features()
+        policy.engine.clear_image_features()
         if step % 10 == 9:
             print(f"step {step + 1}: reward {rewards.mean():.3f}")
     return before, accuracy()

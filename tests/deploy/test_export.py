@@ -110,7 +110,7 @@ CASES = [
 
 
 def build_prompt(policy: Policy, example: Example) -> Any:
-    return policy.build_prompt(policy.with_resized_sizes(example), PlainQuestion())
+    return policy.prompts.build(policy.prompts.with_resized_sizes(example), PlainQuestion())
 
 
 def compute_logprobs(policy: Policy, example: Example) -> list[float]:

@@ -55,7 +55,7 @@ def test_a_prediction_equals_the_evaluation_of_the_example(name: str) -> None:
     prediction = predict_embedded(name, task=name, overrides=("policy.dtype=float32",))
     settings = load_settings(name, ["data.eval_limit=1"])
     policy = load_policy(settings, training=False)
-    task = load_task(name, frame=policy.frame)
+    task = load_task(name, frame=policy.prompts.frame)
     (row,) = evaluate_policy(policy, task, [load_example(name)], settings, RewardScorer()).rows
     assert prediction.completion.text == row["output"]
     assert prediction.answer == row["answer"]
@@ -160,7 +160,7 @@ def test_a_prediction_on_a_clip_equals_the_evaluation_of_the_row() -> None:
     example, paths = write_clip()
     settings = load_settings("counting", ["policy.dtype=float32"])
     policy = load_policy(settings, training=False)
-    task = load_task("counting", frame=policy.frame)
+    task = load_task("counting", frame=policy.prompts.frame)
     (row,) = evaluate_policy(policy, task, [example], settings, RewardScorer()).rows
     predictor = Predictor("embedded", "counting", ["policy.dtype=float32"])
     frames = [Image.open(path) for path in sorted(paths[1].iterdir())]

@@ -53,7 +53,7 @@ def test_examples_that_the_model_cannot_use_are_named_before_any_is_generated(
 def test_outputs_do_not_depend_on_the_batch_size() -> None:
     settings = load_settings("counting", ["data.eval_limit=60"])
     policy = load_policy(settings, training=False)
-    task = load_task("counting", frame=policy.frame)
+    task = load_task("counting", frame=policy.prompts.frame)
     examples = load_examples("embedded:counting", task, settings.data, "eval")
     outputs = []
     for tokens in (1, 500, 100_000):
@@ -72,7 +72,7 @@ def test_several_samples_begin_with_the_only_one_and_resume(
     given = ["data.eval_limit=6", "evaluation.temperature=2"]
     settings = load_settings("counting", given)
     policy = load_policy(settings, training=False)
-    task = load_task("counting", frame=policy.frame)
+    task = load_task("counting", frame=policy.prompts.frame)
     examples = load_examples("embedded:counting", task, settings.data, "eval")
     once = generate_all(LocalModel(policy, settings), task, examples)[1]
     model = LocalModel(policy, load_settings("counting", [*given, "evaluation.samples=4"]))

@@ -46,7 +46,7 @@ def compare(family: str) -> None:
     eager = draw()
     torch._dynamo.reset()  # noqa: SLF001
     counters.clear()
-    policy.use_capture(compile_whole)
+    policy.engine.use_capture(compile_whole)
     for found, expected in zip(draw(), eager, strict=True):
         assert found.token_ids == expected.token_ids
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-9)
@@ -65,7 +65,7 @@ def main() -> None:
         # A step is not compiled while its operations are checked one by one.
         patch.setattr(meta_device, "no_host_tensors", contextlib.nullcontext)
         policy = build_policy("qwen2_5_vl", lora=True)
-        policy.use_capture(compile_whole)
+        policy.engine.use_capture(compile_whole)
         assert sample(policy, patch) > 0
         assert policy.describe_engine().endswith("as CUDA graphs")  # no step failed to compile
     print(GPU)  # the meta device has no values to compare

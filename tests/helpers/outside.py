@@ -53,7 +53,7 @@ class CopySampler:
         self.before(len(self.sampled))
         self.sampled.append((self.version, tuple(prompt.example.id for prompt in prompts)))
         groups = self.copy.sample(prompts, *arguments)
-        self.copy.clear_image_features()
+        self.copy.engine.clear_image_features()
         return [tuple(replace(c, version=self.version) for c in group) for group in groups]
 
     def rest(self) -> None:

@@ -219,7 +219,7 @@ def noise_clip(
 
 def make_prompt(policy: Policy, example: Example) -> Prompt:
     """Build the example's prompt for ``PlainQuestion``."""
-    return policy.build_prompt(policy.with_resized_sizes(example), PlainQuestion())
+    return policy.prompts.build(policy.prompts.with_resized_sizes(example), PlainQuestion())
 
 
 def assert_same_prompt(found: Prompt, expected: Prompt) -> None:

@@ -59,8 +59,8 @@ def build_policy(
 
 
 def build_prompt(policy: Policy, side: int = 112) -> Prompt:
-    return policy.build_prompt(
-        policy.with_resized_sizes(noise_example("a", [(side, side)])), PlainQuestion()
+    return policy.prompts.build(
+        policy.prompts.with_resized_sizes(noise_example("a", [(side, side)])), PlainQuestion()
     )
 
 

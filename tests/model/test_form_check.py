@@ -11,13 +11,13 @@ from small_runs import make_embedded_trainer
 from tiny_models import make_prompt, noise_example, tiny_policy
 
 from vlm_grpo.errors import UserError
-from vlm_grpo.model import form_check
 from vlm_grpo.model.engine import attention, cached_keys, kernels
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingSettings
 from vlm_grpo.model.engine.shared import PrefixInputs
+from vlm_grpo.model.engines import Counters
 from vlm_grpo.model.form_check import FormCheck
-from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.types import Completion, Group, Prompt
 
 
@@ -108,7 +108,7 @@ def test_a_capture_that_fails_is_no_fault_of_the_form(
     def fail(*_: Any) -> Any:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    policy.use_capture(fail)
+    policy.engine.use_capture(fail)
     assert sample(policy, prompt) == sample(tiny_policy("qwen2_5_vl"), prompt)
     assert policy.shared
     [record] = caplog.records
@@ -120,7 +120,7 @@ def test_captured_steps_that_are_wrong_are_no_fault_of_the_form(
     must_share: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, prompt = checked_policy(must_share)
-    policy.use_capture(lambda step, _: lambda *inputs: -step(*inputs))
+    policy.engine.use_capture(lambda step, _: lambda *inputs: -step(*inputs))
     assert sample(policy, prompt) == sample(tiny_policy("qwen2_5_vl"), prompt)
     assert policy.shared
     [record] = caplog.records
@@ -155,7 +155,7 @@ def test_only_much_larger_shapes_are_checked_again(monkeypatch: pytest.MonkeyPat
     sample(policy, prompt)
     assert not check.is_larger([make_group(prompt, 3, 16)])
     assert check.is_larger([make_group(prompt, 3, 17)])
-    check.check(policy, [make_group(prompt, 3, 17)])
+    policy.check_groups([make_group(prompt, 3, 17)])
     assert policy.shared
     assert not check.is_larger([make_group(prompt, 34)])
     long = make_prompt(policy, noise_example("b", [(280, 280), (280, 280)]))
@@ -168,17 +168,15 @@ def test_a_failure_or_a_lack_of_memory_in_a_later_check_ends_no_run(
 ) -> None:
     policy, prompt = checked_policy()
     sample(policy, prompt)
-    check = policy.form_check
-    assert check is not None
     errors: list[Exception] = [torch.OutOfMemoryError("out"), ValueError("a wrong shape")]
 
     def fail(*_: Any) -> None:
         raise errors.pop(0)
 
     monkeypatch.setattr(attention.PackedAttention, "__call__", fail)
-    check.check(policy, [make_group(prompt, 20)])
+    policy.check_groups([make_group(prompt, 20)])
     assert policy.shared
-    check.check(policy, [make_group(prompt, 50)])
+    policy.check_groups([make_group(prompt, 50)])
     assert not policy.shared
     assert "the model fails (ValueError: a wrong shape)" in caplog.text
 
@@ -190,13 +188,13 @@ def test_images_are_checked_as_soon_as_a_prompt_has_some(
     text = make_prompt(policy, noise_example("t", [], "What? " * 20))
     settings = SamplingSettings(policy.distribution, 6)
     checked: list[Prompt] = []
-    compare = form_check.compare
+    compare = Policy.compare
 
     def record(policy: Policy, batch: MicroBatch, *sampled: Any) -> str | None:
         checked.append(batch.slices[0].prompt)
         return compare(policy, batch, *sampled)
 
-    monkeypatch.setattr(form_check, "compare", record)
+    monkeypatch.setattr(Policy, "compare", record)
     for prompts in ([text], [text, text], [text, with_image], [with_image], [text]):
         policy.sample(prompts, settings, 2, [(1,)] * len(prompts))
     assert checked == [text, with_image]

@@ -23,9 +23,10 @@ from vlm_grpo.model.engine.attention import use_shared_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.logprobs import TokenScores
 from vlm_grpo.model.engine.sampling import SamplingDistribution, SamplingSettings
+from vlm_grpo.model.engines import Counters, SharedEngine
 from vlm_grpo.model.families import PromptLayout, load_family
 from vlm_grpo.model.loading import LoadedModel
-from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
 from vlm_grpo.types import Completion, Prompt
 
@@ -38,7 +39,10 @@ BOTH_ENGINES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "
 def make_prompts(policy: Policy) -> list[Prompt]:
     """Build a prompt with one image and a prompt without images."""
     examples = [noise_example("one", [(60, 90)]), noise_example("none", [], "What? " * 5)]
-    return [policy.build_prompt(policy.with_resized_sizes(e), PlainQuestion()) for e in examples]
+    return [
+        policy.prompts.build(policy.prompts.with_resized_sizes(e), PlainQuestion())
+        for e in examples
+    ]
 
 
 def sample(
@@ -61,8 +65,8 @@ def make_batch(prompts: list[Prompt], groups: list[tuple[Completion, ...]]) -> M
 
 def test_the_prompt_estimate_counts_image_tokens_exactly() -> None:
     policy = tiny_policy(FAMILY)
-    example = policy.with_resized_sizes(noise_example("a", [(60, 90), (200, 40)], "abcdef"))
-    prompt = policy.build_prompt(example, PlainQuestion())
+    example = policy.prompts.with_resized_sizes(noise_example("a", [(60, 90), (200, 40)], "abcdef"))
+    prompt = policy.prompts.build(example, PlainQuestion())
     image_tokens = prompt.token_ids.count(policy.model.config.image_token_id)
     text_tokens = len(PlainQuestion().prompt(example)) // 3
     assert policy.prompts.estimate_tokens(example, PlainQuestion()) == image_tokens + text_tokens
@@ -71,8 +75,8 @@ def test_the_prompt_estimate_counts_image_tokens_exactly() -> None:
 
 def test_examples_that_share_an_image_decode_it_once() -> None:
     policy = tiny_policy(FAMILY)
-    example = policy.with_resized_sizes(noise_example("a", [(60, 90)]))
-    prompts = [policy.build_prompt(example, PlainQuestion()) for _ in range(3)]
+    example = policy.prompts.with_resized_sizes(noise_example("a", [(60, 90)]))
+    prompts = [policy.prompts.build(example, PlainQuestion()) for _ in range(3)]
     assert [prompt.image_decodes for prompt in prompts] == [1, 0, 0]
 
 
@@ -117,8 +121,8 @@ def test_the_counters_show_what_sharing_a_prompt_saves(shared: bool) -> None:
     repeats = 1 if shared else GENERATIONS
     groups = sample(policy, prompts)
     assert policy.counters == Counters(repeats, repeats * prompt_tokens, 0)  # one prompt has images
-    policy.clear_image_features()
-    policy.counters = Counters()
+    policy.engine.clear_image_features()
+    policy.counters.reset()
     policy.score(make_batch(prompts, groups))
     # A completion's last token is predicted and never an input.
     completion_tokens = sum(len(c.token_ids) - 1 for group in groups for c in group)
@@ -133,12 +137,13 @@ def test_a_frozen_tower_encodes_an_image_once_until_the_cache_is_cleared() -> No
     budget = family.pixel_budget(processor)
     loaded = LoadedModel(model, processor, family, budget, shared=True, adapters=None)
     policy = Policy(loaded, SamplingDistribution(eos=(model.generation_config.eos_token_id,)))
-    assert not policy.trains_vision
+    assert isinstance(policy.engine, SharedEngine)
+    assert not policy.engine.encoder.is_trained
     prompts = make_prompts(policy)
     policy.encode_images(prompts)
     sample(policy, prompts)
     assert policy.counters.encoder_passes == 1
-    policy.clear_image_features()
+    policy.engine.clear_image_features()
     policy.encode_images(prompts)
     assert policy.counters.encoder_passes == 2
 
@@ -176,7 +181,7 @@ def test_a_prompt_is_laid_out_once_per_step(monkeypatch: pytest.MonkeyPatch) -> 
         groups = sample_groups(policy, prompts, length=3)
         policy.score(pack_groups(prompts, groups))
         assert laid_out == prompts
-        policy.clear_image_features()
+        policy.engine.clear_image_features()
         laid_out.clear()
 
 

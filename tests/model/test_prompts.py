@@ -175,9 +175,9 @@ def test_a_builder_builds_the_same_prompts_in_another_process(prompts: PromptBui
 @pytest.mark.parametrize("family", BUILDERS)
 def test_the_builder_of_any_family_can_be_sent(family: str) -> None:
     policy = build_family_policy(family)
-    example = policy.with_resized_sizes(noise_example("a", [(56, 84)]))
+    example = policy.prompts.with_resized_sizes(noise_example("a", [(56, 84)]))
     sent = pickle.loads(pickle.dumps(policy.prompts))
-    assert_same_prompt(sent.build(example, TASK), policy.build_prompt(example, TASK))
+    assert_same_prompt(sent.build(example, TASK), policy.prompts.build(example, TASK))
 
 
 def test_unusable_examples_are_an_error_that_names_all_of_them(prompts: PromptBuilder) -> None:

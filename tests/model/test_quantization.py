@@ -109,7 +109,7 @@ def test_packed_and_sampled_equal_repeated(
     prompts = build_prompts(policy, name, 4)
     results, sampling = [], policy.distribution
     policy.distribution = SamplingDistribution(eos=sampling.eos)  # of all tokens
-    for score in (policy.score, policy.score_plain):
+    for score in (policy.score, policy.view(repeated=True).score):
         policy.model.zero_grad()
         logprobs = score(make_batch(prompts)).logprobs
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()

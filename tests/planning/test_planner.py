@@ -216,7 +216,7 @@ def test_families_that_do_not_share_prompts_are_planned(name: str, tmp_path: Pat
     planner = Planner(load_settings("counting", overrides), find_device("24GB"))
     found = planner.plan()
     prompts = [
-        policy.build_prompt(policy.with_resized_sizes(example), planner.task)
+        policy.prompts.build(policy.prompts.with_resized_sizes(example), planner.task)
         for example in planner.prompts.examples
     ]
     assert [size.tokens for size in found.step.prompts] == sorted(

@@ -23,7 +23,7 @@ def test_sizes_match_the_policys_prompts(planner: Planner) -> None:
     )
     sizes = planner.estimate_step(planner.settings).prompts
     prompts = [
-        policy.build_prompt(policy.with_resized_sizes(example), planner.task)
+        policy.prompts.build(policy.prompts.with_resized_sizes(example), planner.task)
         for example in planner.prompts.examples
     ]
     assert [size.tokens for size in sizes] == sorted(len(prompt.token_ids) for prompt in prompts)

@@ -194,7 +194,7 @@ def test_noisy_prompts_are_those_of_the_example_that_is_used(
     for index, prompt in zip([0, 3, 1], prompts[1:], strict=True):
         own = prompt.example.with_noise(DiffusionNoise(300, (5, index)))
         assert prompt.noisy is not None
-        assert_same_prompt(prompt.noisy, policy.build_prompt(own, PlainQuestion()))
+        assert_same_prompt(prompt.noisy, policy.prompts.build(own, PlainQuestion()))
         assert not torch.equal(prompt.noisy.vision["pixel_values"], prompt.vision["pixel_values"])
     assert replaced.example.id == "3"
 

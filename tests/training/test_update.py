@@ -99,7 +99,7 @@ def test_running_out_of_memory_changes_only_the_micro_batches(
 
         monkeypatch.setattr(trainer.policy, "score", score_within_limit)
         freed: list[int] = []
-        monkeypatch.setattr(trainer.policy, "release_rollout_memory", lambda: freed.append(1))
+        monkeypatch.setattr(trainer.policy.engine, "release", lambda: freed.append(1))
         norm = trainer.step()["grad_norm"]
         assert (len(calls) > 1) == is_limited
         assert (len(freed) > 1) == is_limited  # once by the rollout itself, on a CPU

@@ -78,7 +78,7 @@ def test_log_probs_of_answers_to_clips_are_the_trainers_before_and_after_an_upda
             for _, weight in policy.trainable_parameters():
                 noise = torch.randn(weight.shape, generator=generator)
                 weight.add_(0.1 * weight.abs().mean() * noise)
-        policy.clear_image_features()
+        policy.engine.clear_image_features()
         found.append(scored[:4])
     assert not torch.equal(found[0], found[1])
 

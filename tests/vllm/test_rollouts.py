@@ -49,7 +49,7 @@ def find_difference(
 ) -> float:
     """Return the largest difference of the sampled tokens' log-probs from the policy's."""
     scored = policy.score(pack_groups(prompts, groups)).logprobs
-    policy.clear_image_features()
+    policy.engine.clear_image_features()
     return float((scored - sampled_logprobs(groups)).abs().max())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ from vlm_grpo.media.images import encode_png
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
 from vlm_grpo.model.engine.sampling import SamplingSettings, build_sampling_distribution
 from vlm_grpo.model.families import Family
-from vlm_grpo.model.form_check import try_form
 from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import PlainQuestion
@@ -74,12 +73,12 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
     yield f"model        {model}: {config.model_type}, {weights:,} weights, {dtype}"
     family = type(loaded.family)
     name = "none of the known ones" if family is Family else family.__name__
-    yield f"family       {name}, coordinate frame {policy.frame.name!r}"
+    yield f"family       {name}, coordinate frame {policy.prompts.frame.name!r}"
     if loaded.budget is not None:
         low, high = loaded.budget.min_pixels, loaded.budget.max_pixels
         yield f"pixel budget {low:,} to {high:,} pixels per image"
-    example = policy.with_resized_sizes(_build_example(image))
-    prompt = policy.build_prompt(example, PlainQuestion())
+    example = policy.prompts.with_resized_sizes(_build_example(image))
+    prompt = policy.prompts.build(example, PlainQuestion())
     (reference,) = example.images
     image_tokens = sum(token in distribution.banned for token in prompt.token_ids)
     (width, height), resized = reference.size, ""
@@ -90,12 +89,12 @@ def diagnose(model: str, image: Path | None = None, dtype: str = "float32") -> I
         f"{len(prompt.token_ids)} prompt tokens, {image_tokens} of them for the image"
     )
     reason = loaded.family.why_not_shared(config)
-    if reason is None and (problem := try_form(policy, prompt)) is not None:
+    if reason is None and (problem := policy.try_form(prompt).shared) is not None:
         reason = f"with a shared prompt, {problem}"
     if reason is not None:
         yield f"form         one prompt pass per completion: {reason}"
         return
-    yield from _compare_forms(policy, Policy(replace(loaded, shared=False), distribution), prompt)
+    yield from _compare_forms(policy, policy.view(repeated=True), prompt)
 
 
 def _compare_forms(shared: Policy, repeated: Policy, prompt: Prompt) -> Iterator[str]:
@@ -128,7 +127,7 @@ def _time_rollout(policy: Policy, prompt: Prompt) -> tuple[float, tuple[Completi
     sampling = SamplingSettings(policy.distribution, COMPLETION_LENGTH)
     seconds, group = 0.0, ()
     for _ in range(2):
-        policy.clear_image_features()
+        policy.engine.clear_image_features()
         start = time.perf_counter()
         (group,) = policy.sample([prompt], sampling, GROUP_SIZE, [(0,)], 1 << 30)
         seconds = time.perf_counter() - start
@@ -146,7 +145,7 @@ def _time_update(policy: Policy, batch: MicroBatch) -> tuple[float, Tensor, dict
     seconds, logprobs = 0.0, torch.zeros(0)
     for _ in range(2):
         policy.model.zero_grad()
-        policy.clear_image_features()
+        policy.engine.clear_image_features()
         start = time.perf_counter()
         logprobs = policy.score(batch).logprobs
         logprobs.sum().backward()

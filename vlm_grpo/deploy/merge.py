@@ -64,7 +64,9 @@ def measure_merge(
     try:
         task = policy.prompts.adapt(load_run_task(settings))
         examples = load_split(settings, task, "train")[:PROMPTS]
-        prompts = [policy.build_prompt(policy.with_resized_sizes(e), task) for e in examples]
+        prompts = [
+            policy.prompts.build(policy.prompts.with_resized_sizes(e), task) for e in examples
+        ]
         groups = write_groups(prompts, TargetWriter(policy, settings), task)
     except UserError:
         return Merge(dequantized)

@@ -80,7 +80,7 @@ class FSDP(Strategy):
         replicas: int = 1,
         offload: bool = False,
     ) -> None:
-        policy.use_capture(None)  # the weights are gathered to other addresses for each step
+        policy.engine.use_capture(None)  # the weights are gathered to other addresses for each step
         self.stream, self.replicas, self.offload = stream, replicas, offload
         super().__init__(policy, accelerator)
 

@@ -99,7 +99,7 @@ class LocalModel:
         """Generate the completions chunk by chunk, as in ``EvaluatedModel``."""
         for chunk in todo:
             firsts = chunk[:: self.settings.evaluation.samples]
-            prompts = [self.policy.build_prompt(examples[index], task) for index in firsts]
+            prompts = [self.policy.prompts.build(examples[index], task) for index in firsts]
             chunk_seeds = [seeds[index] for index in firsts]
             yield chunk, generate(self.policy, prompts, self.settings, chunk_seeds)
 
@@ -216,7 +216,7 @@ def generate(
     sampling = SamplingSettings(distribution, rollout.max_completion_length, rollout.stop)
     count, limit = evaluation.samples, evaluation.max_tokens_per_batch
     groups = policy.sample(prompts, sampling, count, seeds, limit)
-    policy.clear_image_features()
+    policy.engine.clear_image_features()
     return [completion for group in groups for completion in group]
 
 

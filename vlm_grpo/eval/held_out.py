@@ -77,4 +77,6 @@ class HeldOutEvaluator:
 
     def first_examples(self, count: int) -> list[Example]:
         """Return the first examples, with their images' resized sizes."""
-        return [self.policy.with_resized_sizes(example) for example in self.examples[:count]]
+        return [
+            self.policy.prompts.with_resized_sizes(example) for example in self.examples[:count]
+        ]

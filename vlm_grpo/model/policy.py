@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
 from vlm_grpo.config.run import Settings, check_settings
+from vlm_grpo.errors import UserError
 from vlm_grpo.model.adapters import is_adapter_weight, save_weights
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.engine import kernels
 from vlm_grpo.model.engine.activations import eval_mode
-from vlm_grpo.model.engine.attention import plain_attention
 from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
-from vlm_grpo.model.engine.decode import SharedDecoder
 from vlm_grpo.model.engine.graphs import GraphCapture, describe_steps, get_capture
 from vlm_grpo.model.engine.kv_cache import count_free_tokens
 from vlm_grpo.model.engine.linear import use_fast_linears
 from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
 from vlm_grpo.model.engine.norms import use_fused_norms
-from vlm_grpo.model.engine.repeated import Padding, sample_repeated, score_repeated
 from vlm_grpo.model.engine.rollout_weights import rollout_weights
 from vlm_grpo.model.engine.sampling import (
     SamplerState,
@@ -37,37 +35,21 @@ from vlm_grpo.model.engine.sampling import (
     build_sampling_distribution,
     draw_uniforms,
 )
-from vlm_grpo.model.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, score_shared
-from vlm_grpo.model.engine.vision import ImageEncoder
-from vlm_grpo.model.families import ImageFeatures, find_part
-from vlm_grpo.model.families.shared_form import Unit
-from vlm_grpo.model.form_check import FormCheck
+from vlm_grpo.model.engines import Counters, Engine, RepeatedEngine, SharedEngine
+from vlm_grpo.model.form_check import (
+    ROLLOUT_LENGTH,
+    FormCheck,
+    Verdict,
+    describe_difference,
+    judge,
+)
 from vlm_grpo.model.loading import LoadedModel, load_model
 from vlm_grpo.model.prompts import PromptBuilder, get_context_length
 from vlm_grpo.model.transfer import copy_to
-from vlm_grpo.task import Task
-from vlm_grpo.task.coordinates import CoordinateFrame
-from vlm_grpo.types import Completion, Example, Prompt, StopReason
+from vlm_grpo.types import Completion, Example, Group, Prompt, StopReason
 from vlm_grpo.utils.timing import Stopwatch
 
-
-@dataclass
-class Counters:
-    """Work of the model since the counters were reset; sharing prompts reduces it.
-
-    Attributes:
-        encoder_passes: number of images encoded by the vision tower.
-        prefill_tokens: number of prompt tokens processed by the language model in rollouts.
-        update_tokens: number of prompt and completion tokens that it processed in scoring.
-        image_decodes: number of images read and resized for the prompts of rollouts.
-        replaced_prompts: number of prompts that replaced one whose images could not be read.
-    """
-
-    encoder_passes: int = 0
-    prefill_tokens: int = 0
-    update_tokens: int = 0
-    image_decodes: int = 0
-    replaced_prompts: int = 0
+logger = logging.getLogger(__name__)
 
 
 class Policy:
@@ -80,11 +62,11 @@ class Policy:
         capture: captures decode steps over shared prompts; None: steps run eagerly.
 
     Attributes:
+        engine: how completions are sampled and scored.
         form_check: compares the shared form with the repeated one; None: they are not compared.
         prompts: builds the model's prompts.
-        counters: work of the model; replace the object to reset it.
+        counters: work of the model.
         stopwatch: seconds by phase of sampling and scoring.
-        trains_vision: True if gradients flow into the vision tower.
         root: root module of all computation with the model, to which a strategy that shards the
             weights attaches its hooks.
     """
@@ -100,8 +82,9 @@ class Policy:
         use_fast_linears(loaded.model)
         use_fused_norms(loaded.model)
         self.processor, self.family = loaded.processor, loaded.family
-        self.decode = self.family.decoder(self.processor.tokenizer)
-        self.budget, self.shared, self.adapters = loaded.budget, loaded.shared, loaded.adapters
+        self.tokenizer: Any = loaded.processor.tokenizer
+        self.decode = self.family.decoder(self.tokenizer)
+        self.budget, self.adapters = loaded.budget, loaded.adapters
         self.autocast, self.one_reader = loaded.autocast, loaded.one_reader
         self.distribution, self.chunk_tokens = distribution, chunk_tokens
         self.counters, self.stopwatch = Counters(), Stopwatch()
@@ -109,14 +92,13 @@ class Policy:
         limit = get_context_length(loaded.model.config)
         chat = loaded.chat or ChatTemplate(loaded.processor)
         self.prompts = PromptBuilder(chat, self.family, self.budget, limit)
-        trained = {find_part(name) for name, _ in self.trainable_parameters()}
-        self.trains_vision = not trained.isdisjoint(("vision", "projector"))
-        self._encoder = ImageEncoder(self.family, self.model, self.trains_vision, self.stopwatch)
         self.form_check: FormCheck | None = None
-        self._layouts: Layouts = {}
-        self._decoder: SharedDecoder | None = None
-        if self.shared:
-            self._decoder = SharedDecoder(self.family, self.model, self.stopwatch, capture)
+        pad = self.tokenizer.pad_token_id
+        pad = distribution.eos[0] if pad is None else pad
+        self._repeated = RepeatedEngine(loaded, pad)
+        self.engine: Engine = self._repeated
+        if loaded.shared:
+            self.engine = SharedEngine(loaded, pad, self.stopwatch, capture)
 
     @property
     def device(self) -> torch.device:
@@ -127,25 +109,24 @@ class Policy:
         return torch.bfloat16 if self.autocast else self.model.dtype
 
     @property
-    def tokenizer(self) -> Any:
-        return self.processor.tokenizer
-
-    @property
-    def frame(self) -> CoordinateFrame:
-        """The coordinate frame of the boxes that the model generates."""
-        return self.prompts.frame
+    def shared(self) -> bool:
+        """Whether completions share one pass over their prompt."""
+        return self.engine.shares_prompts
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the names and values of the parameters that are trained."""
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
-    def with_resized_sizes(self, example: Example) -> Example:
-        """Return the example with the ``resized_size`` that this model gives each image."""
-        return self.prompts.with_resized_sizes(example)
+    def view(self, repeated: bool = False) -> Policy:
+        """Return a policy of the same model that counts its own work, and checks no form.
 
-    def build_prompt(self, example: Example, task: Task) -> Prompt:
-        """Build the model's prompt; arguments and errors as in ``PromptBuilder.build``."""
-        return self.prompts.build(example, task)
+        With ``repeated`` it repeats prompts, whatever this one does.
+        """
+        view = copy.copy(self)
+        view.counters, view.form_check = Counters(), None
+        if repeated:
+            view.engine = self._repeated
+        return view
 
     # Sampling.
 
@@ -192,51 +173,21 @@ class Policy:
             try:
                 self.root(lambda: self._generate(prompts, state, max_tokens))
             except BaseException:
-                self.release_rollout_memory()
+                self.engine.release()
                 raise
         if weights_are_copies:
-            self.release_rollout_memory()
+            self.engine.release()
         completions = self._build_completions(state)
         return [tuple(itertools.islice(completions, size)) for size in sizes]
-
-    def check_form(self, prompts: Sequence[Prompt]) -> None:
-        """Check the shared form on the first prompts; errors as in ``sample``."""
-        if self.form_check is not None and self.shared and prompts:
-            self.form_check.begin(self, prompts)
-
-    def describe_engine(self) -> str:
-        """Name the attention kernels and the form of decode steps; only with shared prompts."""
-        assert self._decoder is not None
-        steps = describe_steps(self._decoder.capture, self.model.config)
-        return f"{kernels.describe(self.device, self.compute_dtype)}; decode steps {steps}"
-
-    def use_capture(self, capture: GraphCapture | None) -> bool:
-        """Capture decode steps from now on (None: run them eagerly); return whether they were."""
-        return self._decoder is not None and self._decoder.use_capture(capture)
-
-    def release_rollout_memory(self) -> None:
-        """Free the memory that is kept for the next rollout's captured steps."""
-        if self._decoder is not None:
-            self._decoder.release()
 
     def _generate(
         self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int | None
     ) -> None:
         config, shape = self.model.config.get_text_config(), (state.count, state.tokens.shape[1])
-        kept = 0 if self._decoder is None else self._decoder.count_kept_bytes()
+        kept = self.engine.count_kept_bytes()
         free = count_free_tokens(config, self.device, self.compute_dtype, shape, kept)
-        if self._decoder is not None:
-            prefixes = self._build_prefixes(prompts)
-            self.counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
-            self._decoder(prefixes, state, max_tokens or free)
-        else:
-            for prompt, size in zip(prompts, state.sizes, strict=True):
-                self.counters.prefill_tokens += size * len(prompt.token_ids)
-                self.counters.encoder_passes += size * len(prompt.example.images)
-            # A chunk's prompts are processed at once, and their activations take more than keys.
-            most = max_tokens or min(free, DEFAULT_ROLLOUT_TOKENS)
-            with plain_attention(self.family, self.model):
-                sample_repeated(self.model, prompts, state, most, self._padding)
+        most = max_tokens or min(free, self.engine.most_tokens)
+        self.engine.generate(prompts, state, most, self.counters)
 
     def _build_completions(self, state: SamplerState) -> Iterator[Completion]:
         names = ("tokens", "logprobs", "entropies", "lengths")
@@ -251,11 +202,11 @@ class Policy:
             text = self.decode(token_ids)
             yield Completion(token_ids, tuple(logprobs[:length]), text, stop, kept)
 
-    @property
-    def _padding(self) -> Padding:
-        pad = self.tokenizer.pad_token_id
-        token = self.distribution.eos[0] if pad is None else pad
-        return Padding(token, self.family.completion_type)
+    @torch.no_grad()
+    def encode_images(self, prompts: Sequence[Prompt]) -> None:
+        """Encode the prompts' images as ``sample`` does, if their features are kept."""
+        with eval_mode(self.model), self._autocast(), rollout_weights(self.model):
+            self.engine.encode_images(prompts, self.counters)
 
     # Scoring.
 
@@ -272,35 +223,10 @@ class Policy:
         """
         distribution = SamplingDistribution() if supervised else self.distribution
         settings = ScoringSettings(distribution, self.chunk_tokens, with_entropy, supervised)
-        if not self.shared:
-            return self.score_plain(batch, settings)
-        return self._call_root(lambda: self._score_shared(batch, settings))
-
-    def score_plain(
-        self, batch: MicroBatch, settings: ScoringSettings | None = None
-    ) -> TokenScores:
-        """Score the batch by transformers' own forward, with repeated prompts."""
-        scoring, padding = settings or ScoringSettings(self.distribution), self._padding
-        prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
-        self.counters.encoder_passes += sum(len(p.example.images) for p in prompts)
-        self.counters.update_tokens += sum(len(p.token_ids) for p in prompts)
-        self.counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
-        with plain_attention(self.family, self.model):
-            return self._call_root(lambda: score_repeated(self.model, batch, scoring, padding))
-
-    def repeat_prompts(self) -> None:
-        """Repeat the prompt for each completion from now on."""
-        self.release_rollout_memory()
-        self.shared, self._decoder = False, None
-
-    def _call_root(self, score: Callable[[], TokenScores]) -> TokenScores:
         with self._autocast():
-            return TokenScores(*self.root(lambda: score().columns))
-
-    def _score_shared(self, batch: MicroBatch, settings: ScoringSettings) -> TokenScores:
-        prefixes = self._build_prefixes([piece.prompt for piece in batch.slices])
-        self.counters.update_tokens += batch.num_tokens
-        return score_shared(self.family, self.model, batch, prefixes, settings)
+            return TokenScores(
+                *self.root(lambda: self.engine.score(batch, settings, self.counters).columns)
+            )
 
     def dummy_batch(self) -> MicroBatch:
         """Build the smallest batch that runs every layer: one prompt and one completion token."""
@@ -312,6 +238,92 @@ class Policy:
         if not self.autocast:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
+
+    # The form.
+
+    def check_form(self, prompts: Sequence[Prompt]) -> None:
+        """Check the shared form on the first prompts; errors as in ``sample``."""
+        check = self.form_check
+        if check is None or not (self.shared and prompts):
+            return
+        if (prompt := check.choose(prompts)) is not None:
+            try:
+                self.follow(self.try_form(prompt))
+            finally:
+                self.engine.clear_image_features()
+
+    def check_groups(self, groups: Sequence[Group]) -> None:
+        """Check the shared form on the group that exceeds what was checked the most.
+
+        Without a group the model still runs as often as on other ranks. A completion that does not
+        fit into the memory in one of the forms is not checked. Errors as in ``sample``.
+        """
+        batch = self.form_check.choose_batch(groups) if self.form_check is not None else None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self.follow(judge(self.engine, lambda: self.compare(batch or self.dummy_batch())))
+
+    def try_form(self, prompt: Prompt) -> Verdict:
+        """Sample short completions of a prompt, and compare the two forms on them."""
+        settings = SamplingSettings(self.distribution, ROLLOUT_LENGTH)
+
+        def sample_and_compare() -> str | None:
+            (group,) = self.view().sample([prompt], settings, 2, [(0,)])
+            tokens = tuple(completion.token_ids for completion in group)
+            sampled = [logprob for completion in group for logprob in completion.logprobs]
+            return self.compare(MicroBatch((GroupSlice(prompt, tokens, (0, 1)),)), sampled)
+
+        return judge(self.engine, sample_and_compare)
+
+    @torch.no_grad()
+    def compare(self, batch: MicroBatch, sampled: Sequence[float] = ()) -> str | None:
+        """Score a batch in both forms, and return how they differ; None: within rounding.
+
+        ``sampled`` are the log-probabilities of its tokens when they were sampled, if known.
+        """
+        with eval_mode(self.model):  # two passes with dropout would differ
+            shared, plain = (
+                self.view(repeated).score(batch).logprobs.double() for repeated in (False, True)
+            )
+        found = {"scored": shared}
+        if sampled:
+            found["sampled"] = torch.tensor(sampled).to(shared)
+        return describe_difference(found, plain, self.compute_dtype)
+
+    def follow(self, verdict: Verdict) -> None:
+        """Run decode steps eagerly, or repeat prompts, from now on if a check has failed.
+
+        Raises:
+            UserError: the prompt must be shared.
+        """
+        if verdict.captured is not None:
+            self.engine.use_capture(None)
+            logger.warning(
+                "decode steps run eagerly from now on, which takes longer: as CUDA graphs, %s",
+                verdict.captured,
+            )
+        if verdict.shared is None:
+            return
+        if self.form_check is not None and self.form_check.must_share:
+            raise UserError(
+                f"policy.engine=shared does not work with this model: {verdict.shared}; remove it, "
+                "or set policy.engine=repeated"
+            )
+        logger.warning(
+            "from now on the prompt is repeated for each completion (policy.engine=repeated), "
+            "which takes longer: with a shared prompt, %s",
+            verdict.shared,
+        )
+        self.repeat_prompts()
+
+    def repeat_prompts(self) -> None:
+        """Repeat the prompt for each completion from now on."""
+        self.engine.release()
+        self.engine = self._repeated
+
+    def describe_engine(self) -> str:
+        """Name the attention kernels and the form of decode steps of a shared prompt."""
+        steps = describe_steps(self.engine.capture, self.model.config)
+        return f"{kernels.describe(self.device, self.compute_dtype)}; decode steps {steps}"
 
     # Checkpoints.
 
@@ -340,34 +352,6 @@ class Policy:
         converted = revert_weight_conversion(self.model, dict(untied.values()))
         contiguous = {name: weight.contiguous() for name, weight in converted.items()}
         save_file(contiguous, folder / f"{name}.safetensors", {"format": "pt"})
-
-    # Images.
-
-    @torch.no_grad()
-    def encode_images(self, prompts: Sequence[Prompt]) -> None:
-        """Encode the prompts' images as ``sample`` does, if their features are cached."""
-        if self.shared and not self.trains_vision:
-            with eval_mode(self.model), self._autocast(), rollout_weights(self.model):
-                self._encode_images(prompts)
-
-    def clear_image_features(self) -> None:
-        """Drop the cached vision features and layouts of this step's prompts."""
-        self._encoder.clear_cache()
-        self._layouts.clear()
-
-    def share_image_passes(self) -> contextlib.AbstractContextManager:
-        """Encode an image once for the micro-batches that share it; see ``ImageEncoder``."""
-        return self._encoder.share_passes()
-
-    def _encode_images(self, prompts: Sequence[Prompt]) -> dict[Unit, ImageFeatures]:
-        features, encoded = self._encoder(prompts)
-        self.counters.encoder_passes += encoded
-        return features
-
-    def _build_prefixes(self, prompts: Sequence[Prompt]) -> list[PrefixInputs]:
-        features = self._encode_images(prompts)
-        per_prompt = [[features[u] for u in self.family.units(p.example.images)] for p in prompts]
-        return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self._layouts)
 
 
 class CallRoot(nn.Module):

@@ -111,7 +111,7 @@ class PromptLoader:
         position = index
         while True:
             try:
-                example = self.policy.with_resized_sizes(self.stream[position])
+                example = self.policy.prompts.with_resized_sizes(self.stream[position])
                 prompt = self._build(example)
                 if noise is not None and example.images:
                     own = replace(noise, seed=(*noise.seed, index))
@@ -127,7 +127,7 @@ class PromptLoader:
 
     def _build(self, example: Example) -> Prompt:
         if self._pool is None:
-            prompt = self.policy.build_prompt(example, self.task)
+            prompt = self.policy.prompts.build(example, self.task)
         else:
             prompt = self._build_in_worker(self._pool, example)
         if self.policy.device.type == "cuda":  # only copies from pinned memory do not wait

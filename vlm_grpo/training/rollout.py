@@ -293,11 +293,11 @@ class RolloutSampler:
         is_larger = policy.shared and check.is_larger(groups)
         if any_rank(self.accelerator, is_larger or not policy.shared):
             if policy.shared and self.outside is None:
-                check.check(policy, groups)
+                policy.check_groups(groups)
             elif policy.shared:
                 with self.strategy.gathered():
-                    check.check(policy, groups)
-                policy.clear_image_features()  # the update encodes the images as it does later
+                    policy.check_groups(groups)
+                policy.engine.clear_image_features()  # the update encodes as it does later
             if any_rank(self.accelerator, not policy.shared) and policy.shared:
                 policy.repeat_prompts()
 

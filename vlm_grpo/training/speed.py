@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
-from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.model_shape import read_model_shape
 from vlm_grpo.planning.step_time import count_step_flops
 from vlm_grpo.planning.this_device import find_peak_rate
@@ -51,7 +51,7 @@ class StepMeter:
 
     def reset(self) -> None:
         """Begin a step: reset the policy's counters and times."""
-        self.policy.counters = Counters()
+        self.policy.counters.reset()
         self.policy.stopwatch.reset()
 
     def measure(self, rollout: Rollout, batch: StepBatch) -> dict[str, float]:

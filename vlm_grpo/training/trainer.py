@@ -165,7 +165,7 @@ class Trainer:
         if self.evaluator.is_due(self.global_step + 1):
             self._interrupt()
         metrics = partial.updates.summarize()
-        self.policy.clear_image_features()
+        self.policy.engine.clear_image_features()
         groups, batch = partial.rollout.groups, partial.batch
         advantages = batch.advantages[: batch.replayed.start]
         is_skipped = bool(metrics["skipped_updates"])

@@ -236,7 +236,7 @@ class Updater:
             batches, micro = pack(slices, self.budget.limit), None
             try:
                 losses, metrics = list[Tensor](), MetricAccumulator()
-                with self.policy.share_image_passes() as finish:
+                with self.policy.engine.share_image_passes() as finish:
                     for count, micro in enumerate(self.strategy.passes(batches), 1):
                         if micro is None:
                             self.strategy.dummy_loss().backward()
@@ -251,7 +251,7 @@ class Updater:
                     raise
                 self._check_can_halve(micro, error)
             self.strategy.drop_gradients()
-            self.policy.release_rollout_memory()
+            self.policy.engine.release()
             self.budget.halve(micro.num_tokens)
 
     def _check_can_halve(self, micro: MicroBatch, error: RuntimeError) -> None:

@@ -121,7 +121,7 @@ def test_prompts_may_have_different_numbers_of_completions(max_tokens: int) -> N
 
 def test_rollouts_that_fit_into_the_kept_cache_capture_no_steps_again() -> None:
     policy, eager = (tiny_policy("qwen2_5_vl", dtype=torch.float64) for _ in range(2))
-    policy.use_capture(TracedStep)
+    policy.engine.use_capture(TracedStep)
 
     def count(words: int, prompts: int, length: int = 12, max_tokens: int = 100_000) -> int:
         """Return the number of captures of a rollout, whose tokens must be right."""
@@ -153,9 +153,9 @@ def test_a_gpu_keeps_no_large_cache_and_no_countless_steps(
     name: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)  # no copies of weights
-    policy.use_capture(TracedStep)
+    policy.engine.use_capture(TracedStep)
     sample_groups(policy, mixed_prompts(policy, 2))
-    decoder: Any = policy._decoder  # noqa: SLF001
+    decoder: Any = policy.engine.decoder
     kept = decoder.count_kept_bytes()
     memory = SimpleNamespace(total_memory=11 * kept)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
@@ -183,7 +183,7 @@ def test_steps_run_eagerly_after_a_capture_that_fails(
     policy = build_family_policy(name, torch.float64, shared=True)
     prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
     [eager] = sample_groups(policy, prompts, group_size=2, length=5)
-    policy.use_capture(fail_to_capture)
+    policy.engine.use_capture(fail_to_capture)
     for _ in range(2):
         [found] = sample_groups(policy, prompts, group_size=2, length=5)
         for a, b in zip(found, eager, strict=True):
@@ -210,7 +210,7 @@ def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(
             raise RuntimeError("operation failed due to a previous error during capture")
 
     prompts = mixed_prompts(policy, 2)
-    policy.use_capture(run_out)
+    policy.engine.use_capture(run_out)
     with pytest.raises(torch.OutOfMemoryError):
         sample_groups(policy, prompts)
     assert policy.describe_engine().endswith("as CUDA graphs")  # the next ones may fit
@@ -218,7 +218,7 @@ def test_a_capture_without_memory_or_of_a_wrong_step_is_an_error_of_its_own(
     def refuse(*arguments: Any) -> None:
         raise TypeError("a wrong step")
 
-    policy.use_capture(TracedStep)
+    policy.engine.use_capture(TracedStep)
     monkeypatch.setattr(decode, "DecodeAttention", refuse)
     with pytest.raises(TypeError, match="a wrong step"):
         sample_groups(policy, prompts)

@@ -56,7 +56,7 @@ def test_a_captured_step_samples_equal_tokens(
     policy = tiny_policy(family, dtype=torch.float64, eos=tuple(range(70, 110)))
     eager = sample(policy, max_tokens)
     assert len({len(completion.token_ids) for completion in eager}) > 3
-    policy.use_capture(TracedStep)
+    policy.engine.use_capture(TracedStep)
     TracedStep.traces = 0
     captured = sample(policy, max_tokens)
     assert TracedStep.traces >= 3
@@ -74,7 +74,7 @@ def test_capturing_a_step_leaves_recurrent_states_as_they_were(
     policy = build_family_policy(name, torch.float64, shared=True)
     prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
     [eager] = sample_groups(policy, prompts, group_size=2, length=5)
-    policy.use_capture(TracedStep)
+    policy.engine.use_capture(TracedStep)
     [captured] = sample_groups(policy, prompts, group_size=2, length=5)
     assert policy.describe_engine().endswith("as CUDA graphs")
     for a, b in zip(captured, eager, strict=True):
@@ -103,7 +103,7 @@ def test_captured_steps_are_kept_for_the_next_rollout_and_read_the_new_weights()
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
     eager = sample_twice(policy)
     assert count_equal(*eager) < len(eager[0])
-    policy.use_capture(TracedStep)
+    policy.engine.use_capture(TracedStep)
     sample(policy)
     TracedStep.traces = 0
     captured = sample_twice(policy)
@@ -136,7 +136,7 @@ def test_dynamic_rope_is_decoded_eagerly(
             get_capture(RolloutSettings(cuda_graphs=True), **options)
     prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
     [eager] = sample_groups(policy, prompts, group_size=2, length=5)
-    policy.use_capture(TracedStep)  # a capture would fail, and changes nothing
+    policy.engine.use_capture(TracedStep)  # a capture would fail, and changes nothing
     [found] = sample_groups(policy, prompts, group_size=2, length=5)
     assert [c.token_ids for c in found] == [c.token_ids for c in eager]
     assert "reads values from the device" in caplog.text
@@ -151,7 +151,7 @@ def test_dynamic_rope_of_some_layers_is_found() -> None:
 
 def test_a_rollout_that_fails_keeps_no_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny_policy("qwen2_5_vl", dtype=torch.float64)
-    policy.use_capture(TracedStep)
+    policy.engine.use_capture(TracedStep)
     expected = sample(policy)
 
     def fail(state: SamplerState) -> Any:
@@ -298,7 +298,7 @@ def test_a_gpu_decodes_eagerly_after_a_capture_that_reads_from_it(
     policy.model.to("cuda")
     prompts = [make_prompt(policy, noise_example("0", [], "What?"))]
     [eager] = sample_groups(policy, prompts, group_size=2, length=5)
-    policy.use_capture(CudaGraph)
+    policy.engine.use_capture(CudaGraph)
     [found] = sample_groups(policy, prompts, group_size=2, length=5)
     assert [c.token_ids for c in found] == [c.token_ids for c in eager]
     assert "capturing" in caplog.text  # the cause, not that of the capture's end
@@ -321,7 +321,7 @@ def test_a_gpu_captures_steps_while_another_thread_pins_memory() -> None:
     thread = threading.Thread(target=pin)
     thread.start()
     try:
-        policy.use_capture(CudaGraph)
+        policy.engine.use_capture(CudaGraph)
         sample(policy)
     finally:
         is_done.set()
@@ -353,7 +353,7 @@ def test_cuda_graphs_sample_equal_tokens_before_and_after_the_weights_change(
     def capture(step: DecodeStep, inputs: tuple[Tensor, ...]) -> DecodeStep:
         return CountedGraph(compile_step(step) if compiled else step, inputs)
 
-    policy.use_capture(capture)
+    policy.engine.use_capture(capture)
     sample(policy)
     CountedGraph.captures = 0
     captured = sample_twice(policy)

@@ -134,7 +134,7 @@ def test_a_clip_is_encoded_once_per_group() -> None:
 
 def test_a_frozen_tower_encodes_a_clip_once_per_step() -> None:
     policy = tiny_policy("qwen3_vl")
-    policy._encoder.is_trained = False  # noqa: SLF001
+    policy.engine.encoder.is_trained = False
     prompts = build_prompts(policy)
     groups = sample_groups(policy, prompts)
     policy.score(pack_groups(prompts, groups))
@@ -177,7 +177,7 @@ def test_the_pixels_of_a_clip_are_bounded_and_its_tokens_counted(family: str) ->
     assert policy.budget is not None
     policy.prompts.budget = replace(policy.budget, video_pixels=12 * 64 * 64)
     clip = Example("large", (noise_clip("g", (300, 300), 12), IMAGE), "?", 0)
-    resized = policy.with_resized_sizes(clip).images
+    resized = policy.prompts.with_resized_sizes(clip).images
     assert resized[0].resized_size in [(56, 56), (64, 64)]  # whole tokens
     assert resized[1].resized_size in [(56, 84), (64, 96)]
     counted = PromptCounter([clip, *EXAMPLES], PlainQuestion(), policy.prompts)

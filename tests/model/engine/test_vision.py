@@ -39,7 +39,7 @@ def compute_gradient(policy: Policy, batches: list[MicroBatch], share: bool) -> 
     policy.model.zero_grad()
     policy.counters.encoder_passes = 0
     if share:
-        with policy.share_image_passes() as finish:
+        with policy.engine.share_image_passes() as finish:
             for count, micro in enumerate(batches, 1):
                 policy.score(micro).logprobs.sum().backward()
                 finish({image for later in batches[count:] for image in later.images})

@@ -88,8 +88,10 @@ def test_the_generic_family_removes_all_special_tokens() -> None:
 
 def test_completions_keep_the_special_tokens_of_answers() -> None:
     policy = tiny_policy("qwen2_vl")
-    task = load_task("detection", frame=policy.frame)
-    prompt = policy.build_prompt(policy.with_resized_sizes(noise_example("a", [(56, 56)])), task)
+    task = load_task("detection", frame=policy.prompts.frame)
+    prompt = policy.prompts.build(
+        policy.prompts.with_resized_sizes(noise_example("a", [(56, 56)])), task
+    )
     sampling = SamplingSettings(policy.distribution, 64, ())
     (members,) = policy.sample([prompt], sampling, 8, [(0, "a")], 100_000)
     start = policy.tokenizer.convert_tokens_to_ids("<|box_start|>")

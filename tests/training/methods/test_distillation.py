@@ -68,7 +68,7 @@ def test_a_group_is_scored_behind_one_pass_over_its_prompt(tmp_path: Path) -> No
     found = load_teacher(settings, policy)
     assert not found.trainable_parameters()
     task = policy.prompts.adapt(load_task("counting"))
-    prompt = policy.build_prompt(noise_example("a", [(56, 28)], seed=1), task)
+    prompt = policy.prompts.build(noise_example("a", [(56, 28)], seed=1), task)
     tokens = ((5, 6, 7), (8,), (9, 10))
     piece = GroupSlice(prompt, tokens, (0, 1, 2))
     logprobs = score_slices(found, [piece], 10_000)

@@ -18,7 +18,7 @@ from torch import Tensor
 from vlm_grpo.config.run import Settings
 from vlm_grpo.dist.collectives import gather_object
 from vlm_grpo.errors import UserError
-from vlm_grpo.model.policy import Counters, Policy
+from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
 from vlm_grpo.training.batch import Rollout, StepBatch, pack_step
 from vlm_grpo.training.objective import MetricAccumulator
@@ -239,7 +239,7 @@ def restore_step(
     # With fewer ranks than before, a rank continues the sums of several saved ranks.
     local = saved[rank::world]
     work = {name: sum(part.work[name] for part in local) for name in saved[0].work}
-    sampler.policy.counters = Counters(**work)
+    sampler.policy.counters.reset(**work)
     updates = _restore_updates(local, values[0], old, accelerator.device)
     return PartialStep(rollout, batch, values[0]["metrics"], updates)
 

@@ -38,7 +38,7 @@ class Distillation(Method):
 
     def score(self, step: ScoredStep) -> Scores:
         logprobs = score_slices(self.teacher, step.slices, step.scorer.max_tokens)
-        self.teacher.clear_image_features()
+        self.teacher.engine.clear_image_features()
         return {"teacher_logprobs": logprobs}
 
     @classmethod

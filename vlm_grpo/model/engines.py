@@ -1,0 +1,196 @@
+"""The two ways to sample and score completions: with one pass over their prompt, or with several.
+
+A ``SharedEngine`` needs to know the model's layers. A ``RepeatedEngine`` needs nothing but
+transformers' own forward; it repeats the prompt and its images for each completion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from vlm_grpo.config.rollout import DEFAULT_ROLLOUT_TOKENS
+from vlm_grpo.model.engine.attention import plain_attention
+from vlm_grpo.model.engine.batch import MicroBatch
+from vlm_grpo.model.engine.decode import SharedDecoder
+from vlm_grpo.model.engine.graphs import GraphCapture
+from vlm_grpo.model.engine.logprobs import ScoringSettings, TokenScores
+from vlm_grpo.model.engine.repeated import Padding, sample_repeated, score_repeated
+from vlm_grpo.model.engine.sampling import SamplerState
+from vlm_grpo.model.engine.shared import Layouts, PrefixInputs, build_prefix_inputs, score_shared
+from vlm_grpo.model.engine.vision import ImageEncoder
+from vlm_grpo.model.families import ImageFeatures, find_part
+from vlm_grpo.model.families.shared_form import Unit
+from vlm_grpo.model.loading import LoadedModel
+from vlm_grpo.types import ImageRef, Prompt
+from vlm_grpo.utils.timing import Stopwatch
+
+
+@dataclass
+class Counters:
+    """Work of the model since the counters were reset; sharing prompts reduces it.
+
+    Attributes:
+        encoder_passes: number of images encoded by the vision tower.
+        prefill_tokens: number of prompt tokens processed by the language model in rollouts.
+        update_tokens: number of prompt and completion tokens that it processed in scoring.
+        image_decodes: number of images read and resized for the prompts of rollouts.
+        replaced_prompts: number of prompts that replaced one whose images could not be read.
+    """
+
+    encoder_passes: int = 0
+    prefill_tokens: int = 0
+    update_tokens: int = 0
+    image_decodes: int = 0
+    replaced_prompts: int = 0
+
+    def reset(self, **work: int) -> None:
+        """Start again, from these numbers or from 0."""
+        vars(self).update(vars(Counters(**work)))
+
+
+class Engine:
+    """The interface of both; ``pad_token`` fills repeated rows to the length of the longest."""
+
+    shares_prompts = False
+    most_tokens = sys.maxsize
+    """Most tokens to cache at once, however much memory is free."""
+    capture: GraphCapture | None = None
+
+    def __init__(self, loaded: LoadedModel, pad_token: int) -> None:
+        self.model, self.family = loaded.model, loaded.family
+        self._padding = Padding(pad_token, self.family.completion_type)
+
+    def generate(
+        self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
+    ) -> None:
+        """Sample all completions of ``state``, with at most ``max_tokens`` cached at once."""
+        raise NotImplementedError
+
+    def score(
+        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
+    ) -> TokenScores:
+        """Score the batch's completion tokens."""
+        raise NotImplementedError
+
+    def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
+        """Encode the prompts' images and keep their features, if this engine keeps any."""
+
+    def clear_image_features(self) -> None:
+        """Drop the kept vision features, and layouts of this step's prompts."""
+
+    def share_image_passes(self) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
+        """Encode an image once for the micro-batches that share it; see ``ImageEncoder``."""
+        return contextlib.nullcontext(lambda needed: None)
+
+    def use_capture(self, capture: GraphCapture | None) -> None:
+        """Capture decode steps from now on, if this engine can; None: run them eagerly."""
+
+    def count_kept_bytes(self) -> int:
+        """Return the memory that the next rollout reuses or frees."""
+        return 0
+
+    def release(self) -> None:
+        """Free the memory that is kept for the next rollout's captured steps."""
+
+
+class RepeatedEngine(Engine):
+    """Samples and scores by transformers' own forward, with repeated prompts."""
+
+    # A chunk's prompts are processed at once, and their activations take more than keys.
+    most_tokens = DEFAULT_ROLLOUT_TOKENS
+
+    def generate(
+        self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
+    ) -> None:
+        for prompt, size in zip(prompts, state.sizes, strict=True):
+            counters.prefill_tokens += size * len(prompt.token_ids)
+            counters.encoder_passes += size * len(prompt.example.images)
+        with plain_attention(self.family, self.model):
+            sample_repeated(self.model, prompts, state, max_tokens, self._padding)
+
+    def score(
+        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
+    ) -> TokenScores:
+        prompts = [piece.prompt for piece in batch.slices for _ in piece.rows]
+        counters.encoder_passes += sum(len(p.example.images) for p in prompts)
+        counters.update_tokens += sum(len(p.token_ids) for p in prompts)
+        counters.update_tokens += sum(len(tokens) - 1 for tokens in batch.completions)
+        with plain_attention(self.family, self.model):
+            return score_repeated(self.model, batch, settings, self._padding)
+
+
+class SharedEngine(Engine):
+    """Samples and scores all completions of a prompt behind one pass over it.
+
+    Args:
+        capture: captures decode steps; None: steps run eagerly.
+        stopwatch: times the phases of sampling and the vision tower.
+    """
+
+    shares_prompts = True
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pad_token: int,
+        stopwatch: Stopwatch,
+        capture: GraphCapture | None = None,
+    ) -> None:
+        super().__init__(loaded, pad_token)
+        trained = {find_part(n) for n, p in self.model.named_parameters() if p.requires_grad}
+        trains_vision = not trained.isdisjoint(("vision", "projector"))
+        self.encoder = ImageEncoder(self.family, self.model, trains_vision, stopwatch)
+        self.decoder = SharedDecoder(self.family, self.model, stopwatch, capture)
+        self._layouts: Layouts = {}
+
+    @property
+    def capture(self) -> GraphCapture | None:
+        return self.decoder.capture
+
+    def generate(
+        self, prompts: Sequence[Prompt], state: SamplerState, max_tokens: int, counters: Counters
+    ) -> None:
+        prefixes = self._build_prefixes(prompts, counters)
+        counters.prefill_tokens += sum(len(p.token_ids) for p in prefixes)
+        self.decoder(prefixes, state, max_tokens)
+
+    def score(
+        self, batch: MicroBatch, settings: ScoringSettings, counters: Counters
+    ) -> TokenScores:
+        prefixes = self._build_prefixes([piece.prompt for piece in batch.slices], counters)
+        counters.update_tokens += batch.num_tokens
+        return score_shared(self.family, self.model, batch, prefixes, settings)
+
+    def encode_images(self, prompts: Sequence[Prompt], counters: Counters) -> None:
+        if not self.encoder.is_trained:
+            self._encode(prompts, counters)
+
+    def clear_image_features(self) -> None:
+        self.encoder.clear_cache()
+        self._layouts.clear()
+
+    def share_image_passes(self) -> AbstractContextManager[Callable[[Container[ImageRef]], None]]:
+        return self.encoder.share_passes()
+
+    def use_capture(self, capture: GraphCapture | None) -> None:
+        self.decoder.use_capture(capture)
+
+    def count_kept_bytes(self) -> int:
+        return self.decoder.count_kept_bytes()
+
+    def release(self) -> None:
+        self.decoder.release()
+
+    def _encode(self, prompts: Sequence[Prompt], counters: Counters) -> dict[Unit, ImageFeatures]:
+        features, encoded = self.encoder(prompts)
+        counters.encoder_passes += encoded
+        return features
+
+    def _build_prefixes(self, prompts: Sequence[Prompt], counters: Counters) -> list[PrefixInputs]:
+        features = self._encode(prompts, counters)
+        per_prompt = [[features[u] for u in self.family.units(p.example.images)] for p in prompts]
+        return build_prefix_inputs(self.family, self.model, prompts, per_prompt, self._layouts)
