@@ -13,7 +13,6 @@ from vlm_grpo.data_scripts.readers import to_choice
 
 @converter(tasks=("choice",), splits={"val": 1_901})
 def convert(request: Request) -> Rows:
-    """Yield one row per question."""
     for row in request.read_table("idx", "question", "sub_task", "image_1", "choices", "answer"):
         found = (row.get(f"image_{number}") for number in range(1, 5))
         images = tuple(image for image in found if image is not None)

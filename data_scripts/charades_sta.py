@@ -19,7 +19,6 @@ _LINE = re.compile(r"(\w+) (\d+(?:\.\d+)?) (\d+(?:\.\d+)?)\s*##(.+)")
 
 @converter(tasks=("temporal",), splits={"test": 3_720, "train": 12_408})
 def convert(request: Request) -> Rows:
-    """Yield one row per sentence."""
     path = Path(request.source)
     path = path / f"charades_sta_{request.split}.txt" if path.is_dir() else path
     for number, line in enumerate(path.read_text("utf-8").splitlines()):

@@ -14,7 +14,6 @@ _TYPES = ("human", "augmented")
 
 @converter(tasks=("numeric",), splits={"test": 2_500, "val": 1_920, "train": 28_299})
 def convert(request: Request) -> Rows:
-    """Yield one row per question with its type."""
     if request.path.is_dir() and not any(request.path.glob("**/*.parquet")):
         for kind in _TYPES:
             path = request.find_file(f"**/{request.split}_{kind}.json")

@@ -41,8 +41,7 @@ _LISTED_ROWS = 1000
 
 ExpectedCounts = Mapping[str, int]
 """Number of rows by the name of what has it: the split, one of several datasets, or a file."""
-RawRecord = dict[str, Any]
-"""One row, annotation or entry in the form of its source."""
+RawRecord = dict[str, Any]  # one row, annotation or entry in the form of its source
 Image = str | bytes | None
 """A path relative to the image folder, encoded image bytes, or None if the source has no image."""
 
@@ -202,9 +201,8 @@ class Summary:
     def find_shortfall(self, expected: ExpectedCounts) -> str | None:
         """Return what the output lacks, or None if it is complete.
 
-        Args:
-            expected: published numbers of source rows, one of which the source must have; empty:
-                its number is not known, and only its own rows must not be lost.
+        The source must have one of the ``expected`` numbers of rows; if they are not known, only
+        its own rows must not be lost.
         """
         lost = self.kinds["lost"]
         is_whole = not self.kinds["source"] and (not expected or self.read in expected.values())
@@ -218,11 +216,8 @@ class Summary:
 def select_counts(counts: int | ExpectedCounts | None, split: str, source: Path) -> ExpectedCounts:
     """Return the published numbers of rows that a source may have; none if it is not published.
 
-    Args:
-        counts: the split's number of rows; several by the dataset's name; or by the names of
-            published ``.json`` and ``.jsonl`` files, which say nothing of other files.
-        split: the split.
-        source: the source, a file or a folder that contains it.
+    ``counts`` is the split's number of rows; several by the dataset's name; or by the names of
+    published ``.json`` and ``.jsonl`` files, which say nothing of other files.
     """
     if isinstance(counts, int):
         return {split: counts}
@@ -288,9 +283,6 @@ def converter(
     """Turn a function that reads a dataset into its converter, with its module's docstring.
 
     The function is the last one of its module: under ``python -m``, its command line runs here.
-
-    Args:
-        tasks, splits: as for ``Converter``.
     """
 
     def build(read: Callable[[Request], Rows]) -> Converter:
@@ -379,8 +371,7 @@ class _Conversion:
         return ids
 
     def _valid_rows(self, task: Task, done: set[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield the id and line of each row to write, in the source's order; the line of a row that
-        an interrupted run has written is empty."""
+        """Yield the id and line of each row to write; the line of one that is written is empty."""
         reader = MediaReader(self.request.images, PILLOW_WARNS_AT)
         console = Console(stderr=True)
         columns = (TextColumn("rows"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn())

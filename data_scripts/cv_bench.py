@@ -16,7 +16,6 @@ _META = ("type", "task", "source")
     tasks=("choice",), splits={"test": {"CV-Bench": 2_638, "its 2D": 1_438, "its 3D": 1_200}}
 )
 def convert(request: Request) -> Rows:
-    """Yield one row per question."""
     for row in request.read_table("idx", "image", "question", "choices", "answer", *_META):
         name, image = f"cv-bench-{row['type']}-{row['idx']}", row["image"]
         answer = to_choice(row["choices"], row["answer"])

@@ -40,7 +40,6 @@ def _read_boxes(path: Path) -> dict[str, list[list[int]]]:
 
 @converter(tasks=("grounding",), splits=dict.fromkeys(_IMAGES))
 def convert(request: Request) -> Rows:
-    """Yield one row per phrase of each caption."""
     images = read_text(request.path / f"{request.split}.txt").split()
     yield from refuse_incomplete(f"{request.split}.txt", len(images), _IMAGES[request.split])
     for image in images:

@@ -12,7 +12,6 @@ from vlm_grpo.data_scripts.readers import pose_problem
 
 @converter(tasks=("math",), splits={"test": 601, "validation": 300, "train": 2_101})
 def convert(request: Request) -> Rows:
-    """Yield one row per problem."""
     table = request.read_table("images", "problem", "answer")
     for number, row in enumerate(table):
         name = f"{request.split}-{number}"

@@ -15,7 +15,6 @@ from vlm_grpo.data_scripts.readers import read_rows
     tasks=("gui", "grounding"), splits={"train": {"GroundUI-18K": 18_026, "GroundUI-1K": 1_000}}
 )
 def convert(request: Request) -> Rows:
-    """Yield one row per instruction."""
     rows = read_rows(
         request, ("instruction", "bbox", "source", "platform"), lambda row: row["image"]
     )

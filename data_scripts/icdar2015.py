@@ -18,7 +18,6 @@ _FILES = {"test": "*Test_Task3_GT.txt", "train": "gt.txt"}
 
 @converter(tasks=("ocr",), splits={"test": 2_077, "train": 4_468})
 def convert(request: Request) -> Rows:
-    """Yield one row per word."""
     path = request.find_file(_FILES[request.split])
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():

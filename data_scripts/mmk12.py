@@ -12,7 +12,6 @@ from vlm_grpo.data_scripts.readers import pose_problem
 
 @converter(tasks=("math",), splits={"train": 15_616, "test": 2_000})
 def convert(request: Request) -> Rows:
-    """Yield one row per problem."""
     for row in request.read_table("id", "question", "answer", "subject", "image"):
         images, meta = [row["image"]], {"subject": row["subject"]}
         yield pose_problem(str(row["id"]), images, row["question"], row["answer"], meta)

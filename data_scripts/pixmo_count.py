@@ -19,7 +19,6 @@ from vlm_grpo.data_scripts.converter import ConvertedRow, RefusedRow, Request, R
 
 @converter(tasks=("counting",), splits={"test": 540, "val": 540, "train": 36_916})
 def convert(request: Request) -> Rows:
-    """Yield one row per image and label."""
     files = {path.stem: path for path in request.images.glob("*") if path.is_file()}
     split = {"val": "validation"}.get(request.split, request.split)
     table = replace(request, split=split).read_table("image_sha256", "count", "label")

@@ -22,7 +22,6 @@ _COLUMNS = ("problem", "solution")
 
 @converter(tasks=("counting",), splits={"test": 200, "train": 70_000})
 def convert(request: Request) -> Rows:
-    """Yield one row per question."""
     rows = read_rows(request, _COLUMNS, lambda row: PurePosixPath(row["image_path"]).name)
     for number, (row, image) in enumerate(rows, start=1):
         question, solution = (row[name] for name in (_COLUMNS if "problem" in row else _FIELDS))

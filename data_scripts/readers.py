@@ -14,7 +14,7 @@ from string import ascii_uppercase
 from typing import Any, NoReturn
 
 from vlm_grpo.data.detection import Coco, parse_coco
-from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.data.rows import get_answer_candidates
 from vlm_grpo.data_scripts.converter import ConvertedRow, Image, RawRecord, RefusedRow, Request
 from vlm_grpo.errors import UserError
@@ -58,7 +58,6 @@ def read_json_rows(path: Path) -> Iterator[RawRecord]:
 
 
 def read_data(path: Path) -> list[RawRecord]:
-    """Return the objects under ``data`` in a JSON file."""
     return read_json(path)["data"]
 
 
@@ -70,11 +69,8 @@ def read_rows(
 ) -> Iterator[tuple[RawRecord, Image]]:
     """Yield the rows of a JSON file or of a table, each with its image.
 
-    Args:
-        request: its source is the file or the table.
-        columns: columns that a table must have, in addition to ``image``.
-        locate: returns the path of the image of a file's row.
-        read_file: reads the file.
+    A table must have ``image`` and the ``columns``; ``locate`` returns the path of the image of a
+    file's row.
     """
     if request.source.endswith((".json", ".jsonl")):
         for row in read_file(request.path):

@@ -35,7 +35,6 @@ def _read_polygons(path: Path) -> RawRecord:
 
 @converter(tasks=("grounding",), splits=dict.fromkeys(_IMAGES))
 def convert(request: Request) -> Rows:
-    """Yield one row per question of each image."""
     files = request.list_files("*.json")
     yield from refuse_incomplete(str(files[0].parent), len(files), _IMAGES[request.split])
     for path in files:

@@ -48,7 +48,6 @@ def _convert_jxu124(row: RawRecord, split: str) -> Rows:
     splits=dict.fromkeys(("val", "validation", "test", "testA", "testB", "train")),
 )
 def convert(request: Request) -> Rows:
-    """Yield one row per expression."""
     for number, row in enumerate(request.read_table("bbox")):
         if "raw_anns" in row:
             yield from _convert_jxu124(row, request.split)

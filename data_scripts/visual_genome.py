@@ -15,7 +15,6 @@ _FOLDERS = ("VG_100K", "VG_100K_2")
 
 @converter(tasks=("grounding",), splits={"train": 5_408_689})
 def convert(request: Request) -> Rows:
-    """Yield one row per region."""
     for entry in read_json(request.find_file("region_descriptions.json")):
         paths = [f"{folder}/{entry['id']}.jpg" for folder in _FOLDERS]
         image = next((path for path in paths if (request.images / path).is_file()), paths[0])

@@ -13,7 +13,7 @@ from small_runs import StopAt, assert_same_run, read_metrics, save_tiny_model, s
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.loading import Mixed
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.report.run import read_run
 from vlm_grpo.task.registry import load_task

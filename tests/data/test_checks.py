@@ -18,9 +18,11 @@ from vlm_grpo.data.checks import (
     Measure,
     check_source,
     describe_overlap,
+    find_duplicates,
+    hash_image,
+    measure_difference,
     warn_about_shared_images,
 )
-from vlm_grpo.data.duplicates import find_duplicates, hash_image, measure_difference
 from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task

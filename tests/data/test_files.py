@@ -12,7 +12,7 @@ from dataset_files import check_bad_row, get_load_error, make_row, write_rows
 
 from vlm_grpo.config.data import DataSettings
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.jsonl import MAX_DEPTH, MAX_LINE_BYTES, parse_object, read_jsonl
+from vlm_grpo.data.files import MAX_DEPTH, MAX_LINE_BYTES, parse_object, read_jsonl
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 

@@ -11,7 +11,7 @@ import pytest
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task, load_split
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.loading import Mixed
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import load_task

@@ -15,7 +15,7 @@ from dataset_files import make_row, png, write_rows, write_table
 from published_formats import write_format
 
 from vlm_grpo.data import load_examples
-from vlm_grpo.data.store import ExampleStore, JoinedExamples, SelectedExamples
+from vlm_grpo.data.store import ExampleStore, ExampleView
 from vlm_grpo.errors import UserError
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.types import Example, FileSlice, ImageRef
@@ -44,7 +44,7 @@ def test_stored_examples_equal_those_that_were_added(tmp_path: Path):
     assert list(store) == examples
     assert (store[-1], store[:1], store[0].location) == (examples[1], examples[:1], "rows.jsonl:3")
     assert [image.load().size for image in store[0].images] == [size] * 3
-    reverse = SelectedExamples(store, [1, 0])
+    reverse = ExampleView(store, chosen=[1, 0])
     assert list(reverse) == reverse[:] == examples[::-1]
     with pytest.raises(IndexError):
         store[2]
@@ -126,7 +126,7 @@ def test_examples_of_several_sources_follow_each_other() -> None:
     store = ExampleStore()
     for example in parts[1]:
         store.append(example)
-    joined = JoinedExamples([parts[0], store, parts[2]])
+    joined = ExampleView(parts[0], store, parts[2])
     assert list(joined) == [example for part in parts for example in part]
     assert joined[-1] == parts[2][2]
     assert joined[2:5] == [parts[0][2], *parts[1][:2]]

@@ -13,7 +13,7 @@ import pytest
 from chat_model import ChatModel, serve
 
 from vlm_grpo.config.recipes import load_settings
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.evaluate import evaluate
 from vlm_grpo.eval.several import estimate_best, find_majority, merge_scores
 from vlm_grpo.eval.summary import summarize

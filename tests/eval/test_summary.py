@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.summary import summarize
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.registry import load_task

@@ -51,7 +51,7 @@ from torch.utils._pytree import tree_leaves
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
-from vlm_grpo.data.mixture import load_split
+from vlm_grpo.data.loading import load_split
 from vlm_grpo.dist import data_parallel
 from vlm_grpo.dist.data_parallel import DataParallel
 from vlm_grpo.dist.launch import build_accelerator

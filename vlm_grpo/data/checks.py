@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
-from vlm_grpo.config.data import DataSettings, Split
-from vlm_grpo.data.duplicates import ImageHash, find_duplicates, hash_image, measure_difference
-from vlm_grpo.data.loading import read_examples
+from vlm_grpo.config.data import DataSettings, SourceSettings, Split
+from vlm_grpo.data.loading import read_source
 from vlm_grpo.errors import bullets
 from vlm_grpo.task import Task
 from vlm_grpo.task.coordinates import gold_boxes
@@ -27,10 +29,33 @@ _END_BYTES = 4096
 """Number of bytes at each end of an encoded image that tell it from others of its length."""
 _MAX_LISTED = 10
 """Problems listed under each heading of a report."""
+_THUMBNAIL_SIZE = (16, 16)
+"""Size in pixels of the thumbnails that decide whether two images are duplicates."""
+_MEAN_DIFFERENCE, _MAX_DIFFERENCE = 3.0, 32
+"""Largest differences between thumbnails of duplicates, of 255: JPEG compression and resizing stay
+below them; a different object exceeds them."""
+_BANDS = 4
+"""Images that differ in fewer than this many of their 128 hash bits agree in at least one band."""
+_MAX_PAIRWISE = 5000
+"""Largest bucket that is compared pairwise; in larger ones only equal thumbnails are found."""
+_SIDE = 64
+"""Side in pixels of the squares to which the images of a suspected pair are resized."""
+_MAX_CHANGED = 0.03
+"""Largest share of these pixels that differs, by more than ``_MAX_DIFFERENCE``, in duplicates: JPEG
+compression of a photograph changes none of them, that of an image of 84 pixels up to 2 %."""
 
 Measure = Callable[[Sequence[Example], Task], tuple[list[int] | None, list[str]]]
 """Returns the numbers of tokens of examples' prompts (None: unknown), and the problems of those
 that cannot be built."""
+
+
+@dataclass(frozen=True)
+class ImageHash:
+    """A perceptual hash of an image."""
+
+    bands: tuple[bytes, ...]  # four parts of a difference hash of 128 bits
+    thumbnail: np.ndarray  # (16, 16, 3) RGB values, uint8
+    load: Callable[[], Image.Image]  # returns the image
 
 
 @dataclass(frozen=True)
@@ -77,17 +102,11 @@ def check_source(
 ) -> DataReport:
     """Check every row, decode every image and measure every prompt of a source.
 
-    Args:
-        source: as for ``load_examples``.
-        task: the task that checks the form of each answer.
-        data: image root, limits and the treatment of bad rows.
-        measure: builds the prompts of the rows whose images are readable.
-        split: selects the limit, and the split of a source that has several.
-
-    Raises:
-        UserError: the source cannot be read at all.
+    ``measure`` builds the prompts of the rows whose images are readable; the other arguments are
+    those of ``load_examples``.
     """
-    examples, bad_rows = read_examples(source, task, data, split)
+    own = data.complete(SourceSettings(source=source), split)
+    examples, bad_rows = read_source(own, task, data, split)
     hashes: dict[str, ImageHash] = {}
     unreadable: dict[str, str] = {}
     for name, (image, example) in {
@@ -124,7 +143,7 @@ def check_source(
 
 
 def describe_overlap(first: DataReport, second: DataReport) -> list[str]:
-    """Return lines on the images and ids that two sources have in common; none if there are none.
+    """Return lines on the images and ids that two sources have in common.
 
     Every image of the second source that shows a picture of the first is named once. Ids that
     only number the rows of a source do not count.
@@ -157,8 +176,7 @@ def describe_overlap(first: DataReport, second: DataReport) -> list[str]:
 def warn_about_shared_images(train: Sequence[Example], held_out: Sequence[Example]) -> None:
     """Log how many held-out examples show an image of the training data, if any.
 
-    Images are compared by path and encoded bytes, without decoding them; ``vlm-grpo check
-    --against`` also finds re-encoded and resized duplicates.
+    Images are compared by path and encoded bytes, without decoding them.
     """
     trained = {_get_identity(image) for example in train for image in example.images}
     shared = [e.id for e in held_out if any(_get_identity(image) in trained for image in e.images)]
@@ -191,7 +209,6 @@ def _get_identity(image: ImageRef) -> Path | bytes:
 
 
 def _describe_spread(name: str, numbers: Sequence[int]) -> str:
-    """Return a line with the least, the largest and the median of some numbers."""
     low, median, high = np.percentile(numbers or [0], (0, 50, 100))
     return f"{name:<28} {low:.0f} to {high:.0f}, median {median:.0f}"
 
@@ -236,3 +253,94 @@ def _describe_answers(examples: Sequence[Example]) -> Iterator[str]:
         yield _describe_spread("characters per answer", list(map(len, texts)))
         common = Counter(texts).most_common(5)
         yield f"{'most frequent':<28} " + ", ".join(f"{t[:20]!r} {times}" for t, times in common)
+
+
+# Images that show the same picture, after re-encoding or resizing.
+
+
+def hash_image(image: Image.Image, load: Callable[[], Image.Image] | None = None) -> ImageHash:
+    """Return the hash of a decoded image; re-encoding or resizing the image hardly changes it.
+
+    ``load`` returns the image, for a closer look at it; None: the image is kept.
+    """
+    gray = image.convert("L")
+    # A bit is set where the brightness rises from a cell to the next one in its row or column.
+    across = np.asarray(gray.resize((9, 8), Image.Resampling.BOX), np.int16)
+    down = np.asarray(gray.resize((8, 9), Image.Resampling.BOX), np.int16)
+    bits = np.concatenate(
+        [(np.diff(across, axis=1) > 0).ravel(), (np.diff(down, axis=0) > 0).ravel()]
+    )
+    bands = tuple(np.packbits(band).tobytes() for band in np.split(bits, _BANDS))
+    thumbnail = image.convert("RGB").resize(_THUMBNAIL_SIZE, Image.Resampling.BOX)
+    return ImageHash(bands, np.asarray(thumbnail), load or (lambda: image))
+
+
+def find_duplicates(hashes: Sequence[ImageHash]) -> list[list[int]]:
+    """Return groups of two or more indices whose hashes are of the same picture, in order.
+
+    Hashes with a band in common and similar thumbnails are candidates; their pixels decide.
+    """
+    buckets: dict[tuple, list[int]] = defaultdict(list)
+    for index, image_hash in enumerate(hashes):
+        for number, band in enumerate(image_hash.bands):
+            buckets[number, band].append(index)
+    edges: set[tuple[int, int]] = set()
+    for indices in buckets.values():
+        edges |= _find_similar_pairs(indices, hashes)
+    if not edges:
+        return []
+    rows, columns = zip(*edges, strict=True)
+    graph = coo_array((np.ones(len(edges)), (rows, columns)), shape=(len(hashes), len(hashes)))
+    labels = connected_components(graph, directed=False)[1]
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index in sorted({*rows, *columns}):
+        groups[labels[index]].append(index)
+    return [equal for group in groups.values() for equal in _split_by_pixels(group, hashes)]
+
+
+def _split_by_pixels(indices: Sequence[int], hashes: Sequence[ImageHash]) -> list[list[int]]:
+    """Return groups of two or more of the indices whose images have equal pixels."""
+    groups: list[tuple[np.ndarray, list[int]]] = []
+    for index in indices:
+        pixels = _resize(hashes[index])
+        for first, members in groups:
+            if _share_of_changed(first, pixels) <= _MAX_CHANGED:
+                members.append(index)
+                break
+        else:
+            groups.append((pixels, [index]))
+    return [members for _, members in groups if len(members) > 1]
+
+
+def _resize(image_hash: ImageHash) -> np.ndarray:
+    image = image_hash.load().convert("RGB")
+    return np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BILINEAR), np.int16)
+
+
+def measure_difference(first: ImageHash, second: ImageHash) -> float:
+    """Return the share of the pixels of two images that differ, both resized to a common size."""
+    return _share_of_changed(_resize(first), _resize(second))
+
+
+def _share_of_changed(first: np.ndarray, second: np.ndarray) -> float:
+    return float((np.abs(first - second).max(axis=2) > _MAX_DIFFERENCE).mean())
+
+
+def _find_similar_pairs(
+    indices: Sequence[int], hashes: Sequence[ImageHash]
+) -> set[tuple[int, int]]:
+    if len(indices) < 2:
+        return set()
+    if len(indices) > _MAX_PAIRWISE:
+        first: dict[bytes, int] = {}
+        keys = [hashes[index].thumbnail.tobytes() for index in indices]
+        return {
+            (first[k], i) for k, i in zip(keys, indices, strict=True) if first.setdefault(k, i) != i
+        }
+    thumbnails = np.stack([hashes[index].thumbnail for index in indices]).astype(np.int16)
+    pairs: set[tuple[int, int]] = set()
+    for i in range(len(indices) - 1):
+        difference = np.abs(thumbnails[i + 1 :] - thumbnails[i]).reshape(len(indices) - i - 1, -1)
+        near = (difference.mean(1) <= _MEAN_DIFFERENCE) & (difference.max(1) <= _MAX_DIFFERENCE)
+        pairs |= {(indices[i], indices[i + 1 + j]) for j in np.flatnonzero(near).tolist()}
+    return pairs

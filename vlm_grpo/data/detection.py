@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import yaml
 
 from vlm_grpo.config.data import Split
+from vlm_grpo.data.files import CAPTION_QUESTION, read_json, read_rows
 from vlm_grpo.data.images import IMAGE_SUFFIXES
-from vlm_grpo.data.jsonl import read_json, read_rows
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import read_size
@@ -30,8 +30,6 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "eval": ("val", "valid", "validation", "dev", "test"),
 }
 """Names of each part in published datasets, the preferred one first."""
-CAPTION_QUESTION = "Describe the image in one sentence."
-"""Question of rows whose source has captions and no questions."""
 _TOLERANCE = 1.0
 """Pixels by which a box may extend beyond its image: annotations are rounded."""
 _MAX_BYTES = 16 * 2**20
@@ -63,17 +61,9 @@ class AnnotatedImage:
 def ask_about_images(
     images: Iterable[AnnotatedImage], categories: Sequence[str], task: Task
 ) -> Iterator[Row]:
-    """Yield the rows that a task makes of annotated images.
+    """Yield the rows that a task makes of annotated images, given all categories of the dataset.
 
     An image with a bad object yields a row with a problem for each of those, and no other.
-
-    Args:
-        images: the images.
-        categories: names of all categories of the dataset.
-        task: writes the questions and the gold answers.
-
-    Raises:
-        UserError: the task cannot ask about labeled boxes.
     """
     number = unused = 0
     for image in images:
@@ -185,22 +175,18 @@ def find_coco_file(folder: Path) -> Path | None:
 
 
 def list_coco_folders(path: Path) -> Sequence[Path]:
-    """Return the folders in which the images of a file may be, as COCO and its tools place them."""
+    """Return the folders in which COCO and its tools place the images of a file."""
     folder = path if path.is_dir() else path.parent
     split = path.stem.rpartition("_")[2]  # instances_val2017
     candidates = [
         *(folder / name for name in ("images", split)),
         *(folder.parent / name for name in (split, f"images/{split}", "images")),
     ]
-    return [folder, *(candidate for candidate in candidates if candidate.is_dir())]
+    return [folder, *filter(Path.is_dir, candidates)]
 
 
 def read_json_source(path: Path, task: Task, split: Split = "train") -> Iterator[Row]:
-    """Yield the rows of a JSON file: of its array of objects, or of a COCO annotation file.
-
-    Raises:
-        UserError: the file cannot be read, or has another form.
-    """
+    """Yield the rows of a JSON file: of its array of objects, or of a COCO annotation file."""
     path = find_coco_file(path) or path
     content = read_json(path)
     if isinstance(content, list):
@@ -224,9 +210,8 @@ def read_json_source(path: Path, task: Task, split: Split = "train") -> Iterator
 def parse_coco(path: Path, content: Mapping[str, Any]) -> Coco:
     """Index the content of a COCO annotation file.
 
-    Raises:
-        UserError: a list is missing, or an image or category lacks its id or name, or its id is
-            not unique. Nothing that refers to it would be sound.
+    ``UserError``: a list is missing, or an image or category lacks its id or name, or its id is
+    not unique. Nothing that refers to it would be sound.
     """
     images = _index(path, "images", content.get("images"), "file_name")
     coco = Coco(path, images, _check_list(path, "annotations", content.get("annotations")), {})
@@ -348,16 +333,13 @@ def list_voc_folders(path: Path) -> Sequence[Path]:
     folder = path if path.is_dir() else path.parent
     names = ("JPEGImages", "images")
     candidates = [parent / name for parent in (folder, folder.parent) for name in names]
-    return [folder, *(candidate for candidate in candidates if candidate.is_dir())]
+    return [folder, *filter(Path.is_dir, candidates)]
 
 
 def read_voc(path: Path, task: Task, split: Split) -> Iterator[Row]:
     """Yield the rows that a task makes of the annotations of a file or folder.
 
     Of a folder with ``ImageSets/Main``, the images listed there for the split are read.
-
-    Raises:
-        UserError: a list of images cannot be read, or the task cannot ask about labeled boxes.
     """
     files = [path] if path.is_file() else list(_select_voc_files(path, split))
     images = [_read_voc_image(file) for file in files]
@@ -461,17 +443,8 @@ def list_yolo_folders(path: Path) -> Sequence[Path]:
 
 
 def read_yolo(path: Path, task: Task, split: Split) -> Iterator[Row]:
-    """Yield the rows that a task makes of a dataset's images.
-
-    Args:
-        path: the ``data.yaml``, or its folder, or a folder with ``images`` and ``labels``.
-        task: asks about the labeled boxes.
-        split: selects ``train`` or ``val`` of the ``data.yaml``.
-
-    Raises:
-        UserError: the ``data.yaml`` is not one, there are no images or class names, or the task
-            cannot ask about labeled boxes.
-    """
+    """Yield the rows that a task makes of the images of a ``data.yaml``, or its folder, or of a
+    folder with ``images`` and ``labels``."""
     config = _find_config(path)
     content = {} if config is None else _read_config(config)
     if config is None or (path.is_dir() and (path / "images").is_dir() and config.parent != path):

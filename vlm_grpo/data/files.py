@@ -1,24 +1,26 @@
-"""Rows of text tables (CSV, TSV), of folders of images, and of tar files (WebDataset)."""
+"""Rows of JSON, JSON Lines and text tables, of folders of images, and of tar files (WebDataset)."""
 
 from __future__ import annotations
 
 import csv
+import json
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from vlm_grpo.config.data import Split
-from vlm_grpo.data.detection import CAPTION_QUESTION
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES
-from vlm_grpo.data.jsonl import MAX_LINE_BYTES, parse_object, read_jsonl
 from vlm_grpo.data.rows import Row
 from vlm_grpo.errors import UserError
-from vlm_grpo.task import Task
 from vlm_grpo.types import FileSlice
 
+MAX_LINE_BYTES = 16 * 2**20
+MAX_DEPTH = 32
+"""Deepest nesting of lists and objects; a row whose answer is a list of boxes has four."""
+CAPTION_QUESTION = "Describe the image in one sentence."
+"""Question of rows whose source has captions and no questions."""
 _CLASS_QUESTION = "What is in the image?"
 _MAX_LISTED = 30
 """Classes that a question lists; of more it names none."""
@@ -27,13 +29,94 @@ _FILE_COLUMNS = ("file_name", "file_names")
 _TEXT_SUFFIXES = (".txt", ".cls", ".cap", ".caption", ".text")
 
 
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """Yield a row for each line that is not blank; a malformed line yields a row with a problem."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read: {error.strerror}") from error
+    with file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            location = f"{path}:{number}"
+            if len(line) > MAX_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+                problem = f"the line is longer than {MAX_LINE_BYTES} bytes"
+                yield Row(location, number, problem=problem)
+            elif line.strip():
+                try:
+                    yield Row(location, number, parse_object(line), strict=True)
+                except ValueError as error:
+                    yield Row(location, number, problem=str(error))
+
+
+def read_rows(path: Path, values: Sequence[Any]) -> Iterator[Row]:
+    """Yield a row for each item of a JSON file's array."""
+    for number, value in enumerate(values, start=1):
+        location = f"{path} row {number}"
+        if isinstance(value, dict):
+            yield Row(location, number, value, strict=True)
+        else:
+            problem = f"it must be a JSON object, not a {type(value).__name__}"
+            yield Row(location, number, problem=problem)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file."""
+    try:
+        return _parse_json(path.read_bytes(), "it")
+    except OSError as error:
+        raise UserError(f"file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(
+            f"file {path}: {error}; a file with one object per line needs the suffix .jsonl"
+        ) from error
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Parse one line as a JSON object; ``ValueError``: it is none, or is nested too deeply."""
+    value = _parse_json(line.rstrip(), "the line")
+    if not isinstance(value, dict):
+        raise ValueError(f"the line must be a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _parse_json(data: bytes, what: str) -> Any:
+    """Parse a JSON value; ``what`` names it in messages."""
+    try:
+        text = data.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested deeper than {MAX_DEPTH}") from error
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, " * (error.lineno > 1) + f"column {error.colno}"
+        raise ValueError(f"{what} is not JSON: {error.msg} at {place}") from error
+    except ValueError as error:  # a refused constant, or a number with thousands of digits
+        raise ValueError(f"{what} is not JSON: {error}") from error
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):  # without recursion
+        lists = [item for item in level if isinstance(item, list)]
+        level = [item for inner in lists for item in inner] + [
+            item for inner in level if isinstance(inner, dict) for item in inner.values()
+        ]
+        if not level:
+            return value
+    raise ValueError(f"{what} is nested deeper than {MAX_DEPTH}")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it contains {name}")
+
+
 def read_csv(path: Path) -> Iterator[Row]:
     """Yield a row for each record after the header; empty cells are missing values.
 
-    The cells of a file with the suffix .tsv are separated by tabs.
-
-    Raises:
-        UserError: the file cannot be read or is not a table in UTF-8.
+    The cells of a file with the suffix .tsv are separated by tabs. (The reader of ``datasets``
+    would guess types, so that the answer 007 became 7, and names no line.)
     """
     is_tsv = path.suffix.lower() == ".tsv"
     try:
@@ -64,7 +147,7 @@ def find_metadata(folder: Path) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def read_metadata(folder: Path, task: Task, split: Split) -> Iterator[Row]:
+def read_metadata(folder: Path) -> Iterator[Row]:
     """Yield the rows of a folder's metadata file; ``file_name`` is the column of the images."""
     path = find_metadata(folder) or folder
     rows: Iterable[Row] = (read_jsonl if path.suffix == ".jsonl" else read_csv)(path)
@@ -89,7 +172,7 @@ def list_classes(folder: Path) -> dict[str, list[Path]]:
     return {name: images for name, images in found.items() if images}
 
 
-def read_classes(folder: Path, task: Task, split: Split) -> Iterator[Row]:
+def read_classes(folder: Path) -> Iterator[Row]:
     """Yield a row per image, whose answer is the name of its subfolder."""
     classes = list_classes(folder)
     question = _CLASS_QUESTION
@@ -103,10 +186,8 @@ def read_classes(folder: Path, task: Task, split: Split) -> Iterator[Row]:
 
 
 class _Member(NamedTuple):
-    """A member of a tar file: the sample's key, the rest of the name, its bytes, its problem."""
-
-    key: str
-    suffix: str
+    key: str  # of its sample
+    suffix: str  # the rest of its name
     content: FileSlice
     problem: str | None
 
@@ -118,9 +199,6 @@ def read_tar(path: Path) -> Iterator[Row]:
     and its images are its column ``images`` (``.jpg``, ``0.png``, …) and its clips its column
     ``videos``. Its other texts are columns named by their suffix; without a ``.json``, one of them
     is the answer.
-
-    Raises:
-        UserError: the file cannot be read, is compressed, or is truncated.
     """
     samples = groupby(_read_members(path), key=lambda member: member.key)
     for number, (key, members) in enumerate(samples, start=1):

@@ -36,10 +36,10 @@ from vlm_grpo.data.files import (
     list_classes,
     read_classes,
     read_csv,
+    read_jsonl,
     read_metadata,
     read_tar,
 )
-from vlm_grpo.data.jsonl import read_jsonl
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data.rows import Row, select_valid
 from vlm_grpo.errors import UserError, nearest
@@ -70,12 +70,6 @@ class Format:
     list_folders: Callable[[Path], Sequence[Path]] = lambda path: [path.parent]
 
 
-def _only_path(
-    read: Callable[[Path], Iterable[Row]],
-) -> Callable[[Path, Task, Split], Iterable[Row]]:
-    return lambda path, task, split: read(path)
-
-
 def _has_suffix(*suffixes: str) -> Callable[[Path], bool]:
     return lambda path: path.suffix.lower() in suffixes and not path.is_dir()
 
@@ -84,20 +78,14 @@ def _is_folder(test: Callable[[Path], Any]) -> Callable[[Path], bool]:
     return lambda path: path.is_dir() and bool(test(path))
 
 
-def _read_parquet(path: Path) -> Iterable[Row]:
-    from vlm_grpo.data.hub import read_parquet  # slow to import
+def _read_table(path: Path, task: Task, split: Split) -> Iterable[Row]:
+    """Read a Parquet file, or a folder that ``Dataset.save_to_disk`` wrote."""
+    from vlm_grpo.data.hub import read_hub, read_parquet  # slow to import
 
-    return read_parquet(path)
-
-
-def _read_saved(path: Path, task: Task, split: Split) -> Iterable[Row]:
-    from vlm_grpo.data.hub import read_hub  # slow to import
-
-    return read_hub(str(path), split)
+    return read_parquet(path) if path.is_file() else read_hub(str(path), split)
 
 
 def _is_saved(folder: Path) -> bool:
-    """Return whether ``Dataset.save_to_disk`` wrote a folder."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
@@ -114,21 +102,35 @@ def _itself(path: Path) -> Sequence[Path]:
     return [path]
 
 
+def _read_lines(path: Path, task: Task, split: Split) -> Iterable[Row]:
+    return (read_jsonl if path.suffix.lower() == ".jsonl" else read_csv)(path)
+
+
 FORMATS: tuple[Format, ...] = (
-    Format(".jsonl", _has_suffix(".jsonl"), _only_path(read_jsonl)),
+    Format(".jsonl", _has_suffix(".jsonl"), _read_lines),
     Format(".json (an array, or COCO)", _has_suffix(".json"), read_json_source, list_coco_folders),
-    Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _only_path(read_csv)),
-    Format(".parquet", _has_suffix(".parquet"), _only_path(_read_parquet)),
-    Format(".tar (WebDataset)", _has_suffix(".tar"), _only_path(read_tar)),
+    Format(".csv or .tsv", _has_suffix(".csv", ".tsv"), _read_lines),
+    Format(".parquet", _has_suffix(".parquet"), _read_table),
+    Format(".tar (WebDataset)", _has_suffix(".tar"), lambda path, *_: read_tar(path)),
     Format("data.yaml of YOLO", _has_suffix(".yaml", ".yml"), read_yolo, list_yolo_folders),
     Format(".xml of Pascal VOC", _has_suffix(".xml"), read_voc, list_voc_folders),
-    Format("a folder of save_to_disk", _is_folder(_is_saved), _read_saved, _itself),
+    Format("a folder of save_to_disk", _is_folder(_is_saved), _read_table, _itself),
     Format("a folder of COCO", _is_folder(find_coco_file), read_json_source, list_coco_folders),
     Format("of YOLO", _is_folder(is_yolo), read_yolo, list_yolo_folders),
     Format("of Pascal VOC", _is_folder(is_voc), read_voc, list_voc_folders),
-    Format("of images and metadata", _is_folder(find_metadata), read_metadata, _itself),
+    Format(
+        "of images and metadata",
+        _is_folder(find_metadata),
+        lambda path, *_: read_metadata(path),
+        _itself,
+    ),
     Format("of shards", _is_folder(_list_shards), _read_shards, _itself),
-    Format("of a subfolder per class", _is_folder(list_classes), read_classes, _itself),
+    Format(
+        "of a subfolder per class",
+        _is_folder(list_classes),
+        lambda path, *_: read_classes(path),
+        _itself,
+    ),
 )
 """All formats; the first that fits a path reads it."""
 
@@ -136,7 +138,7 @@ FORMATS: tuple[Format, ...] = (
 class OpenSource(NamedTuple):
     """The rows of a source."""
 
-    rows: Iterable[Row]  # the rows
+    rows: Iterable[Row]
     folders: Sequence[Path]  # folders that the paths of its images may be relative to
     is_memory: bool = False  # it is in memory anyway, and may contain any object
 
@@ -190,11 +192,7 @@ def _enter_split(path: Path, split: Split) -> Path:
 
 
 def _expand(source: str) -> list[Path]:
-    """Return the path, or those that its wildcards and braces stand for, in order.
-
-    Raises:
-        UserError: nothing is there.
-    """
+    """Return the path, or those that its wildcards and braces stand for, in order."""
     text = os.path.expanduser(source)  # Path's own raises for an unknown user
     if os.path.exists(text):
         return [Path(text)]
@@ -247,19 +245,15 @@ def _read_all(paths: Sequence[Path], task: Task, split: Split) -> Iterable[Row]:
 
 
 def _read_memory(rows: Any, split: Split) -> Iterator[Row]:
-    """Yield rows in memory: mappings or examples."""
     for number, values in enumerate(rows, start=1):
         location = f"data.{split} row {number}"
         if isinstance(values, Example):
             yield Row(location, number, example=values)
         elif isinstance(values, Mapping):
-            yield Row(location, number, {k: _to_python(v) for k, v in values.items()})
+            scalars = {k: v.item() for k, v in values.items() if isinstance(v, np.generic)}
+            yield Row(location, number, {**values, **scalars})
         else:
             yield Row(location, number, problem=f"it is not a mapping but {type(values).__name__}")
-
-
-def _to_python(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _read_embedded(source: str, task: Task, limit: int | None, split: Split) -> Iterator[Row]:

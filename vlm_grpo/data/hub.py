@@ -21,14 +21,9 @@ _DEFAULT_SPLITS = {"train": "train", "eval": "test"}
 def read_hub(spec: str, split: str) -> Iterator[Row]:
     """Return the rows of a dataset; of a class label, its name.
 
-    Args:
-        spec: ``NAME[:SPLIT[:CONFIG]]``; NAME is a name on the hub or a local folder that
-            ``load_dataset`` or ``load_from_disk`` reads.
-        split: "train" or "eval"; selects the dataset's split ``train`` or ``test`` if ``spec``
-            names none.
-
-    Raises:
-        UserError: the dataset, split or configuration does not exist or cannot be loaded.
+    ``spec`` is ``NAME[:SPLIT[:CONFIG]]``, with a name on the hub or a local folder that
+    ``load_dataset`` or ``load_from_disk`` reads. If it names no split, ``split`` ("train" or
+    "eval") selects ``train`` or ``test``.
     """
     name, _, rest = spec.partition(":")
     split_name, _, config = rest.partition(":")
@@ -59,11 +54,7 @@ def _load(name: str, split_name: str, config: str | None) -> datasets.Dataset:
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
-    """Return the rows of a Parquet file, which ``datasets`` converts to a memory-mapped table.
-
-    Raises:
-        UserError: the file is not a complete Parquet file.
-    """
+    """Return the rows of a Parquet file, which ``datasets`` converts to a memory-mapped table."""
     _hide_progress()
     # It logs the reason of a failure, which the error below states, too.
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
@@ -76,12 +67,8 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 def read_dataset(dataset: datasets.Dataset, name: str) -> Iterator[Row]:
-    """Yield the rows of a dataset, whose images are read again when they are needed.
-
-    Raises:
-        UserError: the columns cannot be converted.
-    """
-    dataset = without_decoding(dataset)
+    """Yield the rows of a dataset, whose images are read again when they are needed."""
+    dataset = _without_decoding(dataset)
     # Reading a cell takes 50 µs from a dataset of one column, and milliseconds from others.
     columns = {name: dataset.select_columns([name]) for name in dataset.column_names}
     labels = {
@@ -97,13 +84,10 @@ def read_dataset(dataset: datasets.Dataset, name: str) -> Iterator[Row]:
         yield Row(f"{name} row {number}", number, values, cells=(columns, number - 1))
 
 
-def without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
+def _without_decoding(dataset: datasets.Dataset) -> datasets.Dataset:
     """Return a dataset that leaves images encoded: decoded, they would fill the memory.
 
     Its rows hold Python objects: a format such as "torch" is reset, a user's transform is kept.
-
-    Raises:
-        UserError: the columns cannot be converted.
     """
     try:
         if dataset.format["type"] != "custom":

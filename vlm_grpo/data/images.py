@@ -74,9 +74,6 @@ class MediaReader:
             value: a ``Clip``, or an image: a path, the encoded image's bytes, ``{"bytes": …,
                 "path": …}`` as in a table's image column, a ``data:`` URL, or a Pillow image.
             name: name for messages of what has no path.
-
-        Raises:
-            ValueError: it is missing, unreadable, too large or too long, or outside the folders.
         """
         if isinstance(value, Clip):
             return self._read_clip(value.value, name)
@@ -135,7 +132,6 @@ class MediaReader:
         return ImageRef(name=name, size=size, resized_size=size, path=path)
 
     def _locate(self, name: str, kind: Literal["image", "video"]) -> Path:
-        """Return the file of an image or video, or the folder of a video's frames, by its path."""
         if _URL.match(name):
             raise ValueError(f"{kind} {name} is a URL: download it and give its path")
         if "\x00" in name:
@@ -150,7 +146,6 @@ class MediaReader:
             raise ValueError(f"{kind} {name} cannot be read: {error}") from error
 
     def _find(self, name: str, kind: Literal["image", "video"]) -> Path:
-        """Return the file in the first folder that has it."""
         tried, outside, folders = [], [], []
         for root in self.roots:
             path = (root / name).resolve()
@@ -171,7 +166,6 @@ class MediaReader:
         raise ValueError(f"{kind} {name} is missing in {' and in '.join(tried)}")
 
     def _measure(self, file: BinaryIO, name: str) -> tuple[int, int]:
-        """Return width and height in pixels, read from the header."""
         try:
             with warnings.catch_warnings():
                 # max_pixels is the limit, not the one that Pillow warns about.

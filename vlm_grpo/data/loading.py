@@ -1,20 +1,24 @@
-"""Loading a dataset by name as a list of checked ``Example``."""
+"""Loading of data as checked examples: of one source, and of the sources of a run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from pathlib import Path
+from typing import Any
 
-from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings, Split
+from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings, Split, is_mixture
+from vlm_grpo.config.run import Settings
 from vlm_grpo.data.formats import open_source
 from vlm_grpo.data.images import MediaReader
-from vlm_grpo.data.objects import Rows, check_rows
+from vlm_grpo.data.objects import NO_OBJECTS, Objects, Rows, TaskObject, check_rows
 from vlm_grpo.data.rows import Row, to_example
-from vlm_grpo.data.store import ExampleStore
+from vlm_grpo.data.store import ExampleStore, ExampleView
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
+from vlm_grpo.task.registry import SET_BY_LIBRARY, load_task
+from vlm_grpo.task.rewards import Rule
 from vlm_grpo.types import Example
 
 logger = logging.getLogger(__name__)
@@ -41,7 +45,11 @@ def load_examples(
         UserError: the source cannot be read, has no examples, or has bad rows (all are named)
             while ``data.on_bad_row`` is "error".
     """
-    own, rows = _split_source(source)
+    if isinstance(source, str | Path):
+        own, rows = SourceSettings(source=str(source)), None
+    else:
+        check_rows("the data source", source)
+        own, rows = SourceSettings(source=PYTHON), source
     data = DataSettings(train=own.source) if data is None else data
     return load_source(data.complete(own, split), task, data, split, rows=rows)
 
@@ -54,17 +62,12 @@ def load_source(
     label: str = "",
     rows: Rows | None = None,
 ) -> Sequence[Example]:
-    """Load all examples of a source with settings of its own; otherwise like ``load_examples``.
+    """Load all examples of a source with settings of its own, as ``load_examples`` does.
 
-    Args:
-        source: the source.
-        task: the task of its examples; or, if its rows name their tasks, a mixture of these.
-        data: the treatment of bad rows.
-        split: the split.
-        label: name of the source in a mixture; "": it is the only one.
-        rows: the rows of a source that is a Python object.
+    ``task`` may be a mixture of the tasks that the rows name, ``label`` is the source's name in a
+    mixture, and ``rows`` are those of a source that is a Python object.
     """
-    examples, problems = _read_source(source, task, data, split, label, rows)
+    examples, problems = read_source(source, task, data, split, label, rows)
     name, count = str(source.source), len(problems)
     bad = "1 bad row" if count == 1 else f"{count} bad rows"
     if problems and (data.on_bad_row == "error" or not examples):
@@ -81,26 +84,7 @@ def load_source(
     return examples
 
 
-def read_examples(
-    source: str | Path | Rows, task: Task, data: DataSettings, split: Split = "eval"
-) -> tuple[Sequence[Example], list[str]]:
-    """Return the good rows of a source as examples, and one problem for each bad row.
-
-    It is like ``load_examples``, but bad rows and an empty source are not an error.
-    """
-    own, rows = _split_source(source)
-    return _read_source(data.complete(own, split), task, data, split, given=rows)
-
-
-def _split_source(source: str | Path | Rows) -> tuple[SourceSettings, Rows | None]:
-    """Return a source by name, or as the name of Python objects and these."""
-    if isinstance(source, str | Path):
-        return SourceSettings(source=str(source)), None
-    check_rows("the data source", source)
-    return SourceSettings(source=PYTHON), source
-
-
-def _read_source(
+def read_source(
     source: SourceSettings,
     task: Task,
     data: DataSettings,
@@ -108,6 +92,7 @@ def _read_source(
     label: str = "",
     given: Rows | None = None,
 ) -> tuple[Sequence[Example], list[str]]:
+    """Return the good rows of a source as examples, and one problem for each bad row."""
     limit, columns = source.limit, dict(source.columns)
     name = source.source if given is None else given
     rows, folders, is_memory = open_source(name, task, limit, split)
@@ -153,3 +138,109 @@ def _pop_task(row: Row, column: str, task: Task) -> tuple[str, Task, Row]:
         raise ValueError(f"its column {column} must name its task")
     name, part = task.resolve(Example("", (), "", None, source=name))
     return name, part, replace(row, values=values)
+
+
+# The sources of a run, each of which may have a task of its own.
+
+
+def _forward(name: str) -> Any:
+    """Return a method that calls that of the task of its example, which is among its arguments."""
+
+    def call(self: Mixed, *args: Any, **options: Any) -> Any:
+        example = next(v for v in (*args, *options.values()) if isinstance(v, Example))
+        return getattr(self.resolve(example)[1], name)(*args, **options)
+
+    return call
+
+
+class Mixed(Task):
+    """Several tasks as one: each example has the task of its source.
+
+    Rewards and metrics are named ``SOURCE/NAME``. The primary metric is the mean of the sources'
+    primary metrics, in which an error e counts as 1 − e.
+    """
+
+    primary_metric = "score"
+    members: Mapping[str, Task] = field(default_factory=dict)  # by ``Example.source``
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        common = {name: getattr(self, name) for name in SET_BY_LIBRARY}
+        members = {name: replace(task, **common) for name, task in self.members.items()}
+        object.__setattr__(self, "members", members)
+
+    def resolve(self, example: Example) -> tuple[str, Task]:
+        """Return the name of the example's source and its task; ``ValueError``: it has none."""
+        if example.source not in self.members:
+            raise ValueError(f"its source {example.source!r} is none of {', '.join(self.members)}")
+        return example.source, self.members[example.source]
+
+    question, prompt, instructions = map(_forward, ("question", "prompt", "instructions"))
+    parse, read, write, check = map(_forward, ("parse", "read", "write", "check"))
+    draw, target_image = map(_forward, ("draw", "target_image"))
+    gold, gold_reward, gold_answer = map(_forward, ("gold", "gold_reward", "gold_answer"))
+
+    def reward_weights(self) -> dict[str, float]:
+        return self._join({name: task.reward_weights() for name, task in self.members.items()})
+
+    def reward_rules(self) -> dict[str, Rule]:
+        return self._join({name: task.reward_rules() for name, task in self.members.items()})
+
+    def _join(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        return {f"{source}/{name}": v for source, own in values.items() for name, v in own.items()}
+
+
+def load_run_task(settings: Settings, objects: Objects = NO_OBJECTS) -> Task:
+    """Load the task of a run: that of its settings, or the mixture of its sources' tasks.
+
+    Python objects are loaded in place of what the settings name (``Objects.name_in``).
+    """
+    if not is_mixture(settings.data.train):
+        return _load_task(objects.get_task(""), settings.task, settings.task_options)
+    sources = settings.data.get_sources("train")
+    return Mixed(members={n: t for s in sources for n, t in load_members(s, settings, objects)})
+
+
+def _load_task(given: TaskObject | None, name: str, options: Mapping[str, Any]) -> Task:
+    """Load a task by name, or take an object; its class has the options of the settings."""
+    return given if isinstance(given, Task) else load_task(given or name, **options)
+
+
+def load_members(
+    source: SourceSettings, settings: Settings, objects: Objects = NO_OBJECTS
+) -> Iterator[tuple[str, Task]]:
+    """Yield the tasks of a source, each with the ``Example.source`` of its examples."""
+    given = objects.get_task(source.label)
+    if source.tasks:
+        for name, options in source.tasks.items():
+            yield f"{source.label}/{name}", load_task(name, **options)
+    elif source.task is None:
+        options = {**settings.task_options, **source.task_options}
+        yield source.label, _load_task(given, settings.task, options)
+    else:
+        own = given if isinstance(objects.task, Mapping) else None
+        yield source.label, _load_task(own, source.task, source.task_options)
+
+
+def load_split(
+    settings: Settings, task: Task, split: Split, objects: Objects = NO_OBJECTS
+) -> Sequence[Example]:
+    """Load the training or the held-out examples of a run from all of their sources.
+
+    A mixture as ``task`` gives the examples the names of their sources. Errors are those of
+    ``load_examples``.
+    """
+    if not isinstance(task, Mixed):
+        (source,) = settings.data.get_sources(split)
+        rows = objects.get_rows(split, source.label)
+        return load_source(source, task, settings.data, split, rows=rows)
+    parts = []
+    for source in settings.data.get_sources(split):
+        label, members = source.label, task.members
+        if source.tasks:
+            own = Mixed(members={name: members[f"{label}/{name}"] for name in source.tasks})
+        else:
+            own = members[label]
+        rows = objects.get_rows(split, label)
+        parts.append(load_source(source, own, settings.data, split, label, rows))
+    return ExampleView(*parts)

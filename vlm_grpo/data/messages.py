@@ -43,29 +43,19 @@ class Chat:
 
 
 def read_question(question: str, beside: Sequence[Any]) -> Chat:
-    """Return the chat of a question about the images and clips of the row's own columns.
-
-    Raises:
-        ValueError: it has another number of ``<image>`` or ``<video>``.
-    """
+    """Return the chat of a question about the images and clips of the row's own columns."""
     found: list[Any] = []
     text = _read_text(question, found)
     return Chat((Turn("user", text),), _place(found, beside), None)
 
 
 def read_chat(messages: Any, beside: Sequence[Any] = (), system: Any = None) -> Chat:
-    """Read the chat of a row.
+    """Read the chat of a row; a ``ValueError`` names the turn that is malformed.
 
-    Args:
-        messages: the list of turns.
-        beside: the images and clips of the row's own columns.
-        system: the system prompt of the row's own column; None: none.
-
-    Raises:
-        ValueError: the chat is malformed; the message names the turn.
+    ``beside`` are the images and clips, and ``system`` the system prompt, of the row's own columns.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f"a chat must be a list of turns, not {_describe(messages)}")
+        raise ValueError(f"a chat must be a list of turns, not {shorten(messages)}")
     turns: list[Turn] = []
     images: list[Any] = []
     answer = None
@@ -78,7 +68,7 @@ def read_chat(messages: Any, beside: Sequence[Any] = (), system: Any = None) -> 
                 answer = content if text is None else text
             elif text is None:
                 raise ValueError(
-                    f"its content must be text or a list of parts, not {_describe(content)}"
+                    f"its content must be text or a list of parts, not {shorten(content)}"
                 )
             else:
                 turns.append(Turn(role, text))
@@ -95,9 +85,8 @@ def read_chat(messages: Any, beside: Sequence[Any] = (), system: Any = None) -> 
 
 
 def _read_turn(message: Any) -> tuple[Role, Any]:
-    """Return the role and the content of a turn in either form."""
     if not isinstance(message, Mapping):
-        raise ValueError(f"it must be an object with role and content, not {_describe(message)}")
+        raise ValueError(f"it must be an object with role and content, not {shorten(message)}")
     keys = ("from", "value") if message.get("from") is not None else ("role", "content")
     for key in keys:
         if message.get(key) is None:
@@ -107,7 +96,7 @@ def _read_turn(message: Any) -> tuple[Role, Any]:
     name, content = (message[key] for key in keys)
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
-        raise ValueError(f"its role {_describe(name)} is none of {', '.join(_ROLES)}")
+        raise ValueError(f"its role {shorten(name)} is none of {', '.join(_ROLES)}")
     return role, content
 
 
@@ -121,12 +110,8 @@ def _check_order(role: Role, turns: Sequence[Turn]) -> None:
 
 
 def _read_content(content: Any, images: list[Any] | None) -> str | None:
-    """Return a content's text, with an ``<image>`` for each image; None if it is neither form.
-
-    Args:
-        content: a text, or a list of parts.
-        images: receives the images; None: the content must have none.
-    """
+    """Return the text of a text or a list of parts, with an ``<image>`` for each image; None if it
+    is neither. ``images`` receives the images; None: there must be none."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, Sequence) or not all(
         isinstance(part, Mapping) and "type" in part for part in parts
@@ -145,7 +130,7 @@ def _read_content(content: Any, images: list[Any] | None) -> str | None:
             found.append(_get_clip(part))
         else:
             known = "text, image, image_url and video"
-            raise ValueError(f"its part {_describe(dict(part))} is none of {known}")
+            raise ValueError(f"its part {shorten(dict(part))} is none of {known}")
     if found and images is None:
         raise ValueError(f"it has an {IMAGE}: only turns of the user may have images")
     if images is not None:
@@ -171,12 +156,11 @@ def _get_clip(part: Mapping[str, Any]) -> Any:
 
 
 def _get_image(part: Mapping[str, Any]) -> Any:
-    """Return the image of a part."""
     image = next((part[key] for key in _IMAGE_KEYS if part.get(key) is not None), _BESIDE)
     if isinstance(image, Mapping) and "url" in image:
         image = image["url"]
     if part["type"] == "image_url" and not isinstance(image, str):
-        raise ValueError(f"its part {_describe(dict(part))} has no url of an image")
+        raise ValueError(f"its part {shorten(dict(part))} has no url of an image")
     return image
 
 
@@ -208,6 +192,7 @@ def _strip_first_images(turns: Sequence[Turn], count: int) -> tuple[Turn, ...]:
     return (*turns[:first], Turn("user", question), *turns[first + 1 :])
 
 
-def _describe(value: Any) -> str:
+def shorten(value: Any) -> str:
+    """Return a value for a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"

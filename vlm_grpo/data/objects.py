@@ -52,11 +52,9 @@ class Objects:
     eval: Rows | Mapping[str, Rows] | None = None
 
     def get_task(self, label: str) -> TaskObject | None:
-        """Return the task of a source, by its name."""
         return self.task.get(label) if isinstance(self.task, Mapping) else self.task
 
     def get_rows(self, split: Split, label: str) -> Rows | None:
-        """Return the rows of a source, by its name."""
         given = self.train if split == "train" else self.eval
         return given.get(label) if isinstance(given, Mapping) else given
 
@@ -64,9 +62,6 @@ class Objects:
         """Return settings that name the objects, to be saved and to find them again.
 
         A task object has its own options; a class has those of the settings.
-
-        Raises:
-            UserError: an object is of another type, or no source has its name.
         """
         changes: dict[str, Any] = {}
         sources: dict[str, Any] = {}
@@ -115,11 +110,7 @@ NO_OBJECTS = Objects()
 
 
 def check_rows(name: str, rows: object) -> None:
-    """Check that an object is rows; only the first row is looked at.
-
-    Raises:
-        UserError: it is of another type; the message has the remedy.
-    """
+    """Refuse an object that is no rows, with the remedy; only the first row is looked at."""
     if not isinstance(rows, str | Mapping):
         try:
             if len(rows) == 0 or hasattr(rows, "cast_column"):  # type: ignore[arg-type]
@@ -140,11 +131,7 @@ def _describe(value: object) -> str:
 
 
 def name_task(task: object, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings ``task`` and ``task_options`` of an object, equal in every process.
-
-    Raises:
-        UserError: it is no task.
-    """
+    """Return the settings ``task`` and ``task_options`` of an object, equal in every process."""
     if isinstance(task, type) and issubclass(task, Task):
         return {"task": get_task_name(task), "task_options": dict(options)}
     if not isinstance(task, Task):

@@ -17,7 +17,7 @@ from PIL import Image
 
 from vlm_grpo.config.data import Column
 from vlm_grpo.data.images import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Clip, MediaReader
-from vlm_grpo.data.messages import Chat, read_chat, read_question
+from vlm_grpo.data.messages import Chat, read_chat, read_question, shorten
 from vlm_grpo.errors import nearest
 from vlm_grpo.task import Task, write_prompt
 from vlm_grpo.types import Example, ImageRef, TableCell
@@ -59,16 +59,9 @@ class Row:
 
 
 def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, task: Task) -> Example:
-    """Convert a row to an example and check it.
+    """Convert a row to an example and check it; a ``ValueError`` names the problem of a bad row.
 
-    Args:
-        row: the row.
-        columns: the row's column of each field that is not named as in the canonical form.
-        images: the reader of the row's images and clips.
-        task: the task that checks the form of the answer.
-
-    Raises:
-        ValueError: the row is bad; the message names the problem.
+    ``columns`` has the row's column of each field that is not named as in the canonical form.
     """
     if row.problem is not None:
         raise ValueError(row.problem)
@@ -94,7 +87,7 @@ def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, tas
                 _refuse_missing(name, _NAMES[name][0], row.values)
         question, answer = fields["question"], fields["answer"]
         if not isinstance(question, str):
-            raise ValueError(f"question must be text, not {_short(question)}")
+            raise ValueError(f"question must be text, not {shorten(question)}")
         chat = Chat((Turn("user", question),), beside, None)
         if any(isinstance(value, Clip) for value in beside):
             chat = read_question(question, beside)
@@ -104,7 +97,7 @@ def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, tas
     refs = _read_images(row, columns, chat.images, images)
     meta = values.pop("meta", None) or {}
     if not isinstance(meta, Mapping):
-        raise ValueError(f"meta must be an object, not {_short(meta)}")
+        raise ValueError(f"meta must be an object, not {shorten(meta)}")
     is_canonical = row.strict and not has_chat and not columns
     candidates = [answer] if is_canonical else get_answer_candidates(answer)
     meta = {**values, **meta}
@@ -116,7 +109,6 @@ def to_example(row: Row, columns: Mapping[Column, str], images: MediaReader, tas
 def _read_images(
     row: Row, columns: Mapping[Column, str], values: Sequence[Any], images: MediaReader
 ) -> tuple[ImageRef, ...]:
-    """Return references to the images and clips of a row."""
     column = columns.get("images") or next((n for n in _NAMES["images"] if n in row.values), "")
     refs = tuple(
         _read_image(row, column, position, value, images) for position, value in enumerate(values)
@@ -130,7 +122,7 @@ def _read_images(
 
 
 def _read_image(row: Row, column: str, position: int, value: Any, images: MediaReader) -> ImageRef:
-    """Return a reference to an image of a row; one to its cell if it is in the row's column."""
+    """Return a reference to an image of a row, to its cell if it is in the row's column."""
     ref = images.read(value, f"{row.location} image {position + 1}")
     if row.cells is None or ref.data is None:
         return ref
@@ -146,11 +138,11 @@ def _read_image(row: Row, column: str, position: int, value: Any, images: MediaR
 def _check_fields(example: Example) -> None:
     """Raise ``ValueError`` if a field of an example that the user built has another type."""
     if not isinstance(example.id, str) or not example.id:
-        raise ValueError(f"an Example's id must be non-empty text, not {_short(example.id)}")
+        raise ValueError(f"an Example's id must be non-empty text, not {shorten(example.id)}")
     if not isinstance(example.question, str):
-        raise ValueError(f"an Example's question must be text, not {_short(example.question)}")
+        raise ValueError(f"an Example's question must be text, not {shorten(example.question)}")
     if not isinstance(example.meta, Mapping):
-        raise ValueError(f"an Example's meta must be a mapping, not {_short(example.meta)}")
+        raise ValueError(f"an Example's meta must be a mapping, not {shorten(example.meta)}")
     images = example.images
     if not isinstance(images, tuple | list) or not all(isinstance(i, ImageRef) for i in images):
         raise ValueError(
@@ -256,7 +248,7 @@ def _get_id(value: Any, row: Row) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"id must be non-empty text or an integer, not {_short(value)}")
+        raise ValueError(f"id must be non-empty text or an integer, not {shorten(value)}")
     return value
 
 
@@ -277,7 +269,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
             problems.append(str(error))
         except Exception as error:  # a user's check may raise anything
             problems.append(
-                f"the answer {_short(example.answer)} cannot be checked: "
+                f"the answer {shorten(example.answer)} cannot be checked: "
                 f"{type(error).__name__}: {error}"
             )
         else:
@@ -287,7 +279,7 @@ def select_valid(examples: Sequence[Example], task: Task) -> Example:
 
 
 def _parse_boxes(value: Any) -> dict[str, Any] | None:
-    """Return the task's form of a box, a list of boxes or a list of labeled boxes, or None."""
+    """Return the task's form of a box, or a list of boxes or of labeled boxes."""
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, (list, tuple)) or not value:
@@ -312,8 +304,3 @@ def _parse_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}…"

@@ -11,14 +11,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.data import PYTHON, DataSettings, SourceSettings
 from vlm_grpo.config.filter import Filter, check_number
 from vlm_grpo.config.run import MIXED, Settings
 from vlm_grpo.data.checks import warn_about_shared_images
-from vlm_grpo.data.mixture import Mixed, load_members, load_run_task, load_split
+from vlm_grpo.data.loading import Mixed, load_members, load_run_task, load_split
 from vlm_grpo.data.objects import NO_OBJECTS, Objects
-from vlm_grpo.data.store import SelectedExamples
+from vlm_grpo.data.store import ExampleView
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import (
@@ -38,11 +42,7 @@ logger = logging.getLogger(__name__)
 def load_run(
     settings: Settings, objects: Objects = NO_OBJECTS
 ) -> tuple[Task, Sequence[Example], Sequence[Example]]:
-    """Load what a run needs besides its model: its task, and its training and held-out examples.
-
-    Raises:
-        UserError: as for ``load_run_task`` and ``load_data``, or a task's rewards have no weight.
-    """
+    """Load what a run needs besides its model: its task, and its training and held-out examples."""
     task = load_run_task(settings, objects)
     for member in task.members.values() if isinstance(task, Mixed) else [task]:
         check_trainable(member)
@@ -56,14 +56,6 @@ def load_data(
 
     Log a warning if both are the same data or share images, and if ``data.video`` is given but no
     example has a video.
-
-    Args:
-        settings: the run's settings.
-        task: the run's task.
-        objects: rows of sources that are Python objects.
-
-    Raises:
-        UserError: the data cannot be read, does not fit the tasks, or cannot be split.
     """
     data, train = settings.data, load_split(settings, task, "train", objects)
     held_out: Sequence[Example] = []
@@ -81,13 +73,10 @@ def load_data(
         ):
             logger.warning("data.eval is data.train: the evaluation is not on held-out examples")
         warn_about_shared_images(train, held_out)
-    if data.video is not None and not any(map(_has_video, chain(train, held_out))):
+    media = chain.from_iterable(example.images for example in chain(train, held_out))
+    if data.video is not None and not any(isinstance(image, VideoRef) for image in media):
         logger.warning("data.video has no effect: no example has a video")
     return train, held_out
-
-
-def _has_video(example: Example) -> bool:
-    return any(isinstance(image, VideoRef) for image in example.images)
 
 
 def _stands_for_both(source: object) -> bool:
@@ -105,13 +94,6 @@ def get_held_out_task(settings: Settings, task: Task) -> Task:
     A benchmark with the run's task gets the run's task options; another one gets only the options
     that every task has. The prompt has the same form as in training: tags and thinking are those of
     the run, whatever the models of the benchmark's published results were asked to write.
-
-    Args:
-        settings: settings of the run.
-        task: task of the run, with the coordinate frame of the policy.
-
-    Raises:
-        UserError: there is no such benchmark, or a held-out source has no task.
     """
     if settings.is_mixture and settings.data.eval is not None:
         sources = settings.data.get_sources("eval")
@@ -167,9 +149,6 @@ def filter_examples(
     """Return the examples that ``data.filter`` accepts, and a line with their number.
 
     A column is that of ``data.difficulty`` for the example's id, or else that of its row.
-
-    Raises:
-        UserError: the file cannot be read, an example has no number, or none is accepted.
     """
     if data.filter is None:
         return examples, None
@@ -195,7 +174,7 @@ def filter_examples(
             f"they have {_describe_range(examples, known, chosen.names)}"
         )
     line = f"data.filter={data.filter!r} keeps {len(kept):,} of {len(examples):,} training examples"
-    return SelectedExamples(examples, kept), line
+    return ExampleView(examples, chosen=kept), line
 
 
 def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
@@ -214,12 +193,11 @@ def _read_difficulty(path: Path) -> dict[str, Mapping[str, Any]]:
 def _describe_range(
     examples: Sequence[Example], known: Mapping[str, Mapping[str, Any]], names: Sequence[str]
 ) -> str:
-    def describe() -> Iterator[str]:
-        for name in names:
-            values = [{**e.meta, **known.get(e.id, {})}[name] for e in examples]
-            yield f"{name} from {min(values):g} to {max(values):g}"
-
-    return ", ".join(describe())
+    ranges = []
+    for name in names:
+        values = [{**e.meta, **known.get(e.id, {})}[name] for e in examples]
+        ranges.append(f"{name} from {min(values):g} to {max(values):g}")
+    return ", ".join(ranges)
 
 
 def split_by_image(
@@ -228,23 +206,15 @@ def split_by_image(
     """Hold out a share of the examples; examples with an image in common stay together.
 
     Whole sets of examples are held out, in the order of a hash of their images and the seed, until
-    the share is reached. The order of the rows and the folder of the images do not matter.
-
-    Args:
-        examples: the examples.
-        share: share to hold out, between 0 and 1.
-        seed: seed of the hash.
-
-    Returns:
-        The training and the held-out examples, each in the order of ``examples``.
-
-    Raises:
-        UserError: all examples would be on one side.
+    the share is reached. The order of the rows and the folder of the images do not matter. Both
+    parts keep the order of ``examples``.
     """
     sets = _join_by_image(examples)
-    digests = {_hash(min(keys), seed): members for keys, members in sets}
+    digests = [
+        hashlib.blake2b(f"{seed} {key}".encode(errors="backslashreplace")).digest() for key in sets
+    ]
     held_out: set[int] = set()
-    for _, members in sorted(digests.items()):
+    for _, members in sorted(zip(digests, sets.values(), strict=True)):
         if len(held_out) >= max(1, round(share * len(examples))):
             break
         held_out.update(members)
@@ -254,30 +224,26 @@ def split_by_image(
             f"have {len(sets)} separate sets of images: give data.eval"
         )
     kept = (index for index in range(len(examples)) if index not in held_out)
-    return SelectedExamples(examples, kept), SelectedExamples(examples, sorted(held_out))
+    return ExampleView(examples, chosen=kept), ExampleView(examples, chosen=sorted(held_out))
 
 
-def _join_by_image(examples: Sequence[Example]) -> list[tuple[list[str], list[int]]]:
-    """Return the sets of examples that images connect: their images' keys, and their positions."""
-    parents: dict[str, str] = {}
-
-    def find(key: str) -> str:
-        parents.setdefault(key, key)
-        while parents[key] != key:
-            parents[key] = key = parents[parents[key]]
-        return key
-
+def _join_by_image(examples: Sequence[Example]) -> dict[str, list[int]]:
+    """Return the places of the examples that images connect, by the least of their images' keys."""
     keys = [list(_get_keys(example)) for example in examples]
-    for own in keys:
-        for key in own:
-            parents[find(key)] = find(own[0])
-    members: dict[str, list[int]] = defaultdict(list)
-    for position, own in enumerate(keys):
-        members[find(own[0])].append(position)
-    known: dict[str, list[str]] = defaultdict(list)
-    for key in parents:
-        known[find(key)].append(key)
-    return [(known[root], positions) for root, positions in members.items()]
+    numbers = {
+        key: len(examples) + n for n, key in enumerate(dict.fromkeys(chain.from_iterable(keys)))
+    }
+    edges = [(place, numbers[key]) for place, own in enumerate(keys) for key in own]
+    size = len(examples) + len(numbers)
+    graph = coo_array((np.ones(len(edges)), np.transpose(edges)), shape=(size, size))
+    labels = connected_components(graph, directed=False)[1]
+    first: dict[int, str] = {}
+    for key, number in numbers.items():
+        first[labels[number]] = min(key, first.get(labels[number], key))
+    sets: dict[str, list[int]] = defaultdict(list)
+    for place in range(len(examples)):
+        sets[first[labels[place]]].append(place)
+    return sets
 
 
 def _get_keys(example: Example) -> Iterator[str]:
@@ -289,7 +255,3 @@ def _get_keys(example: Example) -> Iterator[str]:
             yield f"file {image.name}"
         else:
             yield f"data {hashlib.blake2b(image.read_bytes()).hexdigest()}"
-
-
-def _hash(key: str, seed: int) -> bytes:
-    return hashlib.blake2b(f"{seed} {key}".encode(errors="backslashreplace")).digest()

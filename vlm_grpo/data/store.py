@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 from vlm_grpo.errors import UserError
 from vlm_grpo.types import Example, TableCell
@@ -25,13 +25,7 @@ _BUFFER_BYTES = 2**20
 class _Examples(Sequence[Example]):
     """A sequence of examples that are read one at a time."""
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+    def __getitem__(self, index: Any) -> Any:
         numbers = range(len(self))[index]
         return self._read(numbers) if isinstance(numbers, int) else list(map(self._read, numbers))
 
@@ -58,8 +52,6 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """The reader of what ``_Pickler`` writes."""
-
     def __init__(self, file: io.BytesIO, tables: list[Any]) -> None:
         super().__init__(file)
         self._tables = tables
@@ -85,7 +77,6 @@ class ExampleStore(_Examples):
         self._tables: list[Any] = []
 
     def append(self, example: Example) -> None:
-        """Add an example; errors are those of ``flush``."""
         file = io.BytesIO()
         _Pickler(file, self._tables).dump(replace(example, meta=dict(example.meta)))
         self._buffer += file.getbuffer()
@@ -94,11 +85,7 @@ class ExampleStore(_Examples):
             self.flush()
 
     def flush(self) -> None:
-        """Write what is still buffered, after which threads and forked processes may read.
-
-        Raises:
-            UserError: the disk of the temporary folder is full.
-        """
+        """Write what is still buffered, after which threads and forked processes may read."""
         try:
             while self._buffer:
                 del self._buffer[: os.write(self._file, self._buffer)]
@@ -120,29 +107,18 @@ class ExampleStore(_Examples):
         return _Unpickler(io.BytesIO(data), self._tables).load()
 
 
-class SelectedExamples(_Examples):
-    """Some examples of a sequence, which stay where they are."""
+class ExampleView(_Examples):
+    """Some examples, or all, of sequences that follow each other and stay where they are."""
 
-    def __init__(self, examples: Sequence[Example], indices: Iterable[int]) -> None:
-        self._examples, self._indices = examples, array("Q", indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def _read(self, number: int) -> Example:
-        return self._examples[self._indices[number]]
-
-
-class JoinedExamples(_Examples):
-    """The examples of several sequences, one after the other."""
-
-    def __init__(self, parts: Sequence[Sequence[Example]]) -> None:
+    def __init__(self, *parts: Sequence[Example], chosen: Iterable[int] | None = None) -> None:
         self._parts = parts
         self._starts = [0, *accumulate(map(len, parts))]
+        self._chosen = range(self._starts[-1]) if chosen is None else array("Q", chosen)
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self._chosen)
 
     def _read(self, number: int) -> Example:
-        part = bisect_right(self._starts, number) - 1
-        return self._parts[part][number - self._starts[part]]
+        place = self._chosen[number]
+        part = bisect_right(self._starts, place) - 1
+        return self._parts[part][place - self._starts[part]]

@@ -84,7 +84,6 @@ class ExampleStream:
         return np.random.default_rng(seeds).permutation(len(self._sources[source]))
 
     def _assign(self, block: int) -> np.ndarray:
-        """Return the source of each position of a block."""
         positions = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=float)
         return np.searchsorted(self._bounds, positions * _GOLDEN_RATIO % 1, side="right")
 
@@ -103,11 +102,9 @@ def build_stream(examples: Sequence[Example], settings: Settings) -> ExampleStre
 
 
 def compute_shares(counts: Mapping[str, int], data: DataSettings) -> dict[str, float]:
-    """Return the share of each source of a mixture in the prompts; they sum to 1.
+    """Return the share of each source of a mixture in the prompts, given its number of examples.
 
-    Args:
-        counts: number of examples of each source by name.
-        data: the weights of the sources, or ``mixing_temperature``.
+    They follow the weights of the sources or ``mixing_temperature``, and sum to 1.
     """
     given = {source.label: source.weight for source in data.get_sources("train")}
     if any(weight is not None for weight in given.values()):

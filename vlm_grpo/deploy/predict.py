@@ -16,8 +16,8 @@ from vlm_grpo.config.recipes import Overrides
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_run_task
 from vlm_grpo.data.images import VIDEO_SUFFIXES, Clip, MediaReader
+from vlm_grpo.data.loading import Mixed
 from vlm_grpo.data.messages import read_question
-from vlm_grpo.data.mixture import Mixed
 from vlm_grpo.deploy.resolve import NO_TASK, resolve_model, resolve_unknown
 from vlm_grpo.errors import UserError
 from vlm_grpo.eval.generate import EvaluatedModel

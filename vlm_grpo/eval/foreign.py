@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.errors import UserError, bullets, nearest
 from vlm_grpo.eval.predictions import read_predictions
 from vlm_grpo.types import Example

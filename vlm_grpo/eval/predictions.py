@@ -12,7 +12,7 @@ from typing import Any
 from vlm_grpo.config.data import Split
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import flatten
-from vlm_grpo.data.jsonl import read_jsonl
+from vlm_grpo.data.files import read_jsonl
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vlm_grpo.data.mixture import Mixed
+from vlm_grpo.data.loading import Mixed
 from vlm_grpo.eval.several import list_sample_metrics, merge_scores
 from vlm_grpo.eval.statistics import bootstrap_mean_of_means, format_value
 from vlm_grpo.task import FAILURES, Task

@@ -17,7 +17,7 @@ from PIL import Image
 
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data.store import SelectedExamples
+from vlm_grpo.data.store import ExampleView
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.model.chat import ChatTemplate
 from vlm_grpo.model.engine.limits import RECENT_IMAGES
@@ -157,7 +157,7 @@ class PromptWriter:
                 len(problems),
                 bullets(problems, 5),
             )
-        return SelectedExamples(examples, usable) if problems else examples
+        return ExampleView(examples, chosen=usable) if problems else examples
 
     def _resized_size(self, size: tuple[int, int], budget: PixelBudget) -> tuple[int, int]:
         """Return the size within the budget that keeps the sides' ratio, up to rounding down."""
