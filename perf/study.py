@@ -30,7 +30,7 @@ from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.objects import Rows
 from vlm_grpo.data_scripts import make_shapes, make_words
-from vlm_grpo.eval.statistics import bootstrap_mean_of_means
+from vlm_grpo.eval.statistics import bootstrap_interval
 from vlm_grpo.training.trainer import Trainer
 from vlm_grpo.types import Example
 
@@ -197,7 +197,7 @@ def _describe(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> str:
         for run, plain in pairs
     ]
     mean = statistics.fmean(statistics.fmean(part) for part in changes)
-    low, high = bootstrap_mean_of_means(changes, seed=0)
+    low, high = bootstrap_interval(*changes, seed=0)
     timed = [
         100 * (value_at(run, plain["cpu_seconds"]) - plain["held_out"][-1][1])
         for run, plain in pairs

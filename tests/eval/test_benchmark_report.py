@@ -19,7 +19,7 @@ from vlm_grpo.eval.benchmark_report import (
     format_comparison,
     format_report,
 )
-from vlm_grpo.eval.statistics import bootstrap_mean_of_means
+from vlm_grpo.eval.statistics import bootstrap_interval
 from vlm_grpo.types import Example
 
 
@@ -132,7 +132,7 @@ def test_a_metric_that_is_undefined_on_all_examples_is_refused(tmp_path):
 
 def test_interval_agrees_with_scipy():
     values = np.random.default_rng(0).binomial(1, 0.7, 200).astype(float)
-    ours = bootstrap_mean_of_means([values], 0, separate_seeds=True)
+    ours = bootstrap_interval(values, seed=0)
     theirs = stats.bootstrap((values,), np.mean, n_resamples=9999, method="percentile",
                              rng=np.random.default_rng(1)).confidence_interval  # fmt: skip
     # Both are Monte Carlo: a mean of 200 draws moves in steps of 1/200.
@@ -142,7 +142,7 @@ def test_interval_agrees_with_scipy():
 def test_interval_of_group_means_is_wide_if_a_group_is_small():
     rng = np.random.default_rng(0)
     large, small = rng.binomial(1, 0.5, 2000).astype(float), np.array([0.0, 1.0, 0.0, 1.0])
-    low, high = bootstrap_mean_of_means([large, small], 0, separate_seeds=True)
+    low, high = bootstrap_interval(large, small, seed=0)
     # The small group's standard error is 0.25, halved by the mean of two: about ±1.96 × 0.125.
     assert 0.35 < high - low < 0.55
 

@@ -18,7 +18,7 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.eval import generate
 from vlm_grpo.eval.evaluate import evaluate, evaluate_benchmark, score_benchmark
 from vlm_grpo.eval.predictions import PredictionLog
-from vlm_grpo.eval.summary import Evaluation, summarize, write_predictions
+from vlm_grpo.eval.scored import Row, Scored, summarize
 from vlm_grpo.model.loading import get_model_source
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.training.trainer import train
@@ -213,8 +213,8 @@ def test_pages_of_one_name_are_refused_before_the_model_is_loaded(
 
 @pytest.mark.parametrize("lower_is_better", [False, True])
 def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better: bool) -> None:
-    def make_evaluation(value: float) -> Evaluation:
-        return Evaluation("x", 1, {"x": value}, (value, value), (), lower_is_better)
+    def make_evaluation(value: float) -> Scored:
+        return Scored((), "x", {"x": value}, lower_is_better)
 
     assert make_evaluation(2.0).is_better_than(3.0) is lower_is_better
     assert make_evaluation(3.0).is_better_than(2.0) is not lower_is_better
@@ -224,13 +224,16 @@ def test_a_value_is_better_if_higher_or_for_an_error_if_lower(lower_is_better: b
 
 
 def test_an_error_is_printed_as_a_number_and_a_share_in_percent() -> None:
-    assert str(Evaluation("x", 1, {"x": 2}, (2, 2), (), True)) == "x 2.000 [2.000, 2.000] (n = 1)"
-    assert str(Evaluation("x", 1, {"x": 0.5}, (0, 1), ())) == "x 50.0% [0.0%, 100.0%] (n = 1)"
+    error = Scored((), "x", {"x": 2}, True, intervals={"x": (2, 3)})
+    assert str(error) == "x 2.000 [2.000, 3.000] (n = 0)"
+    share = Scored((), "x", {"x": 0.5}, intervals={"x": (0, 1)})
+    assert str(share) == "x 50.0% [0.0%, 100.0%] (n = 0)"
 
 
 def test_a_lone_surrogate_in_an_answer_can_be_written(tmp_path: Path) -> None:
-    row = {"id": "1", "answer": "\ud83d"}  # from JSON in an output; UTF-8 cannot encode it
-    write_predictions(tmp_path / "p.jsonl", Evaluation("x", 1, {"x": 1}, (1, 1), (row,)))
+    answer = "\ud83d"  # from JSON in an output; UTF-8 cannot encode it
+    row = Row(id="1", output="", answer=answer, rewards={}, metrics={})
+    Scored((row,), "x", {"x": 1}).write(tmp_path / "p.jsonl")
     assert read_jsonl(tmp_path / "p.jsonl") == [row]
 
 

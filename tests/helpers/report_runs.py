@@ -18,7 +18,7 @@ from vlm_grpo.config.data import DataSettings
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.eval.summary import summarize, write_predictions, write_summary
+from vlm_grpo.eval.scored import summarize
 from vlm_grpo.report.samples import write_held_out, write_samples
 from vlm_grpo.task import Task
 from vlm_grpo.task.registry import load_task
@@ -89,8 +89,7 @@ def _write_evaluation(
     scores = [task.score(text, example) for text, example in zip(texts, examples, strict=True)]
     evaluation = summarize(task, examples, texts, scores, settings.seed)
     path = settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl"
-    write_predictions(path, evaluation)
-    write_summary(path.with_suffix(".json"), evaluation)
+    evaluation.write(path)
     write_held_out(settings.run_dir / "samples", step, task, examples, evaluation.rows)
 
 

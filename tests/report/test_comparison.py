@@ -156,7 +156,7 @@ def test_each_run_is_a_point_at_its_setting(swept_runs: list[tuple[str, Run]]) -
     for (_, run), y, low, high in zip(
         swept_runs, line.y, line.low or (), line.high or (), strict=True
     ):
-        assert y == run.evaluations[-1].mean("exact")
+        assert y == run.evaluations[-1].metrics["exact"]
         assert low <= y <= high
     assert loss.ticks == ["dr_grpo", "grpo"]  # names have no order but the alphabet's
     assert not loss.logarithmic_x

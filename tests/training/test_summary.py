@@ -7,14 +7,12 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vlm_grpo.config.recipes import load_settings
 from vlm_grpo.data import load_examples
-from vlm_grpo.eval.statistics import bootstrap_interval
-from vlm_grpo.eval.summary import Evaluation, write_predictions, write_summary
+from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.summary import TrainResult, describe_run, format_change, read_evaluation
@@ -65,11 +63,18 @@ def test_the_reference_is_described(every: str, text: str) -> None:
     assert lines["reference"] == text
 
 
-def evaluation(*values: float | None, mean: float = 0.5, lower_is_better: bool = False) -> Any:
+def evaluation(
+    *values: float | None, mean: float | None = None, lower_is_better: bool = False
+) -> Scored:
+    """Return a table of values, whose mean is theirs unless it is given."""
     rows = tuple(
-        {"id": str(n), "rewards": {"exact": value}, "metrics": {}} for n, value in enumerate(values)
+        Row(id=str(n), output="", answer=None, rewards={"exact": value}, metrics={})
+        for n, value in enumerate(values)
     )
-    return Evaluation("exact", len(rows), {"exact": mean}, (0.4, 0.6), rows, lower_is_better)
+    known = [value for value in values if value is not None]
+    if mean is None:
+        mean = sum(known) / len(known)
+    return Scored(rows, "exact", {"exact": mean}, lower_is_better)
 
 
 def test_the_change_is_paired_by_example() -> None:
@@ -87,26 +92,22 @@ def test_the_change_is_paired_by_example() -> None:
 def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval() -> None:
     before, after = evaluation(3, 2, lower_is_better=True), evaluation(1, 0, lower_is_better=True)
     assert format_change(before, after) == "-2.000 [-2.000, -2.000]"
-    assert str(after) == "exact 0.500 [0.400, 0.600] (n = 2)"
-    unscored = replace(evaluation(None, mean=math.nan), interval=(math.nan, math.nan))
-    assert str(unscored) == "exact unknown (n = 1)"
+    assert str(after) == "exact 0.500 [0.000, 1.000] (n = 2)"
+    assert str(evaluation(None, mean=math.nan)) == "exact unknown (n = 1)"
     first, later = evaluation(None, mean=0.25), evaluation(None, mean=0.5)
     assert format_change(first, later) == "+25.0 points"
     # A mean over groups: each example has a value, but their mean is another number.
-    grouped = [replace(evaluation(0, 1, 1), interval=(math.nan, math.nan)) for _ in range(2)]
-    grouped[1] = replace(grouped[1], metrics={"exact": 0.9})
-    assert format_change(*grouped) == f"{100 * (0.9 - grouped[0].value):+.1f} points"
+    before, after = evaluation(0, 1, 1, mean=0.5), evaluation(0, 1, 1, mean=0.9)
+    assert format_change(before, after) == "+40.0 points"
 
 
 def test_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
     settings = load_settings("quickstart", [f"output_dir={tmp_path}"])
     path = settings.run_dir / "evaluation" / "step-000000.jsonl"
-    written = summarize_values(0, 1, 1, 0, None)
-    write_predictions(path, written)
-    write_summary(path.with_suffix(".json"), written)
+    written = evaluation(0, 1, 1, 0, None)
+    written.write(path)
     assert read_evaluation(settings, 0) == written
-    corpus = replace(written, metrics={"exact": 0.9}, interval=(math.nan, math.nan))
-    write_summary(path.with_suffix(".json"), corpus)
+    evaluation(0, 1, 1, 0, None, mean=0.9).write(path)
     read = read_evaluation(settings, 0)
     assert read is not None
     assert read.value == 0.9
@@ -115,13 +116,6 @@ def test_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
         path.with_suffix(".json").write_text(text)
         assert read_evaluation(settings, 0) is None
-
-
-def summarize_values(*values: float | None) -> Evaluation:
-    """Return an evaluation whose mean and interval are those of the values."""
-    known = [value for value in values if value is not None]
-    made = evaluation(*values, mean=sum(known) / len(known))
-    return replace(made, interval=bootstrap_interval(known, 0))
 
 
 def test_a_resumed_run_prints_the_change_since_its_start(

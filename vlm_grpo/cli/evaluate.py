@@ -256,8 +256,8 @@ def _evaluate_recipe(
         if initialize_distributed().is_main_process:
             typer.echo(f"{evaluation}\n")
             for name, value in evaluation.metrics.items():
-                interval = evaluation.intervals.get(name)
-                shown = f" [{interval[0]:.4f}, {interval[1]:.4f}]" if interval else ""
+                known = name != evaluation.primary_metric and name in evaluation.intervals
+                shown = " [{:.4f}, {:.4f}]".format(*evaluation.intervals[name]) if known else ""
                 typer.echo(f"  {name:<24} {value:.4f}{shown}")
             typer.echo(f"\npredictions in {evaluation.path}")
 

@@ -9,6 +9,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.objects import Objects, Rows, TaskObject
 from vlm_grpo.deploy.resolve import find_checkpoint
 from vlm_grpo.eval import evaluate as evaluation
+from vlm_grpo.eval.scored import Scored
 from vlm_grpo.serve.chat import Endpoint
 
 
@@ -20,7 +21,7 @@ def evaluate(
     task: TaskObject | Mapping[str, TaskObject] | None = None,
     data: Rows | Mapping[str, Rows] | None = None,
     held_out: Rows | Mapping[str, Rows] | None = None,
-) -> evaluation.Evaluation:
+) -> Scored:
     """Evaluate the recipe's model, a checkpoint or a server on the recipe's held-out examples.
 
     The predictions are written to the folder ``evaluation`` of the run.

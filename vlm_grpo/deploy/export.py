@@ -246,5 +246,6 @@ def _read_results(trained: ResolvedModel) -> _Results:
     if change is None:
         return _Results(run.primary_metric, None)
     first, last = (e for e in run.evaluations if e.step in change.steps)
-    rows = tuple((name, first.mean(name), last.mean(name)) for name in last.names)
+    before, after = first.metrics, last.metrics
+    rows = tuple((name, before.get(name, math.nan), after[name]) for name in last.names)
     return _Results(run.primary_metric, change, rows)

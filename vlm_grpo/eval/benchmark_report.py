@@ -15,7 +15,7 @@ from vlm_grpo.benchmarks.definition import Benchmark
 from vlm_grpo.benchmarks.official import READERS, unwrap
 from vlm_grpo.benchmarks.rules import get_group
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.statistics import bootstrap_mean_of_means, compare_pairs
+from vlm_grpo.eval.statistics import bootstrap_interval, compare_pairs
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example, Score
 
@@ -114,7 +114,7 @@ def build_report(
     else:
         value = _mean(values) if benchmark.average == "examples" else corpus[benchmark.metric]
         strata = [*_split(values, _get_strata(benchmark, examples)).values()]
-        low, high = bootstrap_mean_of_means(strata, seed, separate_seeds=True)
+        low, high = bootstrap_interval(*strata, seed=seed)
         interval = (low * benchmark.scale, high * benchmark.scale)
         for name in benchmark.groups:
             groups = [get_group(name, example) for example in examples]
@@ -223,7 +223,7 @@ def build_group_table(
     parts = sorted(_split(values, groups).items(), key=lambda item: _natural_key(item[0]))
     rows = []
     for group, part in parts:
-        interval = bootstrap_mean_of_means([part], seed, separate_seeds=True)
+        interval = bootstrap_interval(part, seed=seed)
         rows.append(GroupRow(group, len(part), float(part.mean()), *interval))
     return tuple(rows)
 

@@ -34,8 +34,8 @@ from vlm_grpo.eval.benchmark_report import (
 from vlm_grpo.eval.foreign import PREDICTIONS, read_outputs
 from vlm_grpo.eval.generate import EvaluatedModel, LocalModel, generate_all
 from vlm_grpo.eval.predictions import PredictionLog, build_request
+from vlm_grpo.eval.scored import Scored, summarize
 from vlm_grpo.eval.served import load_evaluated_model
-from vlm_grpo.eval.summary import Evaluation, summarize, write_predictions
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.serve.chat import Endpoint
 from vlm_grpo.task import Task
@@ -56,7 +56,7 @@ def evaluate_policy(
     examples: Sequence[Example],
     settings: Settings,
     scorer: RewardScorer,
-) -> Evaluation:
+) -> Scored:
     """Generate and score ``evaluation.samples`` completions of each example.
 
     The ranks share the examples; each returns the evaluation of all. The completions of an example
@@ -74,7 +74,7 @@ def _evaluate(
     examples: Sequence[Example],
     scorer: RewardScorer,
     log: PredictionLog | None = None,
-) -> Evaluation:
+) -> Scored:
     resized, texts = generate_all(model, task, examples, log)
     scores = score_all(task, resized, texts, scorer)
     return summarize(task, resized, texts, scores, model.settings.seed)
@@ -107,7 +107,7 @@ def evaluate(
     checkpoint: str | Path | None = None,
     server: Endpoint | str | None = None,
     objects: Objects = NO_OBJECTS,
-) -> Evaluation:
+) -> Scored:
     """Evaluate the recipe's model, a checkpoint or a server on the recipe's held-out examples.
 
     The predictions are written to the folder ``evaluation`` of the run. Outputs of a server are
@@ -141,7 +141,7 @@ def evaluate(
         evaluation = _evaluate(model, task, examples, scorer, log)
     path = settings.run_dir / "evaluation" / f"{name}.jsonl"
     if state.is_main_process:
-        write_predictions(path, evaluation)
+        evaluation.write(path)
     return replace(evaluation, path=path)
 
 

@@ -8,7 +8,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.run_data import get_held_out_task
 from vlm_grpo.dist.strategy import Strategy
 from vlm_grpo.eval.evaluate import evaluate_policy
-from vlm_grpo.eval.summary import Evaluation
+from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.task import Task
 from vlm_grpo.task.scorer import RewardScorer
@@ -59,7 +59,7 @@ class HeldOutEvaluator:
         is_last = step in (settings.supervised_steps, settings.optim.max_steps)
         return bool(self.examples) and (is_last or (bool(every) and step % every == 0))
 
-    def evaluate(self, step: int) -> Evaluation | None:
+    def evaluate(self, step: int) -> Scored | None:
         """Evaluate the policy after ``step`` steps; None without held-out examples.
 
         Raises:

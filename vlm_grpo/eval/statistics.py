@@ -21,50 +21,27 @@ _ENUMERATED = 13
 _CHUNK = 500
 
 
-def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the mean; NaN for an empty sample."""
-    return bootstrap_mean_of_means([values], seed)
-
-
-def bootstrap_mean_of_means(
-    samples: Sequence[Sequence[float]] | Sequence[np.ndarray],
-    seed: int,
-    separate_seeds: bool = False,
-) -> tuple[float, float]:
+def bootstrap_interval(*samples: Sequence[float] | np.ndarray, seed: int) -> tuple[float, float]:
     """Return the 95 % percentile bootstrap interval of the mean of the samples' means.
 
-    Each sample is resampled by itself, 2,000 times.
-
-    Args:
-        samples: values of each sample.
-        seed: seed of the resampling.
-        separate_seeds: sample i has the seed ``seed + i``; False: they share one generator.
+    Each sample is resampled by itself, 2,000 times; of one sample it is the interval of the mean.
 
     Returns:
         Lower and upper bound; NaN if a sample is empty.
     """
     if not samples or not all(len(sample) for sample in samples):
         return math.nan, math.nan
-    is_constant = all(len(set(sample)) == 1 for sample in samples)
-    if is_constant and not separate_seeds:  # without variance it is one point
+    if all(len(set(sample)) == 1 for sample in samples):  # without variance it is one point
         mean = sum(float(sample[0]) for sample in samples) / len(samples)
         return mean, mean
-    shared = np.random.default_rng(seed)
-    parts = [
-        (np.asarray(sample, float), np.random.default_rng(seed + i) if separate_seeds else shared)
-        for i, sample in enumerate(samples)
-    ]
+    parts = [np.asarray(sample, float) for sample in samples]
+    rng = np.random.default_rng(seed)
     means = []
     for _ in range(RESAMPLES // _BATCH):
-        drawn = [
-            part[rng.integers(0, len(part), (_BATCH, len(part)))].mean(axis=1)
-            for part, rng in parts
-        ]
-        means.append(np.mean(drawn, axis=0))
-    found = np.concatenate(means)
-    # Recorded intervals were interpolated by one or the other, which differ by rounding.
-    ends = np.percentile(found, (2.5, 97.5)) if separate_seeds else stats.quantile(found, _TAILS)
-    return float(ends[0]), float(ends[1])
+        drawn = [part[rng.integers(0, len(part), (_BATCH, len(part)))] for part in parts]
+        means.append(np.mean([values.mean(axis=1) for values in drawn], axis=0))
+    low, high = stats.quantile(np.concatenate(means), _TAILS)
+    return float(low), float(high)
 
 
 def format_value(value: float, is_error: bool = False, space: str = "") -> str:
@@ -119,7 +96,7 @@ def compare_pairs(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Pair
         len(differences),
         float(np.mean(a)),
         float(np.mean(b)),
-        bootstrap_interval(differences, seed),
+        bootstrap_interval(differences, seed=seed),
         p_value,
         higher,
         lower,

@@ -13,7 +13,7 @@ from vlm_grpo.errors import UserError, nearest
 from vlm_grpo.eval.statistics import adjust_p_values, compare_pairs
 from vlm_grpo.report.charts import Chart, Line
 from vlm_grpo.report.gallery import display_text
-from vlm_grpo.report.run import HeldOutEvaluation, Run, read_outputs
+from vlm_grpo.report.run import Run
 
 FEW_PAIRS = 3
 """With more pairs of runs, only the primary metric is tested."""
@@ -42,7 +42,9 @@ def build_pairs(runs: Sequence[tuple[str, Run]]) -> list[Pair]:
     evaluated = [number for number, (_, run) in enumerate(runs) if run.evaluations]
     combinations = list(itertools.combinations(evaluated, 2))
     few = len(combinations) <= FEW_PAIRS
-    outputs = {n: read_outputs(runs[n][1], runs[n][1].evaluations[-1].step) for n in evaluated}
+    outputs = {
+        n: {row["id"]: row["output"] for row in runs[n][1].evaluations[-1].rows} for n in evaluated
+    }
     pairs = []
     for a, b in combinations:
         pair, flips = _compare(runs[a][1], runs[b][1], few)
@@ -59,7 +61,7 @@ def build_pairs(runs: Sequence[tuple[str, Run]]) -> list[Pair]:
 def _compare(run_a: Run, run_b: Run, few: bool) -> tuple[Pair, list[dict[str, Any]]]:
     """Return the comparison of run B with run A without its flips, and all flips."""
     first, second = run_a.evaluations[-1], run_b.evaluations[-1]
-    ids_a, ids_b = _get_ids(first), _get_ids(second)
+    ids_a, ids_b = ({row["id"] for row in evaluation.rows} for evaluation in (first, second))
     changed = _find_changed(run_a, run_b)
     names = [name for name in first.values if name in second.values]
     names.sort(key=lambda name: (name != run_b.primary_metric, name))
@@ -94,10 +96,6 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> tuple[Pair, list[dict[str, An
         "worse": len(_select(flips, better=False)),
     }
     return pair, flips
-
-
-def _get_ids(evaluation: HeldOutEvaluation) -> set[str]:
-    return {id_ for values in evaluation.values.values() for id_ in values}
 
 
 def _find_changed(run_a: Run, run_b: Run) -> set[str]:
@@ -223,7 +221,7 @@ def get_result(run: Run) -> float:
     """Return the primary metric at the run's last evaluation; NaN if there is none."""
     if not run.evaluations or run.primary_metric is None:
         return math.nan
-    return run.evaluations[-1].mean(run.primary_metric)
+    return run.evaluations[-1].metrics.get(run.primary_metric, math.nan)
 
 
 def _build_chart(runs: Sequence[tuple[str, Run]], key: str, split: str | None) -> Chart:
@@ -257,7 +255,7 @@ def _build_line(
     name: str, points: Sequence[tuple[float, str, Run]], metric: str, series: int
 ) -> Line:
     points = sorted(points, key=lambda point: point[:2])
-    intervals = [run.evaluations[-1].interval(metric, run.seed) for _, _, run in points]
+    intervals = [run.evaluations[-1].get_interval(metric) for _, _, run in points]
     return Line(
         display_text(name, 90),
         [x for x, _, _ in points],

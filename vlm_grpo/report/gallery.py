@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from vlm_grpo.report.run import Row, Run, is_number
+from vlm_grpo.eval.scored import is_number
+from vlm_grpo.report.run import Row, Run
 from vlm_grpo.utils.chat import ThinkingTags
 
 TEXT_CHARACTERS = 4_000

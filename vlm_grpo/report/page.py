@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.eval.scored import is_number
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.report.charts import Chart, pack_charts
 from vlm_grpo.report.comparison import (
@@ -36,7 +37,7 @@ from vlm_grpo.report.gallery import (
     to_script_json,
 )
 from vlm_grpo.report.panels import build_charts, build_comparison_charts
-from vlm_grpo.report.run import Change, Run, is_number, read_run
+from vlm_grpo.report.run import Change, Run, read_run
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic

@@ -12,9 +12,10 @@ from itertools import pairwise
 import numpy as np
 import yaml
 
+from vlm_grpo.eval.scored import Scored, is_number
 from vlm_grpo.report.charts import Chart, HeatMap, Line
 from vlm_grpo.report.gallery import display_text
-from vlm_grpo.report.run import HeldOutEvaluation, Run, is_number
+from vlm_grpo.report.run import Run
 
 OUTER_PHASES = ("step", "rollout", "evaluation")
 """Phases that contain other phases, or that are not part of a step."""
@@ -159,7 +160,7 @@ def _build_held_out_charts(runs: Sequence[tuple[str, Run]]) -> Iterator[Chart]:
             )
 
 
-def _get_parent_metric(name: str, evaluations: Sequence[HeldOutEvaluation]) -> str | None:
+def _get_parent_metric(name: str, evaluations: Sequence[Scored]) -> str | None:
     """Return the metric of which a corpus metric is a subset: ``exact`` for ``exact_of_3``."""
     if not any(name in evaluation.corpus for evaluation in evaluations):
         return None
@@ -167,7 +168,7 @@ def _get_parent_metric(name: str, evaluations: Sequence[HeldOutEvaluation]) -> s
     return min(others, key=len, default=None)
 
 
-def _is_share(name: str, evaluations: Sequence[HeldOutEvaluation]) -> bool:
+def _is_share(name: str, evaluations: Sequence[Scored]) -> bool:
     """Return whether every value of the metric, per example if known, is between 0 and 1."""
     # Means do not suffice: a mean error may be below 1.
     values = [value for e in evaluations for value in e.values.get(name, {}).values()]
@@ -178,11 +179,11 @@ def _is_share(name: str, evaluations: Sequence[HeldOutEvaluation]) -> bool:
 def _build_held_out_line(label: str, name: str, run: Run, interval: bool) -> Line:
     evaluations = [evaluation for evaluation in run.evaluations if name in evaluation.names]
     steps = [evaluation.step for evaluation in evaluations]
-    means = [evaluation.mean(name) for evaluation in evaluations]
+    means = [evaluation.metrics[name] for evaluation in evaluations]
     line = Line(display_text(label, 60), steps, means)
     if not interval or not any(name in evaluation.values for evaluation in evaluations):
         return line
-    lows, highs = zip(*(e.interval(name, run.seed) for e in evaluations), strict=True)
+    lows, highs = zip(*(e.get_interval(name) for e in evaluations), strict=True)
     return replace(line, low=lows, high=highs)
 
 

@@ -2,61 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-import numpy as np
 import yaml
 
 from vlm_grpo.errors import UserError
+from vlm_grpo.eval.scored import Scored, read_scored
 from vlm_grpo.eval.statistics import bootstrap_interval
 from vlm_grpo.task.registry import load_task_class, task_names
 from vlm_grpo.utils.jsonl import parse_lines
 
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class HeldOutEvaluation:
-    """One evaluation on the held-out examples.
-
-    Attributes:
-        step: number of steps that the policy had been trained for.
-        values: for each reward and metric, its value by example id, where it is defined.
-        corpus: metrics that are not a mean over the examples, such as AP or RMSE.
-        primary_metric: name of the metric by which models are compared; None if unknown.
-        lower_is_better: whether the primary metric is an error.
-    """
-
-    step: int
-    values: Mapping[str, Mapping[str, float]]
-    corpus: Mapping[str, float] = field(default_factory=dict)
-    primary_metric: str | None = None
-    lower_is_better: bool = False
-
-    @property
-    def n(self) -> int:
-        return max((len(values) for values in self.values.values()), default=0)
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.values, *self.corpus]
-
-    def mean(self, name: str) -> float:
-        """Return the metric over all examples; NaN if it is defined for none."""
-        if name in self.corpus:
-            return self.corpus[name]
-        values = self.values.get(name, {})
-        return float(np.mean(list(values.values()))) if values else math.nan
-
-    def interval(self, name: str, seed: int) -> tuple[float, float]:
-        """Return the 95 % bootstrap interval of the mean; NaN for a corpus metric."""
-        return bootstrap_interval(list(self.values.get(name, {}).values()), seed)
 
 
 @dataclass(frozen=True)
@@ -106,7 +67,7 @@ class Run:
     config_text: str
     metrics: tuple[Row, ...]
     alarms: tuple[Row, ...]
-    evaluations: tuple[HeldOutEvaluation, ...]
+    evaluations: tuple[Scored, ...]
     samples: tuple[Row, ...]
     unreadable: int
     distributions: tuple[Row, ...] = ()
@@ -125,8 +86,7 @@ class Run:
 
     @property
     def seed(self) -> int:
-        seed = self.config.get("seed", 0)
-        return seed if isinstance(seed, int) and seed >= 0 else 0
+        return _get_seed(self.config)
 
     @property
     def max_steps(self) -> int | None:
@@ -141,7 +101,7 @@ class Run:
     @property
     def primary_metric(self) -> str | None:
         """The name of the metric by which models are compared; None if unknown."""
-        if self.evaluations and self.evaluations[-1].primary_metric is not None:
+        if self.evaluations and self.evaluations[-1].primary_metric:
             return self.evaluations[-1].primary_metric
         for row in self.samples:  # files have the primary metric under its former name
             if isinstance(row.get("headline"), str):
@@ -162,18 +122,17 @@ class Run:
         if last is None or last is self.evaluations[0] or (name := self.primary_metric) is None:
             return None
         first = self.evaluations[0]
-        before, after = first.mean(name), last.mean(name)
+        before, after = (e.metrics.get(name, math.nan) for e in (first, last))
         if math.isnan(before) or math.isnan(after):
             return None
-        first_values, last_values = first.values.get(name, {}), last.values.get(name, {})
-        differences = [last_values[i] - first_values[i] for i in first_values if i in last_values]
+        differences = [b - a for a, b in last.pair(first, name)]
         return Change(
             before,
-            first.interval(name, self.seed),
+            first.get_interval(name),
             after,
-            last.interval(name, self.seed),
-            bootstrap_interval(differences, self.seed),
-            len(last_values) or last.n,
+            last.get_interval(name),
+            bootstrap_interval(differences, seed=self.seed),
+            len(last.values.get(name, ())) or last.n,
             (first.step, last.step),
             last.lower_is_better,
         )
@@ -189,7 +148,7 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"there is no run folder {folder}")
     config_path = folder / "config.yaml"
     text = config_path.read_text("utf-8", errors="replace") if config_path.is_file() else ""
-    reader = _Reader()
+    reader, config = _Reader(), _parse_mapping(text)
     metrics, distributions = (
         sorted(filter(_has_step, reader.read(folder / name)), key=lambda row: row["step"])
         for name in ("metrics.jsonl", "distributions.jsonl")
@@ -206,21 +165,15 @@ def read_run(folder: Path) -> Run:
         )
     return Run(
         folder=folder,
-        config=_parse_mapping(text),
+        config=config,
         config_text=text,
         metrics=tuple(metrics),
         alarms=tuple(reader.read(folder / "alarms.jsonl")),
-        evaluations=tuple(_read_evaluations(folder / "evaluation", reader)),
+        evaluations=tuple(_read_evaluations(folder / "evaluation", _get_seed(config), reader)),
         samples=tuple(samples),
         unreadable=reader.unreadable,
         distributions=tuple(distributions),
     )
-
-
-def read_outputs(run: Run, step: int) -> dict[str, str]:
-    """Return the text of every held-out answer of an evaluation, by example id."""
-    path = run.folder / "evaluation" / f"step-{step:06d}.jsonl"
-    return {str(row.get("id")): str(row.get("output", "")) for row in _Reader().read(path)}
 
 
 class _Reader:
@@ -238,40 +191,11 @@ class _Reader:
                 yield row
 
 
-def _read_evaluations(folder: Path, reader: _Reader) -> Iterator[HeldOutEvaluation]:
+def _read_evaluations(folder: Path, seed: int, reader: _Reader) -> Iterator[Scored]:
     """Yield the evaluations during training; those of checkpoints have names like ``step-4``."""
     for path in sorted(folder.glob("step-*.jsonl")):
-        if (match := re.fullmatch(r"step-(\d{6,})", path.stem)) is None:
-            continue
-        values: dict[str, dict[str, float]] = {}
-        for row in reader.read(path):
-            for key in ("rewards", "metrics"):
-                columns = row.get(key)
-                for name, value in columns.items() if isinstance(columns, dict) else ():
-                    if is_number(value):
-                        values.setdefault(name, {})[str(row.get("id"))] = float(value)
-        yield _add_summary(HeldOutEvaluation(int(match[1]), values), path.with_suffix(".json"))
-
-
-def _add_summary(evaluation: HeldOutEvaluation, path: Path) -> HeldOutEvaluation:
-    """Return the evaluation with the corpus metrics of its summary file, if that is readable."""
-    try:
-        summary = json.loads(path.read_text("utf-8", errors="replace"))
-        primary_metric, metrics = summary["headline"], summary["metrics"]
-        if not isinstance(primary_metric, str):
-            return evaluation
-        numbers = {name: float(value) for name, value in metrics.items() if is_number(value)}
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return evaluation
-    corpus = {
-        name: value
-        for name, value in numbers.items()
-        if name not in ("answered", "unscorable")
-        and not math.isclose(evaluation.mean(name), value, abs_tol=1e-9)
-    }
-    values = {name: column for name, column in evaluation.values.items() if name not in corpus}
-    lower_is_better = summary.get("lower_is_better") is True
-    return HeldOutEvaluation(evaluation.step, values, corpus, primary_metric, lower_is_better)
+        if match := re.fullmatch(r"step-(\d{6,})", path.stem):
+            yield read_scored(path, seed, reader.read(path), int(match[1]))
 
 
 def _parse_mapping(text: str) -> dict[str, Any]:
@@ -282,11 +206,11 @@ def _parse_mapping(text: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _get_seed(config: Mapping[str, Any]) -> int:
+    seed = config.get("seed", 0)
+    return seed if isinstance(seed, int) and seed >= 0 else 0
+
+
 def _has_step(row: Row) -> bool:
     step = row.get("step")
     return isinstance(step, int) and not isinstance(step, bool)
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether the value is a finite number; booleans are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -202,7 +202,7 @@ def write_held_out(
 
     Args:
         examples: the held-out examples, with ``resized_size`` set.
-        rows: ``Evaluation.rows``, one per example.
+        rows: ``Scored.rows``, one per example.
     """
     thumbnails = ThumbnailStore(folder)
     written = []

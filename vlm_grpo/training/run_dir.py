@@ -16,7 +16,7 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import flatten
 from vlm_grpo.dist.collectives import fail_together
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.summary import Evaluation, write_predictions, write_summary
+from vlm_grpo.eval.scored import Scored
 from vlm_grpo.report import build_report
 from vlm_grpo.report.alarms import AlarmContext, AlarmMonitor
 from vlm_grpo.report.samples import (
@@ -173,7 +173,7 @@ class RunDir:
                 yield f"samples/{number}", image
 
     def write_evaluation(
-        self, step: int, task: Task, evaluation: Evaluation, shown: Sequence[Example]
+        self, step: int, task: Task, evaluation: Scored, shown: Sequence[Example]
     ) -> None:
         """Write all predictions and their metrics, and the first predictions with drawings.
 
@@ -184,11 +184,10 @@ class RunDir:
         if not self.is_main:
             return
         path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
-        write_predictions(path, evaluation)
-        write_summary(path.with_suffix(".json"), evaluation)
+        evaluation.write(path)
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
 
-    def read_evaluation(self, step: int) -> Evaluation | None:
+    def read_evaluation(self, step: int) -> Scored | None:
         return read_evaluation(self.settings, step)
 
     def refresh_report(self, now: bool = False) -> None:

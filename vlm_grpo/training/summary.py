@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vlm_grpo.config.objective import ObjectiveSettings
 from vlm_grpo.config.requirements import list_notes
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
 from vlm_grpo.dist.sharding import full_shape
+from vlm_grpo.eval.scored import Scored, read_scored
 from vlm_grpo.eval.statistics import bootstrap_interval, format_value
-from vlm_grpo.eval.summary import Evaluation
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
-from vlm_grpo.utils.jsonl import read_valid_rows
 
 COUNTED_EXAMPLES = 64
 """Number of examples whose image tokens are counted before the first step."""
@@ -138,8 +134,8 @@ class TrainResult:
         lower_is_better: True if the held-out primary metric is an error.
     """
 
-    before: Evaluation | None
-    after: Evaluation | None
+    before: Scored | None
+    after: Scored | None
     best: tuple[float, int] | None
     checkpoint: Path
     run_dir: Path
@@ -174,42 +170,26 @@ class TrainResult:
         return f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
 
 
-def read_evaluation(settings: Settings, step: int) -> Evaluation | None:
+def read_evaluation(settings: Settings, step: int) -> Scored | None:
     """Load the run's evaluation after ``step`` steps, which an earlier process has written.
 
     Returns:
         None if it is missing or damaged; a resumed run goes on without it.
     """
-    path = settings.run_dir / "evaluation" / f"step-{step:06d}.json"
-    rows = tuple(read_valid_rows(path.with_suffix(".jsonl")))
-    try:
-        summary = json.loads(path.read_text("utf-8"))
-        name, n, metrics = summary["headline"], summary["n"], {**summary["metrics"]}
-        lower_is_better = bool(summary["lower_is_better"])
-        values = [v for row in rows if (v := _get_value(row, name)) is not None]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    if len(rows) != n:
-        return None
-    value = metrics.setdefault(name, math.nan)
-    if not values or not math.isclose(statistics.fmean(values), value, abs_tol=1e-9):
-        values = []  # a metric of the full set
-    interval = bootstrap_interval(values, settings.seed)
-    return Evaluation(name, n, metrics, interval, rows, lower_is_better)
+    found = read_scored(
+        settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl", settings.seed, step=step
+    )
+    return found if found.is_complete else None
 
 
-def format_change(before: Evaluation, after: Evaluation) -> str:
+def format_change(before: Scored, after: Scored) -> str:
     """Format the primary metric's mean change with its 95 % interval, paired by example.
 
     A metric of the full set has no interval, because single examples have no value.
     """
-    first = {row["id"]: _get_value(row, before.primary_metric) for row in before.rows}
-    if not any(row["id"] in first for row in after.rows):  # data.eval may change on a resume
-        return "unknown: the evaluations have no example in common"
-    pairs = [(first.get(row["id"]), _get_value(row, after.primary_metric)) for row in after.rows]
-    changes = [b - a for a, b in pairs if a is not None and b is not None]
-    if math.isnan(after.interval[0]):  # a metric of the full set, even if examples have values
-        changes = []
+    if not {row["id"] for row in before.rows} & {row["id"] for row in after.rows}:
+        return "unknown: the evaluations have no example in common"  # data.eval was changed
+    changes = [b - a for a, b in after.pair(before, after.primary_metric)]
     scale, form, unit = (1, "{:+.3f}", "") if after.lower_is_better else (100, "{:+.1f}", " points")
     if not changes:
         change = after.value - before.value
@@ -221,8 +201,3 @@ def format_change(before: Evaluation, after: Evaluation) -> str:
     verdict = "" if low > 0 or high < 0 else ", which may be chance"
     change, least, most = (form.format(scale * value) for value in (mean, low, high))
     return f"{change}{unit} [{least}, {most}]{verdict}"
-
-
-def _get_value(row: Mapping[str, Any], name: str) -> float | None:
-    value = row["rewards"].get(name)
-    return row["metrics"].get(name) if value is None else value

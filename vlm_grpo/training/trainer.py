@@ -19,7 +19,7 @@ from vlm_grpo.dist.launch import build_accelerator
 from vlm_grpo.dist.watch import watch_ranks
 from vlm_grpo.errors import Stopped, UserError
 from vlm_grpo.eval.held_out import HeldOutEvaluator
-from vlm_grpo.eval.summary import Evaluation
+from vlm_grpo.eval.scored import Scored
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.report.progress import Progress
 from vlm_grpo.report.samples import HELD_OUT_SHOWN
@@ -248,7 +248,7 @@ class Trainer:
 
     # Evaluation.
 
-    def _evaluate(self) -> Evaluation | None:
+    def _evaluate(self) -> Scored | None:
         """Evaluate the held-out examples and write the result."""
         evaluation = self.evaluator.evaluate(self.global_step)
         if evaluation is not None:
@@ -256,7 +256,7 @@ class Trainer:
             self.run_dir.write_evaluation(self.global_step, task, evaluation, shown)
         return evaluation
 
-    def _evaluate_step(self, metrics: dict[str, float]) -> Evaluation | None:
+    def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:
         """Evaluate after a step, and add the result to its metrics."""
         with self._save_on_error():
             try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vlm_grpo.data.loading import Mixed
-from vlm_grpo.eval.summary import summarize
+from vlm_grpo.eval.scored import summarize
 from vlm_grpo.task import Task, metric, reward
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.task.scorer import RewardScorer
@@ -57,7 +57,7 @@ def test_sources_count_equally_and_keep_their_own_metrics() -> None:
     assert found.metrics["answered"] == 1.0
     low, high = found.interval
     assert low < found.value < high
-    assert [row["source"] for row in found.rows] == [example.source for example in examples]
+    assert [row.get("source") for row in found.rows] == [example.source for example in examples]
     assert [row["id"] for row in found.rows] == [example.id for example in examples]
 
 

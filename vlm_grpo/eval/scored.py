@@ -1,0 +1,333 @@
+"""Scored outputs: the table of every evaluation, its summary, its comparison and its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, TypeGuard
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError
+
+from vlm_grpo.eval.pass_at_k import list_sample_metrics, merge_scores
+from vlm_grpo.eval.statistics import bootstrap_interval, format_value
+from vlm_grpo.task import FAILURES, Task
+from vlm_grpo.task.scorer import group_by_source
+from vlm_grpo.types import Example, Score
+from vlm_grpo.utils.atomic_io import write_atomic
+from vlm_grpo.utils.jsonl import read_valid_rows
+
+logger = logging.getLogger(__name__)
+
+_COUNTS = ("answered", "unscorable")
+"""Metrics of a table that are not those of its task."""
+
+
+class Output(TypedDict):
+    """An output of a model, its parsed answer (None: it has none) and its values by name."""
+
+    output: str
+    answer: Any
+    rewards: Mapping[str, float | None]
+    metrics: Mapping[str, float | None]
+
+
+class Row(Output):
+    """An example with its output.
+
+    With several outputs, these are the first output and the means of the values, and ``samples``
+    has every output with its own. ``source`` is that of the example in a mixture.
+    """
+
+    id: str
+    source: NotRequired[str]
+    samples: NotRequired[list[Output]]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scored outputs of n examples, with one or several outputs each.
+
+    Attributes:
+        rows: one per example, each a dictionary: see ``Row``.
+        primary_metric: name of the task's primary metric; empty if a file does not have it.
+        metrics: mean of every reward and metric by name, over the examples where it is defined,
+            and metrics of the full set, such as average precision; ``answered`` is the share of
+            outputs with an answer, ``unscorable`` the number of outputs on which a weighted reward
+            failed.
+        lower_is_better: the primary metric is an error.
+        intervals: 95 % bootstrap intervals that do not follow from the rows alone.
+        seed: seed of the bootstrap.
+        path: file of the table; None: it was not written.
+        step: number of steps that the policy had been trained for, in an evaluation of training.
+        is_complete: False for a file whose summary is missing, damaged or of other rows.
+    """
+
+    rows: tuple[Row, ...]
+    primary_metric: str
+    metrics: Mapping[str, float]
+    lower_is_better: bool = False
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    seed: int = 0
+    path: Path | None = None
+    step: int = 0
+    is_complete: bool = True
+
+    @property
+    def n(self) -> int:
+        """Number of examples."""
+        return len(self.rows)
+
+    @property
+    def value(self) -> float:
+        """Value of the primary metric."""
+        return self.metrics[self.primary_metric]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % bootstrap interval of the primary metric; NaN for a metric of the full set."""
+        return self.get_interval(self.primary_metric)
+
+    @cached_property
+    def values(self) -> Mapping[str, Mapping[str, float]]:
+        """For each metric that is a mean over examples, its values by id, where it is defined."""
+        columns: dict[str, dict[str, float]] = {}
+        for row in self.rows:
+            for name, value in (*row["rewards"].items(), *row["metrics"].items()):
+                if value is not None:
+                    columns.setdefault(name, {})[row["id"]] = value
+        # A metric of the full set may have values of examples too, but is not their mean.
+        return {
+            name: column
+            for name, column in columns.items()
+            if math.isclose(self.metrics.get(name, _mean(column)), _mean(column), abs_tol=1e-9)
+        }
+
+    @property
+    def corpus(self) -> dict[str, float]:
+        """Metrics of the full set, which are not means over examples."""
+        known = (*self.values, *_COUNTS)
+        return {name: value for name, value in self.metrics.items() if name not in known}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the task's metrics."""
+        return [*self.values, *self.corpus]
+
+    def get_interval(self, name: str) -> tuple[float, float]:
+        """Return the 95 % bootstrap interval of a metric; NaN for a metric of the full set."""
+        if name in self.intervals:
+            return self.intervals[name]
+        return bootstrap_interval([*self.values.get(name, {}).values()], seed=self.seed)
+
+    def pair(self, before: Scored, name: str) -> list[tuple[float, float]]:
+        """Return a metric's value before and in this table, of each example that has both."""
+        first = before.values.get(name, {})
+        return [(first[i], value) for i, value in self.values.get(name, {}).items() if i in first]
+
+    def is_better_than(self, other: float | None) -> bool:
+        """Return whether the primary metric is better than ``other``; every number beats None."""
+        if math.isnan(self.value):
+            return False
+        if other is None:
+            return True
+        return self.value < other if self.lower_is_better else self.value > other
+
+    def __str__(self) -> str:
+        bounds = self.interval
+        value, low, high = (format_value(v, self.lower_is_better) for v in (self.value, *bounds))
+        interval = "" if math.isnan(bounds[0]) else f" [{low}, {high}]"
+        return f"{self.primary_metric} {value}{interval} (n = {self.n})"
+
+    def write(self, path: Path) -> Scored:
+        """Write the rows as JSON Lines, and the summary to the ``.json`` file next to them.
+
+        Returns:
+            The table with its path.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = "".join(format_row(row) + "\n" for row in self.rows)
+        write_atomic(path, lines.encode(errors="backslashreplace"))
+        summary = _Summary(
+            headline=self.primary_metric,
+            lower_is_better=self.lower_is_better,
+            n=self.n,
+            metrics={name: v for name, v in self.metrics.items() if math.isfinite(v)},
+            intervals={n: i for n, i in self.intervals.items() if math.isfinite(i[0])},
+        )
+        write_atomic(path.with_suffix(".json"), summary.model_dump_json(indent=1).encode())
+        return replace(self, path=path)
+
+
+class _Summary(BaseModel):
+    """What the rows do not have; ``headline`` is the primary metric's name."""
+
+    headline: str
+    lower_is_better: bool = False
+    n: int | None = None
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]] = Field(default_factory=dict)
+
+
+def read_scored(
+    path: Path,
+    seed: int = 0,
+    rows: Iterable[Mapping[str, Any]] | None = None,
+    step: int = 0,
+) -> Scored:
+    """Read a table, as far as its files can be read: without a summary, the means are the rows'.
+
+    Args:
+        path: the file of the rows.
+        seed: seed of the bootstrap.
+        rows: the rows of the file, if it is read already.
+        step: number of steps that the policy had been trained for.
+    """
+    read = tuple(map(_read_row, read_valid_rows(path) if rows is None else rows))
+    found = Scored(read, "", {}, seed=seed, step=step, is_complete=False)
+    means = {name: _mean(column) for name, column in found.values.items()}
+    try:
+        text = path.with_suffix(".json").read_text("utf-8", errors="replace")
+        summary = _Summary.model_validate_json(text)
+    except (OSError, ValidationError):
+        return replace(found, metrics=means)
+    return replace(
+        found,
+        primary_metric=summary.headline,
+        # A primary metric that is undefined on every example is not in the file.
+        metrics={**means, summary.headline: math.nan, **summary.metrics},
+        lower_is_better=summary.lower_is_better,
+        intervals=summary.intervals,
+        is_complete=summary.n == len(read),
+    )
+
+
+def _read_row(row: Mapping[str, Any]) -> Row:
+    rewards, metrics = (
+        {name: value for name, value in values.items() if value is None or is_number(value)}
+        if isinstance(values := row.get(key), dict)
+        else {}
+        for key in ("rewards", "metrics")
+    )
+    found: Any = {
+        **row,
+        "id": str(row.get("id")),
+        "output": str(row.get("output", "")),
+        "answer": row.get("answer"),
+        "rewards": rewards,
+        "metrics": metrics,
+    }
+    return found
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether the value is a finite number; booleans are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _mean(column: Mapping[str, float]) -> float:
+    return float(np.mean([*column.values()]))
+
+
+def format_row(row: Row) -> str:
+    """Return a row as a line of JSON; answers may be of any type."""
+    return json.dumps(row, ensure_ascii=False, default=_to_json)
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else str(value)
+
+
+def summarize(
+    task: Task,
+    examples: Sequence[Example],
+    texts: Sequence[str],
+    scores: Sequence[Score],
+    seed: int,
+) -> Scored:
+    """Build the table of scored outputs.
+
+    Args:
+        task: the task that scored the outputs.
+        examples: the examples.
+        texts: the outputs, as many of each example, one example after the other.
+        scores: score of each output.
+        seed: seed of the bootstrap.
+    """
+    count = len(texts) // len(examples)
+    items = [example for example in examples for _ in range(count)]
+    own_scores = [scores[start : start + count] for start in range(0, len(scores), count)]
+    pairs = zip(examples, own_scores, strict=True)
+    merged = [merge_scores(task, example, own) for example, own in pairs]
+    columns: dict[str, list[float]] = {}
+    for score in merged:
+        for name, value in (*score.rewards.items(), *score.metrics.items()):
+            columns.setdefault(name, [])
+            if value is not None:
+                columns[name].append(value)
+    metrics = {name: float(np.mean(values)) for name, values in columns.items() if values}
+    metrics["answered"] = get_answered(scores)
+    metrics["unscorable"] = sum(score.total is None for score in scores)
+    # The values by source of the primary metric, which has no name here, and of those of samples.
+    parts: dict[str, list[tuple[float, list[float]]]] = {}
+    for source, own, indices in group_by_source(task, items):
+        start = f"{source}/" if source else ""
+        own_items = [scores[i] for i in indices]
+        corpus = _compute_corpus_metrics(own, own_items, [items[i] for i in indices])
+        metrics |= {start + name: value for name, value in corpus.items()}
+        if source:
+            metrics[f"{source}/answered"] = get_answered(own_items)
+        is_corpus = own.primary_metric in corpus
+        for name in ("", *([] if is_corpus else list_sample_metrics(count))):
+            # It is undefined on every example if, for example, every reward failed.
+            value = metrics.setdefault(start + (name or own.primary_metric), math.nan)
+            values = [] if is_corpus else columns.get(start + (name or own.primary_metric), [])
+            if source and own.lower_is_better:  # the mean of the sources takes 1 less an error
+                value, values = 1 - value, [1 - v for v in values]
+            parts.setdefault(name, []).append((value, values))
+    intervals = {}
+    for name, found in parts.items():
+        metrics[name or task.primary_metric] = float(np.mean([value for value, _ in found]))
+        samples = [values for _, values in found]
+        intervals[name or task.primary_metric] = bootstrap_interval(*samples, seed=seed)
+    rows = []
+    for number, (example, score) in enumerate(zip(examples, merged, strict=True)):
+        own = slice(number * count, (number + 1) * count)
+        samples = [_build_output(*pair) for pair in zip(texts[own], scores[own], strict=True)]
+        row: Any = {"id": example.id} | ({"source": example.source} if example.source else {})
+        row |= _build_output(texts[own.start], score)
+        rows.append(row | ({"samples": samples} if count > 1 else {}))
+    return Scored(tuple(rows), task.primary_metric, metrics, task.lower_is_better, intervals, seed)
+
+
+def _build_output(text: str, score: Score) -> Output:
+    rewards, metrics = dict(score.rewards), dict(score.metrics)
+    return {"output": text, "answer": score.answer, "rewards": rewards, "metrics": metrics}
+
+
+def get_answered(scores: Sequence[Score]) -> float:
+    """Return the share of outputs with an answer."""
+    return float(np.mean([has_answer(score.answer) for score in scores]))
+
+
+def has_answer(answer: Any) -> bool:
+    """Return whether an output has an answer; an empty text is none."""
+    return answer is not None and not (isinstance(answer, str) and not answer)
+
+
+def _compute_corpus_metrics(
+    task: Task, scores: Sequence[Score], examples: Sequence[Example]
+) -> dict[str, float]:
+    try:
+        return task.corpus_metrics([score.answer for score in scores], examples)
+    except FAILURES:  # a user's metric may raise anything; the run must continue
+        logger.warning("the corpus metrics failed and are skipped", exc_info=True)
+        return {}
