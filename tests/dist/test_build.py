@@ -331,12 +331,12 @@ def test_a_run_resumes_with_deepspeed_and_without_it_again(folder: Path) -> None
     check_resumed_runs(folder, ZERO_RESUMED)
 
 
-def test_sharded_runs_interrupted_within_a_step_resume_bit_for_bit(folder: Path) -> None:
+def test_sharded_runs_interrupted_in_a_rollout_resume_bit_for_bit(folder: Path) -> None:
     run_launches(folder, ["ddp-1", *TWO])
     names = ["fsdp-2-resumed", "fsdp-2-uninterrupted"]
     run_launches(folder, names)
     begun, resumed, expected = (folder / "runs" / name for name in ("fsdp-2", *names))
-    assert [path.name for path in (begun / "checkpoints").iterdir()] == ["step-2-1"]
+    assert [path.name for path in (begun / "checkpoints").iterdir()] == ["step-2"]
     for a, b in zip(read_metrics(expected), read_metrics(resumed), strict=True):
         # A resumed run decodes images again that the other has in its cache.
         assert {**b, "work/image_decodes": a["work/image_decodes"]} == a
@@ -349,7 +349,7 @@ def test_sharded_runs_interrupted_within_a_step_resume_bit_for_bit(folder: Path)
 def test_a_sharded_checkpoint_can_be_used_as_a_model(folder: Path, tmp_path: Path) -> None:
     run_launches(folder, ["ddp-1", *TWO])
     sharded, full = (
-        folder / "runs" / run / "checkpoints" / "step-2-1" for run in ("fsdp_held-2", "ddp-2")
+        folder / "runs" / run / "checkpoints" / "step-2" for run in ("fsdp_held-2", "ddp-2")
     )
     names = {path.name for path in sharded.iterdir()}
     parts = [f"0000{rank}-of-00002.safetensors" for rank in (1, 2)]

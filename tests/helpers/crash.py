@@ -151,7 +151,7 @@ def kill_once(folder: Path, steps: int, rng: random.Random, seconds: float, kill
         kills.writing += 1
     else:
         kills.anywhere += 1
-    saved = [at.steps for at, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    saved = [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
     kills.redone.append(count_steps(run) - max(saved, default=0))
 
 

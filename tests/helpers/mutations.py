@@ -91,9 +91,8 @@ TARGETS = {
     "task/scorer.py": (0.2, "task/test_scorer.py task/test_batch_rules.py"),
     "training/checkpoint/manager.py": (
         0.12,
-        "training/checkpoint/test_manager.py training/checkpoint/test_partial_step.py",
+        "training/checkpoint/test_manager.py training/test_stops.py",
     ),
-    "training/checkpoint/partial_step.py": (0.25, "training/checkpoint/test_partial_step.py"),
     "training/checkpoint/store.py": (
         0.08,
         "training/checkpoint/test_store.py training/checkpoint/test_sharded.py "
@@ -120,7 +119,7 @@ TARGETS = {
     "serve/chat.py": (0.1, "serve/test_chat.py"),
     "training/trainer.py": (
         0.12,
-        "test_wiring.py training/test_trainer.py training/checkpoint/test_partial_step.py",
+        "test_wiring.py training/test_trainer.py training/test_stops.py",
     ),
 }
 """The share of each module's mutants to run, and its test files in order."""

@@ -23,7 +23,7 @@ from vlm_grpo.eval.evaluate import evaluate_policy
 from vlm_grpo.model.engine.batch import MicroBatch
 from vlm_grpo.training import trainer
 from vlm_grpo.training.checkpoint.sharded import write_sharded_checkpoint
-from vlm_grpo.training.checkpoint.store import CheckpointState, CheckpointStep
+from vlm_grpo.training.checkpoint.store import CheckpointState
 from vlm_grpo.training.trainer import Trainer, train
 from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Example
@@ -31,18 +31,19 @@ from vlm_grpo.utils.timing import StopRequest
 
 
 class SelfTermination(StopRequest):
-    """A request that sends this process a SIGTERM when it is checked for the n-th time."""
+    """A request that sends this process a SIGTERM while it samples the third step."""
 
-    def __init__(self, checks: int) -> None:
-        super().__init__()
-        self.remaining = checks
+    steps = 0
 
     @property
     def reason(self) -> str | None:
-        self.remaining -= 1
-        if self.remaining == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+        self.steps += 1
         return super().reason
+
+    def check(self) -> None:
+        if self.steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().check()
 
 
 def train_and_read(settings: Settings) -> list[dict[str, float]]:
@@ -58,14 +59,13 @@ def begin_run(folder: Path, launch: str) -> list[dict[str, float]]:
     """Make the part of a run after which other launches resume it."""
     if launch == "ddp-1":
         return train_and_read(make_run_settings(folder, launch, optim={"lr": 1e-3, "max_steps": 2}))
-    # A run checks before each step and before each of its two updates: three times per step. Only
-    # the last rank receives the signal.
-    stop_request = SelfTermination(9) if _is_last_rank() else StopRequest()
+    # Only the last rank receives the signal.
+    stop_request = SelfTermination() if _is_last_rank() else StopRequest()
     trainer.StopRequest = lambda *_: stop_request  # type: ignore[assignment, misc]
     try:
         train_and_read(make_run_settings(folder, launch))
     except Stopped as stopped:
-        return [{"steps": int("2 and 1 of 2 updates of the next" in str(stopped))}]
+        return [{"steps": int("after step 2 of 4" in str(stopped))}]
     raise AssertionError("the run was not stopped")
 
 
@@ -93,9 +93,9 @@ def fail_to_write_a_part(folder: Path, launch: str) -> list[Any]:
         if accelerator.is_last_process:
             raise OSError("no space")
 
-    step, state = CheckpointStep(1), CheckpointState({}, {})
+    state = CheckpointState({}, {})
     try:
-        write_sharded_checkpoint(accelerator, checkpoints, step, state, write_weights)
+        write_sharded_checkpoint(accelerator, checkpoints, 1, state, write_weights)
     except (OSError, UserError) as error:
         return [str(error), [path.name for path in checkpoints.iterdir()]]
     return []

@@ -20,7 +20,7 @@ from vlm_grpo.model.loading import load_model
 from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.trainer import Trainer
-from vlm_grpo.utils.timing import StopRequest
+from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
 SMALL = (
     "data.train_limit=12",
@@ -98,16 +98,25 @@ def make_trainer(settings: Settings) -> Trainer:
 
 
 class StopAt(StopRequest):
-    """A request to stop that is made at the run's n-th check."""
+    """A request to stop at the run's n-th check, which it makes before steps and evaluations.
 
-    def __init__(self, count: int) -> None:
+    With ``polls``, the request comes that many tokens later, while the next step is sampled.
+    """
+
+    def __init__(self, count: int, polls: int = 0) -> None:
         super().__init__()
-        self.left = count
+        self.left, self.polls = count, polls
 
     @property
     def reason(self) -> str | None:
         self.left -= 1
-        return "a test" if self.left <= 0 else None
+        return "a test" if self.left <= 0 and self.polls <= 0 else None
+
+    def check(self) -> None:
+        if self.left <= 0:
+            self.polls -= 1
+            if self.polls <= 0:
+                raise StepInterrupted
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -208,7 +208,7 @@ def test_a_run_that_is_stopped_resumes_bit_for_bit(
     whole = small_run(tmp_path, sources["qwen2_5_vl"], name="whole", **changes)
     train(whole)
     stopped = whole.model_copy(update={"name": "stopped"})
-    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(5))
+    monkeypatch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(3, 2))
     with pytest.raises(Stopped):
         train(stopped)
     monkeypatch.undo()

@@ -221,7 +221,7 @@ def test_a_run_trains_the_adapter_alone_and_resumes_bit_for_bit(
     assert all("lora_" in name for name in load_weights(run.run_dir / "checkpoints/step-2"))
     stopped = run.model_copy(update={"name": "stopped"})
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(3))
+        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(2, 2))
         with pytest.raises(Stopped, match="step-1"):
             train(stopped)
     train(stopped.model_copy(update={"resume": True}))

@@ -194,17 +194,17 @@ def test_completions_do_not_depend_on_the_number_of_ranks(
             assert (completion.token_ids, completion.noise) == (other.token_ids, other.noise)
 
 
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_run_resumes_bit_for_bit_and_marks_its_samples(
     settings: Any, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Stopped within the first and within the second step; the strength falls from step to step."""
+    """Stopped in the first or the second step; the strength falls from step to step."""
     noise = {"rollout": {"noise": {"steepness": 4.0}}, "objective": {"num_iterations": 2}}
     run, stopped = settings(name="whole", **noise), settings(name="stopped", **noise)
     train(run)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(count))
-        with pytest.raises(Stopped, match="update"):
+        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(count, 3))
+        with pytest.raises(Stopped, match=f"after step {count - 1} "):
             train(stopped)
     train(stopped.model_copy(update={"resume": True}))
     assert_same_run(run.run_dir, stopped.run_dir)

@@ -57,15 +57,6 @@ def test_a_gpu_of_the_table_has_the_mfu_of_step_and_update(
     trainer.sampler.close()
 
 
-def test_a_step_begun_by_another_process_has_no_speed(tmp_path: Path) -> None:
-    trainer = make_embedded_trainer(tmp_path)
-    trainer.step()
-    for phase in ("prompts", "rollout"):  # a restored step loads its prompts outside of them
-        del trainer.stopwatch.seconds[phase]
-    assert not trainer.meter._rates({}, trainer.stopwatch.seconds)  # noqa: SLF001
-    trainer.sampler.close()
-
-
 def test_a_supervised_step_has_the_speed_of_its_update_alone(tmp_path: Path) -> None:
     trainer = make_embedded_trainer(tmp_path, "warm_start.steps=1")
     speeds = {name for name in trainer.step() if name.startswith("speed/")}

@@ -40,34 +40,9 @@ def test_updates_with_an_infinite_gradient_count_as_skipped() -> None:
 def test_the_schedule_advances_once_per_step(settings: Any) -> None:
     run = settings(objective={"num_iterations": 3}, optim={"schedule": "linear", "lr": 4e-3})
     trainer = make_trainer(run)
-    updates, checks = Updates(), []
-    trainer.updater.update(make_batch(trainer), updates, lambda: checks.append(updates.count))
-    assert checks == [0, 1, 2]
+    updates = trainer.updater.update(make_batch(trainer))
     assert len(updates.losses) == len(updates.norms) == updates.count == 3
     assert trainer.updater.scheduler.get_last_lr()[0] == pytest.approx(3e-3)  # 3/4 of lr
-
-
-def test_an_interrupted_step_continues_with_the_updates_left(settings: Any) -> None:
-    class Interrupted(Exception):
-        pass
-
-    def interrupt() -> None:
-        if updates.count == 1:
-            raise Interrupted
-
-    weights = []
-    for is_interrupted in (False, True):
-        torch.manual_seed(0)
-        trainer = make_trainer(settings(objective={"num_iterations": 2}))
-        batch, updates = make_batch(trainer), Updates()
-        if is_interrupted:
-            with pytest.raises(Interrupted):
-                trainer.updater.update(batch, updates, interrupt)
-            assert updates.count == 1
-        trainer.updater.update(batch, updates)
-        assert updates.count == 2
-        weights.append([w.detach() for _, w in trainer.policy.trainable_parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_a_step_whose_updates_were_all_skipped_does_not_advance_the_schedule(
@@ -76,9 +51,7 @@ def test_a_step_whose_updates_were_all_skipped_does_not_advance_the_schedule(
     trainer = make_trainer(settings(optim={"schedule": "linear", "lr": 4e-3}))
     batch = make_batch(trainer)
     spoiled = replace(batch, advantages=batch.advantages * math.nan)
-    updates = Updates()
-    trainer.updater.update(spoiled, updates)
-    assert updates.skipped == 1
+    assert trainer.updater.update(spoiled).skipped == 1
     assert trainer.updater.scheduler.get_last_lr()[0] == 4e-3
 
 
@@ -164,7 +137,7 @@ def test_out_of_memory_on_one_completion_is_an_error(
 
     monkeypatch.setattr(trainer.policy, "score", fail)
     with pytest.raises(UserError, match=r"single completion of \d+ tokens.*policy\.max_pixels"):
-        trainer.updater.update(batch, Updates())
+        trainer.updater.update(batch)
 
 
 def test_other_errors_of_the_backward_pass_are_raised(
@@ -178,7 +151,7 @@ def test_other_errors_of_the_backward_pass_are_raised(
 
     monkeypatch.setattr(Updater, "_backward", fail)
     with pytest.raises(RuntimeError, match="shapes"):
-        trainer.updater.update(batch, Updates())
+        trainer.updater.update(batch)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,6 @@ def test_an_update_reads_its_loss_and_its_norm_once(settings: Any) -> None:
         )
         trainer.updater.budget.tokens = limit
         with count_work() as counts:
-            trainer.updater.update(batch, Updates())
+            trainer.updater.update(batch)
         reads.append(counts["host_reads"])
     assert reads[0] == reads[1]

@@ -21,7 +21,7 @@ from vlm_grpo.training.batch import Rollout, StepBatch, build_slices, pack_step
 from vlm_grpo.training.memory import TokenBudget
 from vlm_grpo.training.methods import load_methods
 from vlm_grpo.training.reference import Reference
-from vlm_grpo.training.update import Updater, Updates
+from vlm_grpo.training.update import Updater
 from vlm_grpo.types import Completion, Group, Score
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
@@ -147,8 +147,7 @@ def compute_gradients(settings: Settings, count: int, order: int | None = None) 
     values = updater.score_step(rollout).values
     batch = pack_step(rollout, advantages, values, settings, accelerator)
     updater.budget.tokens = find_token_budget(batch, count)
-    updates = Updates()
-    updater.update(batch, updates)
+    updater.update(batch)
     return optimizer.gradients
 
 

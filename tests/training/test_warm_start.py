@@ -84,14 +84,14 @@ FULL = {"dtype": "float32"}
 
 
 @pytest.mark.parametrize(
-    ("check", "weights"),
-    [(2, LORA), (3, FULL), (4, FULL), (5, LORA), (7, FULL)],
-    ids=["in 0", "after 0", "in 1", "switch", "in 2"],
+    ("stop", "weights"),
+    [((2,), LORA), ((3,), FULL), ((3,), LORA), ((3, 4), FULL), ((4, 2), LORA)],
+    ids=["after 0", "switch, full", "switch, lora", "in 2", "in 3"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    warm: Any, monkeypatch: pytest.MonkeyPatch, check: int, weights: dict[str, Any]
+    warm: Any, monkeypatch: pytest.MonkeyPatch, stop: tuple[int, ...], weights: dict[str, Any]
 ) -> None:
-    """A run asks before each step and before each update; a supervised step has one update.
+    """Supervised steps sample nothing, so that a run is not stopped within them.
 
     The reference is the policy of the switch, from which the first rollout is sampled.
     """
@@ -100,7 +100,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     whole, resumed = run(name="whole"), run(name="resumed")
     train(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(check))
+        patch.setattr(trainer_module, "StopRequest", lambda *_: StopAt(*stop))
         with pytest.raises(Stopped):
             train(resumed)
     train(resumed.model_copy(update={"resume": True}))
@@ -185,7 +185,7 @@ def test_the_switch_is_evaluated_and_saved(warm: Any) -> None:
     train(run)
     rows = read_metrics(run.run_dir)
     assert [("eval/letters" in row) for row in rows] == [False, True, False, True]
-    saved = [step.steps for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    saved = [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
     assert saved == [2, 4]
 
 
@@ -205,7 +205,7 @@ def test_the_best_checkpoint_may_be_of_the_warm_start(
 
     monkeypatch.setattr(trainer.evaluator, "evaluate", evaluate_as_told)
     trainer.run()
-    saved = [s.steps for s, _ in list_checkpoints(run.run_dir / "checkpoints")]
+    saved = [step for step, _ in list_checkpoints(run.run_dir / "checkpoints")]
     assert saved == [2, 5]
 
 

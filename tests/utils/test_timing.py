@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -26,6 +27,7 @@ from vlm_grpo.training.checkpoint.store import list_checkpoints
 from vlm_grpo.training.trainer import train
 from vlm_grpo.utils.timing import (
     CallTimeout,
+    StepInterrupted,
     StopRequest,
     Stopwatch,
     can_interrupt,
@@ -120,7 +122,7 @@ def test_a_signal_saves_and_loses_no_step(
     command.signal(number)
     errors = command.finish()
     assert command.process.exitcode == STATUS[number], errors
-    assert f"{number.name}: finishing this update and saving; repeat to stop at once" in errors
+    assert re.search(rf"{number.name}: .*sav.*; repeat to stop at once", errors)
     assert f"stopped by {number.name} after step" in errors
     ((_, saved),) = list_checkpoints(broken.run_dir / "checkpoints")
     assert f"saved in {saved}; continue with resume=true" in errors
@@ -154,7 +156,7 @@ def test_a_second_signal_stops_at_once_and_keeps_checkpoints(run: Any, tmp_path:
     assert time.monotonic() - sent < 30  # the reward would have taken twice that
     assert command.process.exitcode == 130
     assert "interrupted; finished checkpoints are kept (resume=true)" in errors
-    assert [step.name for step, _ in list_checkpoints(slow.run_dir / "checkpoints")] == [
+    assert [path.name for _, path in list_checkpoints(slow.run_dir / "checkpoints")] == [
         "step-1",
         "step-2",
     ]
@@ -296,3 +298,24 @@ def test_only_the_main_thread_can_interrupt() -> None:
     thread.start()
     thread.join()
     assert (can_interrupt(), results) == (True, [False])
+
+
+def test_a_signal_names_the_work_that_it_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(*earlier: float, inside: bool) -> str:
+        with StopRequest() as request:
+            for seconds in earlier:
+                with request.finishing("update"):
+                    time.sleep(seconds)
+            with request.finishing("update") if inside else nullcontext():
+                os.kill(os.getpid(), signal.SIGTERM)
+        return capsys.readouterr().err
+
+    sampled = "saving the last finished step; what was sampled since is sampled again"
+    assert stop(inside=False) == f"\nSIGTERM: {sampled}; repeat to stop at once\n"
+    assert "SIGTERM: finishing the update, the first, and saving" in stop(inside=True)
+    assert "SIGTERM: finishing the update, about 1 s, and saving" in stop(0.7, inside=True)
+    with StopRequest() as request:
+        request.check()
+        request.signal = signal.SIGTERM
+        with pytest.raises(StepInterrupted):
+            request.check()

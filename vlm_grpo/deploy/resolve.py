@@ -142,7 +142,7 @@ def _build_default_settings(model: str, overrides: Overrides) -> Settings:
 def _resolve_run(run: Path, overrides: Overrides, step: int | str | None) -> ResolvedModel:
     # Of two checkpoints with the same number of steps, the one within a step is ignored.
     kept = reversed(list_checkpoints(run / "checkpoints"))
-    found = dict(sorted({done.steps: path for done, path in kept}.items()))
+    found = dict(sorted(dict(kept).items()))
     if not found:
         raise UserError(f"{run} has no complete checkpoint: continue the run with resume=true")
     if step in (None, "last"):

@@ -138,6 +138,7 @@ class Policy:
         num_generations: int | Sequence[range],
         seeds: Sequence[Sequence[int | str]],
         max_tokens: int | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> list[tuple[Completion, ...]]:
         """Sample completions of each prompt.
 
@@ -151,6 +152,7 @@ class Policy:
             seeds: seed of each prompt's random streams, which a completion's number extends.
             max_tokens: maximum number of tokens cached at once; None: as many as fit into the
                 GPU's free memory.
+            check: called every few tokens; may raise to end the sampling.
 
         Raises:
             UserError: ``form_check`` failed, and the prompt must be shared.
@@ -164,7 +166,7 @@ class Policy:
             for index in own
         ]
         uniform, sizes = copy_to(self.device, torch.stack(uniforms)), [*map(len, num_generations)]
-        state = SamplerState(uniform, sampling, self.decode, sizes)
+        state = SamplerState(uniform, sampling, self.decode, sizes, check)
         with (
             eval_mode(self.model),
             self._autocast(),

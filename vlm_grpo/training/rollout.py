@@ -109,13 +109,13 @@ class RolloutSampler:
 
         Args:
             step: number of steps done.
-            stop_request: ends the wait for an outside sampler; None: nothing does.
+            stop_request: ends the sampling; None: nothing does.
 
         Raises:
             UserError: on all ranks, if one of them could not make its groups, or if a reward failed
                 on every completion. The place in the stream is unchanged then.
-            StepInterrupted: on all ranks, if a stop was requested while one of them waited. The
-                place in the stream is unchanged then.
+            StepInterrupted: on all ranks, if a stop was requested on one of them. The place in the
+                stream is unchanged then.
         """
         place, self.num_tokens = (self.cursor.position, self.unused), 0
         self._stop_request = stop_request or StopRequest()
@@ -229,6 +229,7 @@ class RolloutSampler:
         with self._fail_together():
             begun = begin()
             own, groups = begun.own, self._make_groups(begun)
+            self._stop_request.check()
         self._check_rewards(groups)
         self._check_form(groups)
         return dict(zip(own, groups, strict=True))
@@ -241,9 +242,11 @@ class RolloutSampler:
             yield
         except (UserError, StepInterrupted) as error:
             failure = error
-        if self.outside and any_rank(self.accelerator, isinstance(failure, StepInterrupted)):
+        flags = [isinstance(failure, StepInterrupted), isinstance(failure, UserError)]
+        stopped, failed = self._add_ranks([int(flag) for flag in flags])
+        if stopped:
             raise StepInterrupted
-        if any_rank(self.accelerator, failure is not None):
+        if failed:
             raise failure or UserError("another process of this run could not make its groups")
 
     def _publish(self, outside: VllmSampler, step: int) -> None:
@@ -308,6 +311,8 @@ class RolloutSampler:
         self.failures.check(self.task, scores, examples, self._add_ranks)
 
     def _add_ranks(self, numbers: list[int]) -> list[int]:
+        if self.world_size == 1:
+            return numbers
         sums = torch.tensor(numbers, device=self.accelerator.device)
         sum_over_ranks(self.accelerator, [sums])
         return sums.tolist()
@@ -359,7 +364,7 @@ class RolloutSampler:
         arguments = self._build_arguments(prompts, indices)
         while True:
             try:
-                return self.policy.sample(*arguments, self.budget.tokens)
+                return self.policy.sample(*arguments, self.budget.tokens, self._stop_request.check)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise

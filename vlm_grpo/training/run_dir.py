@@ -99,13 +99,19 @@ class RunDir:
         self.trackers = Trackers(settings.logging.trackers, self.path)
         self.report_time = time.monotonic()
 
-    def open(self, step: int) -> None:
-        """Prepare to continue after ``step`` steps; the logs of later steps are dropped."""
+    def open(self, step: int, written: int | None = None) -> None:
+        """Prepare to continue after ``step`` steps; the logs of later steps are dropped.
+
+        Args:
+            written: number of steps whose metrics are written, if the last one's evaluation is
+                still to be made.
+        """
         if not self.is_main:
             return
         self.settings.save(self.path / "config.yaml")
-        self.metrics.truncate(step)
-        self.alarms.truncate(step)
+        written = step if written is None else written
+        self.metrics.truncate(written)
+        self.alarms.truncate(written)
         self.distributions.truncate(step)
         for row in self.metrics.read():  # active alarms must not be raised again
             self.monitor.update(row["step"], row)

@@ -57,7 +57,7 @@ class StepMeter:
     def measure(self, rollout: Rollout, batch: StepBatch) -> dict[str, float]:
         """Return the metrics of a finished step over all ranks. All ranks must call it.
 
-        Times and memory are of this rank. A step that another process began has no speed.
+        Times and memory are of this rank.
         """
         policy = self.policy
         seconds = dict(policy.stopwatch.seconds)
@@ -78,8 +78,6 @@ class StepMeter:
 
     def _rates(self, sums: Mapping[str, int], slowest: Mapping[str, float]) -> dict[str, float]:
         """Return tokens per second of all ranks, and shares of their devices' rates."""
-        if "prompts" not in slowest:
-            return {}
         scoring = slowest["update"] + slowest.get("reference", 0.0)
         rates = {"speed/update_tokens_per_second": sums["update_tokens"] / scoring}
         if "rollout" in slowest:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from vlm_grpo.types import Completion, Prompt
-from vlm_grpo.utils.timing import StepInterrupted, StopRequest
+from vlm_grpo.utils.timing import StopRequest
 
 POLL_SECONDS = 0.1
 """Time between two looks at the request to stop."""
@@ -51,6 +51,5 @@ def wait_for(future: Future[Result], stop_request: StopRequest) -> Result:
         StepInterrupted: a stop was requested before the result was there.
     """
     while not wait([future], POLL_SECONDS).done:
-        if stop_request.reason is not None:
-            raise StepInterrupted
+        stop_request.check()
     return future.result()

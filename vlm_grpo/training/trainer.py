@@ -26,9 +26,9 @@ from vlm_grpo.report.samples import HELD_OUT_SHOWN
 from vlm_grpo.report.trackers import check_installed
 from vlm_grpo.task import Task
 from vlm_grpo.training.advantages import Estimator, compute_advantages
-from vlm_grpo.training.batch import Rollout, pack_step
+from vlm_grpo.training.batch import Rollout, StepBatch, pack_step
 from vlm_grpo.training.checkpoint.manager import CheckpointManager, RunState, find_checkpoint
-from vlm_grpo.training.checkpoint.partial_step import PartialStep
+from vlm_grpo.training.checkpoint.rng_state import get_rng_states, set_rng_states
 from vlm_grpo.training.metrics import rollout_metrics
 from vlm_grpo.training.nonfinite import NonfiniteGuard
 from vlm_grpo.training.rollout import build_rollout_sampler
@@ -36,7 +36,7 @@ from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.speed import StepMeter
 from vlm_grpo.training.summary import TrainResult, describe_run
 from vlm_grpo.training.targets import select_usable
-from vlm_grpo.training.update import Updates, build_updater
+from vlm_grpo.training.update import build_updater
 from vlm_grpo.types import Example
 from vlm_grpo.utils.timing import StepInterrupted, StopRequest
 
@@ -77,8 +77,8 @@ def train(
         trainer = Trainer(settings, policy, run_task, *examples, accelerator)
         if checkpoint is not None:
             trainer.restore(checkpoint)
-        state, stopwatch = lambda: trainer.state.describe(trainer.settings), policy.stopwatch
-        watch.place = lambda: f"in phase {stopwatch.phase or 'start'}, {state()}"
+        stopwatch = policy.stopwatch
+        watch.place = lambda: f"in phase {stopwatch.phase or 'start'}, {trainer.progress}"
         result = trainer.run(stop_request)
     accelerator.print(result)
     return result
@@ -97,7 +97,7 @@ class Trainer:
 
     Attributes:
         global_step: number of finished steps.
-        partial: the step in progress; None between steps.
+        unevaluated: the last step's metrics if its evaluation is due and was not made; else None.
     """
 
     def __init__(
@@ -126,52 +126,52 @@ class Trainer:
         self.nonfinite = NonfiniteGuard(settings.run_dir, self.accelerator.process_index)
         self.run_dir = RunDir(settings, self.task, self.evaluator.task, ranks.is_main_process)
         self.global_step, self.is_resumed = 0, False
-        self.partial: PartialStep | None = None
+        self.unevaluated: dict[str, float] | None = None
         self.stop_request = StopRequest()
 
     def step(self) -> dict[str, float]:
-        """Run one step, of GRPO or supervised, or finish the one in progress; return its metrics.
+        """Run one step, of GRPO or supervised, and return its metrics.
 
         Raises:
-            StepInterrupted: a stop was requested before the step was finished.
+            StepInterrupted: a stop was requested while the step was sampled. The state is that
+                before the step.
             UserError: the step failed for a reason that the user can fix.
         """
         settings, ranks = self.settings, self.accelerator
         with self.meter.step(self.global_step):
-            if self.partial is None:
-                rollout = self._rollout()
+            rollout = self._rollout()
+            with self.stop_request.finishing("update"):
                 self.updater.begin_step(rollout)
                 scores = self.updater.score_step(rollout)
                 task, estimator = self.sampler.task, self.estimator
                 advantages = compute_advantages(rollout, scores, task, estimator, ranks)
                 values = {**scores.values, **advantages.values}
                 batch = pack_step(rollout, advantages.own, values, settings, ranks)
-                metrics, updates = rollout_metrics(rollout, advantages), Updates(scores.old)
-                self.partial = PartialStep(rollout, batch, metrics, updates)
-            self.updater.update(self.partial.batch, self.partial.updates, self._interrupt)
-            metrics = self._finish_step(self.partial)
-        metrics |= self.meter.measure(self.partial.rollout, self.partial.batch)
-        self.partial, self.global_step = None, self.global_step + 1
+                metrics = rollout_metrics(rollout, advantages)
+                updates = self.updater.update(batch, scores.old)
+                metrics = {**updates.summarize(), **metrics, **self.updater.learning_rates}
+                self._finish_step(rollout, batch, bool(updates.skipped))
+        metrics |= self.meter.measure(rollout, batch)
+        self.global_step += 1
         return metrics
 
     def _rollout(self) -> Rollout:
         """Sample and score the step's groups. If that fails, save the state before the step."""
         self.meter.reset()
+        states = get_rng_states()
         with self._save_on_error():
-            return self.sampler.sample(self.global_step, self.stop_request)
+            try:
+                return self.sampler.sample(self.global_step, self.stop_request)
+            except (StepInterrupted, UserError):
+                set_rng_states(states)  # a reward may use them
+                raise
 
-    def _finish_step(self, partial: PartialStep) -> dict[str, float]:
-        """Write the step's samples, check its gradients, and return the metrics of its updates."""
-        if self.evaluator.is_due(self.global_step + 1):
-            self._interrupt()
-        metrics = partial.updates.summarize()
+    def _finish_step(self, rollout: Rollout, batch: StepBatch, is_skipped: bool) -> None:
+        """Write the step's samples, and check its gradients."""
         self.policy.engine.clear_image_features()
-        groups, batch = partial.rollout.groups, partial.batch
-        advantages = batch.advantages[: batch.replayed.start]
-        is_skipped = bool(metrics["skipped_updates"])
+        groups, advantages = rollout.groups, batch.advantages[: batch.replayed.start]
         self.run_dir.write_groups(self.global_step, groups, advantages, is_skipped)
         self.nonfinite.check(self.global_step, is_skipped, groups, advantages)
-        return {**metrics, **partial.metrics, **self.updater.learning_rates}
 
     def run(self, stop_request: StopRequest | None = None) -> TrainResult:
         """Run the remaining steps with the evaluations and checkpoints due between them.
@@ -190,8 +190,9 @@ class Trainer:
 
     def _run(self) -> TrainResult:
         settings, last = self.settings, self.settings.optim.max_steps
+        done = self.global_step - (self.unevaluated is not None)
         with fail_together(self.accelerator):  # the main process reads the metrics so far
-            self.run_dir.open(self.global_step)
+            self.run_dir.open(self.global_step, done)
         for line in describe_run(
             settings, self.policy, self.task, self.train_examples, self.evaluator.examples
         ):
@@ -199,30 +200,33 @@ class Trainer:
         before = self.run_dir.read_evaluation(0) if self.is_resumed else self._evaluate()
         after = self.run_dir.read_evaluation(last) if self.global_step == last else None
         metric, is_main = self.evaluator.task.primary_metric, self.accelerator.is_main_process
-        progress = Progress(settings, metric, self.stopwatch, self.global_step, is_main)
+        progress = Progress(settings, metric, self.stopwatch, done, is_main)
         with closing(self.sampler), self.stop_request, self.checkpoints.writer, progress:
-            while self.global_step < last and not self._stop_requested():
+            while not self._is_done and not self._stop_requested():
                 try:
-                    metrics = self.step()
+                    metrics = self.unevaluated = self.unevaluated or self.step()
                 except StepInterrupted:
                     break
                 if self.evaluator.is_due(self.global_step):
+                    if self._stop_requested():
+                        break
                     after = self._evaluate_step(metrics)
+                self.unevaluated = None
                 self.run_dir.write_metrics(self.global_step - 1, metrics)
                 progress.advance(metrics)
                 self.checkpoints.writer.check()
                 if self._checkpoint_due():
                     self._save()
                 self.run_dir.refresh_report()
-            if self.global_step < last and not self.checkpoints.is_saved(self.state):
+            if not self._is_done and not self.checkpoints.is_saved(self.state):
                 self._save()
         self.run_dir.close()
         self.accelerator.end_training()
         checkpoint = self.checkpoints.path(self.state)
-        if self.global_step < last:
+        if not self._is_done:
             raise Stopped(
                 f"stopped by {self.stop_request.reason or 'another process'} "
-                f"{self.state.describe(settings)}; saved in {checkpoint}; "
+                f"{self.progress}; saved in {checkpoint}; "
                 "continue with resume=true",
                 self.stop_request.status,
             )
@@ -235,16 +239,21 @@ class Trainer:
             self.evaluator.task.lower_is_better,
         )
 
+    @property
+    def _is_done(self) -> bool:
+        return self.global_step >= self.settings.optim.max_steps and self.unevaluated is None
+
     # Stopping.
+
+    @property
+    def progress(self) -> str:
+        """The progress of the run, as in ``after step 3 of 100``."""
+        position = f"after step {self.global_step} of {self.settings.optim.max_steps}"
+        return position if self.unevaluated is None else f"{position} and before its evaluation"
 
     def _stop_requested(self) -> bool:
         """Return whether a stop was requested on any rank. All ranks must call it."""
         return any_rank(self.accelerator, self.stop_request.reason is not None)
-
-    def _interrupt(self) -> None:
-        """Raise ``StepInterrupted`` if a stop was requested."""
-        if self._stop_requested():
-            raise StepInterrupted
 
     # Evaluation.
 
@@ -258,12 +267,8 @@ class Trainer:
 
     def _evaluate_step(self, metrics: dict[str, float]) -> Scored | None:
         """Evaluate after a step, and add the result to its metrics."""
-        with self._save_on_error():
-            try:
-                evaluation = self._evaluate()
-            except UserError:
-                self.run_dir.write_metrics(self.global_step - 1, metrics)
-                raise
+        with self._save_on_error(), self.stop_request.finishing("evaluation"):
+            evaluation = self._evaluate()
         if evaluation is not None:
             metrics |= {f"eval/{name}": value for name, value in evaluation.metrics.items()}
         return evaluation
@@ -273,7 +278,8 @@ class Trainer:
     @property
     def state(self) -> RunState:
         """The state of the run outside its weights, optimizer and reference."""
-        return RunState(self.global_step, self.evaluator.best, self.nonfinite.count, self.partial)
+        best, count = self.evaluator.best, self.nonfinite.count
+        return RunState(self.global_step, best, count, self.unevaluated)
 
     def restore(self, checkpoint: Path) -> None:
         """Resume from the checkpoint that the policy's weights were loaded from.
@@ -282,7 +288,7 @@ class Trainer:
             UserError: it cannot be read, or does not fit the settings, data or model.
         """
         state = self.checkpoints.restore(checkpoint)
-        self.global_step, self.partial = state.step, state.partial
+        self.global_step, self.unevaluated = state.step, state.unevaluated
         self.evaluator.best, self.nonfinite.count = state.best, state.nonfinite_steps
         self.is_resumed = True
 

@@ -46,7 +46,7 @@ from vlm_grpo.training.reference import Reference
 
 @dataclass
 class Updates:
-    """The updates made so far on the completions of one step.
+    """The updates on the completions of one step.
 
     Attributes:
         old_logprobs: (T,) log-probs before the first update by completion, of those that have
@@ -180,27 +180,22 @@ class Updater:
 
     # The gradient steps.
 
-    def update(
-        self, batch: StepBatch, updates: Updates, before_each: Callable[[], None] = lambda: None
-    ) -> None:
-        """Make the remaining updates of a step.
+    def update(self, batch: StepBatch, known: Mapping[int, Tensor] | None = None) -> Updates:
+        """Make the updates of a step.
 
         Args:
             batch: the step's completions.
-            updates: the updates made so far; extended in place.
-            before_each: called before each update; may raise to interrupt the step.
+            known: log-probs before the first update that were computed already, by completion.
         """
         with self.policy.stopwatch("update"):
             self.policy.model.train()
-            while updates.count < batch.num_updates:
-                before_each()
-                if not updates.count:
-                    device, sampled = self.policy.device, batch.sampler_logprobs
-                    updates.old_logprobs |= {
-                        row: copy_to(device, sampled[row]) for row in batch.replayed
-                    }
-                    updates.old_logprobs |= self._score_later(batch, updates.old_logprobs)
+            device, sampled = self.policy.device, batch.sampler_logprobs
+            old = {row: copy_to(device, sampled[row]) for row in batch.replayed}
+            updates = Updates({**(known or {}), **old})
+            updates.old_logprobs |= self._score_later(batch, updates.old_logprobs)
+            for _ in range(batch.num_updates):
                 self._update_once(batch, updates)
+        return updates
 
     def _score_later(self, batch: StepBatch, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the log-probs that are not known of all mini-batches but the first, whose update

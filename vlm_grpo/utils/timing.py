@@ -1,4 +1,4 @@
-"""Measuring phases, limiting the time of a call, and stopping a run at the end of an update."""
+"""Measuring phases, limiting the time of a call, and stopping a run between two steps."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ class StepInterrupted(Exception):
 class StopRequest:
     """A request to stop: the first SIGINT, SIGTERM or SIGHUP, or an expired time limit.
 
+    It ends the sampling of a step at once; work in ``finishing`` ends before the run does.
     As a context manager it handles the signals; a second signal, other than SIGHUP, raises
     ``KeyboardInterrupt``. A SIGHUP that the process ignores (``nohup``) stays ignored. Outside the
     main thread only the time limit applies, ``max_hours`` from now.
@@ -115,6 +116,8 @@ class StopRequest:
         self.deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
         self.signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
+        self._work: tuple[str, float] | None = None  # what a stop waits for, and since when it runs
+        self._seconds: dict[str, float] = {}  # of the last work of each kind
 
     @property
     def reason(self) -> str | None:
@@ -129,6 +132,22 @@ class StopRequest:
     def status(self) -> int:
         """Return the exit status: 128 + the signal's number, or 75 for the time limit."""
         return TIME_LIMIT_STATUS if self.signal is None else 128 + self.signal
+
+    def check(self) -> None:
+        """Raise ``StepInterrupted`` if a stop was requested."""
+        if self.reason is not None:
+            raise StepInterrupted
+
+    @contextmanager
+    def finishing(self, work: str) -> Iterator[None]:
+        """Mark work that a stop waits for, as long as the last one took."""
+        started = time.monotonic()
+        self._work = work, started
+        try:
+            yield
+        finally:
+            self._work = None
+        self._seconds[work] = time.monotonic() - started
 
     def __enter__(self) -> StopRequest:
         with suppress(ValueError):  # not the main thread
@@ -149,7 +168,17 @@ class StopRequest:
         self.signal = signal.Signals(number)
         with suppress(OSError):  # the terminal is gone
             print(
-                f"\n{self.signal.name}: finishing this update and saving; repeat to stop at once",
+                f"\n{self.signal.name}: {self._describe_rest()}; repeat to stop at once",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _describe_rest(self) -> str:
+        """Describe what is done before the run ends."""
+        if self._work is None:
+            return "saving the last finished step; what was sampled since is sampled again"
+        work, started = self._work
+        if work not in self._seconds:
+            return f"finishing the {work}, the first, and saving"
+        left = max(0.0, started + self._seconds[work] - time.monotonic())
+        return f"finishing the {work}, about {left:.0f} s, and saving"

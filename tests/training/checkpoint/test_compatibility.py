@@ -17,7 +17,6 @@ from vlm_grpo.data_scripts import make_shapes
 from vlm_grpo.errors import UserError
 from vlm_grpo.training.checkpoint.compatibility import (
     MAY_CHANGE,
-    MAY_CHANGE_BETWEEN_STEPS,
     MAY_CHANGE_WITH_SAME_ROWS,
     check_same_data,
     check_same_settings,
@@ -36,20 +35,20 @@ def make_settings(**changes: Any) -> Settings:
     return Settings.model_validate({"task": "counting", "data": {"train": "d.jsonl"}, **changes})
 
 
-def get_error(before: Settings, after: Settings, within_step: bool = False) -> str:
+def get_error(before: Settings, after: Settings) -> str:
     with pytest.raises(UserError) as caught:
-        check_same_settings(flatten_settings(before), after, within_step, "step-7")
+        check_same_settings(flatten_settings(before), after, "step-7")
     return str(caught.value)
 
 
 def test_the_lists_hold_settings_and_equal_the_guides_table() -> None:
-    names = [*MAY_CHANGE, *MAY_CHANGE_BETWEEN_STEPS, *MAY_CHANGE_WITH_SAME_ROWS]
+    names = [*MAY_CHANGE, *MAY_CHANGE_WITH_SAME_ROWS]
     assert set(names) <= set(known_keys(Settings))
     assert len(names) == len(set(names))
     guide = (Path(__file__).parents[3] / "docs/reliability.md").read_text("utf-8")
-    rows = [row for row in guide.splitlines() if row.startswith(("| always", "| unless", "| if"))]
+    rows = [row for row in guide.splitlines() if row.startswith(("| always", "| if"))]
     documented = [tuple(re.findall(r"`([a-z_.]+)`", row)) for row in rows]
-    assert documented == [MAY_CHANGE, MAY_CHANGE_BETWEEN_STEPS, MAY_CHANGE_WITH_SAME_ROWS]
+    assert documented == [MAY_CHANGE, MAY_CHANGE_WITH_SAME_ROWS]
 
 
 @pytest.mark.parametrize(
@@ -110,17 +109,13 @@ def test_settings_in_the_lists_may_change() -> None:
         rollout={"temperature": 0.5},
         objective={"num_iterations": 2, "epsilon": 0.3},
     )
-    check_same_settings(before, after, within_step=False, checkpoint="step-7")
-    message = get_error(make_settings(), after, within_step=True)
-    assert "rollout.temperature was 1.0 and is now 0.5 (it may change, but not within" in message
-    assert "objective.num_iterations was 1 and is now 2 (it may" in message
-    assert "optim.lr" not in message
+    check_same_settings(before, after, checkpoint="step-7")
 
 
 def test_a_setting_that_an_older_version_did_not_have_may_have_any_value() -> None:
     saved = flatten_settings(make_settings())
     del saved["seed"]
-    check_same_settings(saved, make_settings(), within_step=False, checkpoint="step-7")
+    check_same_settings(saved, make_settings(), checkpoint="step-7")
 
 
 @pytest.mark.parametrize(

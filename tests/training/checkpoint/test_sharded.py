@@ -16,7 +16,6 @@ from vlm_grpo.dist.collectives import get_local_names
 from vlm_grpo.training.checkpoint.sharded import write_sharded_checkpoint
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
-    CheckpointStep,
     commit,
     create_tmp_dir,
     merge_shards,
@@ -55,7 +54,7 @@ def test_the_tensors_of_a_layer_are_written_by_one_rank() -> None:
 
 
 def test_shards_are_merged_into_one_checkpoint(tmp_path: Path) -> None:
-    at, halves = CheckpointStep(3), [dict(list(WEIGHTS.items())[i::2]) for i in range(2)]
+    at, halves = 3, [dict(list(WEIGHTS.items())[i::2]) for i in range(2)]
     tmp_dir, shards = create_tmp_dir(tmp_path, at), {}
     for rank, half in enumerate(halves):
         shard = f"{rank + 1:05d}-of-00002"
@@ -88,7 +87,5 @@ def test_a_rank_that_fails_leaves_no_files(tmp_path: Path) -> None:
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_sharded_checkpoint(
-            Accelerator(cpu=True), tmp_path, CheckpointStep(1), CheckpointState({}, {}), fail
-        )
+        write_sharded_checkpoint(Accelerator(cpu=True), tmp_path, 1, CheckpointState({}, {}), fail)
     assert list(tmp_path.iterdir()) == []

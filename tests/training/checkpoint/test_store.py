@@ -16,7 +16,6 @@ from vlm_grpo.errors import UserError
 from vlm_grpo.training.checkpoint import store
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
-    CheckpointStep,
     CorruptCheckpoint,
     find_newest_checkpoint,
     list_checkpoints,
@@ -36,17 +35,17 @@ def write_weights(folder: Path) -> None:
     (folder / "part" / "weights.bin").write_bytes(bytes(1000))
 
 
-def write(folder: Path, at: CheckpointStep, value: int = 0) -> Path:
+def write(folder: Path, step: int, value: int = 0) -> Path:
     state = CheckpointState({"value": value}, {"optimizer": TENSORS, "reference": {}})
-    return write_checkpoint(folder, at, state, write_weights)
+    return write_checkpoint(folder, step, state, write_weights)
 
 
 def list_names(folder: Path) -> list[str]:
-    return [at.name for at, _ in list_checkpoints(folder)]
+    return [path.name for _, path in list_checkpoints(folder)]
 
 
 def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path: Path) -> None:
-    path = write(tmp_path, CheckpointStep(3), value=7)
+    path = write(tmp_path, 3, value=7)
     assert path.name == "step-3"
     assert read_metadata(path) == {"format": 1, "value": 7}
     found = read_tensors(path, "optimizer")
@@ -60,10 +59,10 @@ def test_tensors_and_metadata_are_read_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_listed_in_order(tmp_path: Path) -> None:
-    for steps, updates in ((10, -1), (2, -1), (2, 1), (2, 0)):
-        write(tmp_path, CheckpointStep(steps, updates))
-    assert list_names(tmp_path) == ["step-2", "step-2-0", "step-2-1", "step-10"]
-    assert find_newest_checkpoint(tmp_path) == tmp_path / "step-10"
+    for step in (10, 2):
+        write(tmp_path, step)
+    (tmp_path / "step-10-1").mkdir()
+    assert list_names(tmp_path) == ["step-2", "step-10", "step-10-1"]
 
 
 def flip_bit(path: Path) -> None:
@@ -86,7 +85,7 @@ DAMAGE = {
 @pytest.mark.parametrize("file", ["part/weights.bin", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_corrupt_file_is_named(tmp_path: Path, file: str, what: str) -> None:
-    path = write(tmp_path, CheckpointStep(1))
+    path = write(tmp_path, 1)
     DAMAGE[what](path / file)
     with pytest.raises(CorruptCheckpoint, match=what) as caught:
         verify_checkpoint(path)
@@ -97,7 +96,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path, file: str, what: str) -> None:
     "text", [None, "", "{}", '{"files": {}', "[]", '{"files": [1]}', '{"files": {"a": {}}}']
 )
 def test_a_manifest_without_files_is_corrupt(tmp_path: Path, text: str | None) -> None:
-    path = write(tmp_path, CheckpointStep(1))
+    path = write(tmp_path, 1)
     (path / "manifest.json").unlink()
     if text is not None:
         (path / "manifest.json").write_text(text)
@@ -109,7 +108,7 @@ def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for steps in (1, 2, 3):
-        write(tmp_path, CheckpointStep(steps))
+        write(tmp_path, steps)
     truncate(tmp_path / "step-3" / "state.json")
     with caplog.at_level(logging.WARNING):
         assert find_newest_checkpoint(tmp_path) == tmp_path / "step-2"
@@ -123,7 +122,7 @@ def test_a_corrupt_checkpoint_is_renamed_and_the_previous_one_is_found(
 def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path: Path) -> None:
     assert find_newest_checkpoint(tmp_path) is None
     for steps in (1, 2):
-        path = write(tmp_path, CheckpointStep(steps)) / "part" / "weights.bin"
+        path = write(tmp_path, steps) / "part" / "weights.bin"
         size = path.stat().st_size
         truncate(path)
     with pytest.raises(UserError) as caught:
@@ -139,7 +138,7 @@ def test_only_corrupt_checkpoints_are_an_error_and_none_is_renamed(tmp_path: Pat
 def test_a_disk_that_corrupts_data_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, CheckpointStep(1))
+    write(tmp_path, 1)
     flush = store._flush  # noqa: SLF001 - the place where bytes leave the program
 
     def flush_and_corrupt(path: Path) -> None:
@@ -149,7 +148,7 @@ def test_a_disk_that_corrupts_data_is_detected(
 
     monkeypatch.setattr(store, "_flush", flush_and_corrupt)
     with pytest.raises(CorruptCheckpoint, match="reads back differently"):
-        write(tmp_path, CheckpointStep(2))
+        write(tmp_path, 2)
     assert list_names(tmp_path) == ["step-1"]
 
 
@@ -168,15 +167,15 @@ def test_files_are_read_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         store, "_read_back", lambda *args: (events.append(("read", 0)), read_back(*args))
     )
-    files = [path for path in write(tmp_path, CheckpointStep(1)).rglob("*") if path.is_file()]
+    files = [path for path in write(tmp_path, 1).rglob("*") if path.is_file()]
     before = events[: events.index(("read", 0))]
     for number in (path.stat().st_ino for path in files if path.name != "manifest.json"):
         assert before.index(("fsync", number)) < before.index(("posix_fadvise", number))
 
 
 def test_a_checkpoint_replaces_an_earlier_one_of_the_same_step(tmp_path: Path) -> None:
-    write(tmp_path, CheckpointStep(1), value=1)
-    write(tmp_path, CheckpointStep(1), value=2)
+    write(tmp_path, 1, value=1)
+    write(tmp_path, 1, value=2)
     assert read_metadata(tmp_path / "step-1")["value"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
@@ -185,21 +184,21 @@ def test_temporary_folders_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
     (tmp_path / ".step-4.tmp").mkdir()
     (tmp_path / ".step-4.tmp" / "state.json").write_text("{")
     assert list_checkpoints(tmp_path) == []
-    write(tmp_path, CheckpointStep(5))
+    write(tmp_path, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for steps in range(1, 6):
-        write(tmp_path, CheckpointStep(steps))
+        write(tmp_path, steps)
     prune_checkpoints(tmp_path, keep_last=0)
     assert len(list_names(tmp_path)) == 5
-    prune_checkpoints(tmp_path, keep_last=2, keep={CheckpointStep(1)})
+    prune_checkpoints(tmp_path, keep_last=2, keep={1})
     assert list_names(tmp_path) == ["step-1", "step-4", "step-5"]
 
 
 def test_another_format_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path, CheckpointStep(1)) / "state.json"
+    path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps({"format": 99}))
     with pytest.raises(UserError, match="has format 99, this version reads format 1"):
         read_metadata(path.parent)

@@ -157,6 +157,7 @@ class SamplerState:
         settings: the sampler's settings.
         decode: returns the text of tokens; needed for ``settings.stop``.
         sizes: number of completions of each prompt, in the order of rows; empty: each has one.
+        check: called whenever the finished completions are read; may raise to end the sampling.
 
     Attributes:
         count: number of completions, N.
@@ -176,10 +177,11 @@ class SamplerState:
         settings: SamplingSettings,
         decode: Callable[[Sequence[int]], str] | None = None,
         sizes: Sequence[int] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         device, shape = uniform.device, (len(uniform) + 1, uniform.shape[1])
         self.settings, self.decode, self.count = settings, decode, len(uniform)
-        self.sizes = sizes or (1,) * self.count
+        self.sizes, self.check = sizes or (1,) * self.count, check
         self.uniform = torch.cat([uniform, torch.zeros_like(uniform[:1])])
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
@@ -231,6 +233,7 @@ class SamplerState:
         Returns:
             True for every completion that is not finished.
         """
+        self.check()
         if self.settings.stop and self.decode is not None:
             lengths = np.array(self.lengths[:-1].tolist())
             (grown,) = np.nonzero(lengths > self._checked)

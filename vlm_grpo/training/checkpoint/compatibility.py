@@ -58,11 +58,6 @@ MAY_CHANGE = (
     "evaluation",
     "checkpoint",
     "logging",
-)
-"""Settings, or blocks of them, that may change in a resumed run. All others determine the contents
-of the checkpoint or identify the run."""
-
-MAY_CHANGE_BETWEEN_STEPS = (
     "data.curriculum",
     "policy.engine",
     "rollout",
@@ -98,8 +93,8 @@ MAY_CHANGE_BETWEEN_STEPS = (
     "optim.mini_batches",
     "optim.prompts_per_step",
 )
-"""Settings that may also change, unless the checkpoint is within a step, whose completions were
-sampled and scored under them."""
+"""Settings, or blocks of them, that may change in a resumed run. All others determine the contents
+of the checkpoint or identify the run."""
 
 MAY_CHANGE_WITH_SAME_ROWS = (
     "data.train",
@@ -134,7 +129,6 @@ def flatten_settings(settings: Settings) -> dict[str, Any]:
 def check_same_settings(
     saved: Mapping[str, Any],
     settings: Settings,
-    within_step: bool,
     checkpoint: str,
     task: Task | None = None,
 ) -> None:
@@ -143,7 +137,6 @@ def check_same_settings(
     Args:
         saved: ``flatten_settings`` of the run that wrote the checkpoint.
         settings: settings of the resumed run.
-        within_step: True if the checkpoint was written within a step.
         checkpoint: the checkpoint's name, for the message.
         task: the run's task; None: that of the settings.
 
@@ -155,7 +148,6 @@ def check_same_settings(
         *MAY_CHANGE,
         *(f"task_options.{option}" for option in task.may_change),
         *MAY_CHANGE_WITH_SAME_ROWS,
-        *(() if within_step else MAY_CHANGE_BETWEEN_STEPS),
     )
     now = flatten_settings(settings)
     problems = []
@@ -165,11 +157,7 @@ def check_same_settings(
         before, after = saved.get(key), now.get(key)
         if before == after:
             continue
-        if _within(key, MAY_CHANGE_BETWEEN_STEPS):
-            remedy = " (it may change, but not within a step)"
-        else:
-            remedy = ""
-        problems.append(f"{key} was {_format(before)} and is now {_format(after)}{remedy}")
+        problems.append(f"{key} was {_format(before)} and is now {_format(after)}")
     if problems:
         raise UserError(
             f"{checkpoint} was written with other settings:\n{bullets(problems)}\n"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlm_grpo.training.checkpoint.partial_step import (
-    join_tokens,
-    restore_completion,
-    serialize_completions,
-)
 from vlm_grpo.training.experience import Experience, KeptGroup
+from vlm_grpo.types import Completion, Score
 
 
 def serialize_experience(experience: Experience) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
@@ -23,11 +19,11 @@ def serialize_experience(experience: Experience) -> tuple[list[dict[str, Any]], 
         tensors["posterior"] = torch.from_numpy(experience.curriculum.posterior).clone()
     if experience.replay is not None:
         groups = experience.replay.groups
-        tensors |= join_tokens([c for group in groups for c in group.completions])
+        tensors |= _join_tokens([c for group in groups for c in group.completions])
         for group in groups:
-            completions = serialize_completions(group.completions, group.scores)
+            pairs = zip(group.completions, group.scores, strict=True)
             place = {"index": group.index, "step": group.step}
-            values.append({**place, "completions": completions})
+            values.append({**place, "completions": [_serialize(*pair) for pair in pairs]})
     return values, tensors
 
 
@@ -43,7 +39,42 @@ def restore_experience(
     parts = zip(tensors["tokens"].split(lengths), tensors["logprobs"].split(lengths), strict=True)
     groups = []
     for group in values:
-        restored = [restore_completion(c, *next(parts), None) for c in group["completions"]]
+        restored = [_restore(c, *next(parts)) for c in group["completions"]]
         completions, scores = zip(*restored, strict=True)
         groups.append(KeptGroup(group["index"], group["step"], completions, scores))
     experience.replay.groups = groups[-experience.replay.settings.size :]
+
+
+def _join_tokens(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """Return the tokens and log-probs of all completions, one after the other."""
+    tokens = [token for c in completions for token in c.token_ids]
+    logprobs = [value for c in completions for value in c.logprobs]
+    return {
+        "tokens": torch.tensor(tokens, dtype=torch.int64),
+        # float64, because the completions hold Python floats.
+        "logprobs": torch.tensor(logprobs, dtype=torch.float64),
+    }
+
+
+def _serialize(completion: Completion, score: Score) -> dict[str, Any]:
+    """Return what JSON can hold of a completion; ``_join_tokens`` has the rest."""
+    return {
+        "tokens": len(completion.token_ids),
+        "text": completion.text,
+        "stop": completion.stop,
+        **({"noise": completion.noise} if completion.noise else {}),
+        "rewards": dict(score.rewards),
+        "total": score.total,
+        "metrics": dict(score.metrics),
+        "failures": dict(score.failures),
+    }
+
+
+def _restore(
+    values: Mapping[str, Any], tokens: Tensor, logprobs: Tensor
+) -> tuple[Completion, Score]:
+    token_ids, known = tuple(tokens.tolist()), tuple(logprobs.tolist())
+    text, stop, noise = values["text"], values["stop"], values.get("noise", 0)
+    completion = Completion(token_ids, known, text, stop, noise=noise)
+    total, failures = values["total"], values["failures"]
+    return completion, Score(None, values["rewards"], total, values["metrics"], failures)

@@ -30,13 +30,12 @@ from vlm_grpo.training.checkpoint.compatibility import (
     warn_about_versions,
 )
 from vlm_grpo.training.checkpoint.experience_state import restore_experience, serialize_experience
-from vlm_grpo.training.checkpoint.partial_step import PartialStep, restore_step, serialize_step
 from vlm_grpo.training.checkpoint.rng_state import get_rng_states, set_rng_states
 from vlm_grpo.training.checkpoint.sharded import write_sharded_checkpoint
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
-    CheckpointStep,
     find_newest_checkpoint,
+    get_name,
     list_checkpoints,
     prune_checkpoints,
     read_metadata,
@@ -58,28 +57,13 @@ class RunState:
         step: number of finished steps.
         best: the best held-out value with its step, or None.
         nonfinite_steps: number of consecutive steps with a non-finite gradient.
-        partial: the step that was interrupted between two updates, or None.
+        unevaluated: the last step's metrics if its evaluation is due and was not made; else None.
     """
 
     step: int = 0
     best: tuple[float, int] | None = None
     nonfinite_steps: int = 0
-    partial: PartialStep | None = None
-
-    @property
-    def checkpoint_step(self) -> CheckpointStep:
-        """The step of a checkpoint in this state."""
-        if self.partial is None:
-            return CheckpointStep(self.step)
-        return CheckpointStep(self.step, self.partial.updates.count)
-
-    def describe(self, settings: Settings) -> str:
-        """Describe the progress of the run: ``after step 3 of 100``."""
-        position = f"after step {self.step} of {settings.optim.max_steps}"
-        if self.partial is None:
-            return position
-        count, total = self.partial.updates.count, self.partial.batch.num_updates
-        return f"{position} and {count} of {total} updates of the next step"
+    unevaluated: dict[str, float] | None = None
 
 
 class CheckpointManager:
@@ -92,7 +76,7 @@ class CheckpointManager:
     Args:
         settings: the run's settings.
         updater: the policy, its optimizer, schedule and reference.
-        sampler: holds the position in the data, and loads the prompts of a partial step.
+        sampler: holds the position in the data.
         examples: the training examples; a checkpoint keeps their digests.
 
     Attributes:
@@ -111,16 +95,16 @@ class CheckpointManager:
         self.settings, self.updater, self.sampler = settings, updater, sampler
         self.policy, self.accelerator = updater.policy, updater.strategy.accelerator
         self.folder = settings.run_dir / "checkpoints"
-        self.last_saved: CheckpointStep | None = None
+        self.last_saved: int | None = None
         self.writer = AsyncWriter()
 
     def path(self, state: RunState) -> Path:
         """Return the folder of this state's checkpoint."""
-        return self.folder / state.checkpoint_step.name
+        return self.folder / get_name(state.step)
 
     def is_saved(self, state: RunState) -> bool:
         """Return whether the last checkpoint has this state."""
-        return self.last_saved == state.checkpoint_step
+        return self.last_saved == state.step
 
     def save(self, state: RunState) -> None:
         """Write a checkpoint, and delete those that the settings do not keep.
@@ -130,9 +114,9 @@ class CheckpointManager:
             CorruptCheckpoint: its files read back differently.
         """
         settings, accelerator = self.settings.checkpoint, self.accelerator
-        at, keep = state.checkpoint_step, set[CheckpointStep]()
+        step, keep = state.step, set[int]()
         if settings.keep_best and state.best is not None:
-            keep.add(CheckpointStep(state.best[1]))
+            keep.add(state.best[1])
         contents = self._collect(state)
         weights = self._gather(self.updater.strategy.weights())
 
@@ -147,11 +131,11 @@ class CheckpointManager:
             prune_checkpoints(self.folder, settings.keep_last, keep)
 
         def write() -> None:
-            write_checkpoint(self.folder, at, contents, write_weights)
+            write_checkpoint(self.folder, step, contents, write_weights)
             delete_old()
 
         if settings.sharded:
-            write_sharded_checkpoint(accelerator, self.folder, at, contents, write_weights)
+            write_sharded_checkpoint(accelerator, self.folder, step, contents, write_weights)
             with fail_together(accelerator):
                 if accelerator.is_main_process:
                     delete_old()
@@ -160,7 +144,7 @@ class CheckpointManager:
                 self.writer.start(write)
             else:
                 write()
-        self.last_saved = at
+        self.last_saved = step
 
     def _gather(self, tensors: Mapping[str, torch.Tensor | Deferred]) -> dict[str, torch.Tensor]:
         """Gather the full tensors that this rank writes. All ranks must call it.
@@ -200,12 +184,10 @@ class CheckpointManager:
         replay, experience = serialize_experience(self.sampler.experience)
         if replay:
             metadata["replay"] = replay
-        partial: dict[str, torch.Tensor] = {}
-        if state.partial is not None:
-            metadata["open_step"], partial = serialize_step(state.partial, self.policy)
+        if state.unevaluated is not None:
+            metadata["unevaluated"] = state.unevaluated
         if self.accelerator.is_main_process:
             tensors |= {"examples": {"train": self.digests}}
-            tensors |= {"open_step": _copy_to_host(partial)} if partial else {}
             tensors |= {"experience": experience} if experience else {}
         return CheckpointState(metadata, tensors)
 
@@ -229,18 +211,9 @@ class CheckpointManager:
         self._restore_max_tokens(metadata)
         states = metadata["random"]
         set_rng_states(states[self.accelerator.process_index % len(states)])
-        best, partial = metadata["best"], None
-        if "open_step" in metadata:
-            with self.updater.strategy.gathered():
-                partial = restore_step(
-                    metadata["open_step"],
-                    read_tensors(checkpoint, "open_step"),
-                    self.sampler,
-                    self.settings,
-                    self.accelerator,
-                )
-        best = None if best is None else tuple(best)
-        return RunState(metadata["step"], best, metadata["overflows"], partial)
+        best = None if metadata["best"] is None else tuple(metadata["best"])
+        unevaluated = metadata.get("unevaluated")
+        return RunState(metadata["step"], best, metadata["overflows"], unevaluated)
 
     def _restore_updater(self, checkpoint: Path, metadata: Mapping[str, Any]) -> None:
         updater = self.updater
@@ -294,7 +267,7 @@ def _check_no_run(folder: Path) -> None:
     """
     if found := list_checkpoints(folder):
         raise UserError(
-            f"{folder.parent} holds a run with checkpoints up to step {found[-1][0].steps}: "
+            f"{folder.parent} holds a run with checkpoints up to step {found[-1][0]}: "
             "continue it with resume=true, or start a new run with another name=…"
         )
 
@@ -309,7 +282,7 @@ def check_resumable(
     """
     metadata = read_metadata(checkpoint)
     saved, name = metadata["settings"], checkpoint.name
-    check_same_settings(saved, settings, "open_step" in metadata, name, task)
+    check_same_settings(saved, settings, name, task)
     digests = read_tensors(checkpoint, "examples")["train"]
     check_same_data(digests, saved["data.train"], examples, settings, name)
     warn_about_versions(metadata["versions"], get_versions())

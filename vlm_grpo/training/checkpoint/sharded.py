@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from vlm_grpo.dist.collectives import fail_together, gather_object
 from vlm_grpo.training.checkpoint.store import (
     CheckpointState,
-    CheckpointStep,
     commit,
     create_tmp_dir,
     get_tmp_dir,
@@ -23,7 +22,7 @@ from vlm_grpo.training.checkpoint.store import (
 def write_sharded_checkpoint(
     accelerator: Accelerator,
     folder: Path,
-    at: CheckpointStep,
+    step: int,
     state: CheckpointState,
     write_weights: Callable[[Path], None],
 ) -> None:
@@ -35,7 +34,7 @@ def write_sharded_checkpoint(
     Args:
         accelerator: the ranks, which must share ``folder``.
         folder: the run's ``checkpoints``.
-        at: the checkpoint's step.
+        step: number of finished steps.
         state: this rank's shard of the tensors; the metadata is taken from the first rank.
         write_weights: writes this rank's shard of the weights into the given folder.
 
@@ -43,13 +42,13 @@ def write_sharded_checkpoint(
         CorruptCheckpoint: the files read back differently.
         UserError: another rank failed.
     """
-    tmp_dir, is_first = get_tmp_dir(folder, at), accelerator.is_main_process
+    tmp_dir, is_first = get_tmp_dir(folder, step), accelerator.is_main_process
     world = accelerator.num_processes
     shards = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
     try:
         with fail_together(accelerator):
             if is_first:
-                create_tmp_dir(folder, at)
+                create_tmp_dir(folder, step)
         with fail_together(accelerator):
             shard_dir = tmp_dir / shards[accelerator.process_index]
             shard_dir.mkdir()
@@ -57,7 +56,7 @@ def write_sharded_checkpoint(
         gathered = dict(zip(shards, gather_object([checksums]), strict=True))
         with fail_together(accelerator):
             if is_first:
-                commit(folder, at, merge_shards(tmp_dir, gathered))
+                commit(folder, step, merge_shards(tmp_dir, gathered))
     except BaseException:
         if is_first:
             shutil.rmtree(tmp_dir, ignore_errors=True)

@@ -1,9 +1,9 @@
 """Checkpoint folders: written atomically, and verified when they are read.
 
-A checkpoint is ``step-12`` after twelve steps, or ``step-12-1`` after the first update of the
-thirteenth. It holds the weights with the processor, ``config.yaml``, ``state.json`` for metadata,
-a safetensors file per kind of tensors (and per rank if the checkpoint is sharded), and
-``manifest.json`` with the size and SHA-256 of every other file. Nothing in it is pickled.
+A checkpoint is ``step-12`` after twelve steps. It holds the weights with the processor,
+``config.yaml``, ``state.json`` for metadata, a safetensors file per kind of tensors (and per rank
+if the checkpoint is sharded), and ``manifest.json`` with the size and SHA-256 of every other file.
+Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -36,26 +36,8 @@ INDEX = "model.safetensors.index.json"
 """transformers' index of a model in several files, which maps each weight to its file."""
 Checksums = dict[str, dict[str, Any]]
 """The ``size`` in bytes and the ``sha256`` of each file by name."""
-_NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+_NAME = re.compile(r"step-(\d+)(?:-\d+)?")  # version 0.1.0 also saved within a step: step-12-1
 _SHARD = re.compile(r"-\d+-of-\d+$")
-
-
-@dataclass(frozen=True, order=True)
-class CheckpointStep:
-    """A point of a run at which a checkpoint can be written.
-
-    Attributes:
-        steps: number of finished steps.
-        updates: number of updates in the step in progress; -1 between steps.
-    """
-
-    steps: int
-    updates: int = -1
-
-    @property
-    def name(self) -> str:
-        """The name of a checkpoint's folder."""
-        return f"step-{self.steps}" + (f"-{self.updates}" if self.updates >= 0 else "")
 
 
 @dataclass(frozen=True)
@@ -77,7 +59,7 @@ class CorruptCheckpoint(UserError):
 
 def write_checkpoint(
     folder: Path,
-    at: CheckpointStep,
+    step: int,
     state: CheckpointState,
     write_weights: Callable[[Path], None],
 ) -> Path:
@@ -85,7 +67,7 @@ def write_checkpoint(
 
     Args:
         folder: the run's ``checkpoints``.
-        at: the checkpoint's step.
+        step: number of finished steps.
         state: the contents other than the weights.
         write_weights: writes weights, processor and settings into the given folder.
 
@@ -95,25 +77,30 @@ def write_checkpoint(
     Raises:
         CorruptCheckpoint: the files read back differently.
     """
-    tmp_dir = create_tmp_dir(folder, at)
+    tmp_dir = create_tmp_dir(folder, step)
     try:
         checksums = write_files(tmp_dir, state, write_weights)
-        return commit(folder, at, checksums)
+        return commit(folder, step, checksums)
     except BaseException:  # on a full disk, an incomplete checkpoint takes space that is needed
         shutil.rmtree(tmp_dir, ignore_errors=True)
         raise
 
 
-def get_tmp_dir(folder: Path, at: CheckpointStep) -> Path:
+def get_name(step: int) -> str:
+    """Return the name of the checkpoint's folder after this number of steps."""
+    return f"step-{step}"
+
+
+def get_tmp_dir(folder: Path, step: int) -> Path:
     """Return the temporary folder of a checkpoint that is being written."""
-    return folder / f".{at.name}.tmp"
+    return folder / f".{get_name(step)}.tmp"
 
 
-def create_tmp_dir(folder: Path, at: CheckpointStep) -> Path:
+def create_tmp_dir(folder: Path, step: int) -> Path:
     """Create an empty temporary folder, and delete those that a killed run left behind."""
     for stale in folder.glob(".step-*"):
         shutil.rmtree(stale, ignore_errors=True)
-    tmp_dir = get_tmp_dir(folder, at)
+    tmp_dir = get_tmp_dir(folder, step)
     tmp_dir.mkdir(parents=True)
     return tmp_dir
 
@@ -141,15 +128,15 @@ def write_files(
     return {str(path.relative_to(folder)): _compute_checksum(path) for path in files}
 
 
-def commit(folder: Path, at: CheckpointStep, checksums: Checksums) -> Path:
+def commit(folder: Path, step: int, checksums: Checksums) -> Path:
     """Turn the temporary folder into a checkpoint: write the manifest, flush and rename.
 
     Args:
         folder: the run's ``checkpoints``.
-        at: the checkpoint's step.
+        step: number of finished steps.
         checksums: checksums of all files of the checkpoint.
     """
-    target, tmp_dir = folder / at.name, get_tmp_dir(folder, at)
+    target, tmp_dir = folder / get_name(step), get_tmp_dir(folder, step)
     (tmp_dir / MANIFEST).write_text(json.dumps({"files": checksums}, indent=1), encoding="utf-8")
     for path in [tmp_dir / MANIFEST, *(p for p in tmp_dir.rglob("*") if p.is_dir()), tmp_dir]:
         _flush(path)
@@ -251,12 +238,12 @@ def _rename_for_deletion(checkpoint: Path) -> Path:
     return checkpoint.rename(old)
 
 
-def list_checkpoints(folder: Path) -> list[tuple[CheckpointStep, Path]]:
-    """Return all checkpoints of a run, oldest first."""
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return all checkpoints of a run with their numbers of steps, oldest first."""
     if not folder.is_dir():
         return []
     found = [
-        (CheckpointStep(int(match[1]), int(match[2]) if match[2] else -1), path)
+        (int(match[1]), path)
         for path in folder.iterdir()
         if (match := _NAME.fullmatch(path.name)) and path.is_dir()
     ]
@@ -324,7 +311,7 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     """Return the metadata of a checkpoint.
 
     Raises:
-        UserError: the file cannot be read, or has another format.
+        UserError: the file cannot be read, has another format, or was saved within a step.
     """
     path = checkpoint / STATE
     metadata = read_object(path)
@@ -332,6 +319,12 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} has format {metadata.get('format')}, this version reads format {FORMAT}: "
             "resume with the version that wrote it"
+        )
+    if "open_step" in metadata:
+        raise UserError(
+            f"{checkpoint} was saved within a step by an earlier version, and this one resumes "
+            "between steps: continue with that version until the step's end, or delete the folder "
+            "to continue from the checkpoint before it"
         )
     return metadata
 
@@ -368,9 +361,9 @@ def _get_kind(path: Path) -> str | None:
     return _SHARD.sub("", path.stem) if path.suffix == ".safetensors" else None
 
 
-def prune_checkpoints(folder: Path, keep_last: int, keep: Collection[CheckpointStep] = ()) -> None:
+def prune_checkpoints(folder: Path, keep_last: int, keep: Collection[int] = ()) -> None:
     """Delete all checkpoints except ``keep`` and the newest ``keep_last`` (0 keeps all)."""
     found = list_checkpoints(folder)
-    for at, path in found[:-keep_last] if keep_last else []:
-        if at not in keep:
+    for step, path in found[:-keep_last] if keep_last else []:
+        if step not in keep:
             shutil.rmtree(_rename_for_deletion(path))
