@@ -1,4 +1,4 @@
-"""``vlm-grpo doctor``: wrong arguments. tests/deploy/test_doctor.py covers the report."""
+"""``vlm-grpo doctor``: wrong arguments. tests/model/test_doctor.py covers the report."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ STATUSES = (0, 2, 75)
 TIME_LIMIT = 60.0
 """Seconds after which an invocation counts as hanging; the longest valid ones take ten."""
 
-SLOW_IMPORTS = ("deploy.doctor", "deploy.export", "deploy.predict", "planning.planner", "trainer")
+SLOW_IMPORTS = (
+    *("model.doctor", "deploy.export", "deploy.predict", "planning.planner", "training.trainer"),
+)
 KEYS = [key for key in known_keys(Settings) if key not in ("checkpoint.max_hours", "output_dir")]
 VALUES = [
     *["0", "1", "2", "3", "-1", "0.5", "1e-6", "true", "false", "null", "''", "[]", "{}", "[1]"],

@@ -1,9 +1,16 @@
-"""A model that is neither local nor cached is refused at once if the hub cannot be reached."""
+"""An unreachable hub is an error at once; uploads send what they should to a local stand-in."""
 
 from __future__ import annotations
 
+import base64
+import json
 import socket
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingTCPServer
+from threading import Thread
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -40,3 +47,143 @@ def test_a_reachable_hub_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         hub.check_reachable("nobody/nothing")
+
+
+class StandIn:
+    """The parts of the hub's interface that an upload of small files needs.
+
+    Attributes:
+        url: its address.
+        calls: method and path of each request.
+        created: the bodies of the requests that create repositories.
+        files: the committed files by path.
+        refuses: the start of the paths that answer 403.
+    """
+
+    def __init__(self) -> None:
+        self.url, self.refuses = "", "nothing"
+        self.calls: list[str] = []
+        self.created: list[dict[str, Any]] = []
+        self.files: dict[str, bytes] = {}
+
+    def answer(self, path: str, body: bytes) -> Any:
+        if path == "/api/whoami-v2":
+            return {"name": "someone", "type": "user", "orgs": []}
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return {"url": f"{self.url}/someone/counter"}
+        if "/preupload/" in path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            return {
+                "files": [
+                    {"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths
+                ]
+            }
+        if "/commit/" in path:
+            rows = [json.loads(row) for row in body.splitlines()]
+            for row in rows:
+                if row["key"] == "file":
+                    self.files[row["value"]["path"]] = base64.b64decode(row["value"]["content"])
+            commit = {"commitUrl": f"{self.url}/someone/counter/commit/1", "commitOid": "1"}
+            return {**commit, "success": True}
+        return {"id": "someone/counter", "sha": "1", "siblings": []}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    stand_in = StandIn()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            stand_in.calls.append(f"{self.command} {path}")
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            refused = path.startswith(stand_in.refuses)
+            values = {"error": "no"} if refused else stand_in.answer(path, body)
+            data = json.dumps(values).encode()
+            self.send_response(403 if refused else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    tcp = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    tcp.daemon_threads, tcp.block_on_close = True, False
+    stand_in.url = f"http://127.0.0.1:{tcp.server_address[1]}"
+    Thread(target=tcp.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", stand_in.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    yield stand_in
+    tcp.shutdown()
+    tcp.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "README.md").write_text("---\ntags: [grpo]\n---\n\n# counter\n")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "weights.safetensors").write_bytes(bytes(1234))
+    return tmp_path
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_a_folder_is_uploaded_to_a_private_repository_unless_public(
+    server: StandIn, folder: Path, public: bool
+) -> None:
+    hub.check_pushable("someone/counter")
+    assert hub.push(folder, "someone/counter", public) == f"{server.url}/someone/counter"
+    (created,) = server.created
+    assert (created["organization"], created["name"]) == ("someone", "counter")
+    assert created["visibility"] == ("public" if public else "private")
+    expected = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+    assert server.files == {name: path.read_bytes() for name, path in expected.items()}
+
+
+def test_a_dry_run_lists_the_files_and_sends_nothing(server: StandIn, folder: Path) -> None:
+    lines = list(hub.describe_push(folder, "someone/counter", public=False))
+    assert lines == [
+        f"would push to {server.url}/someone/counter, private if it is new:",
+        "     32 bytes  README.md",
+        "      2 bytes  config.json",
+        "  1,234 bytes  sub/weights.safetensors",
+        "  1,268 bytes in all",
+        "README.md begins:",
+        "  ---",
+        "  tags: [grpo]",
+        "  ---",
+        "",
+        "  # counter",
+    ]
+    assert server.calls == []
+
+
+def test_problems_are_found_before_the_export(
+    server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"--push a/b/c is not a name on the hub"):
+        hub.check_pushable("a/b/c")
+    server.refuses = "/api/whoami"
+    with pytest.raises(UserError, match=r"refuses the token .*; nothing was exported"):
+        hub.check_pushable("a/b")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9 cannot be reached .*; nothing was"):
+        hub.check_pushable("a/b")
+    monkeypatch.setattr(hub, "get_token", lambda: None)
+    with pytest.raises(UserError, match="run hf auth login, or set HF_TOKEN"):
+        hub.check_pushable("a/b")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        hub.check_pushable("a/b")
+
+
+def test_a_failed_upload_names_the_command_that_repeats_it(server: StandIn, folder: Path) -> None:
+    server.refuses = "/api/models"
+    with pytest.raises(UserError, match=rf"hf upload someone/counter {folder}"):
+        hub.push(folder, "someone/counter", public=False)
+    assert server.files == {}

@@ -28,7 +28,11 @@ def doctor(
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"--dtype is {dtype!r}; it is float32 or bfloat16")
-    from vlm_grpo.deploy.doctor import diagnose
+    from vlm_grpo.config.data import PILLOW_WARNS_AT
+    from vlm_grpo.deploy.predict import read_image
+    from vlm_grpo.dist.launch import initialize_distributed
+    from vlm_grpo.model.doctor import diagnose
 
-    for line in diagnose(model, image, dtype):
+    reference = None if image is None else read_image(image, PILLOW_WARNS_AT)
+    for line in diagnose(model, reference, dtype, str(initialize_distributed().device)):
         typer.echo(line)

@@ -58,8 +58,8 @@ def export(
     vlm-grpo export counting exported --push OWNER/NAME --dry-run
     """
     from vlm_grpo.deploy import export
-    from vlm_grpo.deploy import push as hub
     from vlm_grpo.errors import UserError
+    from vlm_grpo.model import hub
 
     if adapter and dequantized:
         raise UserError("--adapter writes no base weights: leave out --dequantized")

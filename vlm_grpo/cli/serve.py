@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -11,6 +12,9 @@ from typing import Annotated
 import typer
 
 from vlm_grpo.cli.common import Overrides
+from vlm_grpo.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 def serve(
@@ -56,12 +60,39 @@ def serve(
     vlm-grpo serve recipe.yaml --for-rollouts --python vllm/bin/python --port 8001 \\
         --argument=--tensor-parallel-size=2
     """
-    from vlm_grpo.deploy.serve import find_server_command
+    from vlm_grpo.config.recipes import load_settings, recipe_names
+    from vlm_grpo.deploy.resolve import resolve_model
+    from vlm_grpo.serve import launch
+    from vlm_grpo.serve.client import SERVED_NAME
 
-    address = host, port
-    found = find_server_command(model, overrides or [], address, python, for_rollouts)
-    words = [*found.words, *(argument or [])]
+    values, address = overrides or [], (host, port)
+    if for_rollouts:
+        is_recipe = model in recipe_names() or model.endswith((".yaml", ".py"))
+        recipe = load_settings(model, values) if is_recipe else None
+        settings, name = recipe or resolve_model(model, values).settings, SERVED_NAME
+        arguments = launch.build_command(
+            launch.describe_model(settings, for_rollouts=True), address
+        )
+        environment = launch.build_environment(settings)
+    else:
+        found = resolve_model(model, values)
+        settings, folder = found.settings, found.run or found.checkpoint
+        name = settings.model if folder is None else folder.resolve().name
+        served = launch.describe_model(settings, found.checkpoint)
+        arguments, environment = launch.build_public_command(served, name, address), {}
+    if settings.policy.load_in != "none":
+        logger.warning(
+            "the server holds the base weights whole, and this model was trained on weights in %s: "
+            "its log-probs differ from the policy's (vlm-grpo export measures by how much)",
+            settings.policy.load_in,
+        )
+    if python is None and settings.rollout.vllm is not None:
+        python = settings.rollout.vllm.python
+    if python is None or not python.is_file():
+        missing = "" if python is None else f"there is no program {python}: "
+        raise UserError(f"{missing}give the Python of an environment with vLLM by --python")
+    words = [*launch.build_program(python), *arguments, *(argument or [])]
     typer.echo(f"$ {shlex.join(words)}")
-    typer.echo(f"the model will be {found.served_name} at {found.url}")
+    typer.echo(f"the model will be {name} at http://{host}:{port}")
     sys.stdout.flush()
-    os.execve(words[0], words, os.environ | found.environment)
+    os.execve(words[0], words, os.environ | environment)

@@ -6,9 +6,8 @@ import base64
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -305,57 +304,41 @@ def build_gallery(runs: Sequence[tuple[str, Run]], limit: int = GALLERY_BYTES) -
     if len(runs) == 1:
         training, more = build_training_entries(runs[0][1])
         skipped += more
-    files = _PictureFiles([run.folder / "samples" / "images" for _, run in runs])
-    selected = _select_entries(held_out, training, files, limit)
-    names = sorted(set().union(*map(get_picture_names, selected)))
-    pictures = {name: uri for name in names if (uri := files.data_uri(name)) is not None}
-    omitted = len(held_out) + len(training) - len(selected)
-    return Gallery(tuple(selected), pictures, omitted, skipped)
+    entries = [*held_out, *training]
+    folders = [run.folder / "samples" / "images" for _, run in runs]
+    files: dict[str, Path] = {}  # files with the same name are identical
+    for name in set().union(*map(get_picture_names, entries)):
+        if paths := [folder / name for folder in folders if (folder / name).is_file()]:
+            files[name] = paths[0]
+    sizes = {name: path.stat().st_size * 4 // 3 + 100 for name, path in files.items()}
+    texts = {id(entry): len(to_script_json(entry)) for entry in entries}
+
+    def fits(selected: Sequence[Entry]) -> bool:
+        names = set().union(*map(get_picture_names, selected))
+        size = sum(sizes.get(name, 0) for name in names)
+        return size + sum(texts[id(entry)] for entry in selected) <= limit
+
+    selected = _select_entries(held_out, training, fits)
+    shown = sorted(set().union(*map(get_picture_names, selected)) & files.keys())
+    pictures = {
+        name: f"data:image/webp;base64,{base64.b64encode(files[name].read_bytes()).decode()}"
+        for name in shown
+    }
+    return Gallery(tuple(selected), pictures, len(entries) - len(selected), skipped)
 
 
 def _select_entries(
-    held_out: list[Entry], training: list[Entry], files: _PictureFiles, limit: int
+    held_out: list[Entry], training: list[Entry], fits: Callable[[Sequence[Entry]], bool]
 ) -> list[Entry]:
     steps = sorted({entry["step"] for entry in training})
     count = len(steps)
     while count > 1:
         kept = select_evenly(steps, count)
         selected = [*held_out, *(entry for entry in training if entry["step"] in kept)]
-        if files.count_bytes(selected) <= limit:
+        if fits(selected):
             return selected
         count = count * 9 // 10
     selected = [*held_out, *(training if count == len(steps) else ())]
-    while selected and files.count_bytes(selected) > limit:
+    while selected and not fits(selected):
         selected = selected[: len(selected) * 9 // 10]
     return selected
-
-
-class _PictureFiles:
-    """The picture files of the runs; files with the same name are identical."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = folders
-        self._count_picture = cache(self._count_picture)
-        self._entry_sizes: dict[int, int] = {}
-
-    def count_bytes(self, entries: Sequence[Entry]) -> int:
-        """Return the size of the entries and their pictures in the page."""
-        for entry in entries:
-            if id(entry) not in self._entry_sizes:
-                self._entry_sizes[id(entry)] = len(to_script_json(entry))
-        names = set().union(*map(get_picture_names, entries))
-        entry_sizes = (self._entry_sizes[id(entry)] for entry in entries)
-        return sum(map(self._count_picture, names)) + sum(entry_sizes)
-
-    def data_uri(self, name: str) -> str | None:
-        path = self._find(name)
-        if path is None:
-            return None
-        return f"data:image/webp;base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-    def _count_picture(self, name: str) -> int:
-        path = self._find(name)
-        return 0 if path is None else path.stat().st_size * 4 // 3 + 100
-
-    def _find(self, name: str) -> Path | None:
-        return next((f / name for f in self.folders if (f / name).is_file()), None)

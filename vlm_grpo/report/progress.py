@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -47,8 +47,8 @@ class Progress:
         self.completions = settings.optim.prompts_per_step * settings.rollout.num_generations
         self.primary_metric, self.stopwatch, self.enabled = primary_metric, stopwatch, enabled
         self.started = self.last_line = time.monotonic()
-        self.fields: tuple[str, ...] = ()
-        self.held_out: tuple[str, ...] = ()
+        self.fields: list[str] = []
+        self.held_out: list[str] = []
         console = Console(stderr=True)
         self.bar = _TwoLines(self, console, disable=not (enabled and console.is_terminal))
         self.row = self.bar.add_task("train", total=self.total, completed=done)
@@ -63,23 +63,22 @@ class Progress:
     def advance(self, metrics: Mapping[str, float]) -> None:
         self.done += 1
         if (value := metrics.get(f"eval/{self.primary_metric}")) is not None:
-            self.held_out = (f"held-out {self.primary_metric} {value:.3f}",)
+            self.held_out = [f"held-out {self.primary_metric} {value:.3f}"]
         if "reward" in metrics:
-            first = f"reward {metrics['reward']:.3f}"
-            work = (
-                f"length {metrics['completions/mean_length']:.1f}",
-                f"{self.completions / metrics['time/step']:.3g} samples/s",
-            )
+            rate = self.completions / metrics["time/step"]
+            length = f"length {metrics['completions/mean_length']:.1f}"
+            fields = [f"reward {metrics['reward']:.3f}", *self.held_out, length]
+            fields.append(f"{rate:.3g} samples/s")
         else:  # a supervised step
-            first, accuracy = f"loss {metrics['loss']:.3f}", metrics["mean_token_accuracy"]
-            work = (f"token accuracy {accuracy:.1%}",)
-        self.fields = (
-            first,
-            *self.held_out,
-            *work,
-            self._memory(metrics),
-            *self._speed(metrics),
-        )
+            accuracy = f"token accuracy {metrics['mean_token_accuracy']:.1%}"
+            fields = [f"loss {metrics['loss']:.3f}", *self.held_out, accuracy]
+        memory = metrics.get("memory/cuda_peak")
+        fields.append(f"{metrics['memory/resident'] if memory is None else memory:.1f} GiB")
+        if (tokens := metrics.get("speed/rollout_tokens_per_second")) is not None:
+            fields.append(f"{tokens:,.0f} tokens/s")
+        if (share := metrics.get("speed/mfu")) is not None:
+            fields.append(f"MFU {share:.0%}")
+        self.fields = fields
         if not self.bar.disable:
             self.bar.update(self.row, completed=self.done)
             return
@@ -87,19 +86,8 @@ class Progress:
         if self.enabled and (now - self.last_line > PLAIN_SECONDS or self.done == self.total):
             self.last_line = now
             left = (now - self.started) / (self.done - self.first) * (self.total - self.done)
-            line = "  ".join((f"step {self.done}/{self.total}", *self.fields, f"{left:.0f} s left"))
+            line = "  ".join((f"step {self.done}/{self.total}", *fields, f"{left:.0f} s left"))
             print(line, file=sys.stderr, flush=True)
-
-    def _speed(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        if (tokens := metrics.get("speed/rollout_tokens_per_second")) is not None:
-            yield f"{tokens:,.0f} tokens/s"
-        if (share := metrics.get("speed/mfu")) is not None:
-            yield f"MFU {share:.0%}"
-
-    def _memory(self, metrics: Mapping[str, float]) -> str:
-        on_device = metrics.get("memory/cuda_peak")
-        used = metrics["memory/resident"] if on_device is None else on_device
-        return f"{used:.1f} GiB"
 
 
 class _TwoLines(Bar):

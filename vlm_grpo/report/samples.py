@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from PIL import Image
 
 from vlm_grpo.task import Task
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
-from vlm_grpo.types import Completion, Example, Group, ImageRef, Score
+from vlm_grpo.types import Example, Group, ImageRef, Score
 from vlm_grpo.utils.atomic_io import write_atomic
 from vlm_grpo.utils.chat import THINK_TAGS
 
@@ -105,7 +105,7 @@ def _file_name(key: bytes) -> str:
 
 
 def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Image | None:
-    """Draw the gold answer and a predicted one on the image that they refer to.
+    """Draw the gold answer and a predicted one on the image that they refer to, made small.
 
     The result is None if there is no image, or if it cannot be decoded or drawn on.
     """
@@ -115,10 +115,12 @@ def draw_answers(task: Task, example: Example, answer: Any | None) -> Image.Imag
         image = task.target_image(example).load()
         if answer is not None:
             image = task.draw(image, answer, example, PREDICTED_COLOR)
-        return task.draw(image, task.gold_answer(example), example, GOLD_COLOR)
+        image = task.draw(image, task.gold_answer(example), example, GOLD_COLOR).convert("RGB")
     except Exception:  # a user's drawing may raise anything; the run must continue
         logger.warning("task %s could not draw an answer", type(task).__name__, exc_info=True)
         return None
+    image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    return image
 
 
 def build_completion_rows(
@@ -129,34 +131,25 @@ def build_completion_rows(
     Args:
         advantages: advantage of each completion, by group.
     """
-    rows = []
-    for group, values in zip(groups, advantages, strict=True):
-        example = group.prompt.example
-        for completion, score, advantage in _zip(group, values):
-            image = draw_answers(task, example, score.answer)
-            if image is not None:
-                image = image.convert("RGB")
-                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
-            rows.append(
-                {
-                    "step": step,
-                    "id": example.id,
-                    "image": image,
-                    "prompt": group.prompt.text,
-                    "completion": completion.text,
-                    "gold": str(example.answer),
-                    **{f"rewards/{name}": value for name, value in score.rewards.items()},
-                    "reward": score.total,
-                    "advantage": advantage,
-                    "tokens": len(completion.token_ids),
-                    "truncated": completion.stop == "length",
-                }
-            )
-    return rows
-
-
-def _zip(group: Group, values: Sequence[float]) -> Iterator[tuple[Completion, Score, float]]:
-    return zip(group.completions, group.scores, values, strict=True)
+    return [
+        {
+            "step": step,
+            "id": group.prompt.example.id,
+            "image": draw_answers(task, group.prompt.example, score.answer),
+            "prompt": group.prompt.text,
+            "completion": completion.text,
+            "gold": str(group.prompt.example.answer),
+            **{f"rewards/{name}": value for name, value in score.rewards.items()},
+            "reward": score.total,
+            "advantage": advantage,
+            "tokens": len(completion.token_ids),
+            "truncated": completion.stop == "length",
+        }
+        for group, values in zip(groups, advantages, strict=True)
+        for completion, score, advantage in zip(
+            group.completions, group.scores, values, strict=True
+        )
+    ]
 
 
 def write_samples(
@@ -164,30 +157,27 @@ def write_samples(
     step: int,
     groups: Sequence[Group],
     advantages: Iterable[Sequence[float]],
-    task: Task | None = None,
+    task: Task,
 ) -> Path:
     """Write ``step-N.jsonl``: a line per group, with its completions, rewards and advantages.
 
     Args:
         folder: its ``images`` holds the thumbnails.
         advantages: advantage of each completion, by group.
-        task: draws the answers; None: thumbnails without drawings.
     """
     thumbnails = ThumbnailStore(folder)
     rows = []
     for group, values in zip(groups, advantages, strict=True):
-        example = group.prompt.example
-        completions = []
-        for completion, score, advantage in _zip(group, values):
+        example, completions = group.prompt.example, []
+        scored = zip(group.completions, group.scores, values, strict=True)
+        for completion, score, advantage in scored:
             row = _score_fields(thumbnails, task, example, score)
             row |= {"text": completion.text, "stop": completion.stop}
             row |= {"tokens": len(completion.token_ids), "advantage": advantage}
-            row |= {"noise": completion.noise} if completion.noise else {}
-            completions.append(row)
+            completions.append(row | ({"noise": completion.noise} if completion.noise else {}))
         fields = _example_fields(thumbnails, task, example)
-        rows.append(
-            {"step": step, **fields, "prompt": group.prompt.text, "completions": completions}
-        )
+        prompt = {"prompt": group.prompt.text}
+        rows.append({"step": step, **fields, **prompt, "completions": completions})
     return _write_rows(folder / f"step-{step:06d}.jsonl", rows)
 
 
@@ -215,30 +205,25 @@ def write_held_out(
     return _write_rows(folder / f"held-out-{step:06d}.jsonl", written)
 
 
-def _example_fields(
-    thumbnails: ThumbnailStore, task: Task | None, example: Example
-) -> dict[str, Any]:
-    gold, marked, optional = None, 0, {}
+def _example_fields(thumbnails: ThumbnailStore, task: Task, example: Example) -> dict[str, Any]:
+    optional = {}
     if example.history:
         optional["history"] = [asdict(turn) for turn in example.history]
-    if task is not None and task.thinking_tags != THINK_TAGS:
+    if task.thinking_tags != THINK_TAGS:
         optional["thinking_tags"] = asdict(task.thinking_tags)
-    if task is not None:
-        gold = thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR)
-    if task is not None and example.images:
-        marked = example.images.index(task.target_image(example))
+    images = example.images
     return {
         "id": example.id,
-        "images": [image.name for image in example.images],
-        "pictures": [thumbnails.add_image(image) for image in example.images],
-        "sizes": [image.size for image in example.images],
-        "seen": [image.resized_size for image in example.images],
+        "images": [image.name for image in images],
+        "pictures": [thumbnails.add_image(image) for image in images],
+        "sizes": [image.size for image in images],
+        "seen": [image.resized_size for image in images],
         "question": example.question,
         **optional,
         "gold": example.answer,
-        "gold_marks": gold,
-        "marked": marked,
-        "headline": _get_primary_metric(task, example) if task is not None else None,
+        "gold_marks": thumbnails.add_drawing(task, example, task.gold_answer(example), GOLD_COLOR),
+        "marked": images.index(task.target_image(example)) if images else 0,
+        "headline": _get_primary_metric(task, example),
     }
 
 
@@ -252,18 +237,15 @@ def _get_primary_metric(task: Task, example: Example) -> str | None:
 
 
 def _score_fields(
-    thumbnails: ThumbnailStore, task: Task | None, example: Example, score: Score
+    thumbnails: ThumbnailStore, task: Task, example: Example, score: Score
 ) -> dict[str, Any]:
-    marks = None
-    if task is not None:
-        marks = thumbnails.add_drawing(task, example, score.answer, PREDICTED_COLOR)
     return {
         "answer": score.answer,
         "rewards": dict(score.rewards),
         "reward": score.total,
         "metrics": dict(score.metrics),
         "failures": dict(score.failures),
-        "marks": marks,
+        "marks": thumbnails.add_drawing(task, example, score.answer, PREDICTED_COLOR),
     }
 
 

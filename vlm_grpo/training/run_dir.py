@@ -20,7 +20,6 @@ from vlm_grpo.eval.scored import Scored
 from vlm_grpo.report import build_report
 from vlm_grpo.report.alarms import AlarmContext, AlarmMonitor
 from vlm_grpo.report.samples import (
-    THUMBNAIL_SIDE,
     build_completion_rows,
     draw_answers,
     write_held_out,
@@ -175,7 +174,6 @@ class RunDir:
             example, answer = group.prompt.example, group.scores[0].answer
             image = draw_answers(self.task, example, answer)
             if image is not None:
-                image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
                 yield f"samples/{number}", image
 
     def write_evaluation(

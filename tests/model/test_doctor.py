@@ -9,8 +9,10 @@ import pytest
 from PIL import Image
 from transformers.utils.logging import enable_progress_bar
 
-from vlm_grpo.deploy.doctor import diagnose
+from vlm_grpo.config.data import PILLOW_WARNS_AT
+from vlm_grpo.deploy.predict import read_image
 from vlm_grpo.model import loading
+from vlm_grpo.model.doctor import diagnose
 from vlm_grpo.model.engine.shared import PrefixInputs
 from vlm_grpo.model.families import Family
 from vlm_grpo.model.families.qwen import Qwen25VL
@@ -18,7 +20,8 @@ from vlm_grpo.model.families.qwen import Qwen25VL
 
 def test_both_forms_of_the_embedded_model_agree(tmp_path: Path) -> None:
     Image.new("RGB", (90, 60), "red").save(tmp_path / "a.png")
-    lines = list(diagnose("embedded", tmp_path / "a.png"))
+    image = read_image(tmp_path / "a.png", PILLOW_WARNS_AT)
+    lines = list(diagnose("embedded", image))
 
     names = [line.split()[0] for line in lines]
     assert names == [
