@@ -80,12 +80,14 @@ class Exported:
     Attributes:
         original: folder of the model that was trained.
         out: the exported folder.
-        logprobs: log-probabilities of ``COMPLETIONS`` under the policy.
+        untrained, logprobs: log-probabilities of ``COMPLETIONS`` under the original model and the
+            policy.
         large_tokens: tokens of a prompt with a large image.
     """
 
     original: Path
     out: Path
+    untrained: list[float]
     logprobs: list[float]
     large_tokens: int
 
@@ -122,18 +124,16 @@ def compute_logprobs(policy: Policy, example: Example) -> list[float]:
         return policy.score(batch).logprobs.float().tolist()
 
 
+def make_settings(original: Path, **policy: Any) -> Settings:
+    values = {"task": "none", "model": str(original), "data": {"train": "none"}}
+    return Settings.model_validate(values | {"policy": {"max_pixels": 12544, **policy}})
+
+
 def train_randomly(
     folder: Path, original: Path, policy_settings: dict[str, Any]
 ) -> tuple[Path, Policy]:
     """Write a checkpoint whose weights differ much from those of the original model."""
-    settings = Settings.model_validate(
-        {
-            "task": "none",
-            "model": str(original),
-            "data": {"train": "none"},
-            "policy": {"max_pixels": 12544, **policy_settings},
-        }
-    )
+    settings = make_settings(original, **policy_settings)
     policy = load_policy(settings)
     with torch.no_grad():
         for _, weight in policy.trainable_parameters():
@@ -158,16 +158,16 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         model, processor = tiny_model(family)
         model.save_pretrained(original)
         processor.save_pretrained(original)
+        untrained = load_policy(make_settings(original, dtype="float32"), training=False)
+        before = compute_logprobs(untrained, example)
         for variant in (variant for name, variant in CASES if name == family):
             checkpoint, policy = train_randomly(
                 root / family / f"c-{variant}", original, VARIANTS[variant]
             )
             out = export(str(checkpoint), root / family / variant)
-            large = len(
-                build_prompt(policy, noise_example("large", [(900, 900)], QUESTION)).token_ids
-            )
+            large = build_prompt(policy, noise_example("large", [(900, 900)], QUESTION))
             found[family, variant] = Exported(
-                original, out, compute_logprobs(policy, example), large
+                original, out, before, compute_logprobs(policy, example), len(large.token_ids)
             )
     return found
 
@@ -187,66 +187,34 @@ def transformers_results(exported: dict[tuple[str, str], Exported]) -> dict[str,
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_log_probs_equal_the_policys(
+def test_transformers_computes_the_policy_from_the_exported_files(
     exported: dict, transformers_results: dict[str, Any], family: str, variant: str
 ) -> None:
     model = exported[family, variant]
-    theirs = transformers_results[str(model.out)]["logprobs"]
+    theirs = transformers_results[str(model.out)]
     # The bfloat16 policy rounds its activations at every layer, the export, in float32 like the
     # original, does not: 8 bits of mantissa, three layers, logits of about 10; measured 0.11.
     tolerance = 0.15 if variant == "bfloat16" else 1e-5
-    assert theirs == pytest.approx(model.logprobs, abs=tolerance)
+    assert theirs["logprobs"] == pytest.approx(model.logprobs, abs=tolerance)
+    changes = (abs(a - b) for a, b in zip(model.untrained, model.logprobs, strict=True))
+    assert max(changes) > 0.2
 
+    assert theirs["large"] == model.large_tokens
+    values = json.loads((model.out / PREPROCESSOR).read_text())
+    assert values["max_pixels"] == values["size"]["longest_edge"] == 12544
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
-def test_log_probs_differ_from_the_original_models(
-    exported: dict, transformers_results: dict[str, Any], family: str, variant: str
-) -> None:
-    model = exported[family, variant]
-    policy = load_policy(
-        Settings.model_validate(
-            {
-                "task": "none",
-                "model": str(model.original),
-                "data": {"train": "none"},
-                "policy": {"dtype": "float32", "max_pixels": 12544},
-            }
-        ),
-        training=False,
-    )
-    size = (96, 64) if family == "qwen3_vl" else (84, 56)
-    before = compute_logprobs(policy, noise_example("image", [size], QUESTION))
-    assert max(abs(a - b) for a, b in zip(before, model.logprobs, strict=True)) > 0.2
-
-
-@pytest.mark.parametrize(("family", "variant"), CASES)
-def test_weight_names_and_files_are_those_of_the_original_model(
-    exported: dict, family: str, variant: str
-) -> None:
-    model = exported[family, variant]
     names = set(load_file(model.out / "model.safetensors"))
     assert names == set(load_file(model.original / "model.safetensors"))
     assert {name.partition(".")[0] for name in names} <= PREFIXES[family]
-    config = json.loads((model.out / "config.json").read_text())
-    assert (
-        config["architectures"]
-        == json.loads((model.original / "config.json").read_text())["architectures"]
+    config, original = (
+        json.loads((folder / "config.json").read_text()) for folder in (model.out, model.original)
     )
+    assert config["architectures"] == original["architectures"]
     assert "shared_prefix" not in json.dumps(config)  # this attention exists in vlm-grpo only
     present = {path.name for path in model.out.iterdir()}
     assert {"generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= present
     assert {"chat_template.jinja", "processor_config.json", "README.md"} <= present
     assert not {name for name in present if name.startswith("adapter")}
-
-
-@pytest.mark.parametrize(("family", "variant"), CASES)
-def test_the_processor_has_the_pixel_budget(
-    exported: dict, transformers_results: dict[str, Any], family: str, variant: str
-) -> None:
-    model = exported[family, variant]
-    assert transformers_results[str(model.out)]["large"] == model.large_tokens
-    values = json.loads((model.out / PREPROCESSOR).read_text())
-    assert values["max_pixels"] == values["size"]["longest_edge"] == 12544
 
 
 def test_weights_are_written_in_the_requested_dtype(exported: dict, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
@@ -37,7 +37,7 @@ from vlm_grpo.report.gallery import (
     to_script_json,
 )
 from vlm_grpo.report.panels import build_charts, build_comparison_charts
-from vlm_grpo.report.run import Change, Run, read_run
+from vlm_grpo.report.run import Run, read_run
 from vlm_grpo.task.drawing import GOLD_COLOR, PREDICTED_COLOR
 from vlm_grpo.task.registry import get_short_name
 from vlm_grpo.utils.atomic_io import write_atomic
@@ -47,15 +47,14 @@ MAX_CARDS = 3
 """Most runs that have a card each; more are rows of a table."""
 MAX_COLUMNS = 4
 """Most differing settings in that table."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number at the top of the page, with its label and a note."""
-
-    label: str
-    value: str
-    note: str = ""
+TILES = {
+    "reward": ("reward", ""),
+    "completions/mean_length": ("tokens per completion", ""),
+    "frac_reward_zero_std": ("groups with equal rewards", "%"),
+    "entropy": ("entropy", "nats"),
+    "time/step": ("time per step", "s"),
+}
+"""Label and unit of the metrics that are at the top of the page."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,9 @@ def compare_runs(
         UserError: a folder is not that of a run or is given twice, or a setting of the sweep is the
             same in all runs.
     """
-    repeated = [f for i, f in enumerate(folders) if f.resolve() in _resolve(folders[:i])]
-    if repeated:
-        raise UserError(f"the run {repeated[0]} is given twice: a comparison needs different runs")
+    for number, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:number]]:
+            raise UserError(f"the run {folder} is given twice: a comparison needs different runs")
     runs = list(zip(_name_runs(folders), map(read_run, folders), strict=True))
     swept = choose_swept([run for _, run in runs], sweep)
     names = [run.name for _, run in runs]
@@ -133,13 +132,9 @@ def compare_runs(
     return _write(path, content, runs, build_gallery(runs, limit))
 
 
-def _resolve(folders: Sequence[Path]) -> list[Path]:
-    return [folder.resolve() for folder in folders]
-
-
 def _name_runs(folders: Sequence[Path]) -> list[str]:
     """Return the folders' names, or their paths if two of them have the same name."""
-    names = [folder.name for folder in _resolve(folders)]
+    names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     return [display_text(name, 200) for name in names]
@@ -161,7 +156,7 @@ def _write(path: Path, content: Content, runs: Sequence[tuple[str, Run]], galler
         content=content,
         summaries=summaries,
         few=len(runs) <= MAX_CARDS,
-        tile_labels=list(dict.fromkeys(t.label for s in summaries for t in s["tiles"])),
+        tile_labels=list(dict.fromkeys(t["label"] for s in summaries for t in s["tiles"])),
         columns=[d for d in content.differences if d.key not in IDENTITY][:MAX_COLUMNS],
         alarms=[_escape_alarm(row, run) for _, run in runs for row in run.alarms],
         comparing=len(runs) > 1,
@@ -196,52 +191,42 @@ def _load_template() -> Template:
 
 
 def _summarize_run(label: str, run: Run) -> dict[str, Any]:
-    steps, total = run.steps_done, run.max_steps
-    change = run.change()
-    finished = total is None or steps >= total
+    steps, total, change = run.steps_done, run.max_steps, run.change()
+    significance, has_intervals, is_share = "", False, False
+    if change is not None:
+        has_intervals = not math.isnan(change.before_interval[0])
+        is_share = not change.lower_is_better and all(
+            0 <= value <= 1 for value in (change.before, change.after)
+        )
+        if not math.isnan(change.difference_interval[0]):  # else they have no example in common
+            verdict = change.verdict
+            significance = f"significantly {verdict}" if verdict else "no significant change"
     return {
         "label": label,
         "task": get_short_name(run.task),
         "model": run.model,
-        "state": f"{steps} steps" if finished else f"step {steps} of {total}, not finished",
+        "state": f"{steps} steps"
+        if total is None or steps >= total
+        else f"step {steps} of {total}, not finished",
         "primary_metric": (run.primary_metric or "").replace("_", " "),
         "change": change,
-        "significance": _describe_significance(change),
+        "significance": significance,
         "verdict": "" if change is None else change.verdict,
-        "has_intervals": change is not None and not math.isnan(change.before_interval[0]),
-        "is_share": change is not None and _is_share(change),
-        "tiles": _build_tiles(run),
+        "has_intervals": has_intervals,
+        "is_share": is_share,
+        "tiles": list(_build_tiles(run)),
     }
 
 
-def _is_share(change: Change) -> bool:
-    return not change.lower_is_better and 0 <= change.before <= 1 and 0 <= change.after <= 1
-
-
-def _describe_significance(change: Change | None) -> str:
-    """Describe the change by the interval of the paired difference; "" if there is none."""
-    if change is None or math.isnan(change.difference_interval[0]):
-        return ""
-    return f"significantly {change.verdict}" if change.verdict else "no significant change"
-
-
-def _build_tiles(run: Run) -> list[Tile]:
-    """Return means over the last steps, with those over the first steps as notes."""
-    tiles = []
-    for name, label, unit in (
-        ("reward", "reward", ""),
-        ("completions/mean_length", "tokens per completion", ""),
-        ("frac_reward_zero_std", "groups with equal rewards", "%"),
-        ("entropy", "entropy", "nats"),
-        ("time/step", "time per step", "s"),
-    ):
+def _build_tiles(run: Run) -> Iterator[dict[str, str]]:
+    """Yield means over the last steps, with those over the first steps as notes."""
+    for name, (label, unit) in TILES.items():
         values = [row[name] for row in run.metrics if is_number(row.get(name))]
         if values:
             count = max(1, min(10, len(values) // 4))
             first, last = sum(values[:count]) / count, sum(values[-count:]) / count
             note = f"initially {_add_unit(first, unit)}" if len(values) > 1 else ""
-            tiles.append(Tile(label, _add_unit(last, unit), note))
-    return tiles
+            yield {"label": label, "value": _add_unit(last, unit), "note": note}
 
 
 def _add_unit(value: float, unit: str) -> str:

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 PROJECT = "vlm-grpo"
 """Project in Weights & Biases, trackio and MLflow, unless their environment variables name one."""
-
 TABLE_TRACKERS = ("wandb", "trackio")
 """Trackers with tables that may hold images; their classes ``Table`` and ``Image`` agree."""
 
@@ -68,23 +67,19 @@ class Trackers:
     def any(self) -> bool:
         return bool(self._active)
 
+    @property
+    def takes_tables(self) -> bool:
+        """True if any active tracker has tables."""
+        return any(tracker.name in TABLE_TRACKERS for tracker in self._active)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._call_all(lambda tracker: tracker.log(values, step=step))
 
     def log_images(self, step: int, images: Mapping[str, Image.Image]) -> None:
         """Log images by name after ``step`` steps."""
-
-        def show(tracker: Any) -> None:
-            for name, image in images.items():
-                _SHOW[tracker.name](tracker, name, image.convert("RGB"), step)
-
-        self._call_all(show)
-
-    @property
-    def takes_tables(self) -> bool:
-        """True if any active tracker has tables."""
-        return any(tracker.name in TABLE_TRACKERS for tracker in self._active)
+        shown = {name: image.convert("RGB") for name, image in images.items()}
+        self._call_all(lambda tracker: _log_images(tracker, shown, step))
 
     def log_table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log rows as a table after ``step`` steps, where there are tables.
@@ -92,18 +87,8 @@ class Trackers:
         Args:
             rows: values by column, with the same columns in each row; images are PIL images.
         """
-
-        def show(tracker: Any) -> None:
-            if tracker.name in TABLE_TRACKERS and rows:
-                library = importlib.import_module(tracker.name)
-                data = [
-                    [library.Image(v) if isinstance(v, Image.Image) else v for v in row.values()]
-                    for row in rows
-                ]
-                table = library.Table(columns=list(rows[0]), data=data)
-                tracker.log({name: table}, step=step)
-
-        self._call_all(show)
+        if rows:
+            self._call_all(lambda tracker: _log_table(tracker, name, rows, step))
 
     def finish(self) -> None:
         self._call_all(lambda tracker: tracker.finish())
@@ -143,16 +128,24 @@ def _store_config(tracker: Any, config: dict[str, Any]) -> None:
         tracker.store_init_configuration(config)
 
 
-_SHOW: Mapping[str, Callable[[Any, str, Image.Image, int], None]] = {
-    "tensorboard": lambda tracker, name, image, step: tracker.log_images(
-        {name: np.asarray(image)[None]}, step=step, dataformats="NHWC"
-    ),
-    "wandb": lambda tracker, name, image, step: tracker.log_images({name: [image]}, step=step),
-    "trackio": lambda tracker, name, image, step: tracker.log(
-        {name: importlib.import_module("trackio").Image(image)}, step=step
-    ),
-    "mlflow": lambda tracker, name, image, step: importlib.import_module("mlflow").log_image(
-        image, key=name, step=step
-    ),
-}
-"""Functions that show an image, by tracker."""
+def _log_images(tracker: Any, images: Mapping[str, Image.Image], step: int) -> None:
+    for name, image in images.items():
+        if tracker.name == "tensorboard":
+            pixels = np.asarray(image)[None]
+            tracker.log_images({name: pixels}, step=step, dataformats="NHWC")
+        elif tracker.name == "wandb":
+            tracker.log_images({name: [image]}, step=step)
+        elif tracker.name == "trackio":
+            tracker.log({name: importlib.import_module("trackio").Image(image)}, step=step)
+        else:
+            importlib.import_module("mlflow").log_image(image, key=name, step=step)
+
+
+def _log_table(tracker: Any, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    if tracker.name in TABLE_TRACKERS:
+        library = importlib.import_module(tracker.name)
+        data = [
+            [library.Image(v) if isinstance(v, Image.Image) else v for v in row.values()]
+            for row in rows
+        ]
+        tracker.log({name: library.Table(columns=list(rows[0]), data=data)}, step=step)
