@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
@@ -19,17 +18,20 @@ from jinja2 import Environment, StrictUndefined
 from transformers.utils.logging import disable_progress_bar
 
 from vlm_grpo.config.run import Settings
-from vlm_grpo.data import load_run_task
-from vlm_grpo.deploy.merge import Merge, measure_merge, replace_with_dequantized
+from vlm_grpo.data import load_run_task, load_split
 from vlm_grpo.deploy.resolve import NO_TASK, ResolvedModel, resolve_model
 from vlm_grpo.dist.launch import initialize_distributed
 from vlm_grpo.errors import UserError
+from vlm_grpo.model.engine.batch import GroupSlice, MicroBatch
+from vlm_grpo.model.engine.linear import is_quantized, restore
 from vlm_grpo.model.families import load_family
 from vlm_grpo.model.loading import LoadedModel, load_config, load_model
+from vlm_grpo.model.policy import Policy, load_policy
 from vlm_grpo.report.run import Change, read_run
 from vlm_grpo.task import FAILURES
 from vlm_grpo.task.coordinates import FRAMES
 from vlm_grpo.task.registry import get_short_name
+from vlm_grpo.training.targets import TargetWriter, write_groups
 from vlm_grpo.types import Example, ImageRef
 from vlm_grpo.utils.atomic_io import create_whole_folder, share_weights
 from vlm_grpo.utils.chat import IMAGE
@@ -38,6 +40,8 @@ from vlm_grpo.utils.jsonl import read_object
 ExportedWeights = Literal["merged", "dequantized", "adapter"]
 LIBRARIES = ("vlm-grpo", "transformers", "torch", "peft")
 PREPROCESSOR = "preprocessor_config.json"
+MEASURED = 16
+"""Number of training examples whose gold answers a merged model scores for comparison."""
 
 
 def export(
@@ -156,22 +160,13 @@ def _write_processor(loaded: LoadedModel, folder: Path) -> None:
     (folder / PREPROCESSOR).write_text(json.dumps(values, indent=2, default=str) + "\n")
 
 
-@dataclass(frozen=True)
-class _Results:
-    """Held-out results in a model card: rows are (metric, before, after)."""
-
-    primary_metric: str | None
-    change: Change | None
-    rows: tuple[tuple[str, float, float], ...] = ()
-
-
 def build_model_card(trained: ResolvedModel, adapter: bool, merge: Merge | None = None) -> str:
     """Return the README.md of an exported model: its training and its held-out results.
 
     The front matter has the format of the hub (https://huggingface.co/docs/hub/model-cards).
     """
     settings = trained.settings
-    results = _read_results(trained)
+    primary_metric, change, rows = _read_results(trained)
     step = trained.checkpoint.name.removeprefix("step-") if trained.checkpoint else ""
     front: dict[str, Any] = {
         "pipeline_tag": "image-text-to-text",
@@ -185,8 +180,15 @@ def build_model_card(trained: ResolvedModel, adapter: bool, merge: Merge | None 
     sources = [str(entry.source) for entry in entries]
     if named := {source.split(":")[1] for source in sources if source[:3] == "hf:"}:
         front["datasets"] = sorted(named)
-    if results.change is not None:
-        front["model-index"] = [_build_model_index(settings, results)]
+    if change is not None:  # the format of the hub's leaderboards
+        data = settings.data.describe("train" if settings.data.eval is None else "eval")
+        entry = {
+            "task": {"type": "image-text-to-text"},
+            "dataset": {"name": data, "type": data},
+            "metrics": [{"type": primary_metric, "value": round(change.after, 4)}],
+        }
+        name = settings.name or get_short_name(settings.task)
+        front["model-index"] = [{"name": name, "results": [entry]}]
     template = files("vlm_grpo").joinpath("templates/model_card.md.j2").read_text("utf-8")
     prompt = _build_example_prompt(settings)
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -197,8 +199,10 @@ def build_model_card(trained: ResolvedModel, adapter: bool, merge: Merge | None 
         adapter=adapter,
         merge=merge,
         step=step,
-        results=results,
-        intervals=results.change is not None and not math.isnan(results.change.before_interval[0]),
+        primary_metric=primary_metric,
+        change=change,
+        rows=rows,
+        intervals=change is not None and not math.isnan(change.before_interval[0]),
         versions={name: version(name) for name in LIBRARIES},
         has_task=settings.task != NO_TASK,
         trained_prompt=prompt is not None,
@@ -223,29 +227,77 @@ def _build_example_prompt(settings: Settings) -> str | None:
     return prompts.pop() if len(prompts) == 1 else None
 
 
-def _build_model_index(settings: Settings, results: _Results) -> Mapping[str, Any]:
-    """Return the primary metric in the format of the hub's leaderboards."""
-    assert results.change is not None
-    split = "train" if settings.data.eval is None else "eval"
-    data = settings.data.describe(split)
-    entry = {
-        "task": {"type": "image-text-to-text"},
-        "dataset": {"name": data, "type": data},
-        "metrics": [{"type": results.primary_metric, "value": round(results.change.after, 4)}],
-    }
-    return {"name": settings.name or get_short_name(settings.task), "results": [entry]}
-
-
-def _read_results(trained: ResolvedModel) -> _Results:
-    """Read the held-out results of the exported step, if it was evaluated."""
+def _read_results(
+    trained: ResolvedModel,
+) -> tuple[str | None, Change | None, list[tuple[str, float, float]]]:
+    """Read the primary metric, its change, and all metrics before and at the exported step."""
     if trained.run is None or trained.checkpoint is None:
-        return _Results(None, None)
+        return None, None, []
     run = read_run(trained.run)
     match = re.fullmatch(r"step-(\d+)", trained.checkpoint.name)
     change = run.change(until=int(match[1])) if match is not None else None
-    if change is None:
-        return _Results(run.primary_metric, None)
+    if change is None:  # the step was not evaluated
+        return run.primary_metric, None, []
     first, last = (e for e in run.evaluations if e.step in change.steps)
-    before, after = first.metrics, last.metrics
-    rows = tuple((name, before.get(name, math.nan), after[name]) for name in last.names)
-    return _Results(run.primary_metric, change, rows)
+    names = last.names
+    return (
+        run.primary_metric,
+        change,
+        [(name, first.metrics.get(name, math.nan), last.metrics[name]) for name in names],
+    )
+
+
+@dataclass(frozen=True)
+class Merge:
+    """An adapter merged into other weights than those it was trained on.
+
+    Attributes:
+        dequantized: whether these are the quantized weights, dequantized; or the original ones.
+        tokens: number of tokens of gold answers that the trained policy and the merged model
+            scored; 0: the examples are gone, or have no gold answers that can be written.
+        mean, largest: absolute difference of their log-probs, in nats.
+    """
+
+    dequantized: bool
+    tokens: int = 0
+    mean: float = 0.0
+    largest: float = 0.0
+
+
+@torch.no_grad()
+def replace_with_dequantized(model: Any, quantized: Any) -> None:
+    """Replace a model's weights, under its adapters, with those of its quantized form."""
+    for name, layer in quantized.named_modules():
+        if is_quantized(layer):
+            whole = model.get_submodule(name)
+            weight = getattr(whole, "base_layer", whole).weight
+            weight.copy_(restore(layer.weight, quantized.dtype))
+
+
+@torch.no_grad()
+def measure_merge(
+    settings: Settings, checkpoint: Path | None, merged: LoadedModel, dequantized: bool
+) -> Merge:
+    """Compare the log-probs of gold answers under the trained policy and the merged model."""
+    policy = load_policy(settings, checkpoint, training=False)
+    try:
+        task = policy.prompts.adapt(load_run_task(settings))
+        examples = load_split(settings, task, "train")[:MEASURED]
+        prompts = [
+            policy.prompts.build(policy.prompts.with_resized_sizes(e), task) for e in examples
+        ]
+        groups = write_groups(prompts, TargetWriter(policy, settings), task)
+    except UserError:
+        return Merge(dequantized)
+    answers = [tuple(completion.token_ids for completion in group.completions) for group in groups]
+    slices = (
+        GroupSlice(group.prompt, tokens, tuple(range(len(tokens))))
+        for group, tokens in zip(groups, answers, strict=True)
+    )
+    batch = MicroBatch(tuple(slices))
+    before, after = (
+        scorer.score(batch, supervised=True).logprobs.float().cpu()
+        for scorer in (policy, Policy(merged, policy.distribution))
+    )
+    difference = (after - before).abs()
+    return Merge(dequantized, len(difference), float(difference.mean()), float(difference.max()))

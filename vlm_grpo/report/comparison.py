@@ -42,26 +42,19 @@ def build_pairs(runs: Sequence[tuple[str, Run]]) -> list[Pair]:
     evaluated = [number for number, (_, run) in enumerate(runs) if run.evaluations]
     combinations = list(itertools.combinations(evaluated, 2))
     few = len(combinations) <= FEW_PAIRS
-    outputs = {
-        n: {row["id"]: row["output"] for row in runs[n][1].evaluations[-1].rows} for n in evaluated
-    }
-    pairs = []
-    for a, b in combinations:
-        pair, flips = _compare(runs[a][1], runs[b][1], few)
-        shown = _shorten(flips, (outputs[a], outputs[b]), FLIPS_SHOWN[0 if few else 1])
-        pairs.append({"a": a, "b": b, **pair, "flips": shown})
+    pairs = [{"a": a, "b": b, **_compare(runs[a][1], runs[b][1], few)} for a, b in combinations]
     primary = [pair["tests"][0] for pair in pairs if pair["tests"]]
-    for test, adjusted in zip(
-        primary, adjust_p_values([test["p_value"] for test in primary]), strict=True
-    ):
-        test["adjusted"] = adjusted
+    adjusted = adjust_p_values([test["p_value"] for test in primary])
+    for test, p_value in zip(primary, adjusted, strict=True):
+        test["adjusted"] = p_value
     return pairs
 
 
-def _compare(run_a: Run, run_b: Run, few: bool) -> tuple[Pair, list[dict[str, Any]]]:
-    """Return the comparison of run B with run A without its flips, and all flips."""
+def _compare(run_a: Run, run_b: Run, few: bool) -> Pair:
+    """Return the comparison of run B with run A, without their numbers."""
     first, second = run_a.evaluations[-1], run_b.evaluations[-1]
-    ids_a, ids_b = ({row["id"] for row in evaluation.rows} for evaluation in (first, second))
+    outputs = [{row["id"]: row["output"] for row in table.rows} for table in (first, second)]
+    ids_a, ids_b = (own.keys() for own in outputs)
     changed = _find_changed(run_a, run_b)
     names = [name for name in first.values if name in second.values]
     names.sort(key=lambda name: (name != run_b.primary_metric, name))
@@ -73,8 +66,12 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> tuple[Pair, list[dict[str, An
             continue
         lower_is_better = second.lower_is_better and name == second.primary_metric
         if not tests:
-            flips = _list_flips(ids, a, b, lower_is_better)
-        test = compare_pairs([a[i] for i in ids], [b[i] for i in ids], run_a.seed)
+            flips = [
+                {"id": i, "a": a[i], "b": b[i], "better": (b[i] > a[i]) != lower_is_better}
+                for i in ids
+                if a[i] != b[i]
+            ]
+        test = compare_pairs([a[i] for i in ids], [b[i] for i in ids], first.seed)
         tests.append(
             {
                 **asdict(test),
@@ -84,7 +81,10 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> tuple[Pair, list[dict[str, An
                 "adjusted": test.p_value,
             }
         )
-    pair = {
+    flips.sort(key=lambda flip: -abs(flip["b"] - flip["a"]))
+    better, worse = ([f for f in flips if f["better"] == way] for way in (True, False))
+    limit = FLIPS_SHOWN[0 if few else 1]
+    return {
         "steps": [first.step, second.step],
         "n": len((ids_a & ids_b) - changed),
         "onlyA": len(ids_a - ids_b),
@@ -92,10 +92,17 @@ def _compare(run_a: Run, run_b: Run, few: bool) -> tuple[Pair, list[dict[str, An
         "changed": len(changed),
         "primary": display_text(run_b.primary_metric or "", 60),
         "tests": tests,
-        "better": len(_select(flips, better=True)),
-        "worse": len(_select(flips, better=False)),
+        "better": len(better),
+        "worse": len(worse),
+        "flips": [
+            {
+                **flip,
+                "id": display_text(flip["id"], 200),
+                "outputs": [display_text(own[flip["id"]], OUTPUT_CHARACTERS) for own in outputs],
+            }
+            for flip in (*better[:limit], *worse[:limit])
+        ],
     }
-    return pair, flips
 
 
 def _find_changed(run_a: Run, run_b: Run) -> set[str]:
@@ -109,37 +116,6 @@ def _find_changed(run_a: Run, run_b: Run) -> set[str]:
         for run in (run_a, run_b)
     )
     return {id_ for id_, example in seen_a.items() if seen_b.get(id_, example) != example}
-
-
-def _list_flips(
-    ids: Sequence[str], a: Mapping[str, float], b: Mapping[str, float], lower_is_better: bool
-) -> list[dict[str, Any]]:
-    """Return the examples whose values differ, the largest differences first."""
-    flips = [
-        {"id": i, "a": a[i], "b": b[i], "better": (b[i] > a[i]) != lower_is_better}
-        for i in ids
-        if a[i] != b[i]
-    ]
-    return sorted(flips, key=lambda flip: -abs(flip["b"] - flip["a"]))
-
-
-def _shorten(
-    flips: Sequence[dict[str, Any]], outputs: Sequence[Mapping[str, str]], limit: int
-) -> list[dict[str, Any]]:
-    """Return the first flips of each direction, with the output of A and that of B."""
-    shown = [f for better in (True, False) for f in _select(flips, better)[:limit]]
-    return [
-        {
-            **flip,
-            "id": display_text(flip["id"], 200),
-            "outputs": [display_text(o.get(flip["id"], ""), OUTPUT_CHARACTERS) for o in outputs],
-        }
-        for flip in shown
-    ]
-
-
-def _select(flips: Sequence[dict[str, Any]], better: bool) -> list[dict[str, Any]]:
-    return [flip for flip in flips if flip["better"] == better]
 
 
 IDENTITY = ("name", "output_dir", "resume")
@@ -169,9 +145,7 @@ def list_differences(runs: Sequence[Run]) -> list[Difference]:
     settings = [_flatten(run) for run in runs]
     keys = sorted({key for values in settings for key in values})
     found = [
-        Difference(
-            display_text(key, 200), tuple(display_text(s.get(key, "–"), 300) for s in settings)
-        )
+        Difference(display_text(key, 200), tuple(values.get(key, "–") for values in settings))
         for key in keys
     ]
     return [difference for difference in found if len(set(difference.values)) > 1]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -27,6 +28,7 @@ class Change:
     Attributes:
         before, after: the values.
         before_interval, after_interval: their 95 % intervals; NaN for a corpus metric.
+        difference: mean difference of the examples that both scored; without any, of the values.
         difference_interval: 95 % interval of the mean paired difference; NaN without pairs.
         n: number of examples.
         steps: steps of the two evaluations.
@@ -36,6 +38,7 @@ class Change:
     before_interval: tuple[float, float]
     after: float
     after_interval: tuple[float, float]
+    difference: float
     difference_interval: tuple[float, float]
     n: int
     steps: tuple[int, int]
@@ -48,6 +51,25 @@ class Change:
         if not (low > 0.0 or high < 0.0):
             return ""
         return "better" if (low > 0.0) != self.lower_is_better else "worse"
+
+
+def measure_change(first: Scored, last: Scored, name: str) -> Change | None:
+    """Return the change of a metric; None if one of the evaluations lacks it."""
+    before, after = (table.metrics.get(name, math.nan) for table in (first, last))
+    if math.isnan(before) or math.isnan(after):
+        return None
+    differences = [b - a for a, b in last.pair(first, name)]
+    return Change(
+        before,
+        first.get_interval(name),
+        after,
+        last.get_interval(name),
+        fmean(differences) if differences else after - before,
+        bootstrap_interval(differences, seed=last.seed),
+        len(last.values.get(name, ())) or last.n,
+        (first.step, last.step),
+        last.lower_is_better,
+    )
 
 
 @dataclass(frozen=True)
@@ -85,10 +107,6 @@ class Run:
         return str(self.config.get("model", "unknown model"))
 
     @property
-    def seed(self) -> int:
-        return _get_seed(self.config)
-
-    @property
     def max_steps(self) -> int | None:
         optim = self.config.get("optim")
         steps = optim.get("max_steps") if isinstance(optim, Mapping) else None
@@ -121,21 +139,7 @@ class Run:
         last = next((e for e in reversed(self.evaluations) if until in (None, e.step)), None)
         if last is None or last is self.evaluations[0] or (name := self.primary_metric) is None:
             return None
-        first = self.evaluations[0]
-        before, after = (e.metrics.get(name, math.nan) for e in (first, last))
-        if math.isnan(before) or math.isnan(after):
-            return None
-        differences = [b - a for a, b in last.pair(first, name)]
-        return Change(
-            before,
-            first.get_interval(name),
-            after,
-            last.get_interval(name),
-            bootstrap_interval(differences, seed=self.seed),
-            len(last.values.get(name, ())) or last.n,
-            (first.step, last.step),
-            last.lower_is_better,
-        )
+        return measure_change(self.evaluations[0], last, name)
 
 
 def read_run(folder: Path) -> Run:

@@ -14,9 +14,10 @@ from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
 from vlm_grpo.dist.sharding import full_shape
 from vlm_grpo.eval.scored import Scored, read_scored
-from vlm_grpo.eval.statistics import bootstrap_interval, format_value
+from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter
+from vlm_grpo.report.run import measure_change
 from vlm_grpo.task import Task
 from vlm_grpo.types import Example
 
@@ -189,15 +190,12 @@ def format_change(before: Scored, after: Scored) -> str:
     """
     if not {row["id"] for row in before.rows} & {row["id"] for row in after.rows}:
         return "unknown: the evaluations have no example in common"  # data.eval was changed
-    changes = [b - a for a, b in after.pair(before, after.primary_metric)]
+    change = measure_change(before, after, after.primary_metric)
+    if change is None:
+        return "no example was scored both times"
     scale, form, unit = (1, "{:+.3f}", "") if after.lower_is_better else (100, "{:+.1f}", " points")
-    if not changes:
-        change = after.value - before.value
-        if math.isnan(change):
-            return "no example was scored both times"
-        return form.format(scale * change) + unit
-    low, high = bootstrap_interval(changes, seed=0)
-    mean = sum(changes) / len(changes)
-    verdict = "" if low > 0 or high < 0 else ", which may be chance"
-    change, least, most = (form.format(scale * value) for value in (mean, low, high))
-    return f"{change}{unit} [{least}, {most}]{verdict}"
+    values = (change.difference, *change.difference_interval)
+    mean, low, high = (form.format(scale * value) for value in values)
+    if math.isnan(change.difference_interval[0]):
+        return mean + unit
+    return f"{mean}{unit} [{low}, {high}]" + ("" if change.verdict else ", which may be chance")
