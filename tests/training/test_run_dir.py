@@ -15,6 +15,7 @@ from processes import wait_for
 from vlm_grpo.benchmarks.definition import load_benchmark
 from vlm_grpo.config.run import Settings
 from vlm_grpo.errors import UserError
+from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.task.registry import load_task
 from vlm_grpo.training.run_dir import RunDir, lock_run
 from vlm_grpo.training.trainer import train
@@ -163,3 +164,20 @@ def test_alarms_monitor_the_held_out_metric_if_completions_have_it(
         assert (monitored.primary_metric, monitored.lower_is_better) == (metric, True)
     else:  # of the full set: no completion has a value
         assert monitored is task
+
+
+def test_an_evaluation_is_read_as_it_was_written(settings: Any) -> None:
+    task = load_task("counting")
+    run_dir = RunDir(settings("run"), task, task, is_main=True)
+    values = (0.0, 1.0, 1.0, 0.0, None)
+    rows = tuple(
+        Row(id=str(n), output="", answer=None, rewards={"exact": value}, metrics={})
+        for n, value in enumerate(values)
+    )
+    written = Scored(rows, "exact", {"exact": 0.5})
+    run_dir.write_evaluation(0, task, written, ())
+    assert run_dir.read_evaluation(0) == written
+    assert run_dir.read_evaluation(1) is None
+    for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
+        (run_dir.path / "evaluation/step-000000.json").write_text(text)
+        assert run_dir.read_evaluation(0) is None

@@ -15,7 +15,7 @@ from vlm_grpo.data import load_examples
 from vlm_grpo.eval.scored import Row, Scored
 from vlm_grpo.model.policy import load_policy
 from vlm_grpo.task.registry import load_task
-from vlm_grpo.training.summary import TrainResult, describe_run, format_change, read_evaluation
+from vlm_grpo.training.summary import TrainResult, describe_run, format_change
 from vlm_grpo.training.trainer import train
 
 
@@ -99,23 +99,6 @@ def test_the_change_of_an_error_has_no_percent_and_that_of_a_set_no_interval() -
     # A mean over groups: each example has a value, but their mean is another number.
     before, after = evaluation(0, 1, 1, mean=0.5), evaluation(0, 1, 1, mean=0.9)
     assert format_change(before, after) == "+40.0 points"
-
-
-def test_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
-    settings = load_settings("quickstart", [f"output_dir={tmp_path}"])
-    path = settings.run_dir / "evaluation" / "step-000000.jsonl"
-    written = evaluation(0, 1, 1, 0, None)
-    written.write(path)
-    assert read_evaluation(settings, 0) == written
-    evaluation(0, 1, 1, 0, None, mean=0.9).write(path)
-    read = read_evaluation(settings, 0)
-    assert read is not None
-    assert read.value == 0.9
-    assert math.isnan(read.interval[0])  # that of the examples is of another mean
-    assert read_evaluation(settings, 1) is None
-    for text in ("", "[]", "{}", '{"headline": "exact", "n": 9, "metrics": {}}'):
-        path.with_suffix(".json").write_text(text)
-        assert read_evaluation(settings, 0) is None
 
 
 def test_a_resumed_run_prints_the_change_since_its_start(

@@ -56,7 +56,7 @@ class Panel:
         for metric in self.metrics:
             patterns = {metric: r"\g<0>"} if isinstance(metric, str) else metric
             for pattern, label in patterns.items():
-                if match := re.fullmatch(pattern, name):
+                if match := re.fullmatch(pattern, name, re.DOTALL):
                     text = match.expand(label)
                     return text.replace("_", " ") if self.words else text
         return None

@@ -9,14 +9,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
-from PIL import Image
 from torch import Tensor
 
 from vlm_grpo.config.run import Settings
 from vlm_grpo.config.section import flatten
 from vlm_grpo.dist.collectives import fail_together
 from vlm_grpo.errors import UserError
-from vlm_grpo.eval.scored import Scored
+from vlm_grpo.eval.scored import Scored, read_scored
 from vlm_grpo.report import build_report
 from vlm_grpo.report.alarms import AlarmContext, AlarmMonitor
 from vlm_grpo.report.samples import (
@@ -28,7 +27,6 @@ from vlm_grpo.report.samples import (
 from vlm_grpo.report.trackers import Trackers
 from vlm_grpo.task import Task
 from vlm_grpo.training.metrics import StepLog, rollout_distributions
-from vlm_grpo.training.summary import read_evaluation
 from vlm_grpo.types import Example, Group
 from vlm_grpo.utils.atomic_io import DISK_FULL_ERRORS, explain_disk_full
 from vlm_grpo.utils.folder_lock import check_lock, lock_folder
@@ -81,9 +79,10 @@ class RunDir:
         per_completion = {**task.rules("reward"), **task.rules("metric")}
         is_sampled = held_out_task.primary_metric in per_completion
         self.monitored = held_out_task if is_sampled else task
-        self.metrics = StepLog(self.path / "metrics.jsonl")
-        self.alarms = StepLog(self.path / "alarms.jsonl")
-        self.distributions = StepLog(self.path / "distributions.jsonl")
+        names = ("metrics", "alarms", "distributions")
+        self.metrics, self.alarms, self.distributions = (
+            StepLog(self.path / f"{name}.jsonl") for name in names
+        )
         rollout = settings.rollout
         self.monitor = AlarmMonitor(
             AlarmContext(
@@ -163,18 +162,16 @@ class RunDir:
         parts = [part.tolist() for part in advantages.split(sizes)][: len(shown)]
         write_samples(self.path / "samples", step, shown, parts, self.task)
         if self.trackers.any:
-            self.trackers.log_images(step + 1, dict(self._draw_samples(shown)))
+            images = {}
+            for number, group in enumerate(shown):  # the gold answer and the first completion
+                answer = group.scores[0].answer
+                image = draw_answers(self.task, group.prompt.example, answer)
+                if image is not None:
+                    images[f"samples/{number}"] = image
+            self.trackers.log_images(step + 1, images)
         if self.trackers.takes_tables:
             rows = build_completion_rows(self.task, step, shown, parts)
             self.trackers.log_table(step + 1, "completions", rows)
-
-    def _draw_samples(self, groups: Sequence[Group]) -> Iterator[tuple[str, Image.Image]]:
-        """Draw each group's gold answer and first completion on its image, by name."""
-        for number, group in enumerate(groups):
-            example, answer = group.prompt.example, group.scores[0].answer
-            image = draw_answers(self.task, example, answer)
-            if image is not None:
-                yield f"samples/{number}", image
 
     def write_evaluation(
         self, step: int, task: Task, evaluation: Scored, shown: Sequence[Example]
@@ -192,7 +189,14 @@ class RunDir:
         write_held_out(self.path / "samples", step, task, shown, evaluation.rows[: len(shown)])
 
     def read_evaluation(self, step: int) -> Scored | None:
-        return read_evaluation(self.settings, step)
+        """Load the evaluation after ``step`` steps, which an earlier process has written.
+
+        Returns:
+            None if it is missing or damaged; a resumed run goes on without it.
+        """
+        path = self.path / "evaluation" / f"step-{step:06d}.jsonl"
+        found = read_scored(path, self.settings.seed, step=step)
+        return found if found.is_complete else None
 
     def refresh_report(self, now: bool = False) -> None:
         """Rebuild ``report.html`` if the last one is older than a minute, or if ``now`` is True."""

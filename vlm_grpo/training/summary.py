@@ -13,7 +13,7 @@ from vlm_grpo.config.requirements import list_notes
 from vlm_grpo.config.run import Settings
 from vlm_grpo.data.stream import compute_shares
 from vlm_grpo.dist.sharding import full_shape
-from vlm_grpo.eval.scored import Scored, read_scored
+from vlm_grpo.eval.scored import Scored
 from vlm_grpo.eval.statistics import format_value
 from vlm_grpo.model.policy import Policy
 from vlm_grpo.planning.prompt_sizes import PromptCounter
@@ -169,18 +169,6 @@ class TrainResult:
         if checkpoint.is_dir():
             return str(checkpoint)
         return f"after step {step}, not kept (checkpoint.keep_best=true keeps it)"
-
-
-def read_evaluation(settings: Settings, step: int) -> Scored | None:
-    """Load the run's evaluation after ``step`` steps, which an earlier process has written.
-
-    Returns:
-        None if it is missing or damaged; a resumed run goes on without it.
-    """
-    found = read_scored(
-        settings.run_dir / "evaluation" / f"step-{step:06d}.jsonl", settings.seed, step=step
-    )
-    return found if found.is_complete else None
 
 
 def format_change(before: Scored, after: Scored) -> str:
