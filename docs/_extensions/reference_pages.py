@@ -45,6 +45,8 @@ class SettingsDirective(Directive):
         lines = setting.description.splitlines()
         if setting.other_names:
             lines += ["", f"Elsewhere: {', '.join(setting.other_names)}."]
+        if setting.on_resume:
+            lines += ["", setting.on_resume]
         self.state.nested_parse(StringList(lines, "settings"), 0, definition)
         return nodes.definition_list_item("", term, definition)
 

@@ -30,3 +30,11 @@ def test_the_reference_lists_what_each_block_refuses() -> None:
     assert any("rollout.vllm.weight_transfer=ipc needs servers" in t for t in texts["rollout"])
     assert "optim.mini_batches=… must divide optim.prompts_per_step=…" in texts["optim"]
     assert any(text.startswith("task has no value") for text in texts[""])
+
+
+def test_a_setting_says_whether_a_resumed_run_may_change_it() -> None:
+    assert BY_KEY["optim.lr"].on_resume == "A resumed run may change it."
+    assert BY_KEY["rollout.vllm.urls"].on_resume == "A resumed run may change it."  # as its block
+    assert BY_KEY["data.columns"].on_resume.endswith("if the training examples stay the same.")
+    for key in ("optim.name", "objective.beta", "policy.lora.r", "data.filter", "seed"):
+        assert not BY_KEY[key].on_resume

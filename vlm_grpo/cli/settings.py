@@ -76,6 +76,8 @@ def _format(setting: SettingReference) -> Iterator[str]:
     text = " ".join(setting.description.replace("``", "").split())
     if setting.other_names:
         text += f" Elsewhere: {', '.join(setting.other_names)}."
+    if setting.on_resume:
+        text += f" {setting.on_resume}"
     yield textwrap.indent(textwrap.fill(text, WIDTH), "    ")
 
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vlm_grpo.config.filter import Filter
-from vlm_grpo.config.section import Frozen
+from vlm_grpo.config.section import FREE, SAME_ROWS, Frozen
 from vlm_grpo.task.registry import get_short_name
 
 Column = Literal["id", "images", "videos", "question", "answer", "messages", "task"]
@@ -157,11 +157,11 @@ class DataSettings(Frozen):
     ``train(settings, data=rows)``.
     """
 
-    train: Sources
+    train: Annotated[Sources, SAME_ROWS]
     """Source of the training examples; or a list of sources, each a mapping with ``source`` and
     perhaps ``name``, ``task``, ``task_options``, ``tasks``, ``weight``, ``limit``, ``columns`` and
     ``image_root``: a mixture, whose sources may have different tasks."""
-    eval: Sources | None = None
+    eval: Annotated[Sources | None, FREE] = None
     """Source of the held-out examples, or a list of sources; a source without a task has that of
     the training source of its name, or else the run's. None: no evaluation, or ``eval_share``."""
     eval_share: float | None = Field(default=None, gt=0, lt=1)
@@ -170,35 +170,37 @@ class DataSettings(Frozen):
     mixing_temperature: float | None = Field(default=None, gt=0)
     """Temperature T of a mixture without weights: a source of n examples has a share of the prompts
     in proportion to n to the power of 1/T. None: 1, by size; large values: equal shares."""
-    image_root: Path | None = None
+    image_root: Annotated[Path | None, SAME_ROWS] = None
     """Folder that contains all images and that their paths are relative to; None: the folder of
     the source, or the current folder for rows in memory."""
-    eval_image_root: Path | None = None
+    eval_image_root: Annotated[Path | None, FREE] = None
     """Image folder of the held-out examples; None: ``image_root``."""
-    columns: dict[Column, str] = Field(default_factory=dict)
+    columns: Annotated[dict[Column, str], SAME_ROWS] = Field(default_factory=dict)
     """Names of the source's columns that differ from ours, such as ``{answer: solution}``."""
     default_question: str | None = None
     """Question of rows without one, as of images with labels or captions only; None: such rows are
     bad, but for those of class folders and captions, which have a question of their own."""
-    train_limit: int | None = Field(default=None, ge=1)
+    train_limit: Annotated[int | None, SAME_ROWS] = Field(default=None, ge=1)
     """Maximum number of training examples; None: all (embedded data: 4096)."""
-    eval_limit: int | None = Field(default=None, ge=1)
+    eval_limit: Annotated[int | None, FREE] = Field(default=None, ge=1)
     """Maximum number of held-out examples; None: all (embedded data: 500)."""
     filter: str | None = None
     """Training examples to keep, by numbers about them: comparisons joined by ``and``, such as
     ``0.1 < pass_rate < 0.9``. None: all."""
-    difficulty: Path | None = None
+    difficulty: Annotated[Path | None, SAME_ROWS] = None
     """File of ``vlm-grpo sample --difficulty`` with numbers for ``filter``; None: columns."""
-    curriculum: CurriculumSettings | None = None
+    curriculum: Annotated[CurriculumSettings | None, FREE] = None
     """Prefer examples of medium difficulty, estimated during the run; None: take all in turn."""
-    on_bad_row: Literal["error", "skip"] = "error"
+    on_bad_row: Annotated[Literal["error", "skip"], SAME_ROWS] = "error"
     """Treatment of rows that cannot be used: report all of them and stop, or skip them and log
     their number."""
-    max_image_pixels: int = Field(default=PILLOW_WARNS_AT, ge=1, le=2 * PILLOW_WARNS_AT)
+    max_image_pixels: Annotated[int, SAME_ROWS] = Field(
+        default=PILLOW_WARNS_AT, ge=1, le=2 * PILLOW_WARNS_AT
+    )
     """Maximum number of pixels of an image; Pillow itself refuses more than twice the default."""
     video: VideoSettings | None = None
     """Which frames of videos are taken; None: the defaults of these settings."""
-    dataloader_num_workers: int = Field(default=0, ge=0)
+    dataloader_num_workers: Annotated[int, FREE] = Field(default=0, ge=0)
     """Number of processes, per device, that prepare the images of training prompts one step ahead;
     0: a thread of the training process does it."""
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from vlm_grpo.config.other_trainers import list_other_settings
 from vlm_grpo.config.requirements import get_requirements
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.section import get_blocks
+from vlm_grpo.config.section import find_on_resume, get_blocks
 
 _BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
@@ -28,6 +28,7 @@ class SettingReference:
     type: str
     default: str | None
     description: str
+    on_resume: str
 
     @property
     def other_names(self) -> list[str]:
@@ -76,7 +77,8 @@ def _describe_field(key: str, field: FieldInfo) -> SettingReference:
     if not field.is_required():
         value = field.get_default(call_default_factory=True)
         default = str(value) if isinstance(value, Path) else repr(value)
-    return SettingReference(key, _describe_type(field), default, field.description)
+    on_resume = find_on_resume(Settings, key).value
+    return SettingReference(key, _describe_type(field), default, field.description, on_resume)
 
 
 def _describe_type(field: FieldInfo) -> str:

@@ -6,12 +6,12 @@ Names and meanings follow TRL's ``GRPOConfig``.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from vlm_grpo.config.methods import DistillationSettings, PerceptionSettings, ReplaySettings
-from vlm_grpo.config.section import Frozen
+from vlm_grpo.config.section import LOCKED, Frozen
 
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 ScaleRewards = Literal["group", "batch", "none"]
@@ -75,7 +75,7 @@ class ObjectiveSettings(Frozen):
     """True (GDPO): normalize each reward in its group before the weighted sum, then divide the sum
     by its standard deviation over the batch. False: normalize the weighted sum."""
 
-    beta: float = Field(default=0.0, ge=0.0)
+    beta: Annotated[float, LOCKED] = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference policy. 0: no KL and no reference policy."""
 
     kl_estimator: KLEstimator = "k3"
@@ -90,7 +90,7 @@ class ObjectiveSettings(Frozen):
     its value is 1; k1 and k3 then have the gradient of KL(policy ‖ reference). False: the KL term
     of the GRPO paper."""
 
-    reference_refresh_every: int | Literal["never"] = 1
+    reference_refresh_every: Annotated[int | Literal["never"], LOCKED] = 1
     """Copy the policy to the reference before every k-th step. 1: the reference is the policy at
     the start of the step, at no cost. ``never``: it stays the initial policy."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from vlm_grpo.config.section import Frozen
+from vlm_grpo.config.section import FREE, LOCKED, Frozen
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"]
 Schedule = Literal[
@@ -29,7 +29,7 @@ WarmupSteps = Annotated[
 class OptimSettings(Frozen):
     """The optimizer, its learning rate schedule, and the size of a step."""
 
-    name: OptimizerName = "adamw"
+    name: Annotated[OptimizerName, LOCKED] = "adamw"
     """``adamw``; ``adamw_8bit``: its moments in 8 bits by bitsandbytes (the extra
     ``quantization``); ``paged_adamw_8bit``: these move to main memory when the GPU's is full;
     ``adafactor``: a factored second moment and no first (transformers, with ``lr`` as it is);
@@ -109,12 +109,12 @@ class WarmStartSettings(Frozen):
     steps: int | Literal["all"] = Field(union_mode="left_to_right")
     """Number of supervised steps, which ``optim.max_steps`` includes; ``all``: every step, as with
     ``vlm-grpo sft``."""
-    lr: float = Field(default=2e-5, ge=0)
+    lr: Annotated[float, FREE] = Field(default=2e-5, ge=0)
     """Peak learning rate of the supervised steps; ``optim.lr`` is that of the steps after them."""
-    schedule: Schedule = "linear"
+    schedule: Annotated[Schedule, FREE] = "linear"
     """Learning rate schedule over the supervised steps. ``optim.schedule`` and its warmup begin
     after them."""
-    warmup_steps: WarmupSteps = 0
+    warmup_steps: Annotated[WarmupSteps, FREE] = 0
     """Number of supervised steps in which the learning rate rises to its peak; below 1: as a share
     of them; 0: no warmup."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from vlm_grpo.config.section import Frozen
+from vlm_grpo.config.section import FREE, Frozen
 
 ModelPart = Literal["vision", "projector", "language"]
 
@@ -131,19 +131,19 @@ class PolicySettings(Frozen):
     quantized_parts: tuple[ModelPart, ...] = ("language",)
     """Parts whose linear layers ``load_in`` applies to; embeddings and the output head are never
     quantized."""
-    gradient_checkpointing: Checkpointing = "none"
+    gradient_checkpointing: Annotated[Checkpointing, FREE] = "none"
     """Recompute activations instead of storing them: ``mlp``: those of the feed-forward layers,
     which are about two thirds; ``full`` (or true): all but each layer's input, about a third
     slower; ``none`` (or false): store all."""
-    activation_offloading: bool = False
+    activation_offloading: Annotated[bool, FREE] = False
     """Keep stored activations in the host's memory until the backward pass needs them (GPUs only).
     """
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, FREE] = False
     """Run the Python code that comes with a model."""
-    engine: Literal["auto", "shared", "repeated"] = "auto"
+    engine: Annotated[Literal["auto", "shared", "repeated"], FREE] = "auto"
     """``shared``: completions share one pass over their prompt; ``repeated``: each repeats it;
     ``auto``: shared if the model family supports it."""
-    head_chunk_tokens: int = Field(default=1024, ge=0)
+    head_chunk_tokens: Annotated[int, FREE] = Field(default=1024, ge=0)
     """Number of tokens whose logits are computed at once in the update; 0: all of a micro-batch."""
 
     @property

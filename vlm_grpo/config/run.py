@@ -7,7 +7,7 @@ in combination with the others is an error: ``requirements.yaml`` has all combin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
@@ -18,7 +18,7 @@ from vlm_grpo.config.optim import OptimSettings, WarmStartSettings
 from vlm_grpo.config.policy import PolicySettings
 from vlm_grpo.config.prompt import PromptSettings
 from vlm_grpo.config.rollout import RolloutSettings
-from vlm_grpo.config.section import Frozen
+from vlm_grpo.config.section import FREE, Frozen
 from vlm_grpo.errors import UserError
 from vlm_grpo.media.images import DiffusionNoise
 from vlm_grpo.task.registry import get_short_name
@@ -98,7 +98,7 @@ class LoggingSettings(Frozen):
 class Settings(Frozen):
     """All settings of a run: text, numbers and mappings, as in its ``config.yaml``."""
 
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str | None, FREE] = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Folder of the run inside ``output_dir``; None: the name of the recipe, or of the task if an
     override sets the task."""
     task: TaskSetting = MIXED
@@ -115,24 +115,26 @@ class Settings(Frozen):
     """Commit, tag or branch on the hub; None: the default branch."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the order of the examples, the sampling and the initial weights of adapters."""
-    output_dir: Path = RUNS
+    output_dir: Annotated[Path, FREE] = RUNS
     """Folder of all runs."""
-    resume: bool = False
+    resume: Annotated[bool, FREE] = False
     """Continue from the run's newest complete checkpoint."""
-    ddp_timeout: float = Field(default=DDP_TIMEOUT, gt=0)
+    ddp_timeout: Annotated[float, FREE] = Field(default=DDP_TIMEOUT, gt=0)
     """Seconds that processes wait for a slow one before the run ends with status 2 and a message
     that names it."""
     data: DataSettings
     policy: PolicySettings = PolicySettings()
     prompt: PromptSettings = PromptSettings()
-    rollout: RolloutSettings = RolloutSettings()
-    objective: ObjectiveSettings = Field(default=ObjectiveSettings(), validate_default=True)
-    optim: OptimSettings = OptimSettings()
+    rollout: Annotated[RolloutSettings, FREE] = RolloutSettings()
+    objective: Annotated[ObjectiveSettings, FREE] = Field(
+        default=ObjectiveSettings(), validate_default=True
+    )
+    optim: Annotated[OptimSettings, FREE] = OptimSettings()
     warm_start: WarmStartSettings | None = None
     """Supervised steps before the first rollout; None: there are none."""
-    evaluation: EvaluationSettings = EvaluationSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    logging: LoggingSettings = LoggingSettings()
+    evaluation: Annotated[EvaluationSettings, FREE] = EvaluationSettings()
+    checkpoint: Annotated[CheckpointSettings, FREE] = CheckpointSettings()
+    logging: Annotated[LoggingSettings, FREE] = LoggingSettings()
 
     @property
     def run_dir(self) -> Path:

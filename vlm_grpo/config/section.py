@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin
 
@@ -49,6 +50,28 @@ class Frozen(BaseModel, metaclass=_Explained):
         if problems := find_problems(self):
             raise ValueError("\n".join(problems))
         return self
+
+
+class OnResume(Enum):
+    """Whether a resumed run may change a setting: a mark of the setting or of a block around it."""
+
+    FREE = "A resumed run may change it."
+    SAME_ROWS = "A resumed run may change it if the training examples stay the same."
+    LOCKED = ""
+
+
+FREE, SAME_ROWS, LOCKED = OnResume
+
+
+def find_on_resume(model: type[BaseModel], key: str) -> OnResume:
+    """Return the mark of a setting, or else of the nearest block around it; by default, locked."""
+    found, blocks = LOCKED, [model]
+    for name in key.split("."):
+        fields = [block.model_fields[name] for block in blocks if name in block.model_fields]
+        marks = [mark for f in fields for mark in f.metadata if isinstance(mark, OnResume)]
+        found = marks[0] if marks else found
+        blocks = [block for field in fields for block in get_blocks(field.annotation)]
+    return found
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

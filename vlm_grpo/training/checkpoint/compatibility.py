@@ -14,99 +14,13 @@ from torch import Tensor
 
 from vlm_grpo.config.data import is_mixture
 from vlm_grpo.config.run import Settings
-from vlm_grpo.config.section import flatten, known_keys
+from vlm_grpo.config.section import OnResume, find_on_resume, flatten, known_keys
 from vlm_grpo.data import load_run_task
 from vlm_grpo.errors import UserError, bullets
 from vlm_grpo.task import Task
 from vlm_grpo.types import TARGET_COLUMN, Example, ImageRef, VideoRef
 
 logger = logging.getLogger(__name__)
-
-MAY_CHANGE = (
-    "name",
-    "output_dir",
-    "resume",
-    "ddp_timeout",
-    "data.eval",
-    "data.eval_limit",
-    "data.eval_image_root",
-    "data.dataloader_num_workers",
-    "policy.activation_offloading",
-    "policy.gradient_checkpointing",
-    "policy.head_chunk_tokens",
-    "policy.trust_remote_code",
-    "rollout.max_tokens_per_batch",
-    "rollout.reward_timeout",
-    "rollout.reward_workers",
-    "objective.reference_device",
-    "optim.lr",
-    "optim.lr_vision",
-    "optim.lr_projector",
-    "optim.min_lr",
-    "optim.weight_decay",
-    "optim.betas",
-    "optim.eps",
-    "optim.schedule",
-    "optim.warmup_steps",
-    "optim.max_grad_norm",
-    "optim.max_steps",
-    "optim.num_train_epochs",
-    "optim.max_tokens_per_batch",
-    "warm_start.lr",
-    "warm_start.schedule",
-    "warm_start.warmup_steps",
-    "evaluation",
-    "checkpoint",
-    "logging",
-    "data.curriculum",
-    "policy.engine",
-    "rollout",
-    "objective.loss_type",
-    "objective.loss",
-    "objective.sapo_temperature_pos",
-    "objective.sapo_temperature_neg",
-    "objective.vespo_k_pos",
-    "objective.vespo_lambda_pos",
-    "objective.vespo_k_neg",
-    "objective.vespo_lambda_neg",
-    "objective.kl_estimator",
-    "objective.kl_in",
-    "objective.use_bias_correction_kl",
-    "objective.importance_sampling_level",
-    "objective.sampler_correction",
-    "objective.sampler_correction_cap",
-    "objective.sampler_correction_floor",
-    "objective.advantage_estimator",
-    "objective.scale_rewards",
-    "objective.normalize_each_reward",
-    "objective.epsilon",
-    "objective.epsilon_high",
-    "objective.delta",
-    "objective.replay",
-    "objective.distillation",
-    "objective.perception",
-    "objective.advantage_clip",
-    "objective.top_entropy_quantile",
-    "objective.num_iterations",
-    "objective.mask_truncated_completions",
-    "objective.entropy_coef",
-    "optim.mini_batches",
-    "optim.prompts_per_step",
-)
-"""Settings, or blocks of them, that may change in a resumed run. All others determine the contents
-of the checkpoint or identify the run."""
-
-MAY_CHANGE_WITH_SAME_ROWS = (
-    "data.train",
-    "data.train_limit",
-    "data.image_root",
-    "data.columns",
-    "data.difficulty",
-    "data.on_bad_row",
-    "data.max_image_pixels",
-)
-"""Settings that may change as long as the training examples stay the same."""
-
 
 _KEYS = frozenset(known_keys(Settings))
 _COMPARED_OF_SOURCE = {"task", "task_options", "tasks", "weight"}
@@ -144,18 +58,11 @@ def check_same_settings(
         UserError: settings differ that must not change; the message has both values of each.
     """
     task = load_run_task(settings) if task is None else task
-    free = (
-        *MAY_CHANGE,
-        *(f"task_options.{option}" for option in task.may_change),
-        *MAY_CHANGE_WITH_SAME_ROWS,
-    )
     now = flatten_settings(settings)
     problems = []
     for key in dict.fromkeys([*saved, *now]):
-        if _within(key, free) or _is_new_setting(key, saved):
-            continue
         before, after = saved.get(key), now.get(key)
-        if before == after:
+        if before == after or _may_change(key, task) or _is_new_setting(key, saved):
             continue
         problems.append(f"{key} was {_format(before)} and is now {_format(after)}")
     if problems:
@@ -171,8 +78,12 @@ def _is_new_setting(key: str, saved: Mapping[str, Any]) -> bool:
     return key not in saved and key in _KEYS and not any(block in saved for block in blocks)
 
 
-def _within(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
+def _may_change(key: str, task: Task) -> bool:
+    """Return whether the setting may change, if the training examples stay the same."""
+    name, _, option = key.partition(".")
+    if name == "task_options":
+        return option.partition(".")[0] in task.may_change
+    return find_on_resume(Settings, key) is not OnResume.LOCKED
 
 
 def _format(value: Any) -> str:
