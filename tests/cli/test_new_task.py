@@ -1,12 +1,19 @@
-"""``vlm-grpo new-task``: the printed next steps, and a name in use. See test_task_template.py."""
+"""``vlm-grpo new-task``: its task loads, is sound, passes its test, and overwrites no file."""
 
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
-from commands import fails, run
+import pytest
+from commands import run, write_jsonl
 
+from vlm_grpo.cli.new_task import LONGEST_NAME, write_task
 from vlm_grpo.config.recipes import load_settings
+from vlm_grpo.errors import UserError
+from vlm_grpo.task.registry import load_task
 
 
 def test_the_next_commands_are_printed(capsys, tmp_path):
@@ -20,7 +27,72 @@ def test_the_next_commands_are_printed(capsys, tmp_path):
     assert settings.model == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
-def test_an_existing_file_is_one_message(capsys, tmp_path):
-    run(capsys, "new-task", "clock", "--out", tmp_path)
+def test_the_task_loads_and_its_class_is_named_after_the_file(tmp_path: Path) -> None:
+    file, _ = write_task("read_clock", tmp_path / "tasks")
+    task = load_task(str(file))
+    assert type(task).__name__ == "ReadClock"
+    assert task.primary_metric in task.reward_weights()
+    assert len(file.read_text().splitlines()) < 60  # short enough to read on one screen
 
-    assert "exists" in fails(capsys, "new-task", "clock", "--out", tmp_path)
+
+def test_the_test_of_the_task_passes(tmp_path: Path) -> None:
+    _, test = write_task("read_clock", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "5 passed" in done.stdout  # one gold answer and four wrong texts
+
+
+def test_the_task_is_sound_on_two_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, _ = write_task("sky", tmp_path)
+    rows = [{"id": a, "question": "Which color?", "answer": a} for a in ("Blue", "gray")]
+    data = write_jsonl(tmp_path / "data.jsonl", *rows)
+    status, out, err = run(capsys, "check", file, "--data", data)
+    assert status == 0, err
+    assert "Sky is sound on this data" in out
+
+
+@pytest.mark.parametrize("name", ["a", "read_clock", "w" * LONGEST_NAME])
+def test_the_files_pass_ruff(tmp_path: Path, name: str) -> None:
+    files = write_task(name, tmp_path)
+    config = Path(__file__).parents[2] / "pyproject.toml"
+    for check in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *check, "--config", config, *files]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ReadClock", "lowercase letters"),
+        ("2fast", "starting with a letter"),
+        ("read-clock", "lowercase letters"),
+        ("../escape", "lowercase letters"),
+        ("read__clock", "single underscores"),
+        ("clock.py", "lowercase letters"),
+        ("", "lowercase letters"),
+        ("w" * 41, "40 letters at most"),
+        ("class", "keyword of Python"),
+        ("json", "json.py would shadow"),
+        ("test_clock", "leave out test_"),
+    ],
+)
+def test_an_unsuitable_name_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        write_task(name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("existing", ["clock.py", "test_clock.py"])
+def test_no_file_is_overwritten(tmp_path: Path, existing: str) -> None:
+    (tmp_path / existing).write_text("mine")
+    with pytest.raises(UserError, match=f"{existing} exists"):
+        write_task("clock", tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written to"):
+        write_task("clock", tmp_path / "file")

@@ -39,10 +39,6 @@ def test_a_setting_a_block_or_a_foreign_name_is_explained(capsys, key, expected)
     assert expected in out
 
 
-def test_an_unknown_setting_suggests_the_nearest(capsys):
-    assert "did you mean optim.lr?" in fails(capsys, "settings", "optim.rl")
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -58,10 +54,6 @@ def test_an_unknown_setting_suggests_the_nearest(capsys):
 @pytest.mark.parametrize("command", ["train", "plan", "evaluate"])
 def test_settings_of_other_trainers_are_explained(capsys, command, arguments, expected):
     assert expected in fails(capsys, command, "counting", *arguments)
-
-
-def test_other_unknown_options_are_left_to_the_parser(capsys):
-    assert "No such option: --device" in fails(capsys, "plan", "counting", "--device", "8")
 
 
 def test_every_task_and_recipe_is_listed(capsys):

@@ -1,1 +1,1 @@
-"""Using a trained model: predict, export and doctor."""
+"""Using a trained model: predict, evaluate and export."""
